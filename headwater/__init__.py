@@ -1,0 +1,1 @@
+"""headwater: the residual stream as a part you can swap."""
