@@ -1,0 +1,14 @@
+"""Pure tensor functions: each operator's fp32 reference beside its kernel, one signature."""
+
+from .depth_attention import Backend, depth_attention, depth_logits, mix_sources, rms_norm
+from .two_phase import attend_blocks, merge_partial
+
+__all__ = [
+    "Backend",
+    "attend_blocks",
+    "depth_attention",
+    "depth_logits",
+    "merge_partial",
+    "mix_sources",
+    "rms_norm",
+]

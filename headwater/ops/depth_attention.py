@@ -1,0 +1,90 @@
+"""Attention over depth: one query, N sources, a softmax over the sources of each token.
+
+    key_n   = source_n / sqrt(mean(source_n ** 2) + eps) * key_weight        (..., D)
+    weight  = softmax over n of  <query, key_n>  per head                    (N, ..., H)
+    output  = sum_n weight_n * source_n   (raw values), then an RMSNorm if `norm_weight` is given
+
+Attention Residuals, arXiv 2603.15031, eqs. 1 to 4. fp32 throughout (fp64 stays fp64), one downcast at return.
+The query and the key weight fold into one vector, and the key's norm is one scalar, so normed keys are never formed.
+A single pass moves N reads and one write of a (tokens x D) tensor.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Backend = Literal["auto", "reference", "triton"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm over the last axis, in the dtype of `x`."""
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight.to(x.dtype)
+
+
+def depth_logits(
+    stack: Tensor, query: Tensor, key_weight: Tensor | None, *, eps: float, heads: int = 1, key_norm: bool = True
+) -> Tensor:
+    """<query, key_n> per head, (N, ..., H). `stack` is (N, ..., D); `query` is (D,), or (..., D) for one query a token."""
+    folded = query.to(stack.dtype) if key_weight is None else query.to(stack.dtype) * key_weight.to(stack.dtype)
+    if heads == 1 and folded.dim() == 1:
+        logits = (stack @ folded).unsqueeze(-1)  # (N, ..., 1)
+    else:
+        logits = (stack * folded).unflatten(-1, (heads, -1)).sum(-1)  # (N, ..., H)
+    if key_norm:
+        logits = logits * torch.rsqrt(stack.square().mean(-1, keepdim=True) + eps)
+    return logits
+
+
+def mix_sources(stack: Tensor, weights: Tensor) -> Tensor:
+    """sum_n weights_n * stack_n with weights (N, ..., H) spread over H equal channel groups: (..., D)."""
+    heads = weights.shape[-1]
+    if heads == 1:
+        return (stack * weights).sum(0)
+    return (stack.unflatten(-1, (heads, -1)) * weights.unsqueeze(-1)).sum(0).flatten(-2)
+
+
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    backend: Backend = "auto",
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One read over `sources`, N tensors of shape (..., D). With `return_weights`, also the fp32 weights, (N, ..., H).
+
+    `norm_weight` folds the reader's RMSNorm (same eps) into the call.
+    """
+    check_sources(sources, query, heads)
+    stack = torch.stack([source.to(accumulation_dtype(source.dtype)) for source in sources])  # (N, ..., D)
+    weights = depth_logits(stack, query, key_weight, eps=eps, heads=heads).softmax(0)  # (N, ..., H)
+    mixed = mix_sources(stack, weights)
+    if norm_weight is not None:
+        mixed = rms_norm(mixed, norm_weight, eps)
+    mixed = mixed.to(sources[0].dtype)
+    return (mixed, weights) if return_weights else mixed
+
+
+def check_sources(sources: Sequence[Tensor], query: Tensor, heads: int) -> None:
+    if len(sources) == 0:
+        raise ValueError("depth_attention needs at least one source, and got none")
+    shape = sources[0].shape
+    for index, source in enumerate(sources):
+        if source.shape != shape:
+            raise ValueError(
+                f"all sources must share one shape: source 0 is {tuple(shape)}, source {index} is {tuple(source.shape)}"
+            )
+    if query.shape[-1] != shape[-1]:
+        raise ValueError(f"the query's last axis must be the sources' width {shape[-1]}, got {tuple(query.shape)}")
+    if shape[-1] % heads:
+        raise ValueError(f"heads must divide the width: {heads} heads do not divide {shape[-1]}")

@@ -1,0 +1,55 @@
+"""Block Attention Residuals in two phases (arXiv 2603.15031, algorithm 1).
+
+Queries are parameters, so all S queries of a block can read the N finished blocks at once, and each sublayer then only
+merges the block's running sum P into what its query already found:
+
+    phase 1:  out_s, lse_s = softmax attention of query s over the N finished blocks         (S, ..., D), (S, ...)
+    phase 2:  b = sigmoid(<query_s, key(P)> - lse_s);   h = out_s + b * (P - out_s)           (..., D)
+
+This equals one softmax over the N + 1 sources. fp32 throughout, one downcast at return; lse stays fp32.
+Passes over a (tokens x D) tensor per sublayer: phase 1 N/S reads and one write, phase 2 two reads and one write.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .depth_attention import accumulation_dtype, check_sources, rms_norm
+
+
+def attend_blocks(
+    sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Phase 1. `sources`: N tensors (..., D); `queries` and `key_weights`: (S, D). Returns (S, ..., D) and lse (S, ...)."""
+    check_sources(sources, queries, heads=1)
+    dtype = accumulation_dtype(sources[0].dtype)
+    stack = torch.stack([source.to(dtype) for source in sources])  # (N, ..., D)
+    folded = queries.to(dtype) if key_weights is None else queries.to(dtype) * key_weights.to(dtype)
+    scale = torch.rsqrt(stack.square().mean(-1, keepdim=True) + eps)  # (N, ..., 1)
+    logits = ((stack @ folded.T) * scale).movedim(-1, 0)  # (S, N, ...)
+    out = torch.einsum("sn...,n...d->s...d", logits.softmax(1), stack)
+    return out.to(sources[0].dtype), logits.logsumexp(1)
+
+
+def merge_partial(
+    partial: Tensor,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_weight: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Phase 2. `partial` and `out`: (..., D); `lse`: (...); `query`: (D,). Returns the read, normed if asked: (..., D)."""
+    check_sources((partial, out), query, heads=1)
+    dtype = accumulation_dtype(partial.dtype)
+    p, o = partial.to(dtype), out.to(dtype)
+    folded = query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
+    logit = (p @ folded) * torch.rsqrt(p.square().mean(-1) + eps)  # (...)
+    share = torch.sigmoid(logit - lse.to(dtype)).unsqueeze(-1)
+    merged = o + share * (p - o)
+    if norm_weight is not None:
+        merged = rms_norm(merged, norm_weight, eps)
+    return merged.to(partial.dtype)
