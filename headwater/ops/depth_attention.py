@@ -10,7 +10,7 @@ A single pass moves N reads and one write of a (tokens x D) tensor.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def depth_logits(
     stack: Tensor, query: Tensor, key_weight: Tensor | None, *, eps: float, heads: int = 1, key_norm: bool = True
 ) -> Tensor:
-    """<query, key_n> per head, (N, ..., H). `stack` is (N, ..., D); `query` is (D,), or (..., D) for one query a token."""
+    """<query, key_n> per head, (N, ..., H). `stack` is (N, ..., D); `query` is (D,), or one per token, (..., D)."""
     folded = query.to(stack.dtype) if key_weight is None else query.to(stack.dtype) * key_weight.to(stack.dtype)
     if heads == 1 and folded.dim() == 1:
         logits = (stack @ folded).unsqueeze(-1)  # (N, ..., 1)
@@ -50,6 +50,30 @@ def mix_sources(stack: Tensor, weights: Tensor) -> Tensor:
     return (stack.unflatten(-1, (heads, -1)) * weights.unsqueeze(-1)).sum(0).flatten(-2)
 
 
+@overload
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = ...,
+    *,
+    norm_weight: Tensor | None = ...,
+    eps: float = ...,
+    heads: int = ...,
+    backend: Backend = ...,
+    return_weights: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = ...,
+    *,
+    norm_weight: Tensor | None = ...,
+    eps: float = ...,
+    heads: int = ...,
+    backend: Backend = ...,
+    return_weights: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def depth_attention(
     sources: Sequence[Tensor],
     query: Tensor,

@@ -21,7 +21,7 @@ from .depth_attention import accumulation_dtype, check_sources, rms_norm
 def attend_blocks(
     sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Phase 1. `sources`: N tensors (..., D); `queries` and `key_weights`: (S, D). Returns (S, ..., D) and lse (S, ...)."""
+    """Phase 1. `sources`: N of (..., D); `queries`, `key_weights`: (S, D). Returns (S, ..., D) and lse (S, ...)."""
     check_sources(sources, queries, heads=1)
     dtype = accumulation_dtype(sources[0].dtype)
     stack = torch.stack([source.to(dtype) for source in sources])  # (N, ..., D)
@@ -42,7 +42,7 @@ def merge_partial(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Phase 2. `partial` and `out`: (..., D); `lse`: (...); `query`: (D,). Returns the read, normed if asked: (..., D)."""
+    """Phase 2. `partial`, `out`: (..., D); `lse`: (...); `query`: (D,). Returns the read, normed if asked: (..., D)."""
     check_sources((partial, out), query, heads=1)
     dtype = accumulation_dtype(partial.dtype)
     p, o = partial.to(dtype), out.to(dtype)

@@ -1,0 +1,145 @@
+"""Attention Residuals (Kimi Team, arXiv 2603.15031): each sublayer chooses, by attention over depth, what it reads."""
+
+from math import ceil
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from headwater.ops import depth_attention, depth_logits, mix_sources
+from headwater.ops.depth_attention import accumulation_dtype
+
+from .base import Norm, Residual, State, apply_norm, hold, weights_held
+from .registry import register
+
+Query = Literal["static", "projected"]
+Weights = Literal["softmax", "sigmoid", "static"]
+
+
+class DepthRead(nn.Module):
+    """The parameters of one read over `sources` sources."""
+
+    def __init__(self, dim: int, sources: int, *, query: Query, weights: Weights, key_norm: bool, heads: int) -> None:
+        super().__init__()
+        self.query: nn.Parameter | None = None
+        self.key_weight: nn.Parameter | None = None
+        self.scalars: nn.Parameter | None = None
+        if weights == "static":
+            self.scalars = nn.Parameter(torch.full((sources, heads), 1.0 / sources))
+            return
+        self.query = nn.Parameter(torch.zeros(dim) if query == "static" else torch.zeros(dim, dim))
+        if key_norm:
+            self.key_weight = nn.Parameter(torch.ones(dim))
+
+
+@register("attnres-block")
+@register("attnres-full", block=1)
+class AttentionResidual(Residual):
+    """h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding, the finished blocks and the running block sum.
+
+    A block is `block` sublayers whose outputs are summed; block=1 is Full Attention Residuals (every output a source).
+    At initialisation: queries are zero, so a read is the mean of its sources, which is the plain residual up to a
+    positive scale that the reader's pre-norm cancels. A read of one source is that source and has no parameters.
+    Cost: 2 D parameters a read; the state holds one tensor per source; reads move N + 1 passes each.
+
+    Options, after the paper's ablation: `query` static, or projected from the newest source (D x D a read, zero at
+    start); `weights` softmax, sigmoid, or static scalars (1/N at start); `key_norm`; `heads` over channel groups;
+    `window`: only the embedding and the newest `window` sources are kept.
+    """
+
+    at_start = "scaled"
+
+    def __init__(
+        self,
+        dim: int,
+        sublayers: int,
+        *,
+        block: int | None = None,
+        query: Query = "static",
+        weights: Weights = "softmax",
+        key_norm: bool = True,
+        heads: int = 1,
+        window: int | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(dim, sublayers)
+        block = ceil(sublayers / 8) if block is None else block
+        if not 1 <= block <= sublayers:
+            raise ValueError(f"block counts sublayers and must lie between 1 and {sublayers}, got {block}")
+        if heads < 1 or dim % heads:
+            raise ValueError(f"heads must divide the width {dim}, got {heads}")
+        if window is not None and not 1 <= window <= ceil(sublayers / block):
+            raise ValueError(
+                f"window counts sources besides the embedding and must lie between 1 and {ceil(sublayers / block)} "
+                f"({sublayers} sublayers in blocks of {block}), got {window}"
+            )
+        self.block = block
+        self.query_kind, self.weight_kind = query, weights
+        self.key_norm, self.heads, self.window, self.eps = key_norm, heads, window, eps
+        self.fused = query == "static" and weights == "softmax" and key_norm
+        self.reads = nn.ModuleDict(
+            {
+                str(i): DepthRead(dim, n, query=query, weights=weights, key_norm=key_norm, heads=heads)
+                for i in range(sublayers + 1)
+                if (n := self.num_sources(i)) > 1
+            }
+        )
+
+    def num_sources(self, i: int) -> int:
+        """The sources of read `i`: the embedding, and one for each block begun before it, at most `window` of them."""
+        begun = ceil(i / self.block)
+        return 1 + (begun if self.window is None else min(begun, self.window))
+
+    def begin(self, x: Tensor) -> State:
+        return (x,)
+
+    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+        return apply_norm(norm, self._mix(state, i)), state
+
+    def write(self, state: State, i: int, y: Tensor) -> State:
+        if i % self.block:
+            return (*state[:-1], state[-1] + y)
+        if self.window is not None and len(state) > self.window:
+            state = (state[0], *state[2:])
+        return (*state, y)
+
+    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+        return apply_norm(norm, self._mix(state, self.sublayers))
+
+    def weights(self, state: State, i: int) -> Tensor:
+        return self._weights(_stack(state), i)
+
+    def flops_per_token(self) -> int:
+        reads = sum(n for i in range(self.sublayers + 1) if (n := self.num_sources(i)) > 1)
+        projections = 2 * self.dim * self.dim * len(self.reads) if self.query_kind == "projected" else 0
+        return 6 * self.dim * reads + projections + 2 * self.dim * self.sublayers
+
+    def _parameters_of(self, i: int) -> DepthRead:
+        return cast(DepthRead, self.reads[str(i)])
+
+    def _mix(self, state: State, i: int) -> Tensor:
+        if len(state) == 1:
+            return state[0]
+        if self.fused and not weights_held():
+            read = self._parameters_of(i)
+            assert read.query is not None
+            return depth_attention(state, read.query, read.key_weight, eps=self.eps, heads=self.heads)
+        stack = _stack(state)
+        return mix_sources(stack, hold(self._weights(stack, i))).to(state[0].dtype)
+
+    def _weights(self, stack: Tensor, i: int) -> Tensor:
+        """(N, ..., H) for stack (N, ..., D)."""
+        if len(stack) == 1:
+            return torch.ones(1, *stack.shape[1:-1], self.heads, device=stack.device, dtype=stack.dtype)
+        read = self._parameters_of(i)
+        if read.scalars is not None:
+            shape = (-1, *[1] * (stack.dim() - 2), self.heads)
+            return read.scalars.to(stack.dtype).view(shape).expand(*stack.shape[:-1], self.heads)
+        assert read.query is not None
+        query = read.query if self.query_kind == "static" else stack[-1] @ read.query.to(stack.dtype).T
+        logits = depth_logits(stack, query, read.key_weight, eps=self.eps, heads=self.heads, key_norm=self.key_norm)
+        return logits.softmax(0) if self.weight_kind == "softmax" else logits.sigmoid()
+
+
+def _stack(state: State) -> Tensor:
+    return torch.stack([source.to(accumulation_dtype(source.dtype)) for source in state])

@@ -1,0 +1,32 @@
+"""The plain residual: the baseline runs through the same interface as everything else."""
+
+import torch
+from torch import Tensor
+
+from .base import Norm, Residual, State, apply_norm
+from .registry import register
+
+
+@register("standard")
+class StandardResidual(Residual):
+    """h_{i+1} = h_i + f_i(h_i): every output, weight one.
+
+    At initialisation: it is the plain residual. Cost: no parameters; 3 passes over the stream per sublayer.
+    """
+
+    at_start = "exact"
+
+    def begin(self, x: Tensor) -> State:
+        return (x,)
+
+    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+        return apply_norm(norm, state[0]), state
+
+    def write(self, state: State, i: int, y: Tensor) -> State:
+        return (state[0] + y,)
+
+    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+        return apply_norm(norm, state[0])
+
+    def weights(self, state: State, i: int) -> Tensor:
+        return torch.ones(1, *state[0].shape[:-1], 1, device=state[0].device)
