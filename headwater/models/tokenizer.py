@@ -1,0 +1,145 @@
+"""Text to token ids and back: raw bytes, or byte-level BPE trained on the corpus (the extra `headwater[bpe]`).
+
+Both save themselves as one `tokenizer.json`; the BPE file is the `tokenizers` package's own format. Nothing is pickled.
+`token_bytes` holds how many bytes of text each token stands for, so that a loss per token becomes bits per byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from headwater.errors import UserError
+
+FILE = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_of_text(self) -> int: ...
+
+    @property
+    def token_bytes(self) -> np.ndarray: ...
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def to_json(self) -> str: ...
+
+    def save(self, folder: str | Path) -> Path: ...
+
+
+class ByteTokenizer:
+    """Token i is byte i; token 256 ends a document."""
+
+    vocab_size = 257
+    end_of_text = 256
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        return np.array([1] * 256 + [0], dtype=np.int64)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Bytes that are not UTF-8, and ids that a padded vocabulary adds, become U+FFFD; end-of-text is dropped."""
+        kept = (int(i) for i in ids if int(i) != self.end_of_text)
+        return bytes(i if i < 256 else 0xFF for i in kept).decode(errors="replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"type": "bytes", "vocab_size": self.vocab_size, "end_of_text": self.end_of_text})
+
+    def save(self, folder: str | Path) -> Path:
+        return _write(self, folder)
+
+
+class BPETokenizer:
+    """Byte-level BPE, so that every text can be encoded and decodes to itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        # `<|endoftext|>` inside a document is text somebody wrote, not the end of the document.
+        self.inner.encode_special_tokens = True
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+        tokenizers = _tokenizers()
+        byte_level = tokenizers.pre_tokenizers.ByteLevel
+        if vocab_size < 257:
+            raise UserError(f"a BPE vocabulary holds 256 bytes and end-of-text, at least 257 entries; got {vocab_size}")
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        inner.pre_tokenizer = byte_level(add_prefix_space=False)
+        inner.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(byte_level.alphabet()),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.get_vocab_size()
+
+    @property
+    def end_of_text(self) -> int:
+        return self.inner.token_to_id(END_OF_TEXT)
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        # The byte-level alphabet writes each byte as one character, so a token's length is its number of bytes.
+        lengths = np.array([len(self.inner.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64)
+        lengths[self.end_of_text] = 0
+        return lengths
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def to_json(self) -> str:
+        return self.inner.to_str()
+
+    def save(self, folder: str | Path) -> Path:
+        return _write(self, folder)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    path = Path(folder) / FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+        kind = json.loads(text).get("type")
+    except FileNotFoundError:
+        raise UserError(f"no tokenizer at {path}: give the folder of a run, which holds {FILE}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not a tokenizer file ({error}); restore it or build the run again") from None
+    if kind == "bytes":
+        return ByteTokenizer()
+    return BPETokenizer(_tokenizers().Tokenizer.from_str(text))
+
+
+def _write(tokenizer: Tokenizer, folder: str | Path) -> Path:
+    path = Path(folder) / FILE
+    path.write_text(tokenizer.to_json(), encoding="utf-8")
+    return path
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError("BPE needs the package `tokenizers`: pip install 'headwater[bpe]'") from None
+    return tokenizers
