@@ -1,1 +1,44 @@
-"""headwater: the residual stream as a part you can swap."""
+"""headwater: the residual stream as a part you can swap. Names load on first use; `import headwater` loads no torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .models import Decoder, ModelConfig
+    from .models.generate import generate
+    from .ops import depth_attention
+    from .residuals import AttentionResidual, Residual, StandardResidual, build, mixing, record
+
+__version__ = "0.1.0"
+
+_homes = {
+    "AttentionResidual": "residuals",
+    "Decoder": "models",
+    "ModelConfig": "models",
+    "Residual": "residuals",
+    "StandardResidual": "residuals",
+    "build": "residuals",
+    "depth_attention": "ops",
+    "generate": "models.generate",
+    "mixing": "residuals",
+    "record": "residuals",
+}
+
+__all__ = [
+    "AttentionResidual",
+    "Decoder",
+    "ModelConfig",
+    "Residual",
+    "StandardResidual",
+    "build",
+    "depth_attention",
+    "generate",
+    "mixing",
+    "record",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _homes:
+        raise AttributeError(f"module 'headwater' has no attribute '{name}'")
+    return getattr(import_module(f".{_homes[name]}", __name__), name)

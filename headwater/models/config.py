@@ -1,0 +1,76 @@
+"""A decoder's shape as data. Nothing here imports torch, so that the command line can describe it at once."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "nano": {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 176, "context": 128},
+    "tiny": {"dim": 128, "layers": 8, "heads": 4, "kv_heads": 2, "mlp_dim": 352, "context": 256},
+    "deep": {"dim": 64, "layers": 24, "heads": 2, "kv_heads": 1, "mlp_dim": 176, "context": 128},
+    "small": {"dim": 512, "layers": 12, "heads": 8, "kv_heads": 4, "mlp_dim": 1408, "context": 1024},
+    "medium": {"dim": 768, "layers": 24, "heads": 12, "kv_heads": 4, "mlp_dim": 2048, "context": 2048},
+    "large": {"dim": 1536, "layers": 28, "heads": 12, "kv_heads": 4, "mlp_dim": 4096, "context": 4096},
+    "xl": {"dim": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 5632, "context": 4096},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+
+    vocab_size: int
+    dim: int = 128
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 2
+    mlp_dim: int = 352
+    context: int = 256
+    residual: str = "standard"
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(
+                f"heads must divide dim into heads of even width (RoPE turns pairs): dim {self.dim}, heads {self.heads}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads: heads {self.heads}, kv_heads {self.kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What each sublayer is, in order."""
+        return ("attention", "mlp") * self.layers
+
+    @property
+    def sublayers(self) -> int:
+        return len(self.kinds)
+
+    @classmethod
+    def named(cls, size: str, **overrides: Any) -> "ModelConfig":
+        if size not in SIZES:
+            raise ValueError(f"unknown size '{size}'. Valid sizes: {', '.join(SIZES)}")
+        return cls(**{**SIZES[size], **overrides})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(
+                f"unknown model settings: {', '.join(unknown)}. Valid settings: {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,121 @@
+"""A decoder language model written for one device, whose residual is a part that can be swapped."""
+
+import json
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from headwater.residuals import State, build
+
+from .config import ModelConfig
+from .layers import Attention, KVCache, RMSNorm, Rotary, SwiGLU
+
+Cache = list[KVCache]  # one per sublayer; only attention sublayers fill theirs
+
+
+class Sublayer(nn.Module):
+    """A pre-norm and the attention or MLP behind it."""
+
+    def __init__(self, config: ModelConfig, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.body: nn.Module = Attention(config) if kind == "attention" else SwiGLU(config)
+
+
+class Decoder(nn.Module):
+    """Tokens (B, T) to logits (B, T, vocab)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.sublayers = nn.ModuleList(Sublayer(config, kind) for kind in config.kinds)
+        self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.rotary = Rotary(config.head_dim, config.context, config.rope_theta)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal(0, 0.02), output projections over sqrt(sublayers). A residual keeps the start it defines itself."""
+        for module in (self.embedding, self.head, *self.sublayers.modules()):
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        for sublayer in self.sublayers:
+            nn.init.normal_(sublayer.body.output.weight, std=0.02 / self.config.sublayers**0.5)
+
+    @property
+    def sublayer_kinds(self) -> tuple[str, ...]:
+        return self.config.kinds
+
+    def new_cache(self) -> Cache:
+        return [KVCache() for _ in self.sublayers]
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        past = 0 if cache is None else max(len(entry) for entry in cache)
+        rotary = self.rotary(past, tokens.shape[1])
+        state = self.residual.begin(self.embedding(tokens))
+        for i in range(len(self.sublayers)):
+            state = self.step(i, state, rotary, None if cache is None else cache[i])
+        return self.head(self.residual.end(state, norm=self.norm))
+
+    def step(self, i: int, state: State, rotary: tuple[Tensor, Tensor], cache: KVCache | None = None) -> State:
+        """One sublayer: read, run, write. Activation checkpointing wraps this from outside."""
+        sublayer = cast(Sublayer, self.sublayers[i])
+        x, state = self.residual.read(state, i, norm=sublayer.norm)
+        y = sublayer.body(x, rotary, cache) if sublayer.kind == "attention" else sublayer.body(x)
+        return self.residual.write(state, i, y)
+
+    def parameter_count(self) -> dict[str, int]:
+        return {
+            "total": sum(p.numel() for p in self.parameters()),
+            "embedding": self.embedding.weight.numel(),
+            "residual": sum(p.numel() for p in self.residual.parameters()),
+        }
+
+    def flops_per_token(self, context: int | None = None) -> int:
+        """Operations of one training step per token at a context: matrices, causal attention, depth mixing; backward
+        counted as twice the forward."""
+        config = self.config
+        matrices = sum(m.weight.numel() for m in self.sublayers.modules() if isinstance(m, nn.Linear))
+        attention = (
+            2 * config.kinds.count("attention") * (context or config.context) * config.dim
+        )  # half of QK^T and AV
+        return 3 * (2 * matrices + 2 * self.head.weight.numel() + attention + self.residual.flops_per_token())
+
+    def save(self, folder: str | Path) -> None:
+        """config.json and model.safetensors. A tied head is stored once."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+        save_file(self.weights(), folder / "model.safetensors")
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name, each tensor once."""
+        return {name: p.detach().contiguous() for name, p in self.named_parameters(remove_duplicate=True)}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        mine = dict(self.named_parameters(remove_duplicate=True))
+        missing, surplus = sorted(mine.keys() - weights.keys()), sorted(weights.keys() - mine.keys())
+        if missing or surplus:
+            raise ValueError(f"weights do not fit the model: missing {missing[:5]}, not expected {surplus[:5]}")
+        with torch.no_grad():
+            for name, parameter in mine.items():
+                if parameter.shape != weights[name].shape:
+                    raise ValueError(
+                        f"{name} is {tuple(parameter.shape)} in the model and {tuple(weights[name].shape)} in the file"
+                    )
+                parameter.copy_(weights[name])
+
+    @classmethod
+    def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> "Decoder":
+        folder = Path(folder)
+        model = cls(ModelConfig.from_dict(json.loads((folder / "config.json").read_text())))
+        model.load_weights(load_file(folder / "model.safetensors"))
+        return model.to(device)

@@ -1,0 +1,77 @@
+"""Sampling from a decoder, with or without a KV cache; both give the same tokens."""
+
+import torch
+from torch import Tensor
+
+from .decoder import Decoder
+
+
+def sample(
+    logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """One token for each row of logits (B, vocab). Temperature 0 takes the largest."""
+    logits = logits.float()
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    if top_p is not None:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(
+            -1
+        )  # mass ahead of each token; the first always stays
+        logits = logits.masked_fill((before >= top_p).scatter(-1, order, before >= top_p), float("-inf"))
+    return torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).squeeze(-1).to(logits.device)
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    use_cache: bool = True,
+    stop: int | None = None,
+) -> Tensor:
+    """Continue prompts (B, T). A row that produced `stop` keeps repeating it. Returns prompt and continuation."""
+    _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
+    generator = torch.Generator().manual_seed(seed)
+    cache = model.new_cache() if use_cache else None
+    training = model.training
+    model.eval()
+    unread, done = tokens, torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    for _ in range(max_new_tokens):
+        logits = model(unread, cache)[:, -1]
+        new = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        if stop is not None:
+            new = new.masked_fill(done, stop)
+            done |= new == stop
+        tokens = torch.cat((tokens, new[:, None]), dim=1)
+        unread = new[:, None] if use_cache else tokens
+        if stop is not None and bool(done.all()):
+            break
+    model.train(training)
+    return tokens
+
+
+def _check(
+    model: Decoder, tokens: Tensor, new: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    if tokens.dim() != 2 or tokens.shape[1] < 1:
+        raise ValueError(f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}")
+    if tokens.shape[1] + new > model.config.context:
+        raise ValueError(
+            f"a prompt of {tokens.shape[1]} tokens and {new} new ones exceed the model's context of {model.config.context}"
+        )
+    if temperature < 0:
+        raise ValueError(f"temperature must be 0 or more, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
