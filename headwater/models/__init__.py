@@ -7,14 +7,11 @@ from .config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
     from .decoder import Decoder
-    from .generate import generate
 
-__all__ = ["SIZES", "Decoder", "ModelConfig", "generate"]
-
-_homes = {"Decoder": "decoder", "generate": "generate"}
+__all__ = ["SIZES", "Decoder", "ModelConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _homes:
+    if name != "Decoder":
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(import_module(f".{_homes[name]}", __name__), name)
+    return import_module(".decoder", __name__).Decoder

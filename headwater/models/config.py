@@ -28,9 +28,9 @@ class ModelConfig:
     context: int = 256
     residual: str = "standard"
     qk_norm: bool = False
-    tie_embeddings: bool = True
+    tie_embeddings: bool = False
     rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-8  # small: a read that averages n sources has an n^2 smaller mean square than their sum
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim", "context"):

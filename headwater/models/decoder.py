@@ -23,7 +23,7 @@ class Sublayer(nn.Module):
         super().__init__()
         self.kind = kind
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.body: nn.Module = Attention(config) if kind == "attention" else SwiGLU(config)
+        self.body: Attention | SwiGLU = Attention(config) if kind == "attention" else SwiGLU(config)
 
 
 class Decoder(nn.Module):
@@ -43,12 +43,17 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal(0, 0.02), output projections over sqrt(sublayers). A residual keeps the start it defines itself."""
-        for module in (self.embedding, self.head, *self.sublayers.modules()):
-            if isinstance(module, nn.Linear | nn.Embedding):
+        """Normal(0, 0.02), output projections over sqrt(sublayers). A residual keeps the start it defines itself.
+
+        The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack must stay far
+        above the norms' eps.
+        """
+        nn.init.normal_(self.embedding.weight)
+        for module in (self.head, *self.sublayers.modules()):
+            if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
         for sublayer in self.sublayers:
-            nn.init.normal_(sublayer.body.output.weight, std=0.02 / self.config.sublayers**0.5)
+            nn.init.normal_(cast(Sublayer, sublayer).body.output.weight, std=0.02 / self.config.sublayers**0.5)
 
     @property
     def sublayer_kinds(self) -> tuple[str, ...]:
@@ -84,9 +89,7 @@ class Decoder(nn.Module):
         counted as twice the forward."""
         config = self.config
         matrices = sum(m.weight.numel() for m in self.sublayers.modules() if isinstance(m, nn.Linear))
-        attention = (
-            2 * config.kinds.count("attention") * (context or config.context) * config.dim
-        )  # half of QK^T and AV
+        attention = 2 * config.kinds.count("attention") * (context or config.context) * config.dim  # causal: half
         return 3 * (2 * matrices + 2 * self.head.weight.numel() + attention + self.residual.flops_per_token())
 
     def save(self, folder: str | Path) -> None:

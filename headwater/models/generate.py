@@ -19,10 +19,9 @@ def sample(
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     if top_p is not None:
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(
-            -1
-        )  # mass ahead of each token; the first always stays
-        logits = logits.masked_fill((before >= top_p).scatter(-1, order, before >= top_p), float("-inf"))
+        ahead = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass before each token: the first always stays
+        dropped = torch.zeros_like(ahead, dtype=torch.bool).scatter(-1, order, ahead >= top_p)
+        logits = logits.masked_fill(dropped, float("-inf"))
     return torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).squeeze(-1).to(logits.device)
 
 
@@ -65,10 +64,9 @@ def _check(
 ) -> None:
     if tokens.dim() != 2 or tokens.shape[1] < 1:
         raise ValueError(f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}")
-    if tokens.shape[1] + new > model.config.context:
-        raise ValueError(
-            f"a prompt of {tokens.shape[1]} tokens and {new} new ones exceed the model's context of {model.config.context}"
-        )
+    context = model.config.context
+    if tokens.shape[1] + new > context:
+        raise ValueError(f"a prompt of {tokens.shape[1]} tokens and {new} new ones exceed the context of {context}")
     if temperature < 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
     if top_k is not None and top_k < 1:
