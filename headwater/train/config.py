@@ -1,0 +1,203 @@
+"""What a run is: four frozen dataclasses, filled from defaults, then a TOML (or JSON) file, then flags.
+
+Nothing here imports torch, so that `--help` stays fast. `model` mirrors `headwater.models.ModelConfig`: None means
+"as the named size says".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+import types
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from headwater.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    size: str = "tiny"
+    """Named size; every other field of this section overrides it."""
+    residual: str = "standard"
+    """How depth is connected, e.g. attnres-block:block=4."""
+    vocab_size: int | None = None
+    """Defaults to the tokenizer's, rounded up to a multiple of 64."""
+    dim: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    mlp_dim: int | None = None
+    context: int | None = None
+    """Tokens in a training window."""
+    qk_norm: bool | None = None
+    tie_embeddings: bool | None = None
+    rope_theta: float | None = None
+    norm_eps: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    source: tuple[str, ...] = ("stdlib",)
+    """Text or .jsonl files or folders, plain, .gz or .xz; `stdlib` is the running Python's standard library."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    bpe_vocab: int = 4096
+    """Vocabulary to train when the tokenizer is bpe."""
+    validation: float = 0.05
+    """Share of the documents held out."""
+    cache: str | None = None
+    """Where token shards are kept; defaults to $HEADWATER_CACHE, then ~/.cache/headwater."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon takes the matrices of the sublayers; everything else stays with AdamW."""
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    """For the matrices of the sublayers only."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: int = 20
+    """Steps of linear warm-up."""
+    decay: float = 0.2
+    """Share of the steps over which wsd decays."""
+    final_lr: float = 0.1
+    """Last learning rate, as a share of lr."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    steps: int = 500
+    batch_size: int = 16
+    """Windows in one step, over all micro-batches."""
+    accumulate: int = 1
+    """Micro-batches that one step is split into."""
+    seed: int = 0
+    """Draws the initial weights and the order of the data."""
+    device: str = "auto"
+    """auto is cuda where there is one, else cpu."""
+    compile: bool = False
+    checkpoint_activations: bool = False
+    deterministic: bool = True
+    """On a GPU, choose kernels that resume bitwise, at some cost in speed."""
+    log_every: int = 10
+    eval_every: int = 100
+    eval_windows: int = 64
+    depth_every: int = 100
+    """Steps between records of norms, gradients and depth weights."""
+    save_every: int = 100
+    keep: int = 3
+    """Checkpoints to keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+
+# A run may be resumed with other values of these: they change what is kept and shown, never the weights.
+FREE = frozenset(
+    {"data.cache", *(f"train.{name}" for name in ("log_every", "eval_every", "depth_every", "save_every", "keep"))}
+)
+
+
+def load_file(path: str | Path, base: Config | None = None) -> Config:
+    """`base` with what a TOML file says, or a JSON file such as the config.json of another run."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError:
+        raise UserError(f"no configuration file at {path}") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"cannot read the configuration {path}: {error}") from None
+    return merge(base or Config(), values, str(path))
+
+
+def merge(base: T, values: Any, where: str) -> T:
+    """`base`, a dataclass, with the keys of a mapping over it. An unknown key or a wrong type is an error."""
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: expected a section of keys, got {values!r}")
+    hints = get_type_hints(type(base))
+    changes = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise UserError(f"{where}: unknown key {key!r}; {nearest(key, hints)}")
+        current = getattr(base, key)
+        inside = f"{where}: {key}"
+        changes[key] = merge(current, value, inside) if is_dataclass(current) else convert(value, hints[key], inside)
+    return replace(base, **changes)  # type: ignore[type-var]
+
+
+def convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the field's type; only int to float and list to tuple are converted."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for option in options:
+        if get_origin(option) is Literal and value in get_args(option):
+            return value
+        if get_origin(option) is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if option is float and type(value) in (int, float):
+            return float(value)
+        if isinstance(option, type) and type(value) is option:
+            return value
+    raise UserError(f"{where} must be {_describe(options)}; got {value!r}")
+
+
+def _describe(options: tuple[Any, ...]) -> str:
+    def one(option: Any) -> str:
+        if get_origin(option) is Literal:
+            return " or ".join(repr(choice) for choice in get_args(option))
+        if get_origin(option) is tuple:
+            return "a list of strings"
+        return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(option, "null")
+
+    return " or ".join(one(option) for option in options)
+
+
+def check(config: Config) -> Config:
+    """Hold the ranges that types cannot, once, at the door of a run."""
+    flat = flatten(asdict(config))
+    counts = [f"train.{f.name}" for f in fields(TrainSettings) if f.type == "int" and f.name != "seed"]
+    positive = {**dict.fromkeys(counts, 1), "data.bpe_vocab": 257, "optim.warmup": 0, "train.seed": 0}
+    for key, low in positive.items():
+        if flat[key] < low:
+            raise UserError(f"{key} must be at least {low}; got {flat[key]}")
+    shares = ("data.validation", "optim.beta1", "optim.beta2", "optim.decay", "optim.final_lr")
+    for key in shares:
+        if not 0 <= flat[key] <= 1 or (key in ("data.validation", "optim.beta1", "optim.beta2") and flat[key] == 1):
+            raise UserError(f"{key} must lie between 0 and 1; got {flat[key]}")
+    for key in ("optim.lr", "optim.clip", "data.validation"):
+        if not (flat[key] > 0 and math.isfinite(flat[key])):
+            raise UserError(f"{key} must be a positive number; got {flat[key]}")
+    if config.train.batch_size % config.train.accumulate:
+        raise UserError(
+            f"train.batch_size ({config.train.batch_size}) must be a multiple of train.accumulate "
+            f"({config.train.accumulate}): each micro-batch takes an equal share"
+        )
+    return config
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def differences(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists)."""
+    old, new = (flatten(json.loads(json.dumps(values))) for values in (saved, asked))
+    keys = [key for key in sorted(old.keys() | new.keys()) if key not in FREE and old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]

@@ -1,0 +1,79 @@
+"""The files of a run folder that every step may touch: small JSON files replaced whole, a lock, and the metrics log."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import UserError
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file in one rename: a reader sees the old text or the new, never half of one."""
+    scratch = path.with_name(f".tmp-{path.name}")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: {path.parent} does not look like a folder that headwater wrote") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): restore it, or start again in another folder") from None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time: the kernel drops the lock with its holder, however that one dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is working in {folder}: wait for it or choose another --out") from None
+        yield
+
+
+class MetricsLog:
+    """metrics.jsonl: one object a line, flushed as it is written. Numbers that are not finite become null."""
+
+    def __init__(self, path: Path, *, keep_until: int) -> None:
+        """Records after step `keep_until` are of steps that will be taken again: they go, as does a torn line."""
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
+            if line.endswith("\n") and json.loads(line)["step"] <= keep_until:
+                kept.append(line)
+        scratch = path.with_name(f".tmp-{path.name}")
+        scratch.write_text("".join(kept), encoding="utf-8")
+        scratch.replace(path)
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        self.file.write(json.dumps({"kind": kind, "step": step} | _finite(values), allow_nan=False) + "\n")
+        self.file.flush()
+
+    def sync(self) -> None:
+        """Before a checkpoint commits, the records it vouches for reach the disk."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,191 @@
+"""A run as a value: model, data, optimizers and counters, made from a configuration, or from a checkpoint of one."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
+
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.train import checkpoint
+from headwater.train.config import Config, ModelSettings
+from headwater.train.data import SPLITS, Dataset, Windows, prepare
+from headwater.train.folder import MetricsLog, write_json
+from headwater.train.optim import build_optimizers
+
+FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}}
+
+
+@dataclass(kw_only=True)
+class Run:
+    config: Config
+    folder: Path
+    device: torch.device
+    model: Decoder
+    forward: Callable[[Tensor], Tensor]
+    """The model, compiled if asked for."""
+    optimizers: dict[str, torch.optim.Optimizer]
+    train: Windows
+    validation: Windows
+    token_bytes: Tensor
+    identity: dict[str, Any]
+    """What a checkpoint must agree with to continue this run."""
+    log: MetricsLog
+    step: int
+    seconds: float
+    """Wall-clock of the processes before this one."""
+    peak_memory: int
+    evaluation: dict[str, float]
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def tokens(self) -> int:
+        return self.step * self.config.train.batch_size * self.train.context
+
+    def elapsed(self) -> float:
+        return self.seconds + time.monotonic() - self.began
+
+
+def begin(config: Config, out: Path, *, resume: bool) -> Run:
+    """Everything in place for the next step: the one after the newest checkpoint when resuming, else the first."""
+    if (out / "config.json").exists() and not resume:
+        raise UserError(f"{out} already holds a run: continue it with --resume, or choose another --out")
+    data = prepare(config.data)
+    model_config = resolve_model(config.model, data)
+    resolved = {**asdict(config), "model": model_config.to_dict()}
+    identity = {**resolved, "corpus": data.identity}
+    train, validation = (data.windows(split, model_config.context) for split in SPLITS)
+    root = out / "checkpoints"
+    checkpoint.sweep(root)
+    latest = checkpoint.newest(root) if resume else None
+    if latest:
+        checkpoint.refuse_other(latest, identity)
+    device = choose_device(config)
+    model = build_model(model_config, config.train.seed).to(device)
+    optimizers = build_optimizers(model, config.optim)
+    state = checkpoint.load(latest, model, optimizers) if latest else dict(FRESH)
+    write_json(out / "config.json", resolved)
+    data.tokenizer.save(out)
+    return Run(
+        config=config,
+        folder=out,
+        device=device,
+        model=model,
+        forward=wrap(model, config),
+        optimizers=optimizers,
+        train=train,
+        validation=validation,
+        token_bytes=torch.from_numpy(data.tokenizer.token_bytes),
+        identity=identity,
+        log=MetricsLog(out / "metrics.jsonl", keep_until=state["step"]),
+        step=state["step"],
+        seconds=state["seconds"],
+        peak_memory=state["peak_memory"],
+        evaluation=state["evaluation"],
+    )
+
+
+def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
+    """The named size with its overrides; the vocabulary is padded to a multiple of 64, which matrix units like."""
+    overrides = {key: value for key, value in asdict(settings).items() if value is not None and key != "size"}
+    words = data.tokenizer.vocab_size
+    overrides.setdefault("vocab_size", -(-words // 64) * 64)
+    if overrides["vocab_size"] < words:
+        raise UserError(f"model.vocab_size is {overrides['vocab_size']}, but the tokenizer has {words} tokens")
+    try:
+        return ModelConfig.named(settings.size, **overrides)
+    except ValueError as error:
+        raise UserError(f"the model does not fit together: {error}") from None
+
+
+def build_model(config: ModelConfig, seed: int) -> Decoder:
+    torch.manual_seed(seed)
+    try:
+        return Decoder(config)
+    except ValueError as error:
+        raise UserError(f"the model does not fit together: {error}") from None
+
+
+def choose_device(config: Config) -> torch.device:
+    name = config.train.device
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    if device.type == "cuda" and config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return device
+
+
+def wrap(model: Decoder, config: Config) -> Callable[[Tensor], Tensor]:
+    """Recomputation and compilation are applied from outside, in this order; the model knows of neither."""
+    if config.train.checkpoint_activations:
+        model.step = functools.partial(recompute, model.step, use_reentrant=False)  # type: ignore[method-assign]
+    return torch.compile(model) if config.train.compile else model
+
+
+def save(run: Run) -> Path:
+    run.log.sync()
+    run.peak_memory = max(run.peak_memory, peak_memory(run.device))
+    state = {
+        "config": run.identity,
+        "tokens": run.tokens,
+        "seconds": run.elapsed(),
+        "peak_memory": run.peak_memory,
+        "evaluation": run.evaluation,
+    }
+    return checkpoint.save(
+        run.folder / "checkpoints", run.step, run.model, run.optimizers, state, keep=run.config.train.keep
+    )
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Write and return summary.json; its last checkpoint is already in place."""
+    parameters = run.model.parameter_count()
+    summary = {
+        "residual": run.model.config.residual,
+        "seed": run.config.train.seed,
+        "parameters": parameters["total"],
+        "residual_parameters": parameters["residual"],
+        "flops_per_token": run.model.flops_per_token(run.train.context),
+        "tokens": run.tokens,
+        "steps": run.step,
+        "seconds": run.elapsed(),
+        "peak_memory_bytes": max(run.peak_memory, peak_memory(run.device)),
+        **run.evaluation,
+        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
+        "torch": torch.__version__,
+        "headwater": importlib.metadata.version("headwater"),
+    }
+    write_json(run.folder / "summary.json", summary)
+    run.log.close()
+    return summary
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the worst moment of this process: on the GPU what torch allocated, else resident memory.
+
+    /proc is asked first because getrusage lets a process inherit the peak of the one that started it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
