@@ -67,11 +67,11 @@ class Decoder(nn.Module):
         rotary = self.rotary(past, tokens.shape[1])
         state = self.residual.begin(self.embedding(tokens))
         for i in range(len(self.sublayers)):
-            state = self.step(i, state, rotary, None if cache is None else cache[i])
+            state = self.step(i, rotary, None if cache is None else cache[i], *state)
         return self.head(self.residual.end(state, norm=self.norm))
 
-    def step(self, i: int, state: State, rotary: tuple[Tensor, Tensor], cache: KVCache | None = None) -> State:
-        """One sublayer: read, run, write. Activation checkpointing wraps this from outside."""
+    def step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
+        """One sublayer: read, run, write. Activation checkpointing of both kinds wraps this from outside."""
         sublayer = cast(Sublayer, self.sublayers[i])
         x, state = self.residual.read(state, i, norm=sublayer.norm)
         y = sublayer.body(x, rotary, cache) if sublayer.kind == "attention" else sublayer.body(x)

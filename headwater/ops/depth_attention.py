@@ -22,6 +22,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def full_precision(x: Tensor) -> torch.autocast:
+    """Matrix products inside keep the dtype of their operands: under autocast they would round the logits to bf16."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm over the last axis, in the dtype of `x`."""
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -34,7 +39,8 @@ def depth_logits(
     """<query, key_n> per head, (N, ..., H). `stack` is (N, ..., D); `query` is (D,), or one per token, (..., D)."""
     folded = query.to(stack.dtype) if key_weight is None else query.to(stack.dtype) * key_weight.to(stack.dtype)
     if heads == 1 and folded.dim() == 1:
-        logits = (stack @ folded).unsqueeze(-1)  # (N, ..., 1)
+        with full_precision(stack):
+            logits = (stack @ folded).unsqueeze(-1)  # (N, ..., 1)
     else:
         logits = (stack * folded).unflatten(-1, (heads, -1)).sum(-1)  # (N, ..., H)
     if key_norm:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_attention import accumulation_dtype, check_sources, rms_norm
+from .depth_attention import accumulation_dtype, check_sources, full_precision, rms_norm
 
 
 def attend_blocks(
@@ -27,8 +27,9 @@ def attend_blocks(
     stack = torch.stack([source.to(dtype) for source in sources])  # (N, ..., D)
     folded = queries.to(dtype) if key_weights is None else queries.to(dtype) * key_weights.to(dtype)
     scale = torch.rsqrt(stack.square().mean(-1, keepdim=True) + eps)  # (N, ..., 1)
-    logits = ((stack @ folded.T) * scale).movedim(-1, 0)  # (S, N, ...)
-    out = torch.einsum("sn...,n...d->s...d", logits.softmax(1), stack)
+    with full_precision(stack):
+        logits = ((stack @ folded.T) * scale).movedim(-1, 0)  # (S, N, ...)
+        out = torch.einsum("sn...,n...d->s...d", logits.softmax(1), stack)
     return out.to(sources[0].dtype), logits.logsumexp(1)
 
 
@@ -47,7 +48,8 @@ def merge_partial(
     dtype = accumulation_dtype(partial.dtype)
     p, o = partial.to(dtype), out.to(dtype)
     folded = query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
-    logit = (p @ folded) * torch.rsqrt(p.square().mean(-1) + eps)  # (...)
+    with full_precision(p):
+        logit = (p @ folded) * torch.rsqrt(p.square().mean(-1) + eps)  # (...)
     share = torch.sigmoid(logit - lse.to(dtype)).unsqueeze(-1)
     merged = o + share * (p - o)
     if norm_weight is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.ops import depth_attention, depth_logits, mix_sources
-from headwater.ops.depth_attention import accumulation_dtype
+from headwater.ops.depth_attention import accumulation_dtype, full_precision, rms_norm
 
 from .base import Norm, Residual, State, apply_norm, hold, weights_held
 from .registry import register
@@ -42,9 +42,9 @@ class AttentionResidual(Residual):
     positive scale that the reader's pre-norm cancels. A read of one source is that source and has no parameters.
     Cost: 2 D parameters a read; the state holds one tensor per source; reads move N + 1 passes each.
 
-    Options, after the paper's ablation: `query` static, or projected from the newest source (D x D a read, zero at
-    start); `weights` softmax, sigmoid, or static scalars (1/N at start); `key_norm`; `heads` over channel groups;
-    `window`: only the embedding and the newest `window` sources are kept.
+    Options, after the paper's ablation: `query` static, or projected from the normed newest source (D x D a read,
+    zero at start); `weights` softmax, sigmoid, or static scalars (1/N at start); `key_norm`; `heads` over channel
+    groups; `window`: only the embedding and the newest `window` sources are kept.
     """
 
     at_start = "scaled"
@@ -73,6 +73,8 @@ class AttentionResidual(Residual):
                 f"window counts sources besides the embedding and must lie between 1 and {ceil(sublayers / block)} "
                 f"({sublayers} sublayers in blocks of {block}), got {window}"
             )
+        if window is not None:
+            self.at_start = "different"  # outputs older than the window are gone
         self.block = block
         self.query_kind, self.weight_kind = query, weights
         self.key_norm, self.heads, self.window, self.eps = key_norm, heads, window, eps
@@ -136,7 +138,10 @@ class AttentionResidual(Residual):
             shape = (-1, *[1] * (stack.dim() - 2), self.heads)
             return read.scalars.to(stack.dtype).view(shape).expand(*stack.shape[:-1], self.heads)
         assert read.query is not None
-        query = read.query if self.query_kind == "static" else stack[-1] @ read.query.to(stack.dtype).T
+        query: Tensor = read.query
+        if self.query_kind == "projected":
+            with full_precision(stack):
+                query = rms_norm(stack[-1], None, self.eps) @ read.query.to(stack.dtype).T
         logits = depth_logits(stack, query, read.key_weight, eps=self.eps, heads=self.heads, key_norm=self.key_norm)
         return logits.softmax(0) if self.weight_kind == "softmax" else logits.sigmoid()
 

@@ -12,7 +12,7 @@ The state is a flat tuple of tensors, owned by the caller; nothing of a forward 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, overload
+from typing import overload
 
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ Norm = Callable[[Tensor], Tensor]
 class Residual(nn.Module, ABC):
     """One object per network (or pipeline stage). Parameters of sublayer i live under the key str(i)."""
 
-    at_start: ClassVar[str]  # against the plain residual at initialisation: "exact", "scaled" or "different"
+    at_start: str  # against the plain residual at initialisation: "exact", "scaled" or "different"
 
     def __init__(self, dim: int, sublayers: int) -> None:
         super().__init__()

@@ -1,0 +1,100 @@
+"""depth_attention against an independent implementation, its two-phase form and finite differences."""
+
+import pytest
+import torch
+
+from headwater.ops import attend_blocks, depth_attention, merge_partial
+
+naive_attnres = pytest.importorskip("fla.ops.attnres", reason="fla-core is a development dependency").naive_attnres
+
+
+def draw(num_sources, dim, *, shape=(2, 3), dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    sources = [torch.randn(*shape, dim, dtype=dtype).mul_(n % 3 + 0.5).requires_grad_() for n in range(num_sources)]
+    query = torch.randn(dim, dtype=dtype).div_(dim**0.5).requires_grad_()  # logits of order one
+    key_weight = (1 + 0.3 * torch.randn(dim, dtype=dtype)).requires_grad_()
+    return sources, query, key_weight
+
+
+@pytest.mark.parametrize("num_sources", [1, 2, 3, 8, 9, 17, 33, 64, 129])
+@pytest.mark.parametrize("dim", [1, 7, 64, 123])  # one channel, odd widths, a power of two
+@pytest.mark.parametrize("normed", [False, True])
+def test_agrees_with_fla_in_output_and_every_gradient(num_sources, dim, normed):
+    sources, query, key_weight = draw(num_sources, dim)
+    norm_weight = (1 + 0.3 * torch.randn(dim)).requires_grad_() if normed else None
+    inputs = [*sources, query, key_weight, *([norm_weight] if normed else [])]
+    ours = depth_attention(sources, query, key_weight, norm_weight=norm_weight)
+    theirs = naive_attnres(query, sources, key_weight, norm_weight)
+    theirs = theirs[-1] if isinstance(theirs, tuple) else theirs
+    seed = torch.randn_like(ours)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    for mine, other in zip(torch.autograd.grad(ours, inputs, seed), torch.autograd.grad(theirs, inputs, seed)):
+        assert (mine - other).norm() <= 1e-5 * max(other.norm(), 1.0)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_gradients_match_finite_differences_in_fp64(heads):
+    sources, query, key_weight = draw(4, 6, dtype=torch.float64)
+    norm_weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
+
+    def read(query, key_weight, norm_weight, *sources):
+        return depth_attention(sources, query, key_weight, norm_weight=norm_weight, heads=heads)
+
+    assert torch.autograd.gradcheck(read, (query, key_weight, norm_weight, *sources))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 9])
+@pytest.mark.parametrize("normed", [False, True])
+def test_two_phases_equal_one_pass(num_blocks, normed):
+    sources, _, _ = draw(num_blocks + 1, 24, dtype=torch.float64)
+    queries = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
+    key_weights = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
+    norm_weight = torch.randn(24, dtype=torch.float64, requires_grad=True) if normed else None
+    *blocks, partial = sources
+    out, lse = attend_blocks(blocks, queries, key_weights)
+    for s in range(5):
+        merged = merge_partial(partial, queries[s], out[s], lse[s], key_weights[s], norm_weight=norm_weight)
+        direct = depth_attention(sources, queries[s], key_weights[s], norm_weight=norm_weight)
+        torch.testing.assert_close(merged, direct, atol=1e-12, rtol=1e-12)
+        inputs = [*sources, queries, key_weights]
+        seed = torch.randn_like(direct)
+        two = torch.autograd.grad(merged, inputs, seed, retain_graph=True)
+        for mine, other in zip(two, torch.autograd.grad(direct, inputs, seed)):
+            torch.testing.assert_close(mine, other, atol=1e-11, rtol=1e-11)
+
+
+def test_weights_are_a_distribution_and_reproduce_the_read():
+    sources, query, key_weight = draw(5, 16)
+    read, weights = depth_attention(sources, query, key_weight, return_weights=True, heads=4)
+    assert weights.shape == (5, 2, 3, 4)
+    torch.testing.assert_close(weights.sum(0), torch.ones(2, 3, 4))
+    grouped = torch.stack(sources).unflatten(-1, (4, 4))
+    torch.testing.assert_close((weights.unsqueeze(-1) * grouped).sum(0).flatten(-2), read)
+
+
+def test_zero_query_is_the_mean_and_extremes_stay_finite():
+    sources, _, _ = draw(6, 16)
+    torch.testing.assert_close(depth_attention(sources, torch.zeros(16)), torch.stack(sources).mean(0))
+    hostile = [torch.zeros(2, 16), torch.full((2, 16), 1e4), torch.randn(2, 16) * 1e-4]
+    for value in (80.0, -80.0):
+        read = depth_attention(hostile, torch.full((16,), value))
+        assert read.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_one_rounding_away_from_fp32(dtype):
+    sources, query, key_weight = draw(9, 64, dtype=torch.float32)
+    low = [source.detach().to(dtype) for source in sources]
+    exact = depth_attention([s.float() for s in low], query, key_weight)
+    assert torch.equal(depth_attention(low, query, key_weight), exact.to(dtype))
+
+
+def test_wrong_shapes_are_named():
+    with pytest.raises(ValueError, match="at least one source"):
+        depth_attention([], torch.zeros(4))
+    with pytest.raises(ValueError, match=r"source 1 is \(2, 5\)"):
+        depth_attention([torch.zeros(2, 4), torch.zeros(2, 5)], torch.zeros(4))
+    with pytest.raises(ValueError, match="width 4"):
+        depth_attention([torch.zeros(2, 4)], torch.zeros(5))
+    with pytest.raises(ValueError, match="3 heads do not divide 4"):
+        depth_attention([torch.zeros(2, 4)], torch.zeros(4), heads=3)
