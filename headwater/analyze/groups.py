@@ -1,0 +1,231 @@
+"""Runs that differ only by seed, as one group: what it ended with, and its curves and depth records for drawing.
+
+Spread is the sample standard deviation over seeds. A difference is taken seed by seed (equal seeds saw equal data in
+equal order), so its spread is that of the paired differences, not of two independent means.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from headwater.analyze.runs import Record, Run, number
+
+BASELINE = "standard"
+# Settings that may differ inside a group: they say where and how a run was carried out, not what was computed.
+INCIDENTAL = {"seed", "device", "cache", "log_every", "eval_every", "depth_every", "save_every", "keep"}
+DEPTH_LISTS = {"output": "output_norm", "read": "read_norm", "gradient": "gradient_norm", "entropy": "entropy"}
+
+Points = list[tuple[int, float, float | None]]  # step, tokens, value
+
+
+@dataclass(frozen=True)
+class Stat:
+    mean: float
+    spread: float | None  # None: one value has no spread
+    count: int
+
+
+def stat(values: Sequence[float | None]) -> Stat | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Stat(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+@dataclass
+class Group:
+    residual: str
+    settings: dict[str, str]
+    runs: list[Run] = field(default_factory=list)
+    label: str = ""
+    baseline: "Group | None" = None
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.summary is not None]
+
+    @property
+    def results(self) -> list[Run]:
+        """The runs a table row speaks of: finished ones, or every run when none has finished."""
+        return self.finished or self.runs
+
+    def final(self, key: str) -> Stat | None:
+        return stat([run.final(key) for run in self.results])
+
+    def tokens(self) -> float | None:
+        """Tokens of the longest run in `results`."""
+        last = [row["tokens"] for run in self.results for row in (run.train[-1:] or run.evals[-1:])]
+        return max([value for run in self.finished if (value := run.final("tokens")) is not None] or last, default=None)
+
+    def difference(self, key: str = "loss") -> Stat | None:
+        """This group minus its baseline, over the seeds that finished in both."""
+        if self.baseline is None or self.baseline is self:
+            return None
+        mine = {run.seed: run.final(key) for run in self.finished}
+        theirs = {run.seed: run.final(key) for run in self.baseline.finished}
+        pairs = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
+        return stat([a - b for a, b in pairs if a is not None and b is not None])
+
+
+def group_runs(runs: list[Run]) -> list[Group]:
+    """Groups in order of appearance, the baseline first; each knows the baseline trained with the same settings."""
+    groups: dict[tuple, Group] = {}
+    for run in runs:
+        settings = flatten(run.config)
+        group = groups.setdefault((run.residual, *sorted(settings.items())), Group(run.residual, settings))
+        group.runs.append(run)
+    ordered = sorted(groups.values(), key=lambda group: group.residual != BASELINE)
+    for group in ordered:
+        twins = [other for other in ordered if other.residual == group.residual]
+        keys = differing([twin.settings for twin in twins])
+        group.label = ", ".join(
+            [group.residual, *(f"{key.split('.')[-1]} {group.settings.get(key, 'unset')}" for key in keys[:2])]
+        )
+        group.baseline = next((g for g in ordered if g.residual == BASELINE and g.settings == group.settings), None)
+    return ordered
+
+
+def flatten(config: Record, prefix: str = "") -> dict[str, str]:
+    """Settings by dotted name, without the residual itself and what is incidental."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif key != "residual" and key not in INCIDENTAL:
+            flat[prefix + key] = str(value)
+    return flat
+
+
+def differing(settings: list[dict[str, str]]) -> list[str]:
+    keys = sorted({key for each in settings for key in each})
+    return [key for key in keys if len({each.get(key) for each in settings}) > 1]
+
+
+def points(rows: list[Record], key: str = "loss") -> Points:
+    return [(row["step"], row["tokens"], number(row.get(key))) for row in rows]
+
+
+def smoothing_reach(count: int) -> int:
+    """Neighbours on each side that a smoothed point averages over: about a twentieth of the curve in all."""
+    return max(1, count // 40)
+
+
+def smooth(curve: Points) -> Points:
+    """Centred moving average, narrower towards the ends; a missing value stays missing."""
+    reach = smoothing_reach(len(curve))
+    sums = list(accumulate((value or 0.0 for _, _, value in curve), initial=0.0))
+    counts = list(accumulate((value is not None for _, _, value in curve), initial=0))
+    out: Points = []
+    for i, (step, tokens, value) in enumerate(curve):
+        near = min(reach, i, len(curve) - 1 - i)
+        low, high = i - near, i + near + 1
+        out.append((step, tokens, None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low])))
+    return out
+
+
+def average(curves: list[Points]) -> Points:
+    """The mean over seeds at the steps that every seed reached; missing where any seed's value is missing."""
+    tables = [{step: (tokens, value) for step, tokens, value in curve} for curve in curves]
+    out: Points = []
+    for step, tokens, _ in curves[0] if curves else []:
+        if all(step in table for table in tables):
+            values = [value for table in tables if (value := table[step][1]) is not None]
+            out.append((step, tokens, statistics.fmean(values) if len(values) == len(tables) else None))
+    return out
+
+
+def subtract(curve: Points, base: Points) -> Points:
+    """Point by point, at the steps both have; missing where either is."""
+    table = {step: value for step, _, value in base}
+    shared = [(step, tokens, value, table[step]) for step, tokens, value in curve if step in table]
+    return [(step, tokens, None if a is None or b is None else a - b) for step, tokens, a, b in shared]
+
+
+def thin(items: Sequence[Any], limit: int) -> list[Any]:
+    """At most `limit` of the items, evenly spaced, first and last kept."""
+    if len(items) <= limit:
+        return list(items)
+    if limit == 1:
+        return [items[-1]]
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def curves(group: Group, kind: str) -> dict[int, Points]:
+    """Each run's curve of one kind, by its position in the group."""
+    made: dict[int, Points] = {}
+    rivals = {run.seed: run for run in group.baseline.runs} if group.baseline else {}
+    for position, run in enumerate(group.runs):
+        if kind == "train":
+            curve = smooth(points(run.train))
+        elif kind == "eval":
+            curve = points(run.evals)
+        else:
+            curve = subtract(points(run.evals), points(rivals[run.seed].evals)) if run.seed in rivals else []
+        if curve:
+            made[position] = curve
+    return made
+
+
+def draw_curves(group: Group, kind: str, limit: int) -> dict[str, Any]:
+    made = curves(group, kind)
+
+    def lists(curve: Points) -> dict[str, Any]:
+        kept = thin(curve, limit)
+        return {"x": [tokens for _, tokens, _ in kept], "y": [rounded(value, 5) for _, _, value in kept]}
+
+    return {
+        "runs": [{"seed": group.runs[position].seed} | lists(curve) for position, curve in made.items()],
+        "mean": lists(average(list(made.values()))),
+        "recorded": (recorded := max(map(len, made.values()), default=0)),
+        "window": 2 * smoothing_reach(recorded) + 1 if kind == "train" else 1,
+    }
+
+
+def draw_depth(group: Group, frames: int, digits: int) -> dict[str, Any] | None:
+    """Depth records averaged over seeds, at up to `frames` steps that every seed recorded (or each seed's last one)."""
+    runs = [run for run in group.runs if run.depth]
+    kinds = runs[-1].depth[-1]["sublayers"] if runs else []
+    tables = [{record["step"]: record for record in run.depth if record["sublayers"] == kinds} for run in runs]
+    if not kinds or not all(tables):
+        return None
+    shared = [step for step in tables[0] if all(step in table for table in tables)]
+    sets = [[table[step] for table in tables] for step in thin(shared, frames)]
+    if not sets:
+        sets = [[list(table.values())[-1] for table in tables]]
+    return {
+        "kinds": [str(kind) for kind in kinds],
+        "seeds": len(runs),
+        "recorded": len(shared) or 1,
+        "frames": [frame(records, digits) for records in sets],
+    }
+
+
+def frame(records: list[Record], digits: int) -> dict[str, Any]:
+    drawn: dict[str, Any] = {"step": records[0]["step"], "tokens": records[0]["tokens"]}
+    for name, key in DEPTH_LISTS.items():
+        drawn[name] = mean_list([record.get(key) for record in records], digits)
+    # The lower triangle, row after row: read r has the r + 1 sources before it.
+    triangles = [
+        [v for r, row in enumerate(record.get("mixing") or []) for v in row[: r + 1]] or None for record in records
+    ]
+    drawn["mixing"] = mean_list(triangles, digits)
+    return drawn
+
+
+def mean_list(lists: list[list | None], digits: int) -> list[float | None] | None:
+    """Position-wise mean over seeds; None where no seed has a number."""
+    present = [values for values in lists if values is not None]
+    if not present:
+        return None
+    columns = ([v for value in column if (v := number(value)) is not None] for column in zip(*present))
+    return [rounded(statistics.fmean(known), digits) if known else None for known in columns]
+
+
+def rounded(value: float | None, digits: int) -> float | None:
+    """To so many significant digits: what a page can show, in fewer bytes."""
+    if value is None:
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short

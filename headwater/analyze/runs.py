@@ -1,0 +1,165 @@
+"""Reads run folders: configuration, metrics and summary, as plain values. No torch: a report is made anywhere."""
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import UserError
+
+Record = dict[str, Any]
+
+EXPECTED = (
+    "a run folder holds config.json and metrics.jsonl; a comparison folder holds runs/ with one run folder per run"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    name: str
+    residual: str
+    seed: int | None
+    config: Record
+    summary: Record | None  # None: the run has not finished
+    train: list[Record]
+    evals: list[Record]
+    depth: list[Record]
+    notes: list[str]
+    written: datetime
+
+    def final(self, key: str) -> float | None:
+        """A number the run ended with; an unfinished run answers with its last evaluation, or not at all."""
+        if self.summary is not None:
+            return number(self.summary.get(key))
+        return next((number(row[key]) for row in reversed(self.evals) if number(row.get(key)) is not None), None)
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None: NaN and infinity have no place on an axis or in JSON."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    return None
+
+
+def find_runs(folders: list[Path]) -> list[Path]:
+    """Run folders among `folders`, with comparison folders opened; each run once, in the order given."""
+    if not folders:
+        raise UserError("a report needs at least one folder: " + EXPECTED)
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: {EXPECTED}")
+        inside = sorted(folder.glob("runs/*/config.json"))
+        if not inside and not (folder / "config.json").is_file():
+            raise UserError(f"{folder} is not a run: {EXPECTED}")
+        for run in [path.parent for path in inside] or [folder]:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def read_run(folder: Path) -> Run:
+    config = read_object(folder / "config.json")
+    model = config.get("model")
+    if not isinstance(model, dict):
+        raise UserError(f'{folder / "config.json"} has no "model" table, so {folder} is not a run: {EXPECTED}')
+    notes: list[str] = []
+    summary: Record | None = None
+    if (folder / "summary.json").is_file():
+        try:
+            summary = read_object(folder / "summary.json")
+        except UserError:
+            notes.append("summary.json cannot be read, so the run is treated as unfinished")
+    rows = read_metrics(folder / "metrics.jsonl", notes)
+    if not rows:
+        notes.append("no metrics were recorded")
+    train = config.get("train")
+    seed = (summary or {}).get("seed", train.get("seed") if isinstance(train, dict) else None)
+    return Run(
+        name=folder.resolve().name,
+        residual=str((summary or {}).get("residual") or model.get("residual") or "unnamed"),
+        seed=seed if isinstance(seed, int) else None,
+        config=config,
+        summary=summary,
+        train=by_step(rows, "train"),
+        evals=by_step(rows, "eval"),
+        depth=[record for record in by_step(rows, "depth") if well_formed(record, notes)],
+        notes=notes,
+        written=last_write(folder),
+    )
+
+
+def read_object(path: Path) -> Record:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); it may have been cut off while it was written") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_metrics(path: Path, notes: list[str]) -> list[Record]:
+    """The records of metrics.jsonl. A line cut off by an interruption is left out, and counted in `notes`."""
+    if not path.is_file():
+        return []
+    rows: list[Record] = []
+    broken = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            broken += 1
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and number(row.get("tokens")) is not None:
+            rows.append(row)
+        else:
+            broken += 1
+    if broken:
+        notes.append(f"{broken} unreadable line{'s' * (broken > 1)} of metrics.jsonl left out")
+    return rows
+
+
+def by_step(rows: list[Record], kind: str) -> list[Record]:
+    """Records of one kind in order of step. A resumed run may have written a step twice: the later line counts."""
+    latest = {row["step"]: row for row in rows if row.get("kind") == kind}
+    return [latest[step] for step in sorted(latest)]
+
+
+def well_formed(record: Record, notes: list[str]) -> bool:
+    """Whether the lists of a depth record have the lengths that its sublayers call for (an absent list is allowed)."""
+    sublayers = record.get("sublayers")
+    if not isinstance(sublayers, list):
+        notes.append(f"the depth record of step {record['step']} names no sublayers and is left out")
+        return False
+    reads = len(sublayers) + 1
+    lengths = {
+        "output_norm": reads - 1,
+        "gradient_norm": reads - 1,
+        "read_norm": reads,
+        "entropy": reads,
+        "mixing": reads,
+    }
+    wrong = [key for key, length in lengths.items() if record.get(key) is not None and size(record[key]) != length]
+    if "mixing" not in wrong and any(size(row) != reads for row in record.get("mixing") or []):
+        wrong.append("mixing")
+    if wrong:
+        misfit = f"{', '.join(wrong)} does not fit {reads - 1} sublayers"
+        notes.append(f"the depth record of step {record['step']} is left out: {misfit}")
+    return not wrong
+
+
+def size(value: object) -> int:
+    return len(value) if isinstance(value, list) else -1
+
+
+def last_write(folder: Path) -> datetime:
+    times = [
+        (folder / name).stat().st_mtime
+        for name in ("config.json", "metrics.jsonl", "summary.json")
+        if (folder / name).is_file()
+    ]
+    return datetime.fromtimestamp(max(times), UTC)
