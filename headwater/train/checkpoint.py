@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.models.tokenizer import Tokenizer, load_tokenizer
 from headwater.train.config import differences
 
 PREFIX = "step-"
@@ -64,6 +65,15 @@ def load(folder: Path, model: Decoder, optimizers: Optimizers) -> dict[str, Any]
     tensors = safetensors.torch.load_file(folder / "optimizer.safetensors", device=str(device))
     _fill_optimizers(model, optimizers, tensors)
     return read_state(folder)
+
+
+def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
+    """The model of a run (its newest checkpoint) or of one checkpoint, with the run's tokenizer."""
+    chosen = folder if (folder / "model.safetensors").is_file() else newest(folder / "checkpoints")
+    if chosen is None:
+        raise UserError(f"no checkpoint in {folder}: give the folder of a run that has saved one, or of a checkpoint")
+    verify(chosen)
+    return Decoder.load(chosen, device), load_tokenizer(chosen.parent.parent)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

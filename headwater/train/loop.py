@@ -7,22 +7,20 @@ exactly what an undisturbed one does.
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.errors import Interrupted, UserError
+from headwater.errors import UserError
 from headwater.train.checkpoint import last_good
 from headwater.train.config import Config, check
 from headwater.train.depth import depth_record, gradient_norms
 from headwater.train.folder import locked, read_json
+from headwater.train.interrupt import Interruption
 from headwater.train.optim import learning_rate, set_learning_rate
 from headwater.train.progress import ProgressLine
 from headwater.train.run import Run, begin, finish, save
@@ -55,7 +53,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
                 if last or number % settings.save_every == 0 or interruption.signum:
                     save(run)
                 if interruption.signum and not last:
-                    raise interruption.error(run)
+                    raise interruption.error(f"step {number} of {settings.steps}", f"headwater train --out {out}")
         return finish(run)
 
 
@@ -143,32 +141,3 @@ def log_depth(run: Run, gradients: list[float]) -> None:
     """Always the same tokens, the first validation window, so that records differ by the weights alone."""
     window = torch.from_numpy(run.validation.take(run.validation.spread(1)))[:, :-1].to(run.device)
     run.log.write("depth", run.step, tokens=run.tokens, gradient_norm=gradients, **depth_record(run.model, window))
-
-
-class Interruption:
-    """Makes the first Ctrl-C or SIGTERM a request that the loop honours after its step; a second one ends at once."""
-
-    def __init__(self) -> None:
-        self.signum = 0
-
-    def __enter__(self) -> Interruption:
-        on_main = threading.current_thread() is threading.main_thread()  # elsewhere Python refuses handlers
-        self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)} if on_main else {}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for signum, handler in self.before.items():
-            signal.signal(signum, handler)
-
-    def _ask(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
-        self.__exit__(None, None, None)
-
-    def error(self, run: Run) -> Interrupted:
-        return Interrupted(
-            f"stopped by {signal.Signals(self.signum).name} after step {run.step} of {run.config.train.steps}; "
-            f"a checkpoint is saved. Go on with: headwater train --out {run.folder} --resume",
-            self.signum,
-        )

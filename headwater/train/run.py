@@ -76,6 +76,7 @@ def begin(config: Config, out: Path, *, resume: bool) -> Run:
     model = build_model(model_config, config.train.seed).to(device)
     optimizers = build_optimizers(model, config.optim)
     state = checkpoint.load(latest, model, optimizers) if latest else dict(FRESH)
+    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", resolved)
     data.tokenizer.save(out)
     return Run(

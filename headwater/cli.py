@@ -1,0 +1,249 @@
+"""The `headwater` command. Thin: it reads flags, calls one function, and turns a user's error into one message.
+
+Heavy imports happen inside the commands, so that help answers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from headwater.errors import UserError, nearest
+from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file
+from headwater.train.folder import read_json
+
+T = TypeVar("T")
+Settings = Annotated[Config, tyro.conf.arg(name="")]
+
+# Deep and narrow, so that how depth is connected matters; sized for two CPU cores.
+DEMO: dict[str, Any] = {
+    "residuals": ("standard", "attnres-block", "attnres-full"),
+    "seeds": (0, 1),
+    "model": ModelSettings(size="deep"),
+    "optim": OptimSettings(lr=3e-3, warmup=30),
+    "train": TrainSettings(
+        steps=300, batch_size=8, eval_every=50, eval_windows=128, depth_every=50, save_every=100, keep=1
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    out: Path = Path("runs/train")
+    """Folder of the run."""
+    config: Path | None = None
+    """TOML file with [model], [data], [optim] and [train]; or the config.json of another run. Flags override it."""
+    resume: bool = False
+    """Continue from the newest checkpoint, under the settings the run began with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags(Where):
+    settings: Settings = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFlags(Where):
+    out: Path = Path("runs/compare")
+    """Folder of the comparison."""
+    residuals: tuple[str, ...] = ("standard", "attnres-block", "attnres-full")
+    """What to compare, the baseline first; `all` is every registered residual. With --resume, what to add."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    jobs: int = 1
+    """Runs at a time; the cores are shared among them."""
+    settings: Settings = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders, or a comparison's folder."""
+    out: Path | None = None
+    """The file to write; defaults to report.html in the first folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags:
+    folder: tyro.conf.Positional[Path]
+    """A run, or one of its checkpoints."""
+    prompt: str = "def "
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoFlags:
+    out: Path = Path("runs/demo")
+    jobs: int = 2
+    """Runs at a time."""
+
+
+def train(argv: list[str]) -> None:
+    """Train one model."""
+    where = peek(argv, Where())
+    base = base_config(where, where.out / "config.json")
+    flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
+    from headwater.train.loop import train as run
+
+    summary = run(flags.settings, flags.out, resume=flags.resume)
+    say(f"{flags.out}: {summary['bits_per_byte']:.4f} bits per byte on held-out text after {summary['steps']} steps")
+
+
+def compare(argv: list[str]) -> None:
+    """Train several residuals with several seeds on equal tokens, and print one table."""
+    where = peek(argv, Where(out=CompareFlags.out))
+    base = base_config(where, where.out / "settings.json")
+    default = CompareFlags(settings=base)
+    if where.resume and (where.out / "compare.json").exists():
+        saved = read_json(where.out / "compare.json")
+        default = replace(default, residuals=tuple(saved["residuals"]), seeds=tuple(saved["seeds"]))
+    flags = parse(CompareFlags, argv, compare, default)
+    if (flags.settings.model.residual, flags.settings.train.seed) != (base.model.residual, base.train.seed):
+        raise UserError("compare takes --residuals and --seeds, several of each, in place of --residual and --seed")
+    from headwater.train.compare import compare as run
+
+    run(flags.settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
+    say(f"Runs and table.json are in {flags.out}; look at them with: headwater report {flags.out}")
+
+
+def report(argv: list[str]) -> None:
+    """Write one HTML page about runs: loss curves, the table, who reads whom along the depth."""
+    flags = parse(ReportFlags, argv, report)
+    say(f"Report: {make_report(list(flags.folders), flags.out)}")
+
+
+def generate(argv: list[str]) -> None:
+    """Continue a prompt with a trained model."""
+    flags = parse(GenerateFlags, argv, generate)
+    import torch
+
+    from headwater.models.generate import generate as run
+    from headwater.train.checkpoint import load_model
+
+    model, tokenizer = load_model(flags.folder, flags.device)
+    prompt = tokenizer.encode(flags.prompt).tolist() or [tokenizer.end_of_text]
+    with user_values():
+        tokens = run(
+            model,
+            torch.tensor([prompt], device=flags.device),
+            flags.max_new_tokens,
+            temperature=flags.temperature,
+            top_k=flags.top_k,
+            top_p=flags.top_p,
+            seed=flags.seed,
+            stop=tokenizer.end_of_text,
+        )
+    say(tokenizer.decode(tokens[0].tolist()))
+
+
+def demo(argv: list[str]) -> None:
+    """Compare the plain residual with Attention Residuals on this machine in a few minutes."""
+    flags = parse(DemoFlags, argv, demo)
+    from headwater.train.compare import compare as run
+
+    config = Config(model=DEMO["model"], optim=DEMO["optim"], train=DEMO["train"])
+    run(config, flags.out, residuals=DEMO["residuals"], seeds=DEMO["seeds"], jobs=flags.jobs, resume=True)
+    say(f"Report: {make_report([flags.out], flags.out / 'report.html').resolve()}")
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": train,
+    "compare": compare,
+    "report": report,
+    "generate": generate,
+    "demo": demo,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        say(usage())
+        return 0
+    try:
+        if words[0] not in COMMANDS:
+            raise UserError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
+        COMMANDS[words[0]](words[1:])
+    except UserError as error:
+        return fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return fail("stopped by Ctrl-C outside of a training step; what was saved before is intact", 130)
+    except OSError as error:
+        if error.errno not in SYSTEM_ERRORS:
+            raise
+        return fail(f"{error.strerror}: {error.filename or 'while writing'}. {SYSTEM_ERRORS[error.errno]}", 1)
+    return 0
+
+
+SYSTEM_ERRORS = {
+    errno.ENOSPC: "Make room, then run the same command with --resume",
+    errno.EDQUOT: "Make room, then run the same command with --resume",
+    errno.EACCES: "Choose a folder that you may write to",
+    errno.EROFS: "Choose a folder that you may write to",
+    errno.ENOTDIR: "A file stands where a folder is needed: choose another path",
+    errno.EEXIST: "A file stands where a folder is needed: choose another path",
+}
+
+
+def peek(argv: list[str], default: Where) -> Where:
+    """The flags that decide which defaults the other flags override."""
+    return tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0]
+
+
+def base_config(where: Where, saved: Path) -> Config:
+    """Defaults, or what the folder to resume began with; then the configuration file."""
+    base = load_file(saved) if where.resume and saved.exists() else Config()
+    return load_file(where.config, base) if where.config else base
+
+
+def parse(flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None) -> T:
+    settings = {"prog": f"headwater {command.__name__}", "description": command.__doc__, "args": argv}
+    extra = {} if default is None else {"default": default}
+    return tyro.cli(flags, config=(tyro.conf.OmitArgPrefixes,), **settings, **extra)  # type: ignore[call-overload]
+
+
+def make_report(folders: list[Path], out: Path | None) -> Path:
+    from headwater.analyze.report import write_report
+
+    with user_values():
+        return write_report(folders, out)
+
+
+@contextmanager
+def user_values() -> Iterator[None]:
+    """Rooms below raise ValueError for a value they cannot take; here every value came from the user."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def usage() -> str:
+    lines = [f"  {name:<10} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items()]
+    about = "headwater: the residual stream as a part you can swap.\n\nusage: headwater COMMAND [FLAGS]\n"
+    return "\n".join([about, *lines, "\nheadwater COMMAND --help lists the flags of a command."])
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def fail(message: str, code: int) -> int:
+    print(f"headwater: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Training: resuming is bitwise, the numbers in the log are right, and parameters meet the optimizer they should."""
+
+import functools
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tinyrun import STEPS, fingerprint, tiny, write_corpus
+
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.residuals import names
+from headwater.train import loop
+from headwater.train.checkpoint import checkpoints, damage
+from headwater.train.config import OptimSettings
+from headwater.train.data import prepare
+from headwater.train.loop import evaluate, train
+from headwater.train.optim import build_optimizers, learning_rate
+from headwater.train.run import begin
+
+
+class PowerCut(BaseException):
+    """Ends a run in the middle of a step, as no handler expects."""
+
+
+def cut_power(monkeypatch, at_step: int) -> None:
+    real = loop.log_update
+
+    def log_update(run, *values):
+        real(run, *values)
+        if run.step == at_step:
+            raise PowerCut
+
+    monkeypatch.setattr(loop, "log_update", log_update)
+
+
+@pytest.mark.parametrize(
+    ("residual", "optimizer", "options"),
+    [
+        ("standard", "adamw", {}),
+        ("attnres-block:block=2", "muon", {}),
+        ("attnres-full", "adamw", {"accumulate": 2, "checkpoint_activations": True}),
+    ],
+)
+def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
+    config = tiny(tmp_path, residual=residual, optimizer=optimizer, **options)
+    summary = train(config, tmp_path / "whole")
+    assert summary["steps"] == STEPS
+    for cut in (3, 8):  # before the first checkpoint, and after it
+        with monkeypatch.context() as patch:
+            cut_power(patch, at_step=cut)
+            with pytest.raises(PowerCut):
+                train(config, tmp_path / f"cut{cut}")
+        assert not (tmp_path / f"cut{cut}" / "summary.json").exists()
+        again = train(config, tmp_path / f"cut{cut}", resume=True)
+        assert fingerprint(tmp_path / f"cut{cut}") == fingerprint(tmp_path / "whole")
+        assert (again["loss"], again["tokens"]) == (summary["loss"], summary["tokens"])
+
+
+def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
+    config = tiny(tmp_path)
+    summary = train(config, tmp_path / "run")
+    before = (tmp_path / "run" / "summary.json").stat().st_mtime_ns
+    assert train(config, tmp_path / "run", resume=True) == summary
+    assert (tmp_path / "run" / "summary.json").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="already holds a run: continue it with --resume"):
+        train(config, tmp_path / "run")
+
+    (tmp_path / "run" / "summary.json").unlink()  # killed between the last checkpoint and the summary
+    assert train(config, tmp_path / "run", resume=True)["loss"] == summary["loss"]
+
+
+def test_training_learns(tmp_path):
+    config = tiny(tmp_path, steps=60, eval_every=20, log_every=60, depth_every=60, save_every=60)
+    train(replace(config, optim=replace(config.optim, lr=0.02)), tmp_path / "run")
+    evals = [r["bits_per_byte"] for r in fingerprint(tmp_path / "run")["metrics"] if r["kind"] == "eval"]
+    assert len(evals) == 3
+    assert evals[-1] < 0.7 * evals[0]
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 4}, {"checkpoint_activations": True}])
+def test_what_saves_memory_does_not_change_the_result(tmp_path, change):
+    plain = train(tiny(tmp_path), tmp_path / "plain")
+    other = train(tiny(tmp_path, **change), tmp_path / "other")
+    assert other["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+
+
+def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
+    """Traced by the compiler's front end and run by the eager backend, which needs no C++ compiler."""
+    plain = train(tiny(tmp_path, steps=4), tmp_path / "plain")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiled = train(tiny(tmp_path, steps=4, compile=True), tmp_path / "compiled")
+    assert compiled["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path, tokenizer):
+    """With every logit zero each token costs log2(vocab) bits, however many bytes it stands for."""
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
+    config = tiny(tmp_path)
+    config = replace(config, data=replace(config.data, tokenizer=tokenizer, bpe_vocab=300))
+    run = begin(config, tmp_path / "run", resume=False)
+    with torch.no_grad():
+        run.model.embedding.weight.zero_()  # the head is tied to it
+    bits = evaluate(run)
+    windows = run.validation.take(run.validation.spread(8))[:, 1:]
+    num_bytes = len(prepare(config.data).tokenizer.decode(windows.flatten()).encode())
+    assert bits == pytest.approx(math.log2(run.model.config.vocab_size) * windows.size / num_bytes, rel=1e-5)
+    assert run.evaluation["loss"] == pytest.approx(math.log(run.model.config.vocab_size), rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path, monkeypatch):
+    real = loop.token_losses
+    calls = {"training": 0}
+
+    def token_losses(run, forward, windows):
+        calls["training"] += torch.is_grad_enabled()
+        return real(run, forward, windows) * (math.nan if calls["training"] > 7 else 1.0)
+
+    monkeypatch.setattr(loop, "token_losses", token_losses)
+    with pytest.raises(UserError, match=r"not finite at step 8 .*last good checkpoint is .*step-00000005.*lower --lr"):
+        train(tiny(tmp_path), tmp_path / "run")
+    saved = checkpoints(tmp_path / "run" / "checkpoints")
+    assert [folder.name for folder in saved] == ["step-00000005"]
+    assert damage(saved[0]) is None
+    model = Decoder.load(saved[0])
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_depth_records(tmp_path):
+    for residual in ("standard", "attnres-full"):
+        train(tiny(tmp_path, residual=residual), tmp_path / residual)
+        records = [r for r in fingerprint(tmp_path / residual)["metrics"] if r["kind"] == "depth"]
+        assert [record["step"] for record in records] == [6, 12]
+        for record in records:
+            assert record["sublayers"] == ["attention", "mlp"] * 2
+            assert [len(record[key]) for key in ("output_norm", "gradient_norm", "read_norm", "entropy")] == [
+                4,
+                4,
+                5,
+                5,
+            ]
+            mixing = np.array(record["mixing"])
+            assert np.allclose(mixing, np.tril(mixing))
+            assert all(value > 0 for key in ("output_norm", "gradient_norm", "read_norm") for value in record[key])
+            if residual == "standard":
+                assert np.allclose(mixing, np.tril(np.ones((5, 5))), atol=1e-4)
+                assert record["entropy"] == pytest.approx([math.log(row + 1) for row in range(5)], abs=1e-4)
+            else:
+                assert np.allclose(mixing.sum(1), 1, atol=1e-4)
+                assert all(e <= math.log(row + 1) + 1e-4 for row, e in enumerate(record["entropy"]))
+
+
+def test_summary_and_resolved_configuration(tmp_path):
+    summary = train(tiny(tmp_path), tmp_path / "run")
+    keys = "residual seed parameters residual_parameters flops_per_token tokens steps seconds peak_memory_bytes loss"
+    assert set(summary) == {*keys.split(), "bits_per_byte", "device", "torch", "headwater"}
+    assert summary["tokens"] == STEPS * 4 * 32
+    assert summary["peak_memory_bytes"] > 50 * 2**20
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert ModelConfig.from_dict(config["model"]).residual == "attnres-block:block=2"
+    assert config["model"]["vocab_size"] == 320
+    assert (tmp_path / "run" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_parameter_meets_its_optimizer_once(optimizer):
+    for residual in names():
+        model = Decoder(
+            ModelConfig(vocab_size=64, dim=16, layers=2, heads=2, mlp_dim=32, qk_norm=True, residual=residual)
+        )
+        optimizers = build_optimizers(model, OptimSettings(optimizer=optimizer))
+        homes = {}
+        for kind, built in optimizers.items():
+            for group in built.param_groups:
+                for parameter in group["params"]:
+                    assert id(parameter) not in homes
+                    homes[id(parameter)] = (kind, group["weight_decay"])
+        for name, parameter in model.named_parameters():
+            hidden = name.startswith("sublayers.") and parameter.ndim == 2
+            assert homes[id(parameter)] == ((optimizer, 0.1) if hidden else ("adamw", 0.0)), name
+
+
+def test_schedules():
+    cosine = OptimSettings(lr=1.0, warmup=10, final_lr=0.1)
+    assert [learning_rate(s, 100, cosine) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert learning_rate(55, 100, cosine) == pytest.approx(0.55)
+    assert learning_rate(99, 100, cosine) == pytest.approx(0.1, abs=1e-3)
+    wsd = replace(cosine, schedule="wsd", decay=0.2, final_lr=0.0)
+    assert [learning_rate(s, 100, wsd) for s in (9, 10, 50, 80, 90, 99)] == pytest.approx([1, 1, 1, 1, 0.5, 0.05])
+
+
+def test_a_second_process_is_kept_out_of_a_run_folder(tmp_path):
+    from headwater.train.folder import locked
+
+    with locked(tmp_path / "run"), pytest.raises(UserError, match="another process is working in"):
+        train(tiny(tmp_path), tmp_path / "run")
+
+
+def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):
+    config = tiny(tmp_path)
+    with monkeypatch.context() as patch:
+        cut_power(patch, at_step=8)
+        with pytest.raises(PowerCut):
+            train(config, tmp_path / "run")
+    (write_corpus(tmp_path) / "more.txt").write_text("a text that was not there before " * 20)
+    with pytest.raises(UserError, match=r"another configuration:\n  corpus.source_hash"):
+        train(config, tmp_path / "run", resume=True)
