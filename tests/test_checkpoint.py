@@ -1,0 +1,161 @@
+"""A checkpoint is whole or absent; damage is named; a failed save takes nothing away."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tinyrun import flags, tiny
+
+from headwater.cli import main
+from headwater.errors import UserError
+from headwater.models import Decoder
+from headwater.train import checkpoint
+from headwater.train.loop import train
+from headwater.train.run import begin, save
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(tiny(folder, optimizer="muon", keep=2), folder / "run")
+    return folder
+
+
+@pytest.fixture
+def run_folder(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def config(folder: Path, **changes):
+    """The configuration of the trained run, whose corpus lies where it was trained."""
+    saved = json.loads((folder / "run" / "config.json").read_text())
+    original = Path(saved["data"]["source"][0]).parent
+    return tiny(original, optimizer="muon", keep=2, **changes)
+
+
+def test_layout_and_what_is_kept(run_folder):
+    kept = checkpoint.checkpoints(run_folder / "run" / "checkpoints")
+    assert [folder.name for folder in kept] == ["step-00000010", "step-00000012"]
+    files = {path.name for path in kept[-1].iterdir()}
+    assert files == {"model.safetensors", "optimizer.safetensors", "config.json", "state.json", "manifest.json"}
+    manifest = json.loads((kept[-1] / "manifest.json").read_text())
+    assert set(manifest["sha256"]) == files - {"manifest.json"}
+    weights = load_file(kept[-1] / "model.safetensors")
+    assert "embedding.weight" in weights
+    assert "head.weight" not in weights  # tied, stored once
+    kinds = {name.split("/")[0] for name in load_file(kept[-1] / "optimizer.safetensors")}
+    assert kinds == {"muon", "adamw"}
+
+
+def test_a_checkpoint_folder_is_a_model(run_folder):
+    model, tokenizer = checkpoint.load_model(run_folder / "run")
+    same, _ = checkpoint.load_model(run_folder / "run" / "checkpoints" / "step-00000012")
+    tokens = torch.tensor([tokenizer.encode("river").tolist()])
+    assert torch.equal(model(tokens), same(tokens))
+    assert torch.equal(model(tokens), Decoder.load(run_folder / "run" / "checkpoints" / "step-00000012")(tokens))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
+def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    content = (newest / name).read_bytes()
+    if harm == "delete":
+        (newest / name).unlink()
+    elif harm == "truncate":
+        (newest / name).write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        (newest / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    if (name, harm) == ("manifest.json", "flip"):
+        name = ""  # what it no longer vouches for depends on the byte
+    with pytest.raises(UserError) as caught:
+        train(config(run_folder), run_folder / "run", resume=True)
+    message = str(caught.value)
+    assert "step-00000012 is damaged" in message
+    assert name in message
+    assert "The last good checkpoint is" in message
+    assert "step-00000010" in message
+
+    shutil.rmtree(newest)  # what the message says to do
+    assert train(config(run_folder), run_folder / "run", resume=True)["steps"] == 12
+
+
+def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):
+    with pytest.raises(UserError) as caught:
+        train(config(run_folder, seed=5, batch_size=8), run_folder / "run", resume=True)
+    message = str(caught.value)
+    assert "train.seed: 0 there, 5 asked for" in message
+    assert "train.batch_size: 4 there, 8 asked for" in message
+    assert "train.steps" not in message
+    train(config(run_folder, save_every=7, log_every=3), run_folder / "run", resume=True)  # these are free to change
+
+
+def fill_disk(monkeypatch, file_name: str) -> None:
+    real = checkpoint._write
+
+    def write(path: Path, content: bytes) -> str:
+        if path.name == file_name:
+            path.write_bytes(content[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write", write)
+
+
+@pytest.mark.parametrize("file_name", ["model.safetensors", "optimizer.safetensors", "manifest.json"])
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file_name):
+    run = begin(tiny(tmp_path), tmp_path / "run", resume=False)
+    first = save(run)
+    run.step = 1
+    fill_disk(monkeypatch, file_name)
+    with pytest.raises(
+        UserError, match=r"could not write .*step-00000001: No space left.*good checkpoint is .*00000000"
+    ):
+        save(run)
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    assert checkpoint.damage(first) is None
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of one megabyte."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs needs root; the same case runs above with a write that fails")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_disk_that_is_really_full(tmp_path, small_disk, capfd):
+    big = tiny(tmp_path, keep=50, save_every=1)
+    code = main([*flags(big, tmp_path / "run"), "--out", str(small_disk / "run")])
+    message = capfd.readouterr().err
+    assert code == 1
+    assert message.startswith("headwater: could not write the checkpoint")
+    assert "No space left on device" in message
+    assert "The last good checkpoint is" in message
+    kept = checkpoint.checkpoints(small_disk / "run" / "checkpoints")
+    assert kept
+    assert all(checkpoint.damage(folder) is None for folder in kept)
+    assert not list((small_disk / "run" / "checkpoints").glob(".tmp-*"))
+
+    for folder in kept[:-1]:  # make room, as the message says
+        shutil.rmtree(folder)
+    assert main([*flags(big, tmp_path / "run"), "--out", str(small_disk / "run"), "--resume", "--keep", "1"]) == 0
+
+
+def test_leftovers_of_a_killed_process_are_swept(run_folder):
+    root = run_folder / "run" / "checkpoints"
+    (root / ".tmp-step-00000099").mkdir()
+    (root / ".tmp-step-00000099" / "model.safetensors").write_bytes(b"half")
+    train(config(run_folder), run_folder / "run", resume=True)
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000010", "step-00000012"]
