@@ -1,21 +1,48 @@
 """How depth is connected: every residual behind `begin / read / write / end`."""
 
-from . import attention, standard
 from .attention import AttentionResidual
 from .base import Norm, Read, Residual, State
+from .cross import DeepCrossAttentionResidual
+from .deepnorm import DeepNormResidual
+from .delta import DeepDeltaResidual
+from .delta_attention import DeltaAttentionResidual
+from .denseformer import DenseFormerResidual
+from .elc import EveryLayerCountsResidual, VerticalAttentionResidual
+from .highway import HighwayResidual
+from .hyper import HyperConnectionsResidual
+from .laurel import LaurelResidual
+from .mhc import MHCLiteResidual, MHCResidual
+from .mudd import MUDDFormerResidual
 from .record import Trace, mixing, record
 from .registry import build, entry, names, parse, register
+from .scaled import LayerScaleResidual, ReZeroResidual
 from .standard import StandardResidual
+from .window import DepthWindowResidual
 
 __all__ = [
     "AttentionResidual",
+    "DeepCrossAttentionResidual",
+    "DeepDeltaResidual",
+    "DeepNormResidual",
+    "DeltaAttentionResidual",
+    "DenseFormerResidual",
+    "DepthWindowResidual",
+    "EveryLayerCountsResidual",
+    "HighwayResidual",
+    "HyperConnectionsResidual",
+    "LaurelResidual",
+    "LayerScaleResidual",
+    "MHCLiteResidual",
+    "MHCResidual",
+    "MUDDFormerResidual",
     "Norm",
+    "ReZeroResidual",
     "Read",
     "Residual",
     "StandardResidual",
     "State",
     "Trace",
-    "attention",
+    "VerticalAttentionResidual",
     "build",
     "entry",
     "mixing",
@@ -23,5 +50,4 @@ __all__ = [
     "parse",
     "record",
     "register",
-    "standard",
 ]

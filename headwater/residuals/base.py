@@ -25,6 +25,9 @@ class Residual(nn.Module, ABC):
     """One object per network (or pipeline stage). Parameters of sublayer i live under the key str(i)."""
 
     at_start: str  # against the plain residual at initialisation: "exact", "scaled" or "different"
+    mixes: str = "scalar"  # a source enters a read times one "scalar" a token, one per "channel", or an "operator"
+    token_local: bool = True  # False: a read looks at earlier tokens of the stream, which a KV cache does not keep
+    weight_gain: float = 1.0  # by which a model scales value, MLP and output weights at initialisation
 
     def __init__(self, dim: int, sublayers: int) -> None:
         super().__init__()
@@ -53,6 +56,11 @@ class Residual(nn.Module, ABC):
     @abstractmethod
     def weights(self, state: State, i: int) -> Tensor:
         """Depth weights of read `i` over what the state holds, (N, ..., H); `i == sublayers` is the final read."""
+
+    @property
+    def scalar_mixing(self) -> bool:
+        """Whether the mixing matrix says everything; otherwise it is a summary, the average over channels."""
+        return self.mixes == "scalar"
 
     def flops_per_token(self) -> int:
         """Multiply-adds of depth mixing in one forward pass, counted as two operations each."""

@@ -1,0 +1,59 @@
+"""Highway connections: a gate divides one unit of weight between the stream and the new output."""
+
+from math import log
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from .base import State, hold
+from .numerics import project, rms_scale, wide
+from .registry import register
+from .stream import StreamResidual
+
+CARRY_BIAS = -2.0  # sigmoid(-2) = 0.12: the stream is mostly carried
+
+
+class Gate(nn.Module):
+    def __init__(self, dim: int, width: int, bias: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, dim))
+        self.bias = nn.Parameter(torch.full((width,), bias))
+
+
+@register("highway")
+class HighwayResidual(StreamResidual):
+    """h_{i+1} = (1 - g_i) h_i + g_i f_i(h_i),  g_i = sigmoid(W_i RMSNorm(h_i) + b_i).
+
+    `gate` scalar (one gate a token) or channel (one per channel). W starts at zero. `start` mean: biases give
+    g_i = 1 / (i + 2), so a read is the mean of its sources, the plain residual up to a scale that the reader's
+    pre-norm cancels. `start` carry: bias -2, different from the plain residual.
+    Every row of the mixing matrix sums to one. Cost: D + 1 parameters a sublayer (D^2 + D per channel), no extra state.
+    Highway networks, arXiv 1505.00387, in the pre-norm form of arXiv 2603.15031.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        sublayers: int,
+        *,
+        gate: Literal["scalar", "channel"] = "scalar",
+        start: Literal["mean", "carry"] = "mean",
+    ) -> None:
+        super().__init__(dim, sublayers)
+        self.at_start = "scaled" if start == "mean" else "different"
+        self.mixes = gate
+        width = 1 if gate == "scalar" else dim
+        self.gates = nn.ModuleDict(
+            {str(i): Gate(dim, width, -log(i + 1) if start == "mean" else CARRY_BIAS) for i in range(sublayers)}
+        )
+
+    def write(self, state: State, i: int, y: Tensor) -> State:
+        (h,) = state
+        gate = cast(Gate, self.gates[str(i)])
+        g = hold(project(wide(h) * rms_scale(h), gate.weight, gate.bias).sigmoid())
+        return (torch.lerp(wide(h), wide(y), g.expand_as(h)).to(h.dtype),)
+
+    def flops_per_token(self) -> int:
+        gates = sum(cast(Gate, gate).weight.numel() for gate in self.gates.values())
+        return 2 * gates + 3 * self.dim * self.sublayers

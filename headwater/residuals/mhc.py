@@ -1,0 +1,117 @@
+"""Manifold-constrained Hyper-Connections: stream mixing is kept doubly stochastic, by Sinkhorn or by construction."""
+
+from itertools import permutations
+from math import factorial
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from .numerics import project, rms_scale, wide
+from .registry import register
+from .streams import StreamsResidual
+
+Start = Literal["identity", "uniform", "biased"]
+FAR = -8.0  # logit of what starts almost absent: exp(-8) = 3e-4
+
+
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """exp(logits) (..., n, n), columns then rows divided by their sums, `iterations` times; in log space, so that no
+    logit is too large. Rows sum to one exactly, columns up to convergence."""
+    for _ in range(iterations):
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.exp()
+
+
+class Mapping(nn.Module):
+    """logits = scale * (weight RMSNorm(vec X)) + bias, for pre (n), post (n) and res (`mixtures`) in this order."""
+
+    def __init__(self, dim: int, streams: int, mixtures: int, res_bias: Tensor, chosen: int, start: Start) -> None:
+        super().__init__()
+        self.sizes = (streams, streams, mixtures)
+        outputs = 2 * streams + mixtures
+        self.weight = nn.Parameter(torch.zeros(outputs, streams * dim))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.scale = nn.Parameter(torch.full((3,), 0.01))
+        if start == "uniform":
+            nn.init.xavier_uniform_(self.weight)
+            return
+        one = 2 * torch.eye(streams)[chosen] - 1  # +1 for the chosen stream, -1 for the others
+        post = one if start == "biased" else torch.zeros(streams)
+        self.bias.data.copy_(torch.cat((one, post, res_bias)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x (..., n, D). The norm is one scalar a token, so it multiplies the logits instead of the streams."""
+        flat = x.flatten(-2)
+        logits = project(flat, self.weight) * rms_scale(flat, eps=1e-20)  # (..., 2 n + mixtures)
+        parts = zip(logits.split(self.sizes, -1), self.bias.split(self.sizes), self.scale, strict=True)
+        return tuple(scale.to(part.dtype) * part + bias.to(part.dtype) for part, bias, scale in parts)
+
+
+class ConstrainedResidual(StreamsResidual):
+    def __init__(self, dim: int, sublayers: int, *, streams: int, mixtures: int, res_bias: Tensor, start: Start):
+        super().__init__(dim, sublayers, streams=streams)
+        self.at_start = "scaled" if start == "identity" else "different"
+        self.mappings = nn.ModuleDict(
+            {str(i): Mapping(dim, streams, mixtures, res_bias, i % streams, start) for i in range(sublayers)}
+        )
+
+    def gates(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """pre and post, and the logits of res."""
+        pre, post, res = cast(Mapping, self.mappings[str(i)])(wide(x))
+        return pre.sigmoid(), 2 * post.sigmoid(), res
+
+
+@register("mhc")
+class MHCResidual(ConstrainedResidual):
+    """x = sigmoid(a) X;  X' = Sinkhorn(exp(C)) X + 2 sigmoid(b) f(x), with a, b, C linear in RMSNorm(vec X).
+
+    `iterations` Sinkhorn steps in fp32, columns then rows. The paper gives 0.01 scales and no more; `start` is ours:
+    identity: W = 0, pre biased to stream i mod n (+1, others -1), post one, res near the identity. Streams stay equal,
+    so it is the plain residual up to a scale; the bias of pre is what lets them part. uniform: W random, biases zero
+    (Megatron-LM), near that but not equal. biased: post is biased as pre is (the mhc-lite repository), different.
+    Cost: (n^2 + 2 n)(n D + 1) + 3 parameters a sublayer; the state holds n D. mHC, arXiv 2512.24880.
+    """
+
+    def __init__(
+        self, dim: int, sublayers: int, *, streams: int = 4, iterations: int = 20, start: Start = "identity"
+    ) -> None:
+        if streams < 2:
+            raise ValueError(f"streams must be at least 2, since one stream has nothing to mix with, got {streams}")
+        if iterations < 1:
+            raise ValueError(f"iterations must be at least 1, got {iterations}")
+        near_identity = FAR * (1 - torch.eye(streams)).flatten()
+        super().__init__(dim, sublayers, streams=streams, mixtures=streams**2, res_bias=near_identity, start=start)
+        self.iterations = iterations
+
+    def coefficients(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, logits = self.gates(x, i)
+        return pre, post, sinkhorn(logits.unflatten(-1, (self.streams, self.streams)), self.iterations)
+
+
+@register("mhc-lite")
+class MHCLiteResidual(ConstrainedResidual):
+    """x = sigmoid(a) X;  X' = (sum_r softmax(c)_r P_r) X + 2 sigmoid(b) f(x), over all n! permutations P_r.
+
+    Doubly stochastic exactly, without iterations. a, b, c are linear in RMSNorm(vec X), times 0.01 at start. `start`
+    as for `mhc`: identity (the identity permutation 0, others -8, post one) is the plain residual up to a scale;
+    biased is the authors' repository; uniform has random W and zero biases.
+    Cost: (n! + 2 n)(n D + 1) + 3 parameters a sublayer; the state holds n D. mHC-lite, arXiv 2601.05732.
+    """
+
+    permutations: Tensor
+
+    def __init__(self, dim: int, sublayers: int, *, streams: int = 4, start: Start = "identity") -> None:
+        if not 2 <= streams <= 5:
+            raise ValueError(f"streams must lie between 2 and 5, since all n! permutations are mixed, got {streams}")
+        count = factorial(streams)
+        identity_first = FAR * (1 - torch.eye(count)[0])
+        super().__init__(dim, sublayers, streams=streams, mixtures=count, res_bias=identity_first, start=start)
+        matrices = torch.stack([torch.eye(streams)[list(order)] for order in permutations(range(streams))])
+        self.register_buffer("permutations", matrices.flatten(1).T.contiguous(), persistent=False)  # (n n, n!)
+
+    def coefficients(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, logits = self.gates(x, i)
+        res = project(logits.softmax(-1), self.permutations)
+        return pre, post, res.unflatten(-1, (self.streams, self.streams))

@@ -1,0 +1,73 @@
+"""MUDDFormer: each layer computes, token by token, its own weights over all earlier layer outputs."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Read, State, hold
+from .layerwise import LayerwiseResidual
+from .numerics import combine, project, rms_scale, wide
+from .registry import register
+
+
+class DenseWeights(nn.Module):
+    """Weights of `ways` reads over `sources` sources, from the newest source."""
+
+    def __init__(self, dim: int, ways: int, sources: int) -> None:
+        super().__init__()
+        hidden = ways * sources
+        self.down = nn.Parameter(torch.randn(hidden, dim) / dim**0.5)
+        self.up = nn.Parameter(torch.zeros(hidden, hidden))
+        self.constant = nn.Parameter(torch.eye(sources)[-1].repeat(ways, 1))  # (ways, sources): the newest
+
+    def forward(self, newest: Tensor) -> Tensor:
+        """(..., ways, sources)"""
+        normed = wide(newest) * rms_scale(newest)
+        dynamic = project(F.gelu(project(normed, self.down)), self.up)
+        return dynamic.unflatten(-1, self.constant.shape) + self.constant.to(dynamic.dtype)
+
+
+@register("muddformer")
+class MUDDFormerResidual(LayerwiseResidual):
+    """X^c_m = sum_j A^c_{mj} X_j for query, key, value and stream;  A_m = W2 GELU(W1 RMSNorm(X_m)) + a_m, per token.
+
+    Layer m: t = X^r + attention(X^q, X^k, X^v);  X_{m+1} = t + MLP(t). X_j are layer outputs, X_0 the embedding; the
+    final read has the stream way alone. One pre-norm weight serves query, key and value (the paper has three).
+    At initialisation: W2 = 0 and a_m is one on the newest output: the plain residual exactly.
+    Cost: C N D + (C N)^2 + C N parameters a layer with N sources, C = 4 ways; the state holds every layer output.
+    MUDDFormer, arXiv 2502.12170.
+    """
+
+    at_start = "exact"
+
+    def __init__(self, dim: int, sublayers: int, *, kinds: Sequence[str] | None = None) -> None:
+        super().__init__(dim, sublayers, kinds)
+        self.dense = nn.ModuleDict(
+            {self.key(m): DenseWeights(dim, 4 if self.takes_inputs(m) else 1, m + 1) for m in range(1, self.layers + 1)}
+        )
+
+    def mix(self, bank: State, m: int) -> tuple[Read, Tensor]:
+        if m == 0:
+            return bank[0], bank[0]
+        ways = hold(self._dense(m)(bank[-1])).unbind(-2)
+        reads = [combine(bank, weights.split(1, dim=-1)) for weights in ways]
+        if len(reads) == 1:
+            return reads[0], reads[0]
+        return (reads[0], reads[1], reads[2]), reads[3]
+
+    def bank_weights(self, bank: State, m: int) -> Tensor:
+        """Of the query input, or of the stream where it is the only way."""
+        if m == 0:
+            return torch.ones(1, *bank[0].shape[:-1], 1, device=bank[0].device)
+        return self._dense(m)(bank[-1])[..., 0, :].movedim(-1, 0).unsqueeze(-1).detach()
+
+    def flops_per_token(self) -> int:
+        dense = [self._dense(m) for m in range(1, self.layers + 1)]
+        matrices = sum(d.down.numel() + d.up.numel() for d in dense)
+        return 2 * (matrices + self.dim * (self.sublayers + sum(d.constant.numel() for d in dense)))
+
+    def _dense(self, m: int) -> DenseWeights:
+        return cast(DenseWeights, self.dense[self.key(m)])

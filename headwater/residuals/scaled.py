@@ -1,0 +1,48 @@
+"""A learned gain on each sublayer's output: one number (ReZero) or one per channel (LayerScale)."""
+
+import torch
+from torch import Tensor, nn
+
+from .base import State
+from .registry import register
+from .stream import StreamResidual
+
+
+class GainResidual(StreamResidual):
+    """h_{i+1} = h_i + gain_i f_i(h_i)."""
+
+    def __init__(self, dim: int, sublayers: int, *, width: int, start: float) -> None:
+        super().__init__(dim, sublayers)
+        self.at_start = "exact" if start == 1 else "different"
+        self.gains = nn.ParameterDict({str(i): nn.Parameter(torch.full((width,), start)) for i in range(sublayers)})
+
+    def write(self, state: State, i: int, y: Tensor) -> State:
+        (h,) = state
+        return (torch.addcmul(h, y.to(h.dtype), self.gains[str(i)].to(h.dtype)),)
+
+
+@register("rezero")
+class ReZeroResidual(GainResidual):
+    """h_{i+1} = h_i + a_i f_i(h_i), one scalar a_i a sublayer.
+
+    At initialisation: a_i = `start` = 0, so the network is the identity, different from the plain residual (start=1
+    is equal to it). The paper drops the norms; here a sublayer keeps its pre-norm, and attention and MLP have a gain
+    each. Cost: one parameter a sublayer. ReZero, arXiv 2003.04887.
+    """
+
+    def __init__(self, dim: int, sublayers: int, *, start: float = 0.0) -> None:
+        super().__init__(dim, sublayers, width=1, start=start)
+
+
+@register("layerscale")
+class LayerScaleResidual(GainResidual):
+    """h_{i+1} = h_i + diag(a_i) f_i(h_i), one gain per channel.
+
+    At initialisation: a_i = `start` = 1e-4 (the paper goes down to 1e-6 for deep networks), different from the plain
+    residual (start=1 is equal to it). Cost: D parameters a sublayer. CaiT, arXiv 2103.17239.
+    """
+
+    mixes = "channel"
+
+    def __init__(self, dim: int, sublayers: int, *, start: float = 1e-4) -> None:
+        super().__init__(dim, sublayers, width=dim, start=start)

@@ -1,0 +1,59 @@
+"""Residuals with n parallel streams: a sublayer reads a mixture of them, writes to all, and the streams mix."""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from headwater.ops.depth_attention import full_precision
+
+from .base import Norm, Residual, State, apply_norm, hold
+from .numerics import wide
+
+
+class StreamsResidual(Residual):
+    """x = pre X;  X' = res X + post f(x), for X of n streams; the head sees the sum of the streams.
+
+    State: one tensor (..., n, D). Streams sit beside the channels, not in the batch: a token's n D numbers are
+    contiguous, so coefficients of all streams are one matrix product, and a batch can be split as it is.
+    Between read and write, the state also holds the small `post` and `res`, so that they are computed once.
+    """
+
+    def __init__(self, dim: int, sublayers: int, *, streams: int) -> None:
+        super().__init__(dim, sublayers)
+        self.streams = streams
+
+    @abstractmethod
+    def coefficients(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """pre (..., n), post (..., n) and res (..., n, n) of sublayer i in fp32, for x (..., n, D)."""
+
+    def begin(self, x: Tensor) -> State:
+        return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.dim),)
+
+    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+        (x,) = state
+        pre, post, res = (hold(c) for c in self.coefficients(x, i))
+        with full_precision(x):
+            h = (pre.unsqueeze(-2) @ wide(x)).squeeze(-2).to(x.dtype)
+        return apply_norm(norm, h), (x, post, res)
+
+    def write(self, state: State, i: int, y: Tensor) -> State:
+        x, post, res = state
+        with full_precision(x):
+            mixed = res @ wide(x)
+        return (torch.addcmul(mixed, post.unsqueeze(-1), wide(y).unsqueeze(-2)).to(x.dtype),)
+
+    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+        return apply_norm(norm, state[0].sum(-2))
+
+    def weights(self, state: State, i: int) -> Tensor:
+        """Over the streams, (n, ..., 1)."""
+        x = state[0]
+        if i == self.sublayers:
+            return torch.ones(self.streams, *x.shape[:-2], 1, device=x.device)
+        return self.coefficients(x, i)[0].movedim(-1, 0).unsqueeze(-1)
+
+    def flops_per_token(self) -> int:
+        n = self.streams
+        coefficients = sum(p.numel() for p in self.parameters() if p.dim() > 1)
+        return 2 * coefficients + 2 * self.dim * n * (n + 2) * self.sublayers

@@ -1,0 +1,104 @@
+"""Attention over a window of depth, with queries, keys and values made from the stream's own states."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .base import Norm, Residual, State, apply_norm, hold
+from .numerics import combine, project, rms_scale, wide
+from .registry import register
+
+
+class WindowRead(nn.Module):
+    def __init__(self, dim: int, width: int, sources: int) -> None:
+        super().__init__()
+        std = dim**-0.5
+        self.query = nn.Parameter(std * torch.randn(width, dim)) if sources > 1 else None
+        self.key = nn.Parameter(std * torch.randn(width, dim))
+        self.value = nn.Parameter(std * torch.randn(width, dim))
+        self.output = nn.Parameter(torch.zeros(dim, width))
+
+
+def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """One query over N sources of each token, all (..., W): softmax(<query, key_n> / sqrt(W)) over n, applied."""
+    weights = hold(window_weights(query, keys))
+    return combine(values, weights.unbind(0))
+
+
+def window_weights(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """(N, ..., 1)"""
+    logits = torch.stack([(query * key).sum(-1, keepdim=True) for key in keys])
+    return (logits / query.shape[-1] ** 0.5).softmax(0)
+
+
+@register("depth-window")
+class DepthWindowResidual(Residual):
+    """x_i = h_i + O_i sum_j softmax_j(<Q_i n_i, K_j n_j> / sqrt(W)) V_j n_j;  h_{i+1} = x_i + f_i(x_i).
+
+    j runs over the last K = `window` states, the current one included; n_j = RMSNorm(h_j); W = `width` of queries, keys
+    and values (D / 4 unless given). State j makes its key and value once, with its own matrices, for all reads.
+    The paper leaves open how the read enters and how it starts; here it is added to the stream through O.
+    At initialisation: O = 0, the plain residual exactly. The first read has one source and no query.
+    Cost: 4 W D parameters a sublayer; the state holds the stream and K keys and values of width W.
+    Residual Stream Duality, arXiv 2603.16039.
+    """
+
+    at_start = "exact"
+    mixes = "operator"
+
+    def __init__(self, dim: int, sublayers: int, *, window: int | None = None, width: int | None = None) -> None:
+        super().__init__(dim, sublayers)
+        window = max(2, min(4, sublayers)) if window is None else window
+        if not 2 <= window <= max(2, sublayers):
+            raise ValueError(
+                f"window counts states, the current one included, and must lie between 2 and {sublayers}, got {window}"
+            )
+        width = max(1, dim // 4) if width is None else width
+        if width < 1:
+            raise ValueError(f"width must be at least 1, got {width}")
+        self.window, self.width = window, width
+        self.reads = nn.ModuleDict({str(i): WindowRead(dim, width, min(i + 1, window)) for i in range(sublayers)})
+
+    def begin(self, x: Tensor) -> State:
+        return (x,)
+
+    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+        h = state[0]
+        read = self._read(i)
+        normed = wide(h) * hold(rms_scale(h))
+        keys, values = self._window(state)
+        keys, values = (*keys, project(normed, read.key)), (*values, project(normed, read.value))
+        mixed = values[0] if read.query is None else attend(project(normed, read.query), keys, values)
+        x = (h + project(mixed, read.output)).to(h.dtype)
+        return apply_norm(norm, x), (x, *keys, *values)
+
+    def write(self, state: State, i: int, y: Tensor) -> State:
+        return (state[0] + y, *state[1:])
+
+    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+        return apply_norm(norm, state[0])
+
+    def weights(self, state: State, i: int) -> Tensor:
+        """Over the states in the window, oldest first; the final read is the stream alone."""
+        h = state[0]
+        if i == self.sublayers or (read := self._read(i)).query is None:
+            return torch.ones(1, *h.shape[:-1], 1, device=h.device)
+        normed = wide(h) * rms_scale(h)
+        keys = (*self._window(state)[0], project(normed, read.key))
+        return window_weights(project(normed, read.query), keys)
+
+    def flops_per_token(self) -> int:
+        matrices = sum(p.numel() for p in self.parameters())
+        reads = sum(min(i + 1, self.window) for i in range(self.sublayers))
+        return 2 * matrices + 4 * self.width * reads + 2 * self.dim * self.sublayers
+
+    def _window(self, state: State) -> tuple[State, State]:
+        """Keys and values of the earlier states that the next read still sees."""
+        count = (len(state) - 1) // 2
+        kept = min(count, self.window - 1)
+        return state[1 + count - kept : 1 + count], state[1 + 2 * count - kept :]
+
+    def _read(self, i: int) -> WindowRead:
+        return cast(WindowRead, self.reads[str(i)])
