@@ -1,0 +1,193 @@
+"""The command: fast help, precedence of settings, and one message for each thing a user can get wrong."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, fields, replace
+
+import pytest
+from tinyrun import flags, tiny
+
+from headwater.cli import DEMO, main
+from headwater.errors import UserError
+from headwater.models import ModelConfig
+from headwater.train import loop
+from headwater.train.checkpoint import checkpoints
+from headwater.train.config import Config, ModelSettings, check, load_file
+
+
+def fails(capsys, *argv: str) -> str:
+    """The one message of a command that fails."""
+    capsys.readouterr()
+    code = main([str(word) for word in argv])
+    message = capsys.readouterr().err
+    assert code != 0
+    assert message.startswith("headwater: ")
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["compare", "--help"], ["generate", "--help"]])
+def test_help_is_fast_and_does_not_import_torch(argv):
+    program = (
+        "import sys, time; began = time.perf_counter()\n"
+        "from headwater.cli import main\n"
+        f"try: main({argv})\n"
+        "except SystemExit as exit: assert not exit.code\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'triton', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    times = []
+    for _ in range(5):  # the machine may be busy: the best of a few is what the command itself takes
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        times.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+        if times[-1] < 0.5:
+            break
+    assert min(times) < 0.5
+    assert "usage: headwater" in done.stdout
+
+
+def test_help_names_every_command(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("train", "compare", "report", "generate", "demo"))
+    assert "did you mean 'compare'?" in fails(capsys, "compar")
+
+
+def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        loop, "train", lambda config, out, resume: seen.append(config) or {"bits_per_byte": 1, "steps": 1}
+    )
+    (tmp_path / "run.toml").write_text(
+        '[optim]\nlr = 1\nwarmup = 7\n[data]\nsource = ["a", "b"]\n[model]\nqk_norm = true\n'
+    )
+    assert main(["train", "--config", str(tmp_path / "run.toml"), "--warmup", "9", "--out", str(tmp_path / "out")]) == 0
+    (config,) = seen
+    assert config.optim.lr == 1.0
+    assert config.optim.warmup == 9
+    assert config.data.source == ("a", "b")
+    assert config.model.qk_norm is True
+    assert config.train == Config().train
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optim]\nwarmpu = 3", "unknown key 'warmpu'; did you mean 'warmup'?"),
+        ("[optm]\nlr = 3", "unknown key 'optm'; did you mean 'optim'?"),
+        ("lr = 3", "unknown key 'lr'"),
+        ("[train]\nsteps = 1.5", "steps must be an integer; got 1.5"),
+        ("[train]\nsteps = true", "steps must be an integer; got True"),
+        ("[train]\ncompile = 1", "compile must be true or false; got 1"),
+        ("[optim]\noptimizer = 'sgd'", "optimizer must be 'adamw' or 'muon'; got 'sgd'"),
+        ("[data]\nsource = 'text'", "source must be a list of strings; got 'text'"),
+        ("[model]\ndim = 'wide'", "dim must be an integer or null; got 'wide'"),
+        ("[train]\nsteps = ", "cannot read the configuration"),
+    ],
+)
+def test_a_bad_configuration_file_is_explained(tmp_path, capsys, text, message):
+    (tmp_path / "bad.toml").write_text(text)
+    shown = fails(capsys, "train", "--config", tmp_path / "bad.toml", "--out", tmp_path / "run")
+    assert "bad.toml" in shown
+    assert message in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_misspelt_flag_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--warmpu", "3"])
+    assert caught.value.code == 2
+    assert "--warmup" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "train.steps must be at least 1; got 0"),
+        ({"batch_size": 6, "accumulate": 4}, r"train.batch_size \(6\) must be a multiple of train.accumulate \(4\)"),
+    ],
+)
+def test_values_out_of_range(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        check(tiny(tmp_path, **changes))
+    check(tiny(tmp_path))
+
+
+def test_shares_and_rates_out_of_range(tmp_path):
+    config = tiny(tmp_path)
+    for change in ({"lr": 0.0}, {"lr": float("nan")}, {"beta1": 1.0}, {"final_lr": 2.0}, {"clip": -1.0}):
+        with pytest.raises(UserError, match=f"optim.{next(iter(change))} must"):
+            check(replace(config, optim=replace(config.optim, **change)))
+    with pytest.raises(UserError, match=r"data.validation must"):
+        check(replace(config, data=replace(config.data, validation=0.0)))
+
+
+def test_model_settings_mirror_the_model_and_config_json_can_be_reused(tmp_path):
+    names = {field.name for field in fields(ModelSettings)}
+    assert names == {field.name for field in fields(ModelConfig)} | {"size"}
+    config = tiny(tmp_path)
+    resolved = {**asdict(config), "model": ModelConfig.named("tiny", vocab_size=320).to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(resolved))
+    assert load_file(tmp_path / "config.json").train == config.train
+
+
+def test_bad_input_ends_with_one_message(tmp_path, capsys):
+    """What fails before the first step; the rest is in test_train, test_checkpoint and test_crash."""
+    config, out = tiny(tmp_path), tmp_path / "run"
+    base = flags(config, out)
+    assert "no corpus at" in fails(capsys, *base, "--source", tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    assert "is empty" in fails(capsys, *base, "--source", tmp_path / "empty")
+    (tmp_path / "short.txt").write_text("brief " * 20)
+    message = fails(capsys, *base, "--source", tmp_path / "short.txt", "--context", "512")
+    assert "shorter than the context" in message
+    assert "lower --context" in message
+    assert "heads" in fails(capsys, *base, "--heads", "3")
+    assert "kv_heads" in fails(capsys, *base, "--kv-heads", "3")
+    assert "block" in fails(capsys, *base, "--residual", "attnres-block:block=0")
+    assert "heads" in fails(capsys, *base, "--residual", "attnres-full:heads=5")
+    assert "Valid names" in fails(capsys, *base, "--residual", "attnres")
+    assert "unknown size" in fails(capsys, *base, "--size", "enormous")
+    assert "tokenizer has 257 tokens" in fails(capsys, *base, "--vocab-size", "100")
+    assert "device 'tpu9'" in fails(capsys, *base, "--device", "tpu9")
+    assert "no configuration file" in fails(capsys, "train", "--config", tmp_path / "no.toml")
+    assert "--residuals and --seeds" in fails(capsys, "compare", "--residual", "standard:", "--out", out)
+    (tmp_path / "file").write_text("")
+    assert "choose another path" in fails(capsys, *base, "--out", tmp_path / "file" / "run")
+    assert not checkpoints(out / "checkpoints")
+    assert main(base) == 0  # the folder is still good for a run
+
+
+def test_an_exploding_run_ends_with_one_message(tmp_path, capsys):
+    message = fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"), "--lr", "1e30", "--warmup", "0")
+    assert "the loss is not finite at step" in message
+    assert "lower --lr" in message
+
+
+def test_generate_and_report_from_a_run(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(flags(tiny(tmp_path), out)) == 0
+    capsys.readouterr()
+    words = ["generate", str(out), "--prompt", "river ", "--max-new-tokens", "12", "--temperature", "0"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("river ")
+    assert main([*words[:1], str(checkpoints(out / "checkpoints")[-1]), *words[2:]]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["report", str(out)]) == 0
+    assert str(out / "report.html") in capsys.readouterr().out
+
+    assert "100 new ones exceed" in fails(capsys, *words[:4], "--max-new-tokens", "100")
+    assert "no checkpoint in" in fails(capsys, "generate", tmp_path / "nowhere")
+    assert "is not a folder" in fails(capsys, "report", tmp_path / "nowhere")
+
+
+def test_the_demo_preset_is_a_valid_comparison():
+    config = check(Config(model=DEMO["model"], optim=DEMO["optim"], train=DEMO["train"]))
+    assert config.train.steps > 0
+    assert len(DEMO["seeds"]) >= 2
+    assert DEMO["residuals"][0] == "standard"
