@@ -414,6 +414,14 @@ def test_missing_pieces_are_noted(visit, tmp_path, settings, damage, said):
 
 
 @browser_test
+def test_a_missing_value_is_a_gap(visit, tmp_path):
+    folder = make_run(tmp_path / "run", "standard", layers=2, steps=20)
+    with_nulls(folder)  # no loss after step 10
+    page = visit(write_report([folder]))
+    assert len(re.findall("[ML]", page.locator("#train path.mean").get_attribute("d"))) == 10
+
+
+@browser_test
 def test_residuals_with_and_without_depth_records_share_a_page(visit, tmp_path):
     full = make_run(tmp_path / "a", "attnres-full", layers=2, steps=20)
     bare = make_run(tmp_path / "b", "standard", layers=2, steps=20, depth=False, finished=False)
@@ -421,6 +429,15 @@ def test_residuals_with_and_without_depth_records_share_a_page(visit, tmp_path):
     assert page.locator("#maps canvas").count() == 1
     assert page.locator("#maps .empty").inner_text() == "No depth records."
     assert "no finished seed in common" in page.locator("table").first.inner_text()
+
+
+@browser_test
+def test_few_large_weights_do_not_fade_the_map(visit, tmp_path):
+    page = visit(write_report([make_run(tmp_path / "run", "attnres-full", layers=16, steps=4, records=1)]))
+    words = page.locator("#scale").text_content()
+    assert (
+        0.1 < float(words.rsplit("≥ ", 1)[1]) < 0.95
+    )  # the first read's only weight is one, and lies beyond the scale
 
 
 @browser_test

@@ -113,14 +113,17 @@ def smoothing_reach(count: int) -> int:
 
 
 def smooth(curve: Points) -> Points:
-    """Centred moving average, narrower towards the ends; a missing value stays missing."""
+    """Centred moving average; a missing value stays missing.
+
+    It narrows towards the steep start, where far neighbours would bend it; the last points look back more than ahead.
+    """
     reach = smoothing_reach(len(curve))
     sums = list(accumulate((value or 0.0 for _, _, value in curve), initial=0.0))
     counts = list(accumulate((value is not None for _, _, value in curve), initial=0))
     out: Points = []
     for i, (step, tokens, value) in enumerate(curve):
-        near = min(reach, i, len(curve) - 1 - i)
-        low, high = i - near, i + near + 1
+        near = min(reach, i)
+        low, high = i - near, min(i + near + 1, len(curve))
         out.append((step, tokens, None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low])))
     return out
 

@@ -14,12 +14,14 @@ function make(tag, attributes = {}, ...children) {
   node.append(...children);
   return node;
 }
-const colour = (group) => `c${groups.indexOf(group) % 8}`;
-const swatch = (group) => make("i", { class: `key ${colour(group)}` });
+const colour = (group) => `c${group.colour % 8}`;
+const again = (group) => (group.colour > 7 ? " again" : "");  // a colour used a second time is broken or hollow
+const swatch = (group) => make("i", { class: `key ${colour(group)}${again(group)}` });
 const empty = (where, words) => where.replaceChildren(make("p", { class: "empty" }, words));
 
 // Numbers
 
+const extent = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 const known = (values) => values.filter((value) => value !== null && value !== undefined);
 const minus = (words) => words.replace("-", "−");
 function short(value, digits = 4) {
@@ -137,8 +139,7 @@ function drawCurves(kind, title, height, nothing) {
   const from = { all: 0, half: end / 2, tenth: end * 0.9 }[state.range];
   const values = lines.flatMap((line) => known(line.y.filter((_, i) => line.x[i] >= from)));
   if (kind === "difference") values.push(0);
-  let low = Math.min(...values), high = Math.max(...values);
-  if (!values.length) [low, high] = [0, 1];
+  const [low, high] = values.length ? extent(values) : [0, 1];
   const pad = (high - low) * 0.05 || 0.05;
   const [size, unit] = unitOf(end);
   const ends = shown.map((group) => `${group.label} ends at ${loss(known(group.curves[kind].runs[0].y).at(-1) ?? null)}`).join("; ");
@@ -148,9 +149,9 @@ function drawCurves(kind, title, height, nothing) {
   });
   if (kind === "difference") svg.append(make("line", { class: "zero", x1: box.left, x2: box.right, y1: Y(0), y2: Y(0) }));
   for (const group of shown) {
-    const { runs, mean } = group.curves[kind], dashed = groups.indexOf(group) > 7 ? " dashed" : "";
+    const { runs, mean } = group.curves[kind];
     if (runs.length > 1) for (const run of runs) svg.append(make("path", { class: `line thin ${colour(group)}`, d: path(run.x, run.y, X, Y, from) }));
-    svg.append(make("path", { class: `line mean ${colour(group)}${dashed}`, d: path(mean.x, mean.y, X, Y, from) }));
+    svg.append(make("path", { class: `line mean ${colour(group)}${again(group)}`, d: path(mean.x, mean.y, X, Y, from) }));
   }
   const xs = [...new Set(shown.flatMap((group) => group.curves[kind].mean.x))].filter((x) => x >= from).sort((a, b) => a - b);
   if (!xs.length) return;
@@ -202,7 +203,8 @@ const kinds = [...new Set(deep.flatMap((group) => group.depth.kinds))];
 const hollow = (kind) => (kinds.indexOf(kind) > 0 ? " hollow" : "");
 const readName = (group, row) => (row < group.depth.kinds.length ? `Read ${row}, before ${group.depth.kinds[row]}` : "Final read");
 const sourceName = (group, column) => (column ? `output of sublayer ${column - 1}, ${group.depth.kinds[column - 1]}` : "embedding");
-const panelTitle = (group) => make("p", {}, swatch(group), make("code", {}, group.label));
+const parts = (name) => name.split(/(?<=[:,])/).flatMap((part) => [part, make("wbr")]);  // a long name breaks between its options
+const panelTitle = (group) => make("p", {}, swatch(group), make("code", {}, ...parts(group.label)));
 
 function row(group, frame, read) {
   const start = (read * (read + 1)) / 2, values = frame.mixing.slice(start, start + read + 1);
@@ -222,18 +224,20 @@ function drawMaps() {
   const mapped = deep.filter((group) => group.depth.frames.some((frame) => frame.mixing));
   if (!mapped.length) return empty(host("maps"), "No depth-mixing weights were recorded.");
   const every = mapped.flatMap((group) => group.depth.frames.filter((f) => f.mixing).flatMap((f) => group.depth.kinds.concat("final").flatMap((_, r) => known(row(group, f, r)))));
-  const bounds = every.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [0, 0]);
-  const most = Math.max(bounds[1], -bounds[0]) || 1, warm = ramp("--heat"), cold = ramp("--cold");
+  const bounds = extent(every.concat(0));
+  // The first reads have few sources and so large weights; the scale ends below the largest hundredth, or they would fade the rest.
+  const sizes = every.map(Math.abs).sort((a, b) => a - b), top = sizes.at(-1) || 1, cut = sizes[Math.floor(sizes.length * 0.99)] || top;
+  const most = cut < 0.9 * top ? cut : top, warm = ramp("--heat"), cold = ramp("--cold");
   // The root of the weight: a share of a tenth among fifty sources is much, and must not look like none.
   const paint = (value) => (value < 0 ? cold : warm)(Math.sqrt(Math.abs(value) / most));
-  drawScale(most, bounds[0] < 0, paint);
+  drawScale(most, most < top, bounds[0] < 0, paint);
   host("maps").replaceChildren(...mapped.map((group) => {
     const map = make("div", { class: "map" });
     return Object.assign(make("div", { class: "panel" }, panelTitle(group), map), { paint: () => drawMap(map, group, paint) });
   }), ...groups.filter((group) => !mapped.includes(group)).map((group) => make("div", { class: "panel" }, panelTitle(group), make("p", { class: "empty" }, "No depth records."))));
   for (const panel of host("maps").children) if (panel.paint) panel.paint();
 }
-function drawScale(most, signed, paint) {
+function drawScale(most, clipped, signed, paint) {
   const width = 190, from = signed ? -1 : 0, svg = make("svg", { width: width + 30, height: 42, role: "img", "aria-label": `Colour scale, 0 to ${short(most, 2)}` });
   const X = (share) => 8 + ((share - from) / (1 - from)) * width;
   svg.append(make("text", { class: "name", x: 8, y: 11 }, state.rows === "applied" ? "weight, same scale in all maps" : "share of the row, same scale"));
@@ -244,7 +248,7 @@ function drawScale(most, signed, paint) {
   for (const part of [0, 0.05, 0.2, 0.5, 1]) {
     for (const sign of signed && part > 0.1 ? [-1, 1] : [1]) {
       if (signed && part === 0.05) continue;
-      svg.append(make("text", { x: X(sign * Math.sqrt(part)), y: 38, "text-anchor": "middle" }, short(sign * part * most, 2)));
+      svg.append(make("text", { x: X(sign * Math.sqrt(part)), y: 38, "text-anchor": "middle" }, (clipped && part === 1 && sign > 0 ? "≥ " : "") + short(sign * part * most, 2)));
     }
   }
   host("scale").replaceChildren(svg);
@@ -254,11 +258,12 @@ function drawMap(where, group, paint) {
   if (!frame.mixing) return empty(where, `No depth-mixing weights at step ${frame.step}.`);
   const reads = [...group.depth.kinds.keys()].filter((i) => state.reads === "all" || group.depth.kinds[i] === state.reads).concat(count);
   const box = { left: 46, top: 4 };
-  const size = Math.max(3, Math.min(22, Math.floor(((where.clientWidth - box.left - 4) / columns) * 2) / 2)), gap = 5;
+  const room = Math.min(560, where.clientWidth - box.left - 4), gap = 5;
+  const size = clamp(Math.floor((room / columns) * 2) / 2, 3, 30);
   const tall = (size * columns - gap) / reads.length;
   const X = (column) => box.left + column * size, Y = (r) => box.top + r * tall + (r === reads.length - 1 ? gap : 0);
   const right = X(columns), bottom = Y(reads.length - 1) + tall;
-  const svg = make("svg", { width: right + 4, height: bottom + 44, role: "img", tabindex: 0, "aria-label": `Depth-mixing map of ${group.label}: ${reads.length} reads by ${columns} sources` });
+  const svg = make("svg", { width: Math.max(right + 4, 230), height: bottom + 44, role: "img", tabindex: 0, "aria-label": `Depth-mixing map of ${group.label}: ${reads.length} reads by ${columns} sources` });
   const dense = devicePixelRatio || 1, canvas = make("canvas", { width: Math.ceil((right - box.left) * dense), height: Math.ceil((bottom - box.top) * dense) });
   Object.assign(canvas.style, { left: `${box.left}px`, top: `${box.top}px`, width: `${right - box.left}px`, height: `${bottom - box.top}px` });
   const pen = canvas.getContext("2d"), snap = (v) => Math.round(v * dense), values = reads.map((read) => row(group, frame, read));
@@ -272,16 +277,16 @@ function drawMap(where, group, paint) {
   }));
   canvas.dataset.cells = cells;
   const strip = (kind, x, y, w, h) => svg.append(make("rect", { class: `kind${hollow(kind)}`, x, y, width: w, height: h, "stroke-width": 0.6 }));
-  reads.slice(0, -1).forEach((read, r) => strip(group.depth.kinds[read], box.left - 8, Y(r) + tall * 0.12, 4, Math.min(tall * 0.76, 9)));
-  group.depth.kinds.forEach((kind, i) => strip(kind, X(i + 1) + size * 0.12, bottom + 4, Math.min(size * 0.76, 9), 4));
-  const every = (space, room) => [1, 2, 4, 8, 16, 32, 64].find((stride) => stride * space >= room) || 128;
+  reads.slice(0, -1).forEach((read, r) => strip(group.depth.kinds[read], box.left - 8, Y(r) + tall * 0.14, 4, tall * 0.72));
+  group.depth.kinds.forEach((kind, i) => strip(kind, X(i + 1) + size * 0.14, bottom + 4, size * 0.72, 4));
+  const every = (space, needed) => [1, 2, 4, 8, 16, 32, 64].find((stride) => stride * space >= needed) || 128;
   const down = every(tall, 15), across = every(size, 22);
   reads.forEach((read, r) => {
     const last = r === reads.length - 1;
     if (last || (r % down === 0 && (reads.length - 1 - r) * tall >= 13)) svg.append(make("text", { x: box.left - 13, y: Y(r) + tall / 2 + 4, "text-anchor": "end", class: last ? "name" : "" }, last ? "final" : String(read)));
   });
   for (let i = 0; i < count; i += across) if (i || size >= 22) svg.append(make("text", { x: X(i + 1.5), y: bottom + 21, "text-anchor": "middle" }, String(i)));
-  svg.append(make("text", { class: "name", x: X(0.5), y: bottom + 21, "text-anchor": "middle" }, "emb"), make("text", { x: right, y: bottom + 38, "text-anchor": "end" }, "columns: sources"), make("text", { x: 0, y: bottom + 38 }, "rows: reads"));
+  svg.append(make("text", { class: "name", x: X(0.5), y: bottom + 21, "text-anchor": "middle" }, "emb"), make("text", { x: 0, y: bottom + 38 }, "rows: reads, columns: sources"));
   where.replaceChildren(canvas, svg);
   explore(svg, {
     locate: (px, py) => {
@@ -312,7 +317,7 @@ function drawMeasures() {
     const figure = make("figure", { id: `measure-${key}` }, caption, panels);
     const withValues = deep.filter((group) => group.depth.frames.some((frame) => frame[key] && known(frame[key]).length));
     const positive = withValues.flatMap((group) => group.depth.frames.flatMap((frame) => known(frame[key] || []))).filter((value) => value > 0);
-    const domain = [Math.min(...positive), Math.max(...positive)];
+    const domain = extent(positive);
     if (key !== "entropy" && positive.length) {
       state.log[key] ??= domain[1] / domain[0] > 30 ? "log" : "linear";
       caption.append(choice(`scale-${key}`, "", [["linear", "linear"], ["log", "log"]], () => state.log[key], (value) => { state.log[key] = value; fill(); }));

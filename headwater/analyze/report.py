@@ -8,6 +8,7 @@ a name contains can run or reach the network.
 import base64
 import hashlib
 import json
+import math
 from datetime import UTC, datetime
 from html import escape
 from importlib import resources
@@ -52,14 +53,20 @@ def payload(groups: list[Group], points: int, frames: int, digits: int) -> dict[
         "groups": [
             {
                 "label": group.label,
+                "colour": colour,
                 "baseline": group.baseline is group,
                 "curves": {kind: draw_curves(group, kind, points) for kind in ("eval", "train", "difference")},
                 "depth": draw_depth(group, frames, digits),
             }
-            for group in groups
+            for colour, group in enumerate(groups, first_colour(groups))
         ],
         "points": points,
     }
+
+
+def first_colour(groups: list[Group]) -> int:
+    """Colour 0, the neutral one, is kept for the baseline, which comes first where there is one."""
+    return 0 if groups[0].baseline is groups[0] else 1
 
 
 def fill_template(groups: list[Group], data: dict[str, Any], notes: list[str] | None = None) -> str:
@@ -71,6 +78,9 @@ def fill_template(groups: list[Group], data: dict[str, Any], notes: list[str] | 
         script=script,
         data=json_island(data),
         title=text(headline(groups)),
+        heading=" ".join(
+            f"<span>{text(word)}</span>" for word in headline(groups).split()
+        ),  # words do not break inside
         findings=paragraphs("finding", findings(groups)),
         facts=facts(groups),
         table=table(groups),
@@ -122,9 +132,12 @@ def headline(groups: list[Group]) -> str:
 
 
 def findings(groups: list[Group]) -> list[str]:
-    """The result in words: one sentence per rival of a baseline, and the spread said plainly."""
+    """The result in words: one sentence for each rival of a baseline (the lowest three of many), spread included."""
     said = []
-    for group in groups:
+    rivals = [group for group in groups if group.difference() is not None]
+    if len(rivals) > 4:
+        rivals = sorted(rivals, key=lambda group: mean(group, "loss") or math.inf)[:3]
+    for group in rivals:
         difference, loss = group.difference(), group.final("loss")
         if difference is None or loss is None or group.baseline is None:
             continue
@@ -136,7 +149,7 @@ def findings(groups: list[Group]) -> list[str]:
         over = f"the spread of {difference.spread:.4f} over {difference.count} seeds"
         verdict = f": within {over}, so no difference is shown." if within_spread(difference) else f", beyond {over}."
         said.append(amount + verdict)
-    return said[:6] or [
+    return said or [
         f"{group.label} {'ends' if group.finished else 'stands'} at {loss.mean:.4f} nats per token."
         for group in groups[:6]
         if (loss := group.final("loss")) is not None
@@ -186,11 +199,13 @@ def table(groups: list[Group]) -> str:
     losses = {id(group): loss.mean for group in groups if group.finished and (loss := group.final("loss")) is not None}
     best = min(losses, key=lambda key: losses[key]) if len(losses) > 1 else None
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in COLUMNS)
-    body = "".join(table_row(group, number, id(group) == best) for number, group in enumerate(groups))
+    body = "".join(
+        table_row(group, number, id(group) == best) for number, group in enumerate(groups, first_colour(groups))
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def table_row(group: Group, number: int, best: bool) -> str:
+def table_row(group: Group, colour: int, best: bool) -> str:
     base = group.baseline if group.baseline is not group else None
     seeds = f"{len(group.results)} seed{'s' * (len(group.results) != 1)}" + ("" if group.finished else ", unfinished")
     extra = group.final("residual_parameters")
@@ -205,7 +220,8 @@ def table_row(group: Group, number: int, best: bool) -> str:
         cell(duration(mean(group, "seconds")), ratio(group, base, "seconds")),
         cell(memory(mean(group, "peak_memory_bytes")), ratio(group, base, "peak_memory_bytes")),
     ]
-    name = f'<i class="key c{number % 8}"></i><code>{breakable(group.label)}</code><small>{text(seeds)}</small>'
+    again = " again" * (colour > 7)
+    name = f'<i class="key c{colour % 8}{again}"></i><code>{breakable(group.label)}</code><small>{text(seeds)}</small>'
     return f'<tr><th scope="row">{name}</th>{"".join(cells)}</tr>'
 
 
@@ -282,7 +298,8 @@ def caption(groups: list[Group]) -> str:
     words = "Validation loss in nats per token; ± is the standard deviation over seeds."
     if any(group.difference() for group in groups):
         words += " Difference: minus the baseline, seed by seed on equal data; its ± is the spread of these."
-    return words + " Extra parameters are those the residual adds; × compares with the baseline."
+        words += " × compares with the baseline."
+    return words + " Extra parameters are those the residual adds."
 
 
 def page_notes(groups: list[Group]) -> list[str]:
@@ -298,7 +315,7 @@ def page_notes(groups: list[Group]) -> list[str]:
         waiting = [run.name for run in group.runs if run.summary is None]
         if waiting:
             which = "the table counts only finished runs" if group.finished else "the table shows the last evaluation"
-            notes.append(f"{group.label}: {join(waiting)} without summary.json (unfinished); {which}.")
+            notes.append(f"Unfinished ({group.label}): {join(waiting)}, without summary.json; {which}.")
         notes += [f"{run.name}: {note}." for run in group.runs for note in run.notes]
     return notes
 

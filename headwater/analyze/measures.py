@@ -1,0 +1,61 @@
+"""Numbers that describe a depth-mixing matrix M (reads, sources, ...): rows are reads, columns sources, then tokens.
+
+Entropy and what follows from it treat a row as shares, |M| over its row's sum. Ranks are counted per token.
+"""
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-4  # of the largest singular value; M comes from fp32 products
+
+
+def row_sums(matrix: Tensor) -> Tensor:
+    """(reads, ...)"""
+    return matrix.sum(1)
+
+
+def shares(matrix: Tensor) -> Tensor:
+    """|M| with rows that sum to one; a row of zeros stays zero."""
+    size = matrix.abs()
+    return size / size.sum(1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+
+
+def entropy(matrix: Tensor) -> Tensor:
+    """Of each row's shares, in nats, (reads, ...)."""
+    p = shares(matrix)
+    return -torch.special.xlogy(p, p).sum(1)
+
+
+def effective_sources(matrix: Tensor) -> Tensor:
+    """How many equally weighted sources have a row's entropy, (reads, ...)."""
+    return entropy(matrix).exp()
+
+
+def effective_depth(matrix: Tensor) -> Tensor:
+    """How far back a read looks: the mean distance in sublayers from a read to its sources, weighted by their shares.
+
+    0 is the newest output alone; the embedding is as far from read r as r sublayers. (reads, ...)
+    """
+    reads, sources = matrix.shape[:2]
+    distance = torch.arange(reads).unsqueeze(1) - torch.arange(sources)
+    distance = distance.clamp_min(0).to(matrix).view(reads, sources, *[1] * (matrix.dim() - 2))
+    return (shares(matrix) * distance).sum(1)
+
+
+def numerical_rank(matrix: Tensor, tolerance: float = TOLERANCE) -> Tensor:
+    """Singular values above `tolerance` times the largest, per token, (...)."""
+    values = torch.linalg.svdvals(_tokens_first(matrix))
+    return (values > tolerance * values.amax(-1, keepdim=True)).sum(-1)
+
+
+def semiseparable_rank(matrix: Tensor, tolerance: float = TOLERANCE) -> Tensor:
+    """The largest rank of a block M[k:, :k + 1], per token, (...): how many numbers a channel's state must carry across
+    depth k for the later reads of what came before it. A residual of n streams has at most n."""
+    m = _tokens_first(matrix)
+    largest = torch.linalg.svdvals(m).amax(-1, keepdim=True)
+    ranks = [(torch.linalg.svdvals(m[..., k:, : k + 1]) > tolerance * largest).sum(-1) for k in range(m.shape[-2])]
+    return torch.stack(ranks).amax(0)
+
+
+def _tokens_first(matrix: Tensor) -> Tensor:
+    return matrix.movedim((0, 1), (-2, -1)).double()

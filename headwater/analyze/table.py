@@ -1,0 +1,159 @@
+"""The table of residuals, measured from the code: formula, parameters, stored activations, traffic, start.
+
+Traffic counts passes over one (tokens x D) tensor in a read and a write, parameters not counted. `least` is what two
+perfectly fused kernels would move: each state tensor touched, once, and each new one. `eager` is what the operators
+move when each runs by itself.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headwater.ops import rms_norm
+from headwater.residuals import Read, Residual, build, names
+
+TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    name: str
+    formula: str
+    parameters: float  # per sublayer, in units of D
+    stored: float  # the largest state, in units of D a token
+    least: float  # traffic per sublayer, in units of D a token
+    eager: float
+    at_start: str
+    mixes: str
+
+
+def residual_table(specs: Iterable[str] | None = None, *, dim: int = 128, layers: int = 12) -> list[Row]:
+    """One row for each residual (all registered ones by default) of a decoder with `layers` layers of width `dim`."""
+    return [_row(spec, dim, 2 * layers) for spec in (names() if specs is None else specs)]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    head = "| residual | formula | parameters / D | stored / D | traffic / D, fused | eager | at start |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        numbers = " | ".join(f"{x:.3g}" for x in (row.parameters, row.stored, row.least, row.eager))
+        lines.append(f"| `{row.name}` | `{row.formula}` | {numbers} | {row.at_start} |")
+    return "\n".join(lines) + "\n"
+
+
+def _row(spec: str, dim: int, sublayers: int) -> Row:
+    torch.manual_seed(0)
+    residual = build(spec, dim, sublayers)
+    stored, least, eager = _traffic(residual)
+    return Row(
+        name=spec,
+        formula=(type(residual).__doc__ or "").splitlines()[0],
+        parameters=sum(p.numel() for p in residual.parameters()) / sublayers / dim,
+        stored=stored,
+        least=least / sublayers,
+        eager=eager / sublayers,
+        at_start=start_class(spec, sublayers=sublayers),
+        mixes=residual.mixes,
+    )
+
+
+class _Ledger(TorchDispatchMode):
+    """Adds up the elements that operators read and write, views and parameters aside, and notes which storages."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.constant = {_storage(p) for p in parameters}
+        self.touched: set[int] = set()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if {_storage(t) for t in results} & {_storage(t) for t in inputs}:
+            return out  # a view moves nothing
+        for tensor in (*inputs, *results):
+            if _storage(tensor) not in self.constant:
+                self.elements += _distinct(tensor)
+        self.touched |= {_storage(t) for t in inputs}
+        return out
+
+
+@torch.no_grad()
+def _traffic(residual: Residual) -> tuple[float, float, float]:
+    """Largest state, fused traffic and eager traffic of a pass, in units of a (tokens x D) tensor."""
+    unit = TOKENS * residual.dim
+    sources = torch.randn(residual.sublayers + 1, 1, TOKENS, residual.dim)
+    state, stored, least, eager = residual.begin(sources[0].clone()), 0, 0, 0
+
+    def measure(inputs: tuple[Tensor, ...], call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        nonlocal least, eager
+        sizes = {_storage(t): _stored(t) for t in inputs}
+        with _Ledger(residual.parameters()) as ledger:
+            outputs = call()
+        new = {_storage(t): _stored(t) for t in outputs if _storage(t) not in sizes}
+        least += sum(size for storage, size in sizes.items() if storage in ledger.touched) + sum(new.values())
+        eager += ledger.elements
+        return outputs
+
+    for i, source in enumerate(sources[1:]):
+        y = source.clone()
+        returned = measure(state, lambda i=i, state=state: _flat(*residual.read(state, i)))  # type: ignore[misc]
+        _, state = residual.read(state, i)
+        stored = max(stored, _size(state), _size(returned))
+        state = measure((*state, y), lambda i=i, state=state, y=y: residual.write(state, i, y))  # type: ignore[misc]
+        stored = max(stored, _size(state))
+    return stored / unit, least / unit, eager / unit
+
+
+def start_class(spec: str, *, dim: int = 16, sublayers: int = 8) -> str:
+    """Against the plain residual, with the same random sublayers: "exact", "scaled" (equal once normed) or "different"."""
+    plain, other = (_final_read(name, dim, sublayers) for name in ("standard", spec))
+    if torch.allclose(other, plain, atol=1e-9, rtol=0):
+        return "exact"
+    same = torch.allclose(rms_norm(other, None, 0.0), rms_norm(plain, None, 0.0), atol=1e-6, rtol=0)
+    return "scaled" if same else "different"
+
+
+@torch.no_grad()
+def _final_read(spec: str, dim: int, sublayers: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
+    maps = torch.randn(sublayers, 2, dim, dim, generator=generator, dtype=torch.float64) / dim**0.5
+    torch.manual_seed(1)
+    residual = build(spec, dim, sublayers).double()
+    state = residual.begin(x)
+    for i, (inner, outer) in enumerate(maps):
+        read, state = residual.read(state, i, norm=lambda h: rms_norm(h, None, 1e-30))
+        h = sum(read) / 3 if isinstance(read, tuple) else read
+        state = residual.write(state, i, (h @ inner).tanh() @ outer)
+    return residual.end(state)
+
+
+def _flat(read: Read, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (*read, *state) if isinstance(read, tuple) else (read, *state)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _stored(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _distinct(tensor: Tensor) -> int:
+    """Elements behind a tensor, a broadcast axis counted once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count
+
+
+def _size(state: Iterable[Tensor]) -> int:
+    return sum({_storage(t): _stored(t) for t in state}.values())
