@@ -1,6 +1,7 @@
 """Pure tensor functions: each operator's fp32 reference beside its kernel, one signature."""
 
-from .depth_attention import Backend, depth_attention, depth_logits, mix_sources, rms_norm
+from .depth_attention import depth_attention, depth_logits, mix_sources, rms_norm
+from .routing import Backend
 from .two_phase import attend_blocks, merge_partial
 
 __all__ = [

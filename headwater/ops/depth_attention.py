@@ -15,7 +15,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-Backend = Literal["auto", "reference", "triton"]
+from .routing import Backend, use_triton
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -93,9 +93,14 @@ def depth_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One read over `sources`, N tensors of shape (..., D). With `return_weights`, also the fp32 weights, (N, ..., H).
 
-    `norm_weight` folds the reader's RMSNorm (same eps) into the call.
+    `norm_weight` folds the reader's RMSNorm (same eps) into the call. `backend`: see `routing`; the kernel reads in one
+    launch where no gradient is asked, and as one score and one mix per source where one is.
     """
     check_sources(sources, query, heads)
+    if use_triton(backend, *sources, heads=heads) and (query.dim() == 1 or backend == "triton"):
+        from . import fused
+
+        return fused.depth_attention(sources, query, key_weight, norm_weight, eps, return_weights)
     stack = torch.stack([source.to(accumulation_dtype(source.dtype)) for source in sources])  # (N, ..., D)
     weights = depth_logits(stack, query, key_weight, eps=eps, heads=heads).softmax(0)  # (N, ..., H)
     mixed = mix_sources(stack, weights)

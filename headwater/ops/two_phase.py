@@ -16,13 +16,23 @@ import torch
 from torch import Tensor
 
 from .depth_attention import accumulation_dtype, check_sources, full_precision, rms_norm
+from .routing import Backend, use_triton
 
 
 def attend_blocks(
-    sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None = None, *, eps: float = 1e-6
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    key_weights: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Phase 1. `sources`: N of (..., D); `queries`, `key_weights`: (S, D). Returns (S, ..., D) and lse (S, ...)."""
     check_sources(sources, queries, heads=1)
+    if use_triton(backend, *sources):
+        from . import fused
+
+        return fused.attend_blocks(sources, queries, key_weights, eps)
     dtype = accumulation_dtype(sources[0].dtype)
     stack = torch.stack([source.to(dtype) for source in sources])  # (N, ..., D)
     folded = queries.to(dtype) if key_weights is None else queries.to(dtype) * key_weights.to(dtype)
@@ -42,9 +52,14 @@ def merge_partial(
     *,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Phase 2. `partial`, `out`: (..., D); `lse`: (...); `query`: (D,). Returns the read, normed if asked: (..., D)."""
     check_sources((partial, out), query, heads=1)
+    if use_triton(backend, partial, out):
+        from . import fused
+
+        return fused.merge(partial, None, out, lse, query, key_weight, norm_weight, eps=eps, norm_eps=eps)[0]
     dtype = accumulation_dtype(partial.dtype)
     p, o = partial.to(dtype), out.to(dtype)
     folded = query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)

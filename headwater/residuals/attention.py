@@ -6,11 +6,13 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from headwater.ops import depth_attention, depth_logits, mix_sources
+from headwater.ops import Backend, depth_attention, depth_logits, mix_sources
 from headwater.ops.depth_attention import accumulation_dtype, full_precision, rms_norm
+from headwater.ops.routing import use_triton
 
 from .base import Norm, Residual, State, apply_norm, hold, weights_held
 from .registry import register
+from .two_phase import TwoPhase
 
 Query = Literal["static", "projected"]
 Weights = Literal["softmax", "sigmoid", "static"]
@@ -61,6 +63,7 @@ class AttentionResidual(Residual):
         heads: int = 1,
         window: int | None = None,
         eps: float = 1e-6,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__(dim, sublayers)
         block = ceil(sublayers / 8) if block is None else block
@@ -78,7 +81,9 @@ class AttentionResidual(Residual):
         self.block = block
         self.query_kind, self.weight_kind = query, weights
         self.key_norm, self.heads, self.window, self.eps = key_norm, heads, window, eps
+        self.backend: Backend = backend
         self.fused = query == "static" and weights == "softmax" and key_norm
+        self.two_phase = TwoPhase(sublayers, block, eps) if self.fused and heads == 1 and window is None else None
         self.reads = nn.ModuleDict(
             {
                 str(i): DepthRead(dim, n, query=query, weights=weights, key_norm=key_norm, heads=heads)
@@ -93,12 +98,18 @@ class AttentionResidual(Residual):
         return 1 + (begun if self.window is None else min(begun, self.window))
 
     def begin(self, x: Tensor) -> State:
+        if self.two_phase is not None and not weights_held() and use_triton(self.backend, x):
+            return self.two_phase.begin(x, self._folded())
         return (x,)
 
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+        if self.two_phase is not None and len(state) > self.num_sources(i):
+            return self.two_phase.read(state, i, norm)
         return apply_norm(norm, self._mix(state, i)), state
 
     def write(self, state: State, i: int, y: Tensor) -> State:
+        if self.two_phase is not None and len(state) > self.num_sources(i):
+            return self.two_phase.write(state, i, y)
         if i % self.block:
             return (*state[:-1], state[-1] + y)
         if self.window is not None and len(state) > self.window:
@@ -106,10 +117,25 @@ class AttentionResidual(Residual):
         return (*state, y)
 
     def end(self, state: State, norm: Norm | None = None) -> Tensor:
+        if self.two_phase is not None and len(state) > self.num_sources(self.sublayers):
+            return self.two_phase.read(state, self.sublayers, norm)[0]
         return apply_norm(norm, self._mix(state, self.sublayers))
 
     def weights(self, state: State, i: int) -> Tensor:
-        return self._weights(_stack(state), i)
+        return self._weights(_stack(self.settle(state, i)), i)
+
+    def settle(self, state: State, i: int) -> State:
+        """The state before read `i` as its sources alone, (..., D) each: what a pipeline stage sends on."""
+        if self.two_phase is not None and len(state) > self.num_sources(i):
+            return self.two_phase.settle(state, i)
+        return state
+
+    def _folded(self) -> Tensor:
+        """Query times key weight of every read, fp32 (L + 1, D); read 0 has one source and a row of zeros."""
+        reads = [self._parameters_of(i) for i in range(1, self.sublayers + 1)]
+        queries = torch.stack([cast(Tensor, read.query) for read in reads]).float()
+        keys = torch.stack([cast(Tensor, read.key_weight) for read in reads]).float()
+        return torch.nn.functional.pad(queries * keys, (0, 0, 1, 0))
 
     def flops_per_token(self) -> int:
         reads = sum(n for i in range(self.sublayers + 1) if (n := self.num_sources(i)) > 1)
@@ -125,7 +151,9 @@ class AttentionResidual(Residual):
         if self.fused and not weights_held():
             read = self._parameters_of(i)
             assert read.query is not None
-            return depth_attention(state, read.query, read.key_weight, eps=self.eps, heads=self.heads)
+            return depth_attention(
+                state, read.query, read.key_weight, eps=self.eps, heads=self.heads, backend=self.backend
+            )
         stack = _stack(state)
         return mix_sources(stack, hold(self._weights(stack, i))).to(state[0].dtype)
 

@@ -1,0 +1,247 @@
+"""The kernels under autograd: `score`, `mix`, `merge`. Importing this needs triton; `routing` decides when to.
+
+Sources are threaded: `score` and `mix` return each source again, and the next read takes the returned one. Gradients
+then form a chain instead of a sum: a read's backward receives what later reads have gathered for a source, in the
+buffer that the later read's backward made, and adds its own share to that buffer in place.
+
+Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark, and a gradient without
+the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied. Assumed: no tensor
+hook and no `autograd.grad` on a threaded source keeps a gradient and reads it after the backward has gone on.
+Under torch.compile the functional operators are used, and the compiler plans the memory.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .depth_attention import rms_norm
+from .kernels.merge import merge as merge_op
+from .kernels.merge import merge_backward, norm_backward
+from .kernels.mix import mix as mix_op
+from .kernels.mix import mix_backward, mix_backward_
+from .kernels.read import read as read_op
+from .kernels.score import score as score_op
+from .kernels.score import score_backward, score_backward_
+
+_MARK = "_headwater_buffer"
+
+
+def _own(gradient: Tensor) -> Tensor:
+    setattr(gradient, _MARK, True)
+    return gradient
+
+
+def _owned(gradient: Tensor) -> bool:
+    return getattr(gradient, _MARK, False) and gradient.is_contiguous()
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        z, rstd = score_op(source, folded, eps)
+        ctx.save_for_backward(source, folded, z, rstd)
+        ctx.set_materialize_grads(False)
+        return source.view_as(source), z
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dz is None:
+            return gradient, None, None
+        source, folded, z, rstd = ctx.saved_tensors
+        dz = dz.contiguous()
+        if torch.compiler.is_compiling():
+            gradient = None if gradient is None else gradient.contiguous()
+            gradient, df = score_backward(source, folded, z, rstd, dz, gradient)
+        elif gradient is not None and _owned(gradient):
+            df = score_backward_(source, folded, z, rstd, dz, gradient)
+        else:
+            gradient = None if gradient is None else gradient.contiguous()
+            gradient, df = score_backward(source, folded, z, rstd, dz, gradient)
+            _own(gradient)
+        return gradient, df, None
+
+
+def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The source, to be read in its place, and its logits (..., Q) for the fp32 queries `folded` (Q, D)."""
+    return _Score.apply(source, folded, eps)
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, norm_weight: Tensor | None, norm_eps: float, *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps)
+        normed = norm_weight is not None
+        ctx.queries, ctx.normed, ctx.norm_eps = z.shape[-1], normed, norm_eps
+        ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources)
+        ctx.set_materialize_grads(False)
+        outs = ((x,) if normed else ()) + out.unbind(0)
+        return (*outs, *lse.unbind(0), *(source.view_as(source) for source in sources))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        p, *saved = ctx.saved_tensors
+        queries = ctx.queries
+        douts, dlses, later = gradients[:queries], gradients[queries : 2 * queries], gradients[2 * queries :]
+        sources = saved[3:] if ctx.normed else saved
+        dg = None
+        if ctx.normed and douts[0] is not None:
+            x, rstd, norm_weight = saved[:3]
+            dh, dg = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps)
+            douts = (dh, *douts[1:])
+        filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
+        dlse = None
+        if any(d is not None for d in dlses):
+            dlse = torch.stack([p.new_zeros(p.shape[:-2]) if d is None else d for d in dlses])
+        dz, dsources = _gather_into(sources, p, filled, dlse, later)
+        return (dz, dg, None, *dsources)
+
+
+def _gather_into(
+    sources: Sequence[Tensor],
+    p: Tensor,
+    douts: Sequence[Tensor],
+    dlse: Tensor | None,
+    later: Sequence[Tensor | None],
+) -> tuple[Tensor, list[Tensor]]:
+    """dz, and for each source its gradient from later reads plus this one's share."""
+    if all(g is None for g in later):
+        dz, *made = mix_backward(sources, p, douts, dlse, [])
+    elif torch.compiler.is_compiling():
+        given = [torch.zeros_like(v) if g is None else g.contiguous() for g, v in zip(later, sources)]
+        dz, *made = mix_backward(sources, p, douts, dlse, given)
+        return dz, made
+    else:
+        made = [
+            torch.zeros_like(v) if g is None else g if _owned(g) else g.clone(memory_format=torch.contiguous_format)
+            for g, v in zip(later, sources)
+        ]
+        dz = mix_backward_(sources, p, douts, dlse, made)
+    if not torch.compiler.is_compiling():
+        made = [_own(g) for g in made]
+    return dz, made
+
+
+def mix(
+    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and the sources again.
+
+    `z`: scores (..., N, S) in fp32.
+    """
+    queries = z.shape[-1]
+    fold = None if sources[0].dtype == torch.float16 else norm_weight  # see `_Merge`
+    results = _Mix.apply(z, fold, norm_eps, *sources)
+    outs, lses, again = results[:queries], results[queries : 2 * queries], results[2 * queries :]
+    if norm_weight is not None and fold is None:
+        outs = (rms_norm(outs[0].float(), norm_weight, norm_eps).to(outs[0].dtype), *outs[1:])
+    return outs, lses, again
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        partial: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        query: Tensor,
+        key_weight: Tensor | None,
+        norm_weight: Tensor | None,
+        eps: float,
+        norm_eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        x, total, scale, logit, rstd = merge_op(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
+        if partial is None:
+            total = y.view_as(y)
+        # an fp16 norm output cannot be inverted (its range is too small): phase 1's output is kept instead
+        kept = out if y.dtype == torch.float16 and norm_weight is not None else None
+        ctx.opens, ctx.norm_eps = partial is None, norm_eps
+        ctx.save_for_backward(x, total, kept, lse, query, key_weight, norm_weight, scale, logit, rstd)
+        ctx.set_materialize_grads(False)
+        return x, total
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dx is None:
+            return (dtotal, None if ctx.opens else dtotal, *[None] * 7)
+        x, total, kept, lse, query, key_weight, norm_weight, scale, logit, rstd = ctx.saved_tensors
+        dp, dout, dlse, dquery, dkey, dg = merge_backward(
+            dx.contiguous(), None if dtotal is None else dtotal.contiguous(), x, total, kept, lse, query, key_weight,
+            norm_weight, scale, logit, rstd, ctx.norm_eps,
+        )  # fmt: skip
+        dkey = None if key_weight is None else dkey
+        dg = None if norm_weight is None else dg
+        return dp, None if ctx.opens else dp, dout, dlse, dquery, dkey, dg, None, None
+
+
+def merge(
+    y: Tensor,
+    partial: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The read after `y` joined the block's sum `partial` (None: y opens it), normed if asked, and that sum."""
+    partial = None if partial is None else partial.contiguous()
+    y, out, lse = y.contiguous(), out.contiguous(), lse.contiguous()
+    return _Merge.apply(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
+
+
+def fold(queries: Tensor, key_weights: Tensor | None) -> Tensor:
+    return queries.float() if key_weights is None else queries.float() * key_weights.float()
+
+
+def attend_blocks(
+    sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    folded = fold(queries, key_weights)
+    pairs = [score(source.contiguous(), folded, eps) for source in sources]
+    outs, lses, _ = mix([v for v, _ in pairs], torch.stack([z for _, z in pairs], -2))
+    return torch.stack(outs), torch.stack(lses)
+
+
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    return_weights: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if query.dim() != 1:
+        raise ValueError(f"backend='triton' takes one query for all tokens, (D,), got {tuple(query.shape)}")
+    inputs = [*sources, query, *(t for t in (key_weight, norm_weight) if t is not None)]
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
+        contiguous = [source.contiguous() for source in sources]
+        x, _, weights = read_op(contiguous, None, query, key_weight, norm_weight, eps, eps, return_weights)
+        return (x, weights.unsqueeze(-1)) if return_weights else x
+    folded = fold(query, key_weight).unsqueeze(0)
+    pairs = [score(source.contiguous(), folded, eps) for source in sources]
+    z = torch.stack([z for _, z in pairs], -2)
+    outs, _, _ = mix([v for v, _ in pairs], z, norm_weight, eps)
+    return (outs[0], z.softmax(-2).movedim(-2, 0)) if return_weights else outs[0]
+
+
+def decode_read(
+    sources: Sequence[Tensor],
+    y: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """For inference, one launch: add `y` to the last source, mix all, norm. Returns the read and the last source."""
+    x, summed, _ = read_op(sources, y, query, key_weight, norm_weight, eps, norm_eps, False)
+    return x, summed

@@ -1,0 +1,101 @@
+# mypy: allow-untyped-defs
+"""What the kernels share: the table of source addresses, exact products on the matrix units, and sizes."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+launches: Counter[str] = Counter()  # how often each operator ran its kernels; the routing tests read it
+
+CHUNK = 16  # addresses written by one launch
+
+
+@triton.jit
+def _write_addresses(table, start, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15):
+    p = table + start
+    tl.store(p + 0, a0.to(tl.int64))
+    tl.store(p + 1, a1.to(tl.int64))
+    tl.store(p + 2, a2.to(tl.int64))
+    tl.store(p + 3, a3.to(tl.int64))
+    tl.store(p + 4, a4.to(tl.int64))
+    tl.store(p + 5, a5.to(tl.int64))
+    tl.store(p + 6, a6.to(tl.int64))
+    tl.store(p + 7, a7.to(tl.int64))
+    tl.store(p + 8, a8.to(tl.int64))
+    tl.store(p + 9, a9.to(tl.int64))
+    tl.store(p + 10, a10.to(tl.int64))
+    tl.store(p + 11, a11.to(tl.int64))
+    tl.store(p + 12, a12.to(tl.int64))
+    tl.store(p + 13, a13.to(tl.int64))
+    tl.store(p + 14, a14.to(tl.int64))
+    tl.store(p + 15, a15.to(tl.int64))
+
+
+INTERPRETED = isinstance(_write_addresses, InterpretedFunction)
+
+
+def address_table(tensors: Sequence[Tensor]) -> Tensor:
+    """The addresses of `tensors` in an int64 tensor on their device.
+
+    Kernels look sources up in it, so that their number is neither capped nor compiled in. The addresses ride in a
+    launch's arguments, which a CUDA graph records; a host copy would not be.
+    """
+    count = len(tensors)
+    table = torch.empty(triton.cdiv(count, CHUNK) * CHUNK, dtype=torch.int64, device=tensors[0].device)
+    for start in range(0, count, CHUNK):
+        chunk = list(tensors[start : start + CHUNK])
+        chunk += [tensors[0]] * (CHUNK - len(chunk))
+        _write_addresses[(1,)](table, start, *chunk, num_warps=1)
+    return table
+
+
+@triton.jit
+def row_pointer(table, n, row, D, like, VECTOR: tl.constexpr):
+    """Pointer to row `row` of source n; `like` carries the element type. VECTOR: rows start at 16-byte boundaries."""
+    p = tl.load(table + n).to(tl.pointer_type(like.dtype.element_ty))
+    if VECTOR:
+        p = tl.multiple_of(p, 16)
+    return p + row.to(tl.int64) * D
+
+
+@triton.jit
+def split(x, dtype: tl.constexpr):
+    """x as high + low in a 16-bit type: two products on the matrix units keep about 16 bits of x."""
+    high = x.to(dtype)
+    low = (x - high.to(tl.float32)).to(dtype)
+    return high, low
+
+
+@triton.jit
+def exact_dot(x, v, acc, HALF: tl.constexpr):
+    """acc + x @ v with x in fp32 and v as stored. HALF: v is a 16-bit type, x is split; otherwise three tf32 terms."""
+    if HALF:
+        high, low = split(x, v.dtype)
+        acc = tl.dot(high, v, acc)
+        acc = tl.dot(low, v, acc)
+    else:
+        acc = tl.dot(x, v.to(tl.float32), acc, input_precision="tf32x3")
+    return acc
+
+
+def half(tensor: Tensor) -> bool:
+    """Whether matrix products may use 16-bit operands. The interpreter gets bf16 products wrong: it uses fp32."""
+    return tensor.dtype in (torch.bfloat16, torch.float16) and not INTERPRETED
+
+
+def rows_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+
+
+def vectorised(width: int, *tensors: Tensor) -> bool:
+    """Rows start at 16-byte boundaries, so loads can be 16 bytes wide."""
+    return all(t.data_ptr() % 16 == 0 and (width * t.element_size()) % 16 == 0 for t in tensors)
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,151 @@
+"""Attention Residuals in two phases over the fused operators: what the state holds, and who reads what when.
+
+Sublayers come in spans. When a span opens, all its queries read the finished sources at once (phase 1), and each of its
+reads then merges what the span itself has produced so far (phase 2): the running sum of a block, or, for Full Attention
+Residuals, the span's own outputs. Scores are computed when a source is finished, for every later query, in one pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+
+from .base import Norm, State, apply_norm
+
+FULL_SPAN = 8  # sublayers a span for Full Attention Residuals: N / span + span / 2 reads per sublayer, flat around here
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The state, named.
+
+    For each finished source: its tensor (..., D), and its scores for all reads to come (..., Q).
+    `folded`: query times key weight of all reads, (L + 1, D).
+    For each read left in this span: phase 1's output (..., D), its log-sum-exp (...), and the folded query (D,).
+    `own`, what the span produced: of a block, the sum but for the newest output (if there is an older one), and the
+    newest output; in full, each output, then the scores of each.
+    """
+
+    sources: Tensors
+    scores: Tensors
+    folded: Tensor
+    outs: Tensors = ()
+    lses: Tensors = ()
+    queries: Tensors = ()
+    own: Tensors = ()
+
+    def pack(self) -> State:
+        parts = (self.sources, self.scores, (self.folded,), self.outs, self.lses, self.queries, self.own)
+        return tuple(tensor for part in parts for tensor in part)
+
+
+class TwoPhase:
+    """The schedule for `sublayers` reads in blocks of `block`; block=1 is Full Attention Residuals."""
+
+    def __init__(self, sublayers: int, block: int, eps: float) -> None:
+        self.sublayers, self.eps = sublayers, eps
+        self.full = block == 1
+        self.span = FULL_SPAN if self.full else block
+
+    def unpack(self, state: State, i: int, *, reading: bool = True) -> Span:
+        """The state before read `i`; with reading=False before write `i`, when read `i` has taken its part away."""
+        into = 0 if i == self.sublayers else i % self.span
+        done = ceil(i / self.span) if i == self.sublayers else i // self.span  # spans
+        n = 1 + (i - into if self.full else done)
+        own = 2 * into if self.full else min(into, 2 if reading else 1)
+        rest = state[2 * n + 1 :]
+        left = (len(rest) - own) // 3
+        outs, lses, queries = (rest[k * left : (k + 1) * left] for k in range(3))
+        return Span(state[:n], state[n : 2 * n], state[2 * n], outs, lses, queries, rest[3 * left :])
+
+    def begin(self, x: Tensor, folded: Tensor) -> State:
+        from headwater.ops import fused
+
+        source, scores = fused.score(x.contiguous(), folded, self.eps)
+        return Span((source,), (scores,), folded).pack()
+
+    def read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        span = self.unpack(state, i)
+        if i % self.span == 0 or i == self.sublayers:
+            return self._open(span, i, norm)
+        return self._merge_outputs(span, norm) if self.full else self._merge_sum(span, norm)
+
+    def write(self, state: State, i: int, y: Tensor) -> State:
+        from headwater.ops import fused
+
+        into = i % self.span
+        span = self.unpack(state, i, reading=False)
+        y = y.to(span.sources[0].dtype).contiguous()
+        ends = into == self.span - 1 or i == self.sublayers - 1
+        if self.full:
+            y, scores = fused.score(y, span.folded[i + 1 :], self.eps)
+            span = replace(span, own=(*span.own[:into], y, *span.own[into:], scores))
+            if ends:
+                outputs, fresh = span.own[: into + 1], span.own[into + 1 :]
+                span = Span((*span.sources, *outputs), (*span.scores, *fresh), span.folded)
+            return span.pack()
+        if not ends:
+            return replace(span, own=(*span.own, y)).pack()
+        source = span.own[0] + y if span.own else y
+        source, scores = fused.score(source, span.folded[i + 1 :], self.eps)
+        return Span((*span.sources, source), (*span.scores, scores), span.folded).pack()
+
+    def settle(self, state: State, i: int) -> State:
+        """The plain state of read `i`: its sources alone, which any read can continue from."""
+        span = self.unpack(state, i)
+        if self.full:
+            return (*span.sources, *span.own[: len(span.own) // 2])
+        return (*span.sources, sum(span.own[1:], span.own[0])) if span.own else span.sources
+
+    def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        from headwater.ops import fused
+
+        count = min(self.span, self.sublayers - i) or 1
+        asked, later = _split(span.scores, count)
+        weight, eps = folded_norm(norm)
+        outs, lses, sources = fused.mix(span.sources, torch.stack(asked, -2), weight, eps)
+        queries = span.folded[i + 1 : i + count].unbind(0)
+        span = Span(sources, later, span.folded, outs[1:], lses[1:], queries)
+        return outs[0] if weight is not None else apply_norm(norm, outs[0]), span.pack()
+
+    def _merge_sum(self, span: Span, norm: Norm | None) -> tuple[Tensor, State]:
+        from headwater.ops import fused
+
+        *partial, y = span.own
+        weight, eps = folded_norm(norm)
+        x, total = fused.merge(
+            y, partial[0] if partial else None, span.outs[0], span.lses[0], span.queries[0], None, weight,
+            eps=self.eps, norm_eps=eps,
+        )  # fmt: skip
+        return x if weight is not None else apply_norm(norm, x), self._next(span, (total,))
+
+    def _merge_outputs(self, span: Span, norm: Norm | None) -> tuple[Tensor, State]:
+        from headwater.ops import fused
+
+        count = len(span.own) // 2
+        asked, later = _split(span.own[count:], 1)
+        z = torch.stack([span.lses[0].unsqueeze(-1), *asked], -2)
+        weight, eps = folded_norm(norm)
+        outs, _, again = fused.mix((span.outs[0], *span.own[:count]), z, weight, eps)
+        x = outs[0] if weight is not None else apply_norm(norm, outs[0])
+        return x, self._next(span, (*again[1:], *later))
+
+    def _next(self, span: Span, own: Tensors) -> State:
+        return replace(span, outs=span.outs[1:], lses=span.lses[1:], queries=span.queries[1:], own=own).pack()
+
+
+def _split(scores: Sequence[Tensor], count: int) -> tuple[Tensors, Tensors]:
+    """The first `count` columns of each, and the rest."""
+    pairs = [z.split([count, z.shape[-1] - count], -1) for z in scores]
+    return tuple(first for first, _ in pairs), tuple(rest for _, rest in pairs)
+
+
+def folded_norm(norm: Norm | None) -> tuple[Tensor | None, float]:
+    """Weight and eps of a norm that a kernel can apply itself, else (None, unused)."""
+    if isinstance(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
+        return norm.weight, norm.eps
+    return None, 1e-6
