@@ -1,1 +1,21 @@
-"""Explains a model: the record of a run read back, and the HTML report made from it."""
+"""Explains a model: its mixing matrix and its measures, a run read back, and the HTML report made from it.
+
+Names load on first use, so that reading a run does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .mixing import MixingMatrix, mixing_matrix
+    from .table import residual_table
+
+_homes = {"MixingMatrix": "mixing", "mixing_matrix": "mixing", "residual_table": "table"}
+
+__all__ = ["MixingMatrix", "mixing_matrix", "residual_table"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _homes:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f".{_homes[name]}", __name__), name)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headwater.ops import rms_norm
-from headwater.residuals import Read, Residual, build, names
+from headwater.residuals import Residual, State, build, names
 
 TOKENS = 16
 
@@ -91,29 +91,28 @@ def _traffic(residual: Residual) -> tuple[float, float, float]:
     sources = torch.randn(residual.sublayers + 1, 1, TOKENS, residual.dim)
     state, stored, least, eager = residual.begin(sources[0].clone()), 0, 0, 0
 
-    def measure(inputs: tuple[Tensor, ...], call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        nonlocal least, eager
-        sizes = {_storage(t): _stored(t) for t in inputs}
+    def measure(call: Callable[..., Any], state: State, *rest: Any) -> Any:
+        nonlocal stored, least, eager
+        before = {_storage(t): _stored(t) for t in tree_leaves((state, rest)) if isinstance(t, Tensor)}
         with _Ledger(residual.parameters()) as ledger:
-            outputs = call()
-        new = {_storage(t): _stored(t) for t in outputs if _storage(t) not in sizes}
-        least += sum(size for storage, size in sizes.items() if storage in ledger.touched) + sum(new.values())
+            result = call(state, *rest)
+        after = {_storage(t): _stored(t) for t in tree_leaves(result)}
+        least += sum(size for storage, size in before.items() if storage in ledger.touched)
+        least += sum(size for storage, size in after.items() if storage not in before)
         eager += ledger.elements
-        return outputs
+        return result
 
     for i, source in enumerate(sources[1:]):
-        y = source.clone()
-        returned = measure(state, lambda i=i, state=state: _flat(*residual.read(state, i)))  # type: ignore[misc]
-        _, state = residual.read(state, i)
-        stored = max(stored, _size(state), _size(returned))
-        state = measure((*state, y), lambda i=i, state=state, y=y: residual.write(state, i, y))  # type: ignore[misc]
+        _, state = measure(residual.read, state, i)
+        stored = max(stored, _size(state))
+        state = measure(residual.write, state, i, source.clone())
         stored = max(stored, _size(state))
     return stored / unit, least / unit, eager / unit
 
 
 def start_class(spec: str, *, dim: int = 16, sublayers: int = 8) -> str:
     """Against the plain residual, with the same random sublayers: "exact", "scaled" (equal once normed) or "different"."""
-    plain, other = (_final_read(name, dim, sublayers) for name in ("standard", spec))
+    plain, other = (_reads(name, dim, sublayers) for name in ("standard", spec))
     if torch.allclose(other, plain, atol=1e-9, rtol=0):
         return "exact"
     same = torch.allclose(rms_norm(other, None, 0.0), rms_norm(plain, None, 0.0), atol=1e-6, rtol=0)
@@ -121,22 +120,18 @@ def start_class(spec: str, *, dim: int = 16, sublayers: int = 8) -> str:
 
 
 @torch.no_grad()
-def _final_read(spec: str, dim: int, sublayers: int) -> Tensor:
+def _reads(spec: str, dim: int, sublayers: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
     maps = torch.randn(sublayers, 2, dim, dim, generator=generator, dtype=torch.float64) / dim**0.5
     torch.manual_seed(1)
     residual = build(spec, dim, sublayers).double()
-    state = residual.begin(x)
+    state, reads = residual.begin(x), []
     for i, (inner, outer) in enumerate(maps):
-        read, state = residual.read(state, i, norm=lambda h: rms_norm(h, None, 1e-30))
-        h = sum(read) / 3 if isinstance(read, tuple) else read
-        state = residual.write(state, i, (h @ inner).tanh() @ outer)
-    return residual.end(state)
-
-
-def _flat(read: Read, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (*read, *state) if isinstance(read, tuple) else (read, *state)
+        read, state = residual.read(state, i)
+        reads.append(torch.stack(read).mean(0) if isinstance(read, tuple) else read)
+        state = residual.write(state, i, (rms_norm(reads[-1], None, 1e-30) @ inner).tanh() @ outer)
+    return torch.stack([*reads, residual.end(state)])
 
 
 def _storage(tensor: Tensor) -> int:

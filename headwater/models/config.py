@@ -17,7 +17,12 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+    """A pre-norm decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+    `shortswa`: each layer begins with attention over the last so many tokens, the sequence-axis rival of a depth
+    window (arXiv 2603.16039); its output projection starts at zero. `value_residual`: every attention mixes the first
+    one's values into its own, learned weights from 1/2 each (ResFormer, arXiv 2410.17897).
+    """
 
     vocab_size: int
     dim: int = 128
@@ -27,6 +32,8 @@ class ModelConfig:
     mlp_dim: int = 352
     context: int = 256
     residual: str = "standard"
+    shortswa: int | None = None
+    value_residual: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
@@ -36,6 +43,11 @@ class ModelConfig:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.shortswa is not None and not 2 <= self.shortswa <= self.context:
+            raise ValueError(
+                f"shortswa counts tokens, the current one included, and must lie between 2 and the context of "
+                f"{self.context}, got {self.shortswa}"
+            )
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(
                 f"heads must divide dim into heads of even width (RoPE turns pairs): dim {self.dim}, heads {self.heads}"
@@ -50,7 +62,8 @@ class ModelConfig:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What each sublayer is, in order."""
-        return ("attention", "mlp") * self.layers
+        layer = ("attention", "mlp") if self.shortswa is None else ("shortswa", "attention", "mlp")
+        return layer * self.layers
 
     @property
     def sublayers(self) -> int:

@@ -19,11 +19,17 @@ Cache = list[KVCache]  # one per sublayer; only attention sublayers fill theirs
 class Sublayer(nn.Module):
     """A pre-norm and the attention or MLP behind it."""
 
-    def __init__(self, config: ModelConfig, kind: str) -> None:
+    def __init__(self, config: ModelConfig, kind: str, mixes_values: bool) -> None:
         super().__init__()
         self.kind = kind
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.body: Attention | SwiGLU = Attention(config) if kind == "attention" else SwiGLU(config)
+        self.body: Attention | SwiGLU
+        if kind == "mlp":
+            self.body = SwiGLU(config)
+        elif kind == "shortswa":
+            self.body = Attention(config, window=config.shortswa)
+        else:
+            self.body = Attention(config, mixes_values=mixes_values)
 
 
 class Decoder(nn.Module):
@@ -33,7 +39,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.sublayers = nn.ModuleList(Sublayer(config, kind) for kind in config.kinds)
+        first_attention = config.kinds.index("attention")
+        self.values_from = first_attention if config.value_residual else config.sublayers  # whose values are kept
+        self.sublayers = nn.ModuleList(
+            Sublayer(config, kind, mixes_values=i > self.values_from) for i, kind in enumerate(config.kinds)
+        )
         self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -43,7 +53,8 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal(0, 0.02), output projections over sqrt(sublayers). A residual keeps the start it defines itself.
+        """Normal(0, 0.02), output projections over sqrt(sublayers), those of short windows zero: they begin as nothing.
+        A residual keeps the start it defines itself, and may ask for smaller weights in the sublayers.
 
         The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack must stay far
         above the norms' eps.
@@ -52,15 +63,25 @@ class Decoder(nn.Module):
         for module in (self.head, *self.sublayers.modules()):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        for sublayer in self.sublayers:
-            nn.init.normal_(cast(Sublayer, sublayer).body.output.weight, std=0.02 / self.config.sublayers**0.5)
+        gain = self.residual.weight_gain
+        for sublayer in cast(list[Sublayer], self.sublayers):
+            body = sublayer.body
+            std = 0.0 if sublayer.kind == "shortswa" else 0.02 / self.config.sublayers**0.5
+            nn.init.normal_(body.output.weight, std=gain * std)
+            for linear in (body.value,) if isinstance(body, Attention) else (body.gate, body.up):
+                linear.weight.data.mul_(gain)
 
     @property
     def sublayer_kinds(self) -> tuple[str, ...]:
         return self.config.kinds
 
     def new_cache(self) -> Cache:
-        return [KVCache() for _ in self.sublayers]
+        if not self.residual.token_local:
+            raise ValueError(
+                f"residual '{self.residual.spec}' looks back along the tokens of its stream, which a KV cache does not "
+                "keep: decode without a cache (use_cache=False)"
+            )
+        return [KVCache(self.config.shortswa if kind == "shortswa" else None) for kind in self.config.kinds]
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         past = 0 if cache is None else max(len(entry) for entry in cache)
@@ -68,14 +89,23 @@ class Decoder(nn.Module):
         state = self.residual.begin(self.embedding(tokens))
         for i in range(len(self.sublayers)):
             state = self.step(i, rotary, None if cache is None else cache[i], *state)
-        return self.head(self.residual.end(state, norm=self.norm))
+        return self.head(self.residual.end(self._split(len(self.sublayers), state)[0], norm=self.norm))
 
     def step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
         """One sublayer: read, run, write. Activation checkpointing of both kinds wraps this from outside."""
         sublayer = cast(Sublayer, self.sublayers[i])
+        state, kept = self._split(i, state)
         x, state = self.residual.read(state, i, norm=sublayer.norm)
-        y = sublayer.body(x, rotary, cache) if sublayer.kind == "attention" else sublayer.body(x)
-        return self.residual.write(state, i, y)
+        if isinstance(sublayer.body, Attention):
+            y, values = sublayer.body(x, rotary, cache, *kept)
+            kept = (values,) if i == self.values_from else kept
+        else:
+            y = sublayer.body(x)
+        return (*self.residual.write(state, i, y), *kept)
+
+    def _split(self, i: int, state: State) -> tuple[State, State]:
+        """The residual's state before sublayer i, and behind it the first attention's values where they are kept."""
+        return (state[:-1], state[-1:]) if i > self.values_from else (state, ())
 
     def parameter_count(self) -> dict[str, int]:
         return {
@@ -89,7 +119,9 @@ class Decoder(nn.Module):
         counted as twice the forward."""
         config = self.config
         matrices = sum(m.weight.numel() for m in self.sublayers.modules() if isinstance(m, nn.Linear))
-        attention = 2 * config.kinds.count("attention") * (context or config.context) * config.dim  # causal: half
+        context = context or config.context
+        attention = 2 * config.kinds.count("attention") * context * config.dim  # causal: half
+        attention += 4 * config.kinds.count("shortswa") * min(config.shortswa or 0, context) * config.dim
         return 3 * (2 * matrices + 2 * self.head.weight.numel() + attention + self.residual.flops_per_token())
 
     def save(self, folder: str | Path) -> None:

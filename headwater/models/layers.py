@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from headwater.residuals import Read
 
 from .config import ModelConfig
+from .window import window_attention
 
 
 class RMSNorm(nn.Module):
@@ -23,8 +24,12 @@ class RMSNorm(nn.Module):
 
 @dataclass
 class KVCache:
-    """Keys and values of one attention sublayer for the positions seen so far, (B, kv_heads, T, head_dim)."""
+    """Keys and values of one attention sublayer for the positions seen so far, (B, kv_heads, T, head_dim).
 
+    With a window, only the positions that the next token can see are kept.
+    """
+
+    window: int | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
 
@@ -35,7 +40,8 @@ class KVCache:
         if self.keys is not None and self.values is not None:
             keys = torch.cat((self.keys, keys), dim=-2)
             values = torch.cat((self.values, values), dim=-2)
-        self.keys, self.values = keys, values
+        kept = slice(None) if self.window is None else slice(1 - self.window, None)
+        self.keys, self.values = keys[..., kept, :], values[..., kept, :]
         return keys, values
 
 
@@ -66,10 +72,12 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. Takes one input, or separate query, key and value inputs."""
+    """Causal grouped-query attention, over all earlier tokens or a window of them. Takes one input, or separate query,
+    key and value inputs; `mixes_values`: also the values of the network's first attention."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: int | None = None, mixes_values: bool = False) -> None:
         super().__init__()
+        self.window = window
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.query = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
         self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
@@ -77,21 +85,38 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.value_mix = nn.Parameter(torch.full((2,), 0.5)) if mixes_values else None
 
-    def forward(self, x: Read, rotary: tuple[Tensor, Tensor], cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Read,
+        rotary: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
+        first_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the values of the tokens given."""
         for_query, for_key, for_value = x if isinstance(x, tuple) else (x, x, x)
         q = self.query(for_query).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, T, d)
         k = self.key(for_key).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
         v = self.value(for_value).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        if self.value_mix is not None and first_values is not None:
+            first_share, own_share = self.value_mix.to(v.dtype)
+            v = first_share * first_values + own_share * v
         q, k = rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary)
+        new_values = v
         past = 0 if cache is None else len(cache)
         if cache is not None:
             k, v = cache.append(k, v)
+        y = self._attend(q, k, v, past)
+        return self.output(y.transpose(1, 2).flatten(2)), new_values
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
+        if self.window is not None:
+            return window_attention(q, k, v, self.window)
         mask = _continuation_mask(q.shape[-2], past, q.device) if past and q.shape[-2] > 1 else None
-        y = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=past == 0, enable_gqa=self.heads != self.kv_heads
         )
-        return self.output(y.transpose(1, 2).flatten(2))
 
 
 def _continuation_mask(length: int, past: int, device: torch.device) -> Tensor:

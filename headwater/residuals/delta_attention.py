@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headwater.ops import depth_attention
 
-from .base import Norm, Residual, State, apply_norm, hold
+from .base import Norm, Residual, State, apply_norm, hold, weights_held
 from .numerics import combine
 from .registry import register
 
@@ -49,7 +49,7 @@ class DeltaAttentionResidual(Residual):
         if len(sources) == 1:
             return apply_norm(norm, stream + sources[0]), state
         mixed, weights = self._attend(sources, i)
-        if hold(weights) is not weights:  # weights are held: mix with them, so that the read is linear in the sources
+        if weights_held():
             mixed = combine(sources, hold(weights).unbind(0))
         return apply_norm(norm, stream + mixed), state
 

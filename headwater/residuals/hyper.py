@@ -36,14 +36,13 @@ class HyperConnectionsResidual(StreamsResidual):
     Hyper-Connections, arXiv 2409.19606.
     """
 
-    at_start = "scaled"
-
     def __init__(
         self, dim: int, sublayers: int, *, streams: int = 4, form: Literal["dynamic", "static"] = "dynamic"
     ) -> None:
         super().__init__(dim, sublayers, streams=streams)
         if streams < 1:
             raise ValueError(f"streams must be at least 1, got {streams}")
+        self.at_start = "exact" if streams == 1 else "scaled"
         self.connections = nn.ModuleDict(
             {str(i): Connection(dim, streams, i % streams, form == "dynamic") for i in range(sublayers)}
         )

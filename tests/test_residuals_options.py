@@ -1,0 +1,164 @@
+"""The options of the residual family: the contract holds for each, and a wrong one says what is allowed."""
+
+import pytest
+import torch
+from test_contract import (
+    model_of,
+    tokens_of,
+)
+from test_contract import (
+    test_activation_checkpointing_changes_nothing as check_checkpointing,
+)
+from test_contract import (
+    test_decoding_with_a_cache_equals_decoding_without as check_cached_decoding,
+)
+from test_contract import (
+    test_gradients_reach_every_parameter as check_gradients,
+)
+from test_contract import (
+    test_it_starts_as_it_says as check_start,
+)
+from test_contract import (
+    test_state_is_a_value as check_state,
+)
+from test_contract import (
+    test_the_mixing_matrix_gives_back_the_reads as check_mixing,
+)
+
+from headwater.analyze.table import start_class
+from headwater.models.generate import generate
+from headwater.residuals import build, names
+
+SPECS = [
+    "highway:gate=channel",
+    "highway:start=carry",
+    "rezero:start=1",
+    "layerscale:start=1",
+    "laurel:form=weighted",
+    "laurel:form=previous,states=3,rank=4",
+    "laurel:form=weighted-low-rank,rank=4",
+    "denseformer:dilation=2",
+    "denseformer:period=3",  # the last layer is not summed
+    "denseformer:dilation=3,period=2",
+    "denseformer:dilation=4,period=4",
+    "elc-bert:variant=base",
+    "elc-bert:variant=normalized",
+    "elc-bert:variant=weighted-output",
+    "deepcrossattention:version=v1",
+    "deepcrossattention:version=v2,inputs=shared",
+    "deepcrossattention:last=1",
+    "deepcrossattention:version=v1,last=2",
+    "hyper-connections:form=static",
+    "hyper-connections:streams=1",
+    "hyper-connections:streams=2,form=static",
+    "mhc:streams=2,iterations=3",
+    "mhc:start=uniform",
+    "mhc:start=biased",
+    "mhc-lite:streams=3",
+    "mhc-lite:start=biased",
+    "ddl:value=linear,beta=0.5",
+    "ddl:width=2,compress=channel",
+    "ddl:width=4,compress=channel,value=linear",
+    "ddl:width=2,compress=token",
+    "ddl:width=3,compress=channel,expand=token",
+    "depth-window:window=2,width=5",
+    "depth-window:window=8",
+    "delta-attnres:block=3",
+]
+INTRICATE = [  # their state changes its layout on the way
+    "laurel:form=previous,states=3,rank=4",
+    "denseformer:dilation=3,period=2",
+    "elc-bert:variant=base",
+    "deepcrossattention:last=1",
+    "ddl:width=3,compress=channel",
+    "ddl:width=2,compress=token",
+    "depth-window:window=2,width=5",
+    "delta-attnres:block=3",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_gradients_reach_every_parameter(spec):
+    check_gradients(spec)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if build(spec, 16, 8).at_start != "different"])
+def test_it_starts_as_it_says(spec):
+    """A decoder starts with outputs far smaller than its embedding, so it cannot show that a residual is different."""
+    check_start(spec)
+
+
+@pytest.mark.parametrize("spec", [*names(), *SPECS])
+def test_the_measured_start_is_the_stated_one(spec):
+    assert start_class(spec) == build(spec, 16, 8).at_start
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_mixing_matrix_gives_back_the_reads(spec):
+    check_mixing(spec)
+
+
+@pytest.mark.parametrize("spec", INTRICATE)
+def test_state_is_a_value(spec):
+    check_state(spec)
+
+
+@pytest.mark.parametrize("spec", INTRICATE)
+def test_activation_checkpointing_changes_nothing(spec):
+    check_checkpointing(spec, False)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in INTRICATE if "token" not in spec])
+def test_decoding_with_a_cache_equals_decoding_without(spec):
+    check_cached_decoding(spec)
+
+
+def test_a_cache_is_refused_where_the_stream_looks_back_along_tokens():
+    model = model_of("ddl:width=2,compress=token")
+    with pytest.raises(ValueError, match=r"'ddl:width=2,compress=token' looks back .*use_cache=False"):
+        generate(model, tokens_of(), 2)
+    assert generate(model, tokens_of(), 2, use_cache=False).shape == (2, 14)
+
+
+def test_token_convolutions_do_not_look_ahead():
+    model = model_of("ddl:width=2,compress=token,expand=token", scatter=True)
+    tokens = tokens_of()
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 48
+    assert torch.equal(model(tokens)[:, :7], model(changed)[:, :7])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("highway:gate=vector", "highway:gate must be one of scalar, channel, got 'vector'"),
+        ("highway:widht=1", "no option 'widht'. Valid options: gate, start"),
+        ("laurel:rank=0", "rank must lie between 1 and the width 16, got 0"),
+        ("laurel:form=previous,states=9", "states must lie between 2 and the 8 sublayers, got 9"),
+        ("denseformer:dilation=0", "dilation counts layers and must lie between 1 and 4, got 0"),
+        ("denseformer:period=5", "period counts layers and must lie between 1 and 4, got 5"),
+        ("deepcrossattention:last=0", "last counts layer outputs and must lie between 1 and 4, got 0"),
+        ("hyper-connections:streams=0", "streams must be at least 1, got 0"),
+        ("mhc:streams=1", "streams must be at least 2, since one stream has nothing to mix with, got 1"),
+        ("mhc:iterations=0", "iterations must be at least 1, got 0"),
+        ("mhc-lite:streams=6", "streams must lie between 2 and 5, since all n! permutations are mixed, got 6"),
+        ("ddl:width=0", "width must be at least 1, got 0"),
+        ("ddl:width=4", "needs compress=channel or compress=token"),
+        ("ddl:compress=channel", "one of width 1 takes neither; got width=1, compress=channel"),
+        ("ddl:expand=token", "it needs width of at least 2"),
+        ("ddl:beta=2", "beta must lie between 0 and 2, got 2.0"),
+        ("depth-window:window=1", "must lie between 2 and 8, got 1"),
+        ("depth-window:window=9", "must lie between 2 and 8, got 9"),
+        ("depth-window:width=0", "width must be at least 1, got 0"),
+        ("delta-attnres:block=9", "block counts sublayers and must lie between 1 and 8, got 9"),
+    ],
+)
+def test_a_wrong_option_says_what_is_allowed(spec, message):
+    with pytest.raises(ValueError) as caught:
+        build(spec, 16, 8)
+    assert message in str(caught.value)
+
+
+def test_kinds_must_name_every_sublayer():
+    with pytest.raises(ValueError, match="kinds must name each of the 8 sublayers, got 2 names"):
+        build("denseformer", 16, 8, kinds=("attention", "mlp"))

@@ -1,0 +1,46 @@
+"""The table of residuals is measured: known entries come out as known."""
+
+import pytest
+
+from headwater.analyze.table import markdown, residual_table
+from headwater.residuals import names
+
+DIM, LAYERS = 32, 4
+
+
+@pytest.fixture(scope="module")
+def rows():
+    specs = [*names(), "hyper-connections:streams=2,form=static", "attnres-full:window=2"]
+    return {row.name: row for row in residual_table(specs, dim=DIM, layers=LAYERS)}
+
+
+def test_the_plain_residual_moves_three_passes_and_stores_one(rows):
+    row = rows["standard"]
+    assert (row.parameters, row.stored, row.least, row.eager, row.at_start) == (0, 1, 3, 3, "exact")
+    assert row.formula.startswith("h_{i+1} = h_i + f_i(h_i)")
+
+
+def test_attention_residuals_read_every_source(rows):
+    sources = [i + 1 for i in range(2 * LAYERS)]
+    moved = sum(n + 1 for n in sources if n > 1)  # a read of one source is that source; a write stores its input
+    assert rows["attnres-full"].least == pytest.approx(moved / (2 * LAYERS))
+    assert rows["attnres-full"].stored == 2 * LAYERS + 1
+    assert rows["attnres-full:window=2"].stored == 3
+
+
+def test_streams_are_counted_once(rows):
+    """Read n streams, write one input; read n streams and an output, write n: (3 n + 2) D, and small coefficients."""
+    assert rows["hyper-connections:streams=2,form=static"].stored == pytest.approx(2, abs=0.5)
+    n = 4
+    assert rows["mhc"].least == pytest.approx(3 * n + 2, rel=0.15)
+
+
+def test_parameters_are_in_units_of_the_width(rows):
+    assert rows["layerscale"].parameters == 1
+    assert rows["rezero"].parameters == 1 / DIM
+
+
+def test_markdown_has_a_line_for_every_residual(rows):
+    lines = markdown(list(rows.values())).splitlines()
+    assert len(lines) == len(rows) + 2
+    assert all(line.count(" | ") == 6 for line in lines[2:])
