@@ -111,7 +111,8 @@ def _traffic(residual: Residual) -> tuple[float, float, float]:
 
 
 def start_class(spec: str, *, dim: int = 16, sublayers: int = 8) -> str:
-    """Against the plain residual, with the same random sublayers: "exact", "scaled" (equal once normed) or "different"."""
+    """Against the plain residual with the same random sublayers: reads are "exact", "scaled" (equal once normed), or
+    "different"."""
     plain, other = (_reads(name, dim, sublayers) for name in ("standard", spec))
     if torch.allclose(other, plain, atol=1e-9, rtol=0):
         return "exact"
