@@ -1,0 +1,39 @@
+"""The README's code blocks run as they stand, in order."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_python_blocks_run(tmp_path):
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(body for language, body in BLOCKS if language == "python"))
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("torch.Size") == 2
+
+
+@pytest.mark.slow
+def test_shell_blocks_run(tmp_path):
+    lines = [line for language, body in BLOCKS if language == "bash" for line in body.strip().splitlines()]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for line in lines:
+        words = shlex.split(line)
+        if words[0] == "make":  # this test runs inside one of them
+            subprocess.run(["make", "--dry-run", *words[1:]], check=True, cwd=ROOT, capture_output=True)
+            continue
+        result = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
+    assert (tmp_path / "runs/family/report.html").exists()
+
+
+def test_every_language_is_known():
+    assert {language for language, _ in BLOCKS} == {"python", "bash"}
