@@ -60,6 +60,20 @@ def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
         assert (again["loss"], again["tokens"]) == (summary["loss"], summary["tokens"])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_resume_is_bitwise_on_a_gpu(tmp_path, monkeypatch):
+    """In bf16 and with deterministic kernels; steps beyond the cut repeat those of the undisturbed run."""
+    config = tiny(tmp_path, device="cuda")
+    train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        cut_power(patch, at_step=8)
+        with pytest.raises(PowerCut):
+            train(config, tmp_path / "cut")
+    train(config, tmp_path / "cut", resume=True)
+    assert fingerprint(tmp_path / "cut") == fingerprint(tmp_path / "whole")
+
+
 def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
     config = tiny(tmp_path)
     summary = train(config, tmp_path / "run")
