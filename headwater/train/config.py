@@ -34,6 +34,10 @@ class ModelSettings:
     mlp_dim: int | None = None
     context: int | None = None
     """Tokens in a training window."""
+    shortswa: int | None = None
+    """Begin each layer with attention over this many last tokens."""
+    value_residual: bool | None = None
+    """Mix the first attention's values into every other's."""
     qk_norm: bool | None = None
     tie_embeddings: bool | None = None
     rope_theta: float | None = None
