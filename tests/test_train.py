@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,18 @@ def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
         again = train(config, tmp_path / f"cut{cut}", resume=True)
         assert fingerprint(tmp_path / f"cut{cut}") == fingerprint(tmp_path / "whole")
         assert (again["loss"], again["tokens"]) == (summary["loss"], summary["tokens"])
+
+
+@pytest.mark.parametrize("residual", names())
+def test_every_residual_trains_logs_and_resumes(tmp_path, residual):
+    config, out = tiny(tmp_path, residual=residual, steps=2, depth_every=2, save_every=1), tmp_path / "run"
+    train(config, out)
+    whole = fingerprint(out)
+    assert {"train", "eval", "depth"} == {record["kind"] for record in whole["metrics"]}
+    shutil.rmtree(out / "checkpoints" / "step-00000002")
+    (out / "summary.json").unlink()
+    train(config, out, resume=True)
+    assert fingerprint(out) == whole
 
 
 @pytest.mark.gpu

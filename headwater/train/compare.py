@@ -98,7 +98,8 @@ def expand(residuals: Sequence[str], config: Config) -> list[str]:
     from headwater.residuals import build, names
     from headwater.train.run import resolve_model
 
-    chosen = list(names()) if list(residuals) == ["all"] else list(residuals)
+    # The first residual is the baseline: under `all`, the plain one.
+    chosen = sorted(names(), key=lambda name: name != "standard") if list(residuals) == ["all"] else list(residuals)
     data = prepare(config.data)
     model = resolve_model(config.model, data)
     for split in SPLITS:
