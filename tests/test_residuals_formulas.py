@@ -225,8 +225,16 @@ def test_sinkhorn_makes_rows_and_columns_sum_to_one():
 
 
 def test_sinkhorn_survives_logits_that_exp_cannot():
-    matrix = sinkhorn(torch.tensor([[500.0, -500.0], [0.0, 900.0]]), 20)
-    assert matrix.isfinite().all()
+    logits = torch.tensor([[500.0, -500.0], [0.0, 900.0]], requires_grad=True)
+    matrix = sinkhorn(logits, 20)
+    torch.testing.assert_close(matrix, torch.eye(2))
+    matrix[0, 0].backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_sinkhorn_survives_a_row_far_below_the_others():
+    matrix = sinkhorn(torch.tensor([[0.0, 0.0], [-300.0, -300.0]]), 20)
+    torch.testing.assert_close(matrix, torch.full((2, 2), 0.5))
 
 
 def test_permutation_mixtures_are_doubly_stochastic_without_iterations():
