@@ -119,3 +119,20 @@ def test_flops_count_the_window():
 def test_a_wrong_window_is_refused(window):
     with pytest.raises(ValueError, match=f"must lie between 2 and the context of 32, got {window}"):
         model_of("standard", shortswa=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention runs on a GPU")
+@pytest.mark.parametrize(("length", "window"), [(64, 4), (300, 128), (513, 64)])  # below, beside and above its blocks
+def test_flex_attention_equals_masked_attention(length, window):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, length, 32, dtype=torch.float64) for heads in (4, 2, 2)]
+    along = torch.randn(2, 4, length, 32, dtype=torch.float64)
+
+    def run(device, dtype):
+        q, k, v = leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = window_attention(q, k, v, window)
+        return [x.double().cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, along.to(out)))]
+
+    for flex, masked in zip(run("cuda", torch.float32), run("cpu", torch.float64)):
+        torch.testing.assert_close(flex, masked, atol=5e-3, rtol=5e-3)  # the kernels multiply in TF32
