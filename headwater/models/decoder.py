@@ -53,20 +53,22 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal(0, 0.02), output projections over sqrt(sublayers), those of short windows zero: they begin as nothing.
-        A residual keeps the start it defines itself, and may ask for smaller weights in the sublayers.
+        """Matrices keep the scale of what they read; output projections are smaller by sqrt(sublayers), those of short
+        windows zero: they begin as nothing. A residual keeps the start it defines itself, and may ask for smaller
+        weights in the sublayers.
 
         The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack must stay far
         above the norms' eps.
         """
         nn.init.normal_(self.embedding.weight)
-        for module in (self.head, *self.sublayers.modules()):
+        nn.init.normal_(self.head.weight, std=0.02)
+        for module in self.sublayers.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
         gain = self.residual.weight_gain
         for sublayer in cast(list[Sublayer], self.sublayers):
             body = sublayer.body
-            std = 0.0 if sublayer.kind == "shortswa" else 0.02 / self.config.sublayers**0.5
+            std = 0.0 if sublayer.kind == "shortswa" else (body.output.in_features * self.config.sublayers) ** -0.5
             nn.init.normal_(body.output.weight, std=gain * std)
             for linear in (body.value,) if isinstance(body, Attention) else (body.gate, body.up):
                 linear.weight.data.mul_(gain)
