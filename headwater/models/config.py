@@ -7,7 +7,7 @@ from typing import Any
 SIZES: Mapping[str, Mapping[str, int]] = {
     "nano": {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 176, "context": 128},
     "tiny": {"dim": 128, "layers": 8, "heads": 4, "kv_heads": 2, "mlp_dim": 352, "context": 256},
-    "deep": {"dim": 64, "layers": 24, "heads": 2, "kv_heads": 1, "mlp_dim": 176, "context": 128},
+    "deep": {"dim": 64, "layers": 24, "heads": 2, "kv_heads": 1, "mlp_dim": 160, "context": 128},
     "small": {"dim": 512, "layers": 12, "heads": 8, "kv_heads": 4, "mlp_dim": 1408, "context": 1024},
     "medium": {"dim": 768, "layers": 24, "heads": 12, "kv_heads": 4, "mlp_dim": 2048, "context": 2048},
     "large": {"dim": 1536, "layers": 28, "heads": 12, "kv_heads": 4, "mlp_dim": 4096, "context": 4096},
