@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import resource
 import sys
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from headwater import __version__
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.train import checkpoint
@@ -170,7 +170,7 @@ def finish(run: Run) -> dict[str, Any]:
         **run.evaluation,
         "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
         "torch": torch.__version__,
-        "headwater": importlib.metadata.version("headwater"),
+        "headwater": __version__,
     }
     write_json(run.folder / "summary.json", summary)
     run.log.close()
