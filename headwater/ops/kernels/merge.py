@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Phase 2 in one kernel: add the sublayer's output to the block's sum, merge it with phase 1's output, RMSNorm.
 
     P = partial + y;  r = 1 / rms(P);  z = r <f, P>;  b = sigmoid(z - lse);  h = out + b (P - out);  x = h / rms(h) * g
@@ -15,20 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED, launches, processors, rows_of
+from .common import INTERPRETED, add3, launch, launches, operator, processors, rows_of
 from .mix import gain
 
-
-@triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
+# Of the backward: channels a warp, programs a multiprocessor at width 2048, and rows under way in a program.
+PER_WARP, PER_PROCESSOR, STAGES = 128, 2, 1
 
 
 @triton.jit
 def _sum3(a, b, c, TOGETHER: tl.constexpr):
     """Three sums over one axis; together they cost one exchange between warps."""
     if TOGETHER:
-        a, b, c = tl.reduce((a, b, c), 0, _add3)
+        a, b, c = tl.reduce((a, b, c), 0, add3)
     else:
         a, b, c = tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
     return a, b, c
@@ -68,7 +66,7 @@ def _merge(
 def _merge_backward(
     dx, dtotal, x, total, out, lse, query, key, g, scale, logit, rstd, dp, dout, dlse, parts, M, D, norm_eps,
     MERGE: tl.constexpr, GIVEN: tl.constexpr, OUT: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr,
-    BD: tl.constexpr, TOGETHER: tl.constexpr,
+    BD: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # MERGE: off for the read that opens a block (h = out). GIVEN: the sum has a gradient from later.
     # OUT: h comes from out, not from x.
@@ -76,17 +74,18 @@ def _merge_backward(
     o_d = tl.arange(0, BD)
     m = o_d < D
     b_f = tl.zeros([BD], tl.float32)
-    b_g = tl.zeros([BD], tl.float32)
+    b_g = tl.full([BD], 1.0, tl.float32)
     if MERGE:
         b_f = tl.load(query + o_d, mask=m, other=0.0).to(tl.float32)
         if KEY:
             b_f *= tl.load(key + o_d, mask=m, other=0.0).to(tl.float32)
     if NORM:
         b_g = gain(tl.load(g + o_d, mask=m, other=1.0).to(tl.float32), x.dtype.element_ty)
+    undo = 1.0 / b_g
     df = tl.zeros([BD], tl.float32)
     dg = tl.zeros([BD], tl.float32)
     programs = tl.num_programs(0)
-    for i in range(tl.cdiv(M - pid, programs)):
+    for i in tl.range(tl.cdiv(M - pid, programs), num_stages=STAGES):
         t = (pid + i * programs).to(tl.int64)
         row = t * D + o_d
         b_dx = tl.load(dx + row, mask=m, other=0.0).to(tl.float32)
@@ -106,7 +105,7 @@ def _merge_backward(
             if OUT:
                 b_h *= r
             else:
-                b_h = b_h / b_g  # both: the normed input, h r
+                b_h *= undo  # both: the normed input, h r
             dg += b_dx * b_h
             b_dx *= b_g
             along, past, between = _sum3(b_dx * b_h, b_dx * b_p, b_h * b_p, TOGETHER)
@@ -163,7 +162,27 @@ def _warps(width: int) -> int:
     return max(1, min(16, triton.next_power_of_2(width) // 256))
 
 
-@torch.library.custom_op("headwater::merge", mutates_args=())
+def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
+    """The pass over tokens on a fixed number of programs, then the sum of their partials."""
+    dx = args[0]
+    wide = triton.next_power_of_2(width)
+    programs = min(rows, max(1, PER_PROCESSOR * 2048 // wide) * processors(dx.device))
+    parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
+    fixed = {"BD": wide, "TOGETHER": not INTERPRETED, "STAGES": STAGES}
+    warps = max(1, min(16, wide // PER_WARP))
+    launch(
+        _merge_backward, (programs,), (*args, parts, rows, width, norm_eps), constants | flags | fixed, num_warps=warps
+    )
+    launch(
+        _gather, (triton.cdiv(width, 32),), (parts, *gather, programs, width), flags | {"BD": 32, "BP": 32}, num_warps=4
+    )
+
+
+def _fake_merge(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
+    return _merge_outputs(y, partial, norm_weight)
+
+
+@operator(_fake_merge)
 def merge(
     y: Tensor,
     partial: Tensor | None,
@@ -179,12 +198,14 @@ def merge(
     launches["merge"] += 1
     rows, width = rows_of(y)
     x, total, scale, logit, rstd = _merge_outputs(y, partial, norm_weight)
-    _merge[(rows,)](
-        y, y if partial is None else partial, out, lse, query, query if key_weight is None else key_weight,
-        query if norm_weight is None else norm_weight, total, x, scale, logit, rstd, width, eps, norm_eps,
-        OPENS=partial is None, KEY=key_weight is not None, NORM=norm_weight is not None,
-        BD=triton.next_power_of_2(width), num_warps=_warps(width),
-    )  # fmt: skip
+    key = query if key_weight is None else key_weight
+    args = (y, y if partial is None else partial, out, lse, query, key, query if norm_weight is None else norm_weight)
+    constants = {
+        "OPENS": partial is None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
+        "BD": triton.next_power_of_2(width),
+    }  # fmt: skip
+    args += (total, x, scale, logit, rstd, width, eps, norm_eps)
+    launch(_merge, (rows,), args, constants, num_warps=_warps(width))
     return x, total, scale, logit, rstd
 
 
@@ -195,12 +216,11 @@ def _merge_outputs(y, partial, norm_weight):
     return torch.empty_like(y), total, torch.empty(y.shape[:-1], **like), torch.empty(y.shape[:-1], **like), rstd
 
 
-@merge.register_fake
-def _(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
-    return _merge_outputs(y, partial, norm_weight)
+def _fake_merge_backward(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, scale, logit, rstd, norm_eps):
+    return _merge_gradients(dx, query, key_weight, norm_weight)
 
 
-@torch.library.custom_op("headwater::merge_backward", mutates_args=())
+@operator(_fake_merge_backward)
 def merge_backward(
     dx: Tensor,
     dtotal: Tensor | None,
@@ -220,17 +240,14 @@ def merge_backward(
     launches["merge_backward"] += 1
     rows, width = rows_of(dx)
     dp, dout, dlse, dquery, dkey, dg = _merge_gradients(dx, query, key_weight, norm_weight)
-    programs = min(rows, 2 * processors(dx.device))
-    parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
     key = query if key_weight is None else key_weight
     flags = {"MERGE": True, "KEY": key_weight is not None, "NORM": norm_weight is not None}
-    _merge_backward[(programs,)](
+    args = (
         dx, dx if dtotal is None else dtotal, x, total, x if out is None else out, lse, query, key,
-        query if norm_weight is None else norm_weight, scale, logit, rstd, dp, dout, dlse, parts, rows, width, norm_eps,
-        GIVEN=dtotal is not None, OUT=out is not None, BD=triton.next_power_of_2(width), TOGETHER=not INTERPRETED,
-        num_warps=_warps(width), **flags,
+        query if norm_weight is None else norm_weight, scale, logit, rstd, dp, dout, dlse,
     )  # fmt: skip
-    _gather[(triton.cdiv(width, 32),)](parts, query, key, dquery, dkey, dg, programs, width, BD=32, BP=32, **flags)
+    constants = {"GIVEN": dtotal is not None, "OUT": out is not None}
+    _backward(args, (query, key, dquery, dkey, dg), rows, width, norm_eps, constants, flags)
     return dp, dout, dlse, dquery, dkey, dg
 
 
@@ -242,29 +259,17 @@ def _merge_gradients(dx, query, key_weight, norm_weight):
     return torch.empty_like(dx), torch.empty_like(dx), dlse, torch.empty_like(query), dkey, dg
 
 
-@merge_backward.register_fake
-def _(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, scale, logit, rstd, norm_eps):
-    return _merge_gradients(dx, query, key_weight, norm_weight)
+def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps):
+    return torch.empty_like(dx), torch.empty_like(norm_weight)
 
 
-@torch.library.custom_op("headwater::norm_backward", mutates_args=())
+@operator(_fake_norm_backward)
 def norm_backward(dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
     """Gradients of a folded RMSNorm's input and weight, from its output."""
     launches["norm_backward"] += 1
     rows, width = rows_of(dx)
     dh, dg = torch.empty_like(dx), torch.empty_like(norm_weight)
-    programs = min(rows, 2 * processors(dx.device))
-    parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
     flags = {"MERGE": False, "KEY": False, "NORM": True}
-    _merge_backward[(programs,)](
-        dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, rstd, dh, dh, rstd, parts, rows, width, norm_eps,
-        GIVEN=False, OUT=False, BD=triton.next_power_of_2(width), TOGETHER=not INTERPRETED,
-        num_warps=_warps(width), **flags,
-    )  # fmt: skip
-    _gather[(triton.cdiv(width, 32),)](parts, dg, dg, dg, dg, dg, programs, width, BD=32, BP=32, **flags)
+    args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, rstd, dh, dh, rstd)
+    _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)
     return dh, dg
-
-
-@norm_backward.register_fake
-def _(dx, x, norm_weight, rstd, norm_eps):
-    return torch.empty_like(dx), torch.empty_like(norm_weight)

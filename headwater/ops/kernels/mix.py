@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Phase 1: S queries mix N finished sources, given their scores; softmax over sources in fp32, one downcast.
 
     p_ns = softmax_n(z_ns);  out_s = sum_n p_ns v_n;  lse_s = log sum_n exp(z_ns)      v_n (tokens, D), z (tokens, N, S)
@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import address_table, launches, row_pointer, rows_of, vectorised
+from .common import address_table, launch, launches, operator, row_pointer, rows_of, vectorised
 
-MAX_QUERIES = 32  # per launch: S sums of a token must fit in registers
+TILES = 2  # of 256 channels that a warp of the backward has under way
+MAX_QUERIES, MAX_QUERIES_BACKWARD = 16, 8  # per launch, since a token's sums stay in registers; more read again
 
 
 @triton.jit
@@ -41,45 +42,51 @@ def _softmax(z, p, lse, M, N, S, T: tl.constexpr, SP: tl.constexpr):
 
 
 @triton.jit
+def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.constexpr):
+    """S sums over the sources of token t, for channels o_d. The next source is under way while one is used."""
+    sums = ()
+    for _ in tl.static_range(S):
+        sums = sums + (tl.zeros_like(o_d).to(tl.float32),)
+    ahead = tl.load(row_pointer(table, 0, t, D, like, VECTOR) + o_d, mask=m_d, other=0.0)
+    p_next = row_pointer(table, tl.minimum(1, N - 1), t, D, like, VECTOR)
+    for n in range(N):
+        v = ahead.to(tl.float32)
+        ahead = tl.load(p_next + o_d, mask=m_d & (n + 1 < N), other=0.0)
+        p_next = row_pointer(table, tl.minimum(n + 2, N - 1), t, D, like, VECTOR)
+        grown = ()
+        for s in tl.static_range(S):
+            grown = grown + (sums[s] + tl.load(p + n * PS + s) * v,)
+        sums = grown
+    return sums
+
+
+@triton.jit
 def _mix(
-    table, p, out, x, rstd, g, M, N, S, PS, D, eps,
-    NORM: tl.constexpr, BD: tl.constexpr, SP: tl.constexpr, TILES: tl.constexpr, VECTOR: tl.constexpr,
+    table, p, out, x, rstd, g, M, N, PS, D, eps,
+    S: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    # out (S, M, D); with NORM the first query goes to x (M, D) instead and out holds the other S - 1
+    # out (S, M, D); with NORM the first query goes to x (M, D) instead and out holds the other S - 1. ONE: BD >= D.
     t = tl.program_id(0).to(tl.int64)
-    o_s = tl.arange(0, SP)
-    m_s = o_s < S
-    p_t = p + t * N * PS
+    p += t * N * PS
     squares = tl.zeros([BD], tl.float32)
     first = tl.zeros([BD], tl.float32)
-    for c in range(TILES):
-        o_d = c * BD + tl.arange(0, BD)
+    for c in range(0, BD if ONE else D, BD):
+        o_d = c + tl.arange(0, BD)
         m_d = o_d < D
-        acc = tl.zeros([SP, BD], tl.float32)
-        for n in range(N):
-            v = tl.load(row_pointer(table, n, t, D, out, VECTOR) + o_d, mask=m_d, other=0.0).to(tl.float32)
-            w = tl.load(p_t + n * PS + o_s, mask=m_s, other=0.0)
-            acc += w[:, None] * v[None, :]
+        sums = _sums(table, p, t, o_d, m_d, N, PS, D, out, S, VECTOR)
         if NORM:
-            o_out = ((o_s - 1)[:, None] * M + t) * D + o_d[None, :]
-            m_out = (m_s & (o_s > 0))[:, None] & m_d[None, :]
-            first = tl.sum(tl.where((o_s == 0)[:, None], acc, 0.0), 0)
+            first = sums[0]
             squares += first * first
-        else:
-            o_out = (o_s[:, None] * M + t) * D + o_d[None, :]
-            m_out = m_s[:, None] & m_d[None, :]
-        tl.store(out + o_out, acc.to(out.dtype.element_ty), mask=m_out)
+        for s in tl.static_range(NORM, S):
+            tl.store(out + ((s - NORM) * M + t) * D + o_d, sums[s].to(out.dtype.element_ty), mask=m_d)
     if NORM:
         r = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + eps)
         tl.store(rstd + t, r)
-        for c in range(TILES):
-            o_d = c * BD + tl.arange(0, BD)
+        for c in range(0, BD if ONE else D, BD):
+            o_d = c + tl.arange(0, BD)
             m_d = o_d < D
-            if TILES > 1:  # the row does not fit: sum it again from sources that are still in cache
-                first = tl.zeros([BD], tl.float32)
-                for n in range(N):
-                    v = tl.load(row_pointer(table, n, t, D, out, VECTOR) + o_d, mask=m_d, other=0.0).to(tl.float32)
-                    first += tl.load(p_t + n * PS) * v
+            if not ONE:  # the row does not fit: sum it again from sources that are still in cache
+                first = _sums(table, p, t, o_d, m_d, N, PS, D, out, 1, VECTOR)[0]
             b_g = gain(tl.load(g + o_d, mask=m_d, other=1.0).to(tl.float32), x.dtype.element_ty)
             tl.store(x + t * D + o_d, (first * r * b_g).to(x.dtype.element_ty), mask=m_d)
 
@@ -98,52 +105,78 @@ def gain(g, dtype: tl.constexpr):
 
 @triton.jit
 def _mix_backward(
-    table, p, dlse, dz, like, M, N, S, PS, D, s0,
-    FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
-    BD: tl.constexpr, SP: tl.constexpr, VECTOR: tl.constexpr,
+    table, p, dlse, dz, like, M, N, PS, D, s0,
+    S: tl.constexpr, SP: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
+    BD: tl.constexpr, TILES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     # table: the addresses of N sources, N incoming gradients (with FRESH: none), N outgoing ones, and all PS douts.
-    # dz (M, N, PS) receives u, and is finished in place once all N are known. This launch serves queries s0 to s0 + S.
+    # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
     t = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, SP)
-    m_s = o_s < S
-    p_dout = tl.load(table + 3 * N + s0 + o_s, mask=m_s, other=0).to(tl.pointer_type(like.dtype.element_ty))[:, None]
-    if VECTOR:
-        p_dout = tl.multiple_of(p_dout, [16, 16])
+    p += t * N * PS + s0
+    dz += t * N * PS + s0
+    douts = ()
+    for s in tl.static_range(S):
+        douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, like, VECTOR),)
     delta = tl.zeros([SP], tl.float32)
     for n in range(N):
-        w = tl.load(p + (t * N + n) * PS + s0 + o_s, mask=m_s, other=0.0)
         p_v = row_pointer(table, n, t, D, like, VECTOR)
         p_in = row_pointer(table, N + n, t, D, like, VECTOR)
         p_out = row_pointer(table, 2 * N + n, t, D, like, VECTOR)
-        acc = tl.zeros([SP, 32], tl.float32)
-        for c in range(0, D, BD):
+        dots = ()
+        weights = ()
+        for s in tl.static_range(S):
+            dots = dots + (tl.zeros([BD], tl.float32),)
+            weights = weights + (tl.load(p + n * PS + s),)
+        for c in range(0, D, TILES * BD):
             o_d = c + tl.arange(0, BD)
-            m_d = o_d < D
-            b_do = tl.load(p_dout + t * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-            b_v = tl.load(p_v + o_d, mask=m_d, other=0.0).to(tl.float32)
-            acc += tl.sum(tl.reshape(b_do * b_v[None, :], (SP, 32, BD // 32)), 2)
-            g = tl.sum(b_do * w[:, None], 0)
-            if not FRESH:
-                g += tl.load(p_in + o_d, mask=m_d, other=0.0).to(tl.float32)
-            tl.store(p_out + o_d, g.to(like.dtype.element_ty), mask=m_d)
-        u = tl.sum(acc, 1)
-        delta += w * u
-        tl.store(dz + (t * N + n) * PS + s0 + o_s, u, mask=m_s)
+            v = ()
+            g = ()
+            for k in tl.static_range(TILES):  # several tiles at once: more loads under way
+                m = o_d + k * BD < D
+                v = v + (tl.load(p_v + o_d + k * BD, mask=m, other=0.0),)
+                if FRESH:
+                    g = g + (tl.zeros([BD], tl.float32),)
+                else:
+                    g = g + (tl.load(p_in + o_d + k * BD, mask=m, other=0.0).to(tl.float32),)
+            for k in tl.static_range(TILES):
+                m = o_d + k * BD < D
+                grown = ()
+                share = g[k]
+                b_v = v[k].to(tl.float32)
+                for s in tl.static_range(S):
+                    d = tl.load(douts[s] + o_d + k * BD, mask=m, other=0.0).to(tl.float32)
+                    grown = grown + (dots[s] + d * b_v,)
+                    share += weights[s] * d
+                dots = grown
+                tl.store(p_out + o_d + k * BD, share.to(like.dtype.element_ty), mask=m)
+        u = tl.zeros([SP], tl.float32)
+        for s in tl.static_range(S):
+            u = tl.where(o_s == s, tl.sum(dots[s], 0), u)
+        delta += tl.load(p + n * PS + o_s, mask=o_s < S, other=0.0) * u
+        tl.store(dz + n * PS + o_s, u, mask=o_s < S)
     if HAS_LSE:
-        delta -= tl.load(dlse + (s0 + o_s) * M + t, mask=m_s, other=0.0)
+        delta -= tl.load(dlse + (s0 + o_s) * M + t, mask=o_s < S, other=0.0)
     tl.debug_barrier()
     for n in range(N):
-        o = (t * N + n) * PS + s0 + o_s
-        w = tl.load(p + o, mask=m_s, other=0.0)
-        tl.store(dz + o, w * (tl.load(dz + o, mask=m_s, other=0.0) - delta), mask=m_s)
+        w = tl.load(p + n * PS + o_s, mask=o_s < S, other=0.0)
+        u = tl.load(dz + n * PS + o_s, mask=o_s < S, other=0.0)
+        tl.store(dz + n * PS + o_s, w * (u - delta), mask=o_s < S)
 
 
-def _chunks(count: int) -> list[tuple[int, int]]:
-    return [(s, min(MAX_QUERIES, count - s)) for s in range(0, count, MAX_QUERIES)]
+def _chunks(count: int, most: int) -> list[tuple[int, int]]:
+    return [(s, min(most, count - s)) for s in range(0, count, most)]
 
 
-@torch.library.custom_op("headwater::mix", mutates_args=())
+def _floor_power(value: int) -> int:
+    return 1 << (value.bit_length() - 1)
+
+
+def _fake_mix(sources, z, norm_weight, eps):
+    return _mix_outputs(sources, z, norm_weight)
+
+
+@operator(_fake_mix)
 def mix(
     sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -155,19 +188,23 @@ def mix(
     count, queries = z.shape[-2:]
     x, rstd, out, lse, p = _mix_outputs(sources, z, norm_weight)
     narrow = triton.next_power_of_2(queries)
-    _softmax[(triton.cdiv(rows, 32),)](z, p, lse, rows, count, queries, T=32, SP=narrow, num_warps=4)
+    grid = (triton.cdiv(rows, 32),)
+    launch(_softmax, grid, (z, p, lse, rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
     table = address_table(sources)
-    for s, now in _chunks(queries):
+    for s, now in _chunks(queries, MAX_QUERIES):
         normed = norm_weight is not None and s == 0
         shift = s - (norm_weight is not None and s > 0)
-        sums = triton.next_power_of_2(now)
-        block = min(triton.next_power_of_2(width), max(16384 // sums, 128), 4096)
-        _mix[(rows,)](
-            table, p.view(-1)[s:], out[shift:] if len(out) else x, x, rstd, norm_weight if normed else p,
-            rows, count, now, queries, width, eps,
-            NORM=normed, BD=block, SP=sums, TILES=triton.cdiv(width, block), VECTOR=vectorised(width, *sources),
-            num_warps=max(1, min(8, block * sums // 1024)),
-        )  # fmt: skip
+        block = min(triton.next_power_of_2(width), max(128, _floor_power(24576 // now)))
+        warps = min(8, triton.next_power_of_2(max(triton.cdiv(now * block, 3072), triton.cdiv(block, 1024))))
+        constants = {
+            "S": now,
+            "NORM": normed,
+            "BD": block,
+            "ONE": block >= width,
+            "VECTOR": vectorised(width, *sources),
+        }
+        args = (table, p.view(-1)[s:], out[shift:] if len(out) else x, x, rstd, norm_weight if normed else p)
+        launch(_mix, (rows,), (*args, rows, count, queries, width, eps), constants, num_warps=warps)
     return x, rstd, out, lse, p
 
 
@@ -182,30 +219,29 @@ def _mix_outputs(sources, z, norm_weight):
     return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=first.device)
 
 
-@mix.register_fake
-def _(sources, z, norm_weight, eps):
-    return _mix_outputs(sources, z, norm_weight)
-
-
 def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing) -> Tensor:
     """Writes `outgoing` = `incoming` (may be the same tensors, or empty: none) + dv, and returns dz (..., N, S)."""
     launches["mix_backward"] += 1
     rows, width = rows_of(sources[0])
     count, queries = p.shape[-2:]
     dz = torch.empty_like(p)
-    for s, now in _chunks(queries):
+    for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
         given = incoming if s == 0 else outgoing
         table = address_table([*sources, *(given or outgoing), *outgoing, *douts])
-        _mix_backward[(rows,)](
-            table, p, p if dlse is None else dlse, dz, sources[0], rows, count, now, queries, width, s,
-            FRESH=not given, HAS_LSE=dlse is not None, BD=max(32, min(256, triton.next_power_of_2(width))),
-            SP=triton.next_power_of_2(now), VECTOR=vectorised(width, *sources, *outgoing, *douts, *incoming),
-            num_warps=1,
-        )  # fmt: skip
+        constants = {
+            "S": now, "SP": triton.next_power_of_2(now), "FRESH": not given, "HAS_LSE": dlse is not None,
+            "BD": 256, "TILES": TILES, "VECTOR": vectorised(width, *sources, *outgoing, *douts, *incoming),
+        }  # fmt: skip
+        args = (table, p, p if dlse is None else dlse, dz, sources[0], rows, count, queries, width, s)
+        launch(_mix_backward, (rows,), args, constants, num_warps=1)
     return dz
 
 
-@torch.library.custom_op("headwater::mix_backward", mutates_args=())
+def _fake_mix_backward(sources, p, douts, dlse, gradients):
+    return [torch.empty_like(p), *(torch.empty_like(source) for source in sources)]
+
+
+@operator(_fake_mix_backward)
 def mix_backward(
     sources: Sequence[Tensor],
     p: Tensor,
@@ -218,19 +254,13 @@ def mix_backward(
     return [launch_mix_backward(sources, p, douts, dlse, gradients, outgoing), *outgoing]
 
 
-@mix_backward.register_fake
-def _(sources, p, douts, dlse, gradients):
-    return [torch.empty_like(p), *(torch.empty_like(source) for source in sources)]
+def _fake_mix_backward_(sources, p, douts, dlse, gradients):
+    return torch.empty_like(p)
 
 
-@torch.library.custom_op("headwater::mix_backward_", mutates_args=("gradients",))
+@operator(_fake_mix_backward_, mutates=("gradients",))
 def mix_backward_(
     sources: Sequence[Tensor], p: Tensor, douts: Sequence[Tensor], dlse: Tensor | None, gradients: Sequence[Tensor]
 ) -> Tensor:
     """As `mix_backward`, adding into `gradients` in place; returns dz."""
     return launch_mix_backward(sources, p, douts, dlse, gradients, gradients)
-
-
-@mix_backward_.register_fake
-def _(sources, p, douts, dlse, gradients):
-    return torch.empty_like(p)

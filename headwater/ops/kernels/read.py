@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """One read in one launch, for inference: N sources, one query, the reader's RMSNorm, and before it a pending sum.
 
     v_N += y (if pending);   z_n = <f, v_n> / rms(v_n);   h = sum_n softmax_n(z) v_n;   x = h / rms(h) * g
@@ -14,18 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED, address_table, launches, row_pointer, rows_of, vectorised
-
-
-@triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
+from .common import (
+    INTERPRETED,
+    add2,
+    address_table,
+    launch,
+    launches,
+    operator,
+    processors,
+    row_pointer,
+    rows_of,
+    vectorised,
+)
 
 
 @triton.jit
 def _absorb(v, f, top, total, acc, D, eps, TOGETHER: tl.constexpr):
     if TOGETHER:
-        square, along = tl.reduce((v * v, v * f), 0, _add2)
+        square, along = tl.reduce((v * v, v * f), 0, add2)
     else:
         square, along = tl.sum(v * v, 0), tl.sum(v * f, 0)
     z = along / tl.sqrt(square / D + eps)
@@ -52,10 +58,11 @@ def _read(
     acc = tl.zeros([BD], tl.float32)
     count = N - 1 if PENDING else N
     ahead = tl.load(row_pointer(table, 0, t, D, x, VECTOR) + o_d, mask=m, other=0.0)
+    p_next = row_pointer(table, tl.minimum(1, N - 1), t, D, x, VECTOR)
     for n in range(count):
         v = ahead.to(tl.float32)
-        after = tl.minimum(n + 1, N - 1)
-        ahead = tl.load(row_pointer(table, after, t, D, x, VECTOR) + o_d, mask=m & (n + 1 < N), other=0.0)
+        ahead = tl.load(p_next + o_d, mask=m & (n + 1 < N), other=0.0)
+        p_next = row_pointer(table, tl.minimum(n + 2, N - 1), t, D, x, VECTOR)
         z, top, total, acc = _absorb(v, f, top, total, acc, D, eps, TOGETHER)
         if WEIGHTS:
             tl.store(weights + n * M + t, z)
@@ -79,7 +86,11 @@ def _read(
     tl.store(x + t * D + o_d, acc.to(x.dtype.element_ty), mask=m)
 
 
-@torch.library.custom_op("headwater::read", mutates_args=())
+def _fake_read(sources, y, query, key_weight, norm_weight, eps, norm_eps, with_weights):
+    return _read_outputs(sources, y, with_weights)
+
+
+@operator(_fake_read)
 def read(
     sources: Sequence[Tensor],
     y: Tensor | None,
@@ -95,13 +106,16 @@ def read(
     rows, width = rows_of(sources[0])
     x, summed, weights = _read_outputs(sources, y, with_weights)
     block = triton.next_power_of_2(width)
-    _read[(rows,)](
+    args = (
         address_table(sources), x if y is None else y, query, query if key_weight is None else key_weight,
         query if norm_weight is None else norm_weight, x, summed, weights, rows, len(sources), width, eps, norm_eps,
-        PENDING=y is not None, KEY=key_weight is not None, NORM=norm_weight is not None, WEIGHTS=with_weights,
-        BD=block, VECTOR=vectorised(width, *sources), TOGETHER=not INTERPRETED,
-        num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
+    constants = {
+        "PENDING": y is not None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
+        "WEIGHTS": with_weights, "BD": block, "VECTOR": vectorised(width, *sources), "TOGETHER": not INTERPRETED,
+    }  # fmt: skip
+    few = rows < 4 * processors(x.device)  # too few programs to fill the device: spread each over more warps
+    launch(_read, (rows,), args, constants, num_warps=max(1, min(16, block // (512 if few else 2048))))
     return x, summed, weights
 
 
@@ -110,8 +124,3 @@ def _read_outputs(sources, y, with_weights):
     summed = torch.empty((0,) if y is None else first.shape, dtype=first.dtype, device=first.device)
     shape = (len(sources), *first.shape[:-1]) if with_weights else (0,)
     return torch.empty_like(first), summed, torch.empty(shape, dtype=torch.float32, device=first.device)
-
-
-@read.register_fake
-def _(sources, y, query, key_weight, norm_weight, eps, norm_eps, with_weights):
-    return _read_outputs(sources, y, with_weights)

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Scores of one source for Q queries: the logits that all later reads of it need, from one pass over it.
 
     r_t = 1 / sqrt(mean_d(v_td^2) + eps);   z_tq = r_t <f_q, v_t>;   f = query * key_weight, (Q, D) in fp32
@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import exact_dot, half, launches, processors, rows_of, split
+from .common import exact_dot, half, launch, launches, operator, processors, rows_of
 
+FORWARD = (64, 128, 4, 3)  # tokens and channels of a tile, warps, stages
+BACKWARD = (64, 128, 4, 2, 4)  # the same, and programs a multiprocessor
 MAX_QUERIES = 64  # per launch; more queries read the source again
 
 
@@ -40,8 +42,27 @@ def _score(v, f, z, rstd, M, D, Q, ZQ, eps, T: tl.constexpr, BD: tl.constexpr, Q
 
 
 @triton.jit
+def _prepare(z, dz, rstd, high, low, pull, M, D, Q, ZQ, T: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr):
+    """dz r as high + low, (M, QP), ready for the matrix units, and the pull towards each token's own direction."""
+    o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    o_q = tl.arange(0, QP)
+    m_t = o_t < M
+    m = m_t[:, None] & (o_q < Q)[None, :]
+    b_dz = tl.load(dz + o_t[:, None] * ZQ + o_q[None, :], mask=m, other=0.0)
+    b_z = tl.load(z + o_t[:, None] * ZQ + o_q[None, :], mask=m, other=0.0)
+    b_r = tl.load(rstd + o_t, mask=m_t, other=0.0)
+    tl.store(pull + o_t, tl.sum(b_dz * b_z, 1) * b_r * b_r / D, mask=m_t)
+    dzr = b_dz * b_r[:, None]
+    b_high = dzr.to(high.dtype.element_ty)
+    tl.store(high + o_t[:, None] * QP + o_q[None, :], b_high, mask=m_t[:, None])
+    if HALF:
+        b_low = (dzr - b_high.to(tl.float32)).to(low.dtype.element_ty)
+        tl.store(low + o_t[:, None] * QP + o_q[None, :], b_low, mask=m_t[:, None])
+
+
+@triton.jit
 def _score_backward(
-    v, f, z, rstd, dz, g_in, g_out, df, M, D, Q, ZQ, tokens,
+    v, f, high, low, pull, g_in, g_out, df, M, D, Q, tokens,
     HAS_G: tl.constexpr, T: tl.constexpr, BD: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -49,39 +70,45 @@ def _score_backward(
     m_d = o_d < D
     m_q = o_q < Q
     b_f = tl.load(f + o_q[:, None] * D + o_d[None, :], mask=m_q[:, None] & m_d[None, :], other=0.0)
+    if HALF:
+        b_f = b_f.to(v.dtype.element_ty)
     acc = tl.zeros([QP, BD], tl.float32)
     start = tl.program_id(1).to(tl.int64) * tokens
     for i in range(0, tokens, T):
         o_t = start + i + tl.arange(0, T)
         m_t = o_t < M
-        m_tq = m_t[:, None] & m_q[None, :]
         m_td = m_t[:, None] & m_d[None, :]
-        b_dz = tl.load(dz + o_t[:, None] * ZQ + o_q[None, :], mask=m_tq, other=0.0)
-        b_z = tl.load(z + o_t[:, None] * ZQ + o_q[None, :], mask=m_tq, other=0.0)
-        b_r = tl.load(rstd + o_t, mask=m_t, other=0.0)
+        b_high = tl.load(high + o_t[:, None] * QP + o_q[None, :], mask=m_t[:, None], other=0.0)
         b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0)
-        dzr = b_dz * b_r[:, None]
-        pull = tl.sum(b_dz * b_z, 1) * b_r * b_r / D
-        g = -pull[:, None] * b_v.to(tl.float32)
+        g = -tl.load(pull + o_t, mask=m_t, other=0.0)[:, None] * b_v.to(tl.float32)
         if HAS_G:
             g += tl.load(g_in + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
         if HALF:
-            f_high, f_low = split(b_f, b_v.dtype)
-            g = exact_dot(dzr, f_high, g, True)
-            g = tl.dot(dzr.to(b_v.dtype), f_low, g)
+            b_low = tl.load(low + o_t[:, None] * QP + o_q[None, :], mask=m_t[:, None], other=0.0)
+            g = tl.dot(b_high, b_f, g)
+            g = tl.dot(b_low, b_f, g)
+            acc = tl.dot(tl.trans(b_high), b_v, acc)
+            acc = tl.dot(tl.trans(b_low), b_v, acc)
         else:
-            g = exact_dot(dzr, b_f, g, False)
-        acc = exact_dot(tl.trans(dzr), b_v, acc, HALF)
+            b_v = b_v.to(tl.float32)
+            b_high = b_high.to(tl.float32)
+            g = tl.dot(b_high, b_f, g, input_precision="tf32x3")
+            acc = tl.dot(tl.trans(b_high), b_v, acc, input_precision="tf32x3")
         tl.store(g_out + o_t[:, None] * D + o_d[None, :], g.to(g_out.dtype.element_ty), mask=m_td)
     p_df = df + (tl.program_id(1) * Q + o_q[:, None]).to(tl.int64) * D + o_d[None, :]
     tl.store(p_df, acc, mask=m_q[:, None] & m_d[None, :])
 
 
 def _padded(count: int) -> int:
-    return 16 if count <= 16 else 64
+    return max(16, triton.next_power_of_2(count))
 
 
-@torch.library.custom_op("headwater::score", mutates_args=())
+def _fake_score(source, folded, eps):
+    like = {"dtype": torch.float32, "device": source.device}
+    return torch.empty(*source.shape[:-1], len(folded), **like), torch.empty(source.shape[:-1], **like)
+
+
+@operator(_fake_score)
 def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`source` (..., D) and `folded` (Q, D) fp32 to logits (..., Q) and 1/rms (...), both fp32."""
     launches["score"] += 1
@@ -91,18 +118,11 @@ def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rstd = torch.empty(source.shape[:-1], dtype=torch.float32, device=source.device)
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
-        tile = 32
-        _score[(triton.cdiv(rows, tile),)](
-            source, folded[q:], z.view(rows, count)[:, q:], rstd, rows, width, now, count, eps,
-            T=tile, BD=128, QP=_padded(now), HALF=half(source), num_warps=4, num_stages=3,
-        )  # fmt: skip
+        tile, channels, warps, stages = FORWARD
+        constants = {"T": tile, "BD": channels, "QP": _padded(now), "HALF": half(source)}
+        args = (source, folded[q:], z.view(rows, count)[:, q:], rstd, rows, width, now, count, eps)
+        launch(_score, (triton.cdiv(rows, tile),), args, constants, num_warps=warps, num_stages=stages)
     return z, rstd
-
-
-@score.register_fake
-def _(source, folded, eps):
-    like = {"dtype": torch.float32, "device": source.device}
-    return torch.empty(*source.shape[:-1], len(folded), **like), torch.empty(source.shape[:-1], **like)
 
 
 def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
@@ -110,26 +130,38 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
     launches["score_backward"] += 1
     rows, width = rows_of(source)
     count = len(folded)
-    tile, channels = 32, 128
+    tile, channels, warps, stages, waves = BACKWARD
     columns = triton.cdiv(width, channels)
-    ranges = max(1, min(triton.cdiv(rows, tile), 4 * processors(source.device) // columns))
+    ranges = max(1, min(triton.cdiv(rows, tile), waves * processors(source.device) // columns))
     tokens = triton.cdiv(triton.cdiv(rows, ranges), tile) * tile
     ranges = triton.cdiv(rows, tokens)
     df = torch.empty(count, width, dtype=torch.float32, device=source.device)
+    halves = half(source)
+    pull = torch.empty(rows, dtype=torch.float32, device=source.device)
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
+        wide = _padded(now)
+        split_dtype = source.dtype if halves else torch.float32
+        high, low = torch.empty(2, rows, wide, dtype=split_dtype, device=source.device).unbind(0)
+        columns_of = (z.view(rows, count)[:, q:], dz.view(rows, count)[:, q:], rstd)
+        constants = {"T": 32, "QP": wide, "HALF": halves}
+        args = (*columns_of, high, low, pull, rows, width, now, count)
+        launch(_prepare, (triton.cdiv(rows, 32),), args, constants, num_warps=4)
         parts = torch.empty(ranges, now, width, dtype=torch.float32, device=source.device)
         given = gradient if q == 0 else out
-        _score_backward[(columns, ranges)](
-            source, folded[q:], z.view(rows, count)[:, q:], rstd, dz.view(rows, count)[:, q:],
-            source if given is None else given, out, parts, rows, width, now, count, tokens,
-            HAS_G=given is not None, T=tile, BD=channels, QP=_padded(now), HALF=half(source), num_warps=4, num_stages=2,
-        )  # fmt: skip
+        constants = {"HAS_G": given is not None, "T": tile, "BD": channels, "QP": wide, "HALF": halves}
+        args = (source, folded[q:], high, low, pull, source if given is None else given, out, parts)
+        args += (rows, width, now, tokens)
+        launch(_score_backward, (columns, ranges), args, constants, num_warps=warps, num_stages=stages)
         torch.sum(parts, 0, out=df[q : q + now])
     return df
 
 
-@torch.library.custom_op("headwater::score_backward", mutates_args=())
+def _fake_score_backward(source, folded, z, rstd, dz, gradient):
+    return torch.empty_like(source), torch.empty_like(folded)
+
+
+@operator(_fake_score_backward)
 def score_backward(
     source: Tensor, folded: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -137,17 +169,11 @@ def score_backward(
     return out, launch_score_backward(source, folded, z, rstd, dz, gradient, out)
 
 
-@score_backward.register_fake
-def _(source, folded, z, rstd, dz, gradient):
-    return torch.empty_like(source), torch.empty_like(folded)
+def _fake_score_backward_(source, folded, z, rstd, dz, gradient):
+    return torch.empty_like(folded)
 
 
-@torch.library.custom_op("headwater::score_backward_", mutates_args=("gradient",))
+@operator(_fake_score_backward_, mutates=("gradient",))
 def score_backward_(source: Tensor, folded: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor) -> Tensor:
     """As `score_backward`, adding into `gradient` in place."""
     return launch_score_backward(source, folded, z, rstd, dz, gradient, gradient)
-
-
-@score_backward_.register_fake
-def _(source, folded, z, rstd, dz, gradient):
-    return torch.empty_like(folded)
