@@ -27,7 +27,7 @@ def summary(bits: float, **others) -> dict:
 
 
 def text_of(table) -> str:
-    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(table)
     return console.export_text()
 
@@ -47,6 +47,7 @@ def test_rows_have_mean_spread_and_paired_difference(tmp_path):
     shown = text_of(draw(rows, tiny(tmp_path)))
     assert "3.5000 ± 0.7071" in shown
     assert "-0.4000 ± 0.1414" in shown
+    assert "attnres-full" in shown
     assert spread([2.0]) == {"mean": 2.0, "spread": None}
 
 

@@ -246,9 +246,10 @@ def draw(rows: list[dict[str, Any]], config: Config) -> Table:
     seeds = max((len(row["seeds"]) for row in rows), default=0)
     tokens = max((row["tokens"] for row in rows), default=0)
     title = f"{config.train.steps} steps, {tokens:,} tokens, mean ± standard deviation of {seeds} seeds"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("residual", overflow="fold")
-    for name in ("bits/byte", "difference", "params", "FLOPs/tok", "seconds", "MiB"):
+    # Narrow gaps: the table fits 80 columns, and only a residual's name may be folded.
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("residual", overflow="fold", min_width=13)
+    for name in ("bits/byte", "difference", "params", "FLOPs", "seconds", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
