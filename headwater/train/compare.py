@@ -248,6 +248,7 @@ def draw(rows: list[dict[str, Any]], config: Config) -> Table:
     title = f"{config.train.steps} steps, {tokens:,} tokens, mean ± standard deviation of {seeds} seeds"
     # Narrow gaps: the table fits 80 columns, and only a residual's name may be folded.
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.caption = "bits/byte on held-out text; difference to the first row, seed by seed; FLOPs per token"
     table.add_column("residual", overflow="fold", min_width=13)
     for name in ("bits/byte", "difference", "params", "FLOPs", "seconds", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
