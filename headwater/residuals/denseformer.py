@@ -37,7 +37,7 @@ class DenseFormerResidual(LayerwiseResidual):
         self.kept = tuple(_kept(m, summed) for m in range(self.layers + 1))
         self.chosen = {m: tuple(self.kept[m].index(j) for j in sources) for m, sources in summed.items()}
         self.sums = nn.ParameterDict(
-            {self.key(m): nn.Parameter(torch.eye(len(sources))[-1]) for m, sources in summed.items()}
+            {self.key(m): nn.Parameter(torch.eye(len(sources))[-1].clone()) for m, sources in summed.items()}
         )
 
     def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor]:

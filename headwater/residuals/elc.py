@@ -41,7 +41,7 @@ class EveryLayerCountsResidual(LayerwiseResidual):
         reads = self.layers + 1 if variant == "weighted-output" else self.layers
         self.logits = nn.ParameterDict(
             {
-                self.key(m): nn.Parameter(torch.eye(m + 1)[-1] if variant == "base" else torch.zeros(m + 1))
+                self.key(m): nn.Parameter(torch.eye(m + 1)[-1].clone() if variant == "base" else torch.zeros(m + 1))
                 for m in range(1, reads)
             }
         )

@@ -16,7 +16,7 @@ class Connection(nn.Module):
     def __init__(self, dim: int, streams: int, read_from: int, dynamic: bool) -> None:
         super().__init__()
         self.post = nn.Parameter(torch.ones(streams))
-        self.pre = nn.Parameter(torch.eye(streams)[read_from])
+        self.pre = nn.Parameter(torch.eye(streams)[read_from].clone())
         self.res = nn.Parameter(torch.eye(streams))
         self.dynamic = nn.Parameter(torch.zeros(streams + 2, dim)) if dynamic else None
         self.post_scale = nn.Parameter(torch.full((1,), 0.01)) if dynamic else None
