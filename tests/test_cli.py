@@ -1,9 +1,9 @@
 """The command: fast help, precedence of settings, and one message for each thing a user can get wrong."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import asdict, fields, replace
 
 import pytest
@@ -28,25 +28,26 @@ def fails(capsys, *argv: str) -> str:
     return message
 
 
+def processor_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["compare", "--help"], ["generate", "--help"]])
 def test_help_is_fast_and_does_not_import_torch(argv):
+    """Half a second is promised to a user; here it is held in processor time, which other tests do not stretch."""
     program = (
-        "import sys, time; began = time.perf_counter()\n"
+        "import sys\n"
         "from headwater.cli import main\n"
         f"try: main({argv})\n"
         "except SystemExit as exit: assert not exit.code\n"
         "heavy = {'torch', 'numpy', 'transformers', 'triton', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    times = []
-    for _ in range(5):  # the machine may be busy: the best of a few is what the command itself takes
-        began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-        times.append(time.perf_counter() - began)
-        assert done.returncode == 0, done.stderr
-        if times[-1] < 0.5:
-            break
-    assert min(times) < 0.5
+    before = processor_seconds_of_children()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert processor_seconds_of_children() - before < 0.5
     assert "usage: headwater" in done.stdout
 
 
