@@ -94,7 +94,7 @@ def depth_attention(
     """One read over `sources`, N tensors of shape (..., D). With `return_weights`, also the fp32 weights, (N, ..., H).
 
     `norm_weight` folds the reader's RMSNorm (same eps) into the call. `backend`: see `routing`; the kernel reads in one
-    launch where no gradient is asked, and as one score and one mix per source where one is.
+    launch where no gradient is asked.
     """
     check_sources(sources, query, heads)
     if use_triton(backend, *sources, heads=heads) and (query.dim() == 1 or backend == "triton"):

@@ -90,7 +90,7 @@ class _Mix(torch.autograd.Function):
         dg = None
         if ctx.normed and douts[0] is not None:
             x, rstd, norm_weight = saved[:3]
-            dh, dg = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps)
+            dh, dg = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps, False)
             douts = (dh, *douts[1:])
         filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
         dlse = None
@@ -109,10 +109,10 @@ def _gather_into(
 ) -> tuple[Tensor, list[Tensor]]:
     """dz, and for each source its gradient from later reads plus this one's share."""
     if all(g is None for g in later):
-        dz, *made = mix_backward(sources, p, douts, dlse, [])
+        dz, *made = mix_backward(sources, p, douts, dlse, [], False)
     elif torch.compiler.is_compiling():
         given = [torch.zeros_like(v) if g is None else g.contiguous() for g, v in zip(later, sources)]
-        dz, *made = mix_backward(sources, p, douts, dlse, given)
+        dz, *made = mix_backward(sources, p, douts, dlse, given, False)
         return dz, made
     else:
         made = [
@@ -197,6 +197,64 @@ def merge(
     return _Merge.apply(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
 
 
+class _Attend(torch.autograd.Function):
+    """Score and mix in one node, for callers that keep no scores: gradients stay in fp32 until the last downcast."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, folded: Tensor, norm_weight: Tensor | None, eps: float, *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        scores, rstds = zip(*(score_op(source, folded, eps) for source in sources))
+        z = torch.stack(scores, -2)
+        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, eps)
+        ctx.eps, ctx.count, ctx.normed = eps, len(sources), norm_weight is not None
+        ctx.save_for_backward(folded, norm_weight, x, rstd, p, *sources, *scores, *rstds)
+        ctx.set_materialize_grads(False)
+        return (x if ctx.normed else out.new_empty(0)), out, lse, z
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, dout, dlse, dz_given = gradients
+        folded, norm_weight, x, rstd, p, *rest = ctx.saved_tensors
+        count = ctx.count
+        sources, scores, rstds = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        queries, dg = p.shape[-1], None
+        douts = [torch.zeros_like(sources[0], dtype=torch.float32) for _ in range(queries)]
+        if dout is not None:
+            douts[ctx.normed :] = dout.float().unbind(0)
+        if ctx.normed and dx is not None:
+            douts[0], dg = _norm_backward(dx.contiguous(), x, rstd, norm_weight, ctx.eps, sources, scores)
+        dlse = None if dlse is None else dlse.contiguous()
+        dz, *dsources = mix_backward(sources, p, douts, dlse, [], True)
+        dz = dz if dz_given is None else dz + dz_given
+        df = torch.zeros_like(folded)
+        results = []
+        for source, z, r, slope, gradient in zip(sources, scores, rstds, dz.unbind(-2), dsources):
+            made, share = score_backward(source, folded, z, r, slope.contiguous(), gradient)
+            results.append(made)
+            df += share
+        return df, dg, None, *results
+
+
+def _norm_backward(
+    dx: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    eps: float,
+    sources: Sequence[Tensor],
+    scores: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """dh and the weight's gradient, in fp32. An fp16 norm output cannot be inverted: h is mixed again."""
+    if x.dtype != torch.float16:
+        return norm_backward(dx, x, weight, rstd, eps, True)
+    h = mix_op(sources, torch.stack([z[..., :1] for z in scores], -2), None, eps)[2][0].float()
+    normed, d = h * rstd.unsqueeze(-1), dx.float()
+    dg = (d * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    d = d * weight.float()
+    return (d - normed * (d * normed).mean(-1, keepdim=True)) * rstd.unsqueeze(-1), dg
+
+
 def fold(queries: Tensor, key_weights: Tensor | None) -> Tensor:
     return queries.float() if key_weights is None else queries.float() * key_weights.float()
 
@@ -204,10 +262,8 @@ def fold(queries: Tensor, key_weights: Tensor | None) -> Tensor:
 def attend_blocks(
     sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    folded = fold(queries, key_weights)
-    pairs = [score(source.contiguous(), folded, eps) for source in sources]
-    outs, lses, _ = mix([v for v, _ in pairs], torch.stack([z for _, z in pairs], -2))
-    return torch.stack(outs), torch.stack(lses)
+    contiguous = [source.contiguous() for source in sources]
+    return _Attend.apply(fold(queries, key_weights).contiguous(), None, eps, *contiguous)[1:3]
 
 
 def depth_attention(
@@ -220,16 +276,15 @@ def depth_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     if query.dim() != 1:
         raise ValueError(f"backend='triton' takes one query for all tokens, (D,), got {tuple(query.shape)}")
+    contiguous = [source.contiguous() for source in sources]
     inputs = [*sources, query, *(t for t in (key_weight, norm_weight) if t is not None)]
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        contiguous = [source.contiguous() for source in sources]
         x, _, weights = read_op(contiguous, None, query, key_weight, norm_weight, eps, eps, return_weights)
         return (x, weights.unsqueeze(-1)) if return_weights else x
     folded = fold(query, key_weight).unsqueeze(0)
-    pairs = [score(source.contiguous(), folded, eps) for source in sources]
-    z = torch.stack([z for _, z in pairs], -2)
-    outs, _, _ = mix([v for v, _ in pairs], z, norm_weight, eps)
-    return (outs[0], z.softmax(-2).movedim(-2, 0)) if return_weights else outs[0]
+    x, out, _, z = _Attend.apply(folded, norm_weight, eps, *contiguous)
+    x = out[0] if norm_weight is None else x
+    return (x, z.softmax(-2).movedim(-2, 0)) if return_weights else x
 
 
 def decode_read(

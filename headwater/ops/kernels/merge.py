@@ -62,7 +62,7 @@ def _merge(
     tl.store(x + t * D + o_d, h.to(x.dtype.element_ty), mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _merge_backward(
     dx, dtotal, x, total, out, lse, query, key, g, scale, logit, rstd, dp, dout, dlse, parts, M, D, norm_eps,
     MERGE: tl.constexpr, GIVEN: tl.constexpr, OUT: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr,
@@ -130,7 +130,7 @@ def _merge_backward(
         tl.store(parts + (pid * 2 + 1) * D + o_d, dg, mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gather(
     parts, query, key, dquery, dkey, dg, count, D,
     MERGE: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
@@ -259,16 +259,18 @@ def _merge_gradients(dx, query, key_weight, norm_weight):
     return torch.empty_like(dx), torch.empty_like(dx), dlse, torch.empty_like(query), dkey, dg
 
 
-def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps):
-    return torch.empty_like(dx), torch.empty_like(norm_weight)
+def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact):
+    return torch.empty_like(dx, dtype=torch.float32 if exact else dx.dtype), torch.empty_like(norm_weight)
 
 
 @operator(_fake_norm_backward)
-def norm_backward(dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of a folded RMSNorm's input and weight, from its output."""
+def norm_backward(
+    dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a folded RMSNorm's input and weight, from its output. exact: the input's in fp32."""
     launches["norm_backward"] += 1
     rows, width = rows_of(dx)
-    dh, dg = torch.empty_like(dx), torch.empty_like(norm_weight)
+    dh, dg = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact)
     flags = {"MERGE": False, "KEY": False, "NORM": True}
     args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, rstd, dh, dh, rstd)
     _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)

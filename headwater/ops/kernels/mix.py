@@ -23,7 +23,7 @@ TILES = 2  # of 256 channels that a warp of the backward has under way
 MAX_QUERIES, MAX_QUERIES_BACKWARD = 16, 8  # per launch, since a token's sums stay in registers; more read again
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "S"])
 def _softmax(z, p, lse, M, N, S, T: tl.constexpr, SP: tl.constexpr):
     o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     o_s = tl.arange(0, SP)
@@ -60,7 +60,7 @@ def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.con
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "PS"])
 def _mix(
     table, p, out, x, rstd, g, M, N, PS, D, eps,
     S: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, VECTOR: tl.constexpr,
@@ -103,13 +103,14 @@ def gain(g, dtype: tl.constexpr):
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "PS", "s0"])
 def _mix_backward(
-    table, p, dlse, dz, like, M, N, PS, D, s0,
+    table, p, dlse, dz, like, grad, dout, M, N, PS, D, s0,
     S: tl.constexpr, SP: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
     BD: tl.constexpr, TILES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     # table: the addresses of N sources, N incoming gradients (with FRESH: none), N outgoing ones, and all PS douts.
+    # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
     # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
     t = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, SP)
@@ -117,12 +118,12 @@ def _mix_backward(
     dz += t * N * PS + s0
     douts = ()
     for s in tl.static_range(S):
-        douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, like, VECTOR),)
+        douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, dout, VECTOR),)
     delta = tl.zeros([SP], tl.float32)
     for n in range(N):
         p_v = row_pointer(table, n, t, D, like, VECTOR)
-        p_in = row_pointer(table, N + n, t, D, like, VECTOR)
-        p_out = row_pointer(table, 2 * N + n, t, D, like, VECTOR)
+        p_in = row_pointer(table, N + n, t, D, grad, VECTOR)
+        p_out = row_pointer(table, 2 * N + n, t, D, grad, VECTOR)
         dots = ()
         weights = ()
         for s in tl.static_range(S):
@@ -149,7 +150,7 @@ def _mix_backward(
                     grown = grown + (dots[s] + d * b_v,)
                     share += weights[s] * d
                 dots = grown
-                tl.store(p_out + o_d + k * BD, share.to(like.dtype.element_ty), mask=m)
+                tl.store(p_out + o_d + k * BD, share.to(grad.dtype.element_ty), mask=m)
         u = tl.zeros([SP], tl.float32)
         for s in tl.static_range(S):
             u = tl.where(o_s == s, tl.sum(dots[s], 0), u)
@@ -232,13 +233,15 @@ def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing) -> Tensor:
             "S": now, "SP": triton.next_power_of_2(now), "FRESH": not given, "HAS_LSE": dlse is not None,
             "BD": 256, "TILES": TILES, "VECTOR": vectorised(width, *sources, *outgoing, *douts, *incoming),
         }  # fmt: skip
-        args = (table, p, p if dlse is None else dlse, dz, sources[0], rows, count, queries, width, s)
+        args = (table, p, p if dlse is None else dlse, dz, sources[0], outgoing[0], douts[0])
+        args += (rows, count, queries, width, s)
         launch(_mix_backward, (rows,), args, constants, num_warps=1)
     return dz
 
 
-def _fake_mix_backward(sources, p, douts, dlse, gradients):
-    return [torch.empty_like(p), *(torch.empty_like(source) for source in sources)]
+def _fake_mix_backward(sources, p, douts, dlse, gradients, exact):
+    dtype = torch.float32 if exact else sources[0].dtype
+    return [torch.empty_like(p), *(torch.empty_like(source, dtype=dtype) for source in sources)]
 
 
 @operator(_fake_mix_backward)
@@ -248,9 +251,10 @@ def mix_backward(
     douts: Sequence[Tensor],
     dlse: Tensor | None,
     gradients: Sequence[Tensor],
+    exact: bool,
 ) -> list[Tensor]:
-    """[dz, *dv]. `gradients`: what the sources have gathered from later reads; empty means none."""
-    outgoing = [torch.empty_like(source) for source in sources]
+    """[dz, *dv]. `gradients`: what the sources have gathered from later reads; empty means none. exact: dv in fp32."""
+    outgoing = _fake_mix_backward(sources, p, douts, dlse, gradients, exact)[1:]
     return [launch_mix_backward(sources, p, douts, dlse, gradients, outgoing), *outgoing]
 
 

@@ -41,7 +41,7 @@ def _absorb(v, f, top, total, acc, D, eps, TOGETHER: tl.constexpr):
     return z, new, total * keep + w, acc * keep + w * v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N"])
 def _read(
     table, y, query, key, g, x, summed, weights, M, N, D, eps, norm_eps,
     PENDING: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr, WEIGHTS: tl.constexpr,

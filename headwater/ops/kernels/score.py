@@ -21,7 +21,7 @@ BACKWARD = (64, 128, 4, 2, 4)  # the same, and programs a multiprocessor
 MAX_QUERIES = 64  # per launch; more queries read the source again
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "Q", "ZQ"])
 def _score(v, f, z, rstd, M, D, Q, ZQ, eps, T: tl.constexpr, BD: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr):
     o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     o_q = tl.arange(0, QP)
@@ -41,7 +41,7 @@ def _score(v, f, z, rstd, M, D, Q, ZQ, eps, T: tl.constexpr, BD: tl.constexpr, Q
     tl.store(z + o_t[None, :] * ZQ + o_q[:, None], acc * r[None, :], mask=m_t[None, :] & (o_q < Q)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "Q", "ZQ"])
 def _prepare(z, dz, rstd, high, low, pull, M, D, Q, ZQ, T: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr):
     """dz r as high + low, (M, QP), ready for the matrix units, and the pull towards each token's own direction."""
     o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
@@ -60,7 +60,7 @@ def _prepare(z, dz, rstd, high, low, pull, M, D, Q, ZQ, T: tl.constexpr, QP: tl.
         tl.store(low + o_t[:, None] * QP + o_q[None, :], b_low, mask=m_t[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "Q", "tokens"])
 def _score_backward(
     v, f, high, low, pull, g_in, g_out, df, M, D, Q, tokens,
     HAS_G: tl.constexpr, T: tl.constexpr, BD: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr,

@@ -1,0 +1,125 @@
+"""The ways to run one stack of sublayers (RMSNorm, then a square Linear): ours, plain, and what others offer.
+
+Every arm is a module that maps (tokens, D) to (tokens, D) through `sublayers` sublayers and a final norm, with the same
+weights. Peers read all sources at every sublayer, as their interfaces ask.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwater.ops import depth_attention
+from headwater.residuals import build
+
+EPS = 1e-6
+
+
+class Stack(nn.Module):
+    """Sublayers behind a headwater residual."""
+
+    def __init__(self, spec: str, dim: int, sublayers: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=EPS) for _ in range(sublayers + 1))
+        self.linears = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(sublayers))
+        self.residual = build(spec, dim, sublayers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.residual.begin(x)
+        for i, linear in enumerate(self.linears):
+            h, state = self.residual.read(state, i, norm=self.norms[i])
+            state = self.residual.write(state, i, linear(h))
+        return self.residual.end(state, norm=self.norms[-1])
+
+
+class ReadEverySublayer(Stack):
+    """The same network where each sublayer reads all its sources through `read(sources, query, key_weight, norm)`."""
+
+    def __init__(self, spec: str, dim: int, sublayers: int, read: Callable[..., Tensor]) -> None:
+        super().__init__(spec, dim, sublayers)
+        self.read_sources = read
+
+    def _read(self, sources: list[Tensor], i: int) -> Tensor:
+        if len(sources) == 1:
+            return self.norms[i](sources[0])
+        parameters = self.residual.reads[str(i)]
+        return self.read_sources(sources, parameters.query, parameters.key_weight, self.norms[i].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.residual.block
+        sources = [x]
+        for i, linear in enumerate(self.linears):
+            y = linear(self._read(sources, i))
+            sources = [*sources[:-1], sources[-1] + y] if i % block else [*sources, y]
+        return self._read(sources, len(self.linears))
+
+
+def fla_read(level: int) -> Callable[..., Tensor]:
+    from fla.ops.attnres import fused_attnres
+
+    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor) -> Tensor:
+        shaped = [source.unsqueeze(0) for source in sources]  # (B, T, D)
+        read = fused_attnres(query, shaped, key_weight, norm_weight, rms_eps=EPS, checkpoint_level=level)
+        return (read[0] if isinstance(read, tuple) else read).squeeze(0)
+
+    return read
+
+
+def liger_read() -> Callable[..., Tensor]:
+    from liger_kernel.transformers.functional import liger_attn_res
+
+    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor) -> Tensor:
+        stack = torch.stack(sources).unsqueeze(1)  # (N, B, T, D)
+        mixed = liger_attn_res(stack, query, key_weight, EPS).squeeze(0)
+        return F.rms_norm(mixed, mixed.shape[-1:], norm_weight, EPS)
+
+    return read
+
+
+def fast_attnres_read() -> Callable[..., Tensor]:
+    from attnres import attnres
+
+    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor) -> Tensor:
+        mixed = attnres([source.unsqueeze(0) for source in sources], query * key_weight, eps=EPS).squeeze(0)
+        return F.rms_norm(mixed, mixed.shape[-1:], norm_weight, EPS)
+
+    return read
+
+
+def reference_read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor) -> Tensor:
+    return depth_attention(sources, query, key_weight, norm_weight=norm_weight, eps=EPS, backend="reference")
+
+
+def arm(name: str, spec: str, dim: int, sublayers: int) -> nn.Module:
+    """A module in bf16 on the GPU; names ending in '-compiled' go through torch.compile."""
+    base, compiled = name.removesuffix("-compiled"), name.endswith("-compiled")
+    peers = {
+        "fla-0": lambda: fla_read(0),
+        "fla-1": lambda: fla_read(1),
+        "liger": liger_read,
+        "fast-attnres": fast_attnres_read,
+        "pytorch": lambda: reference_read,
+    }
+    module: nn.Module
+    if base in ("plain", "headwater"):
+        module = Stack("standard" if base == "plain" else spec, dim, sublayers)
+    else:
+        module = ReadEverySublayer(spec, dim, sublayers, peers[base]())
+    fill(module)
+    module = module.to("cuda", torch.bfloat16)
+    return torch.compile(module) if compiled else module
+
+
+def fill(module: nn.Module, seed: int = 0) -> None:
+    """The same draw for every arm: linears keep their scale, queries and key weights leave their start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            draw = torch.randn(parameter.shape, generator=generator)
+            if "linears" in name:
+                parameter.copy_(draw * parameter.shape[-1] ** -0.5)
+            elif "query" in name:
+                parameter.copy_(draw * 0.02)
+            else:
+                parameter.copy_(1 + 0.1 * draw)

@@ -1,0 +1,86 @@
+"""Timing on one GPU: medians of events, replays of a captured graph, copy bandwidth, and where a number came from."""
+
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def times(function: Callable[[], Any], repeats: int = 15, warmup: int = 3) -> dict[str, float]:
+    """Median, p20 and p80 of `function` in milliseconds."""
+    for _ in range(warmup):
+        function()
+    measured = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        measured.append(start.elapsed_time(end))
+    measured.sort()
+    return {
+        "ms": measured[len(measured) // 2],
+        "p20": measured[len(measured) // 5],
+        "p80": measured[-len(measured) // 5],
+    }
+
+
+def graph_times(function: Callable[[], Any], repeats: int = 15) -> dict[str, float]:
+    """The same for replays of a CUDA graph of `function`: what the device needs, whatever the host does."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    measured = times(graph.replay, repeats)
+    del graph
+    return measured
+
+
+def cold_start(function: Callable[[], Any]) -> float:
+    """Seconds of a first call, compilation included."""
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_gib(function: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def copy_bandwidth(gib: int = 2) -> float:
+    """TB/s of a large device-to-device copy, bytes read plus bytes written."""
+    source = torch.empty(gib << 29, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 2 / times(lambda: target.copy_(source))["ms"] / 1e9
+
+
+def provenance(command: str) -> dict[str, Any]:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    import triton
+
+    return {
+        "command": command,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+    }

@@ -1,0 +1,217 @@
+"""The kernels under Triton's interpreter: a small set, on CPU tensors. tests/test_kernels_gpu.py has the full grid."""
+
+import pytest
+import torch
+from kernel_cases import draw, error, poisoned, read, run, two_phases, worst
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from headwater.ops import attend_blocks, depth_attention, fused
+from headwater.ops.kernels.common import launches
+from headwater.residuals import build
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the grid of test_kernels_gpu instead")
+
+CASES = [
+    (1, 24, 3, torch.float32),  # one source
+    (2, 123, 2, torch.float32),  # a width that no tile divides
+    (17, 16, 2, torch.float32),  # more sources than one launch writes addresses for
+    (4, 40, 3, torch.bfloat16),
+    (3, 40, 3, torch.float16),  # range too small to invert a norm: another path
+]
+
+
+@pytest.mark.parametrize(("count", "dim", "tokens", "dtype"), CASES)
+@pytest.mark.parametrize("function", [read, two_phases])
+def test_error_is_at_most_twice_plain_pytorchs(function, count, dim, tokens, dtype):
+    limit = 4 if dtype == torch.bfloat16 else 1  # the interpreter truncates to bf16 where a GPU rounds
+    assert worst(function, count + (function is two_phases), dim, tokens, dtype, "cpu") <= limit
+
+
+def test_the_inference_read_agrees_and_gives_weights():
+    sources, queries, keys, norm = draw(4, 40, 3, torch.float32, "cpu")
+    with torch.no_grad(), poisoned():
+        ours = depth_attention(sources, queries[0], keys[0], norm_weight=norm, backend="triton", return_weights=True)
+    expected = depth_attention(sources, queries[0], keys[0], norm_weight=norm, backend="reference", return_weights=True)
+    for mine, other in zip(ours, expected):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+def test_decoding_adds_mixes_and_norms_in_one_launch():
+    sources, queries, keys, norm = draw(3, 24, 2, torch.float32, "cpu")
+    y = torch.randn(2, 24)
+    before = launches["read"]
+    x, last = fused.decode_read(sources, y, queries[0], keys[0], norm)
+    assert launches["read"] == before + 1
+    expected = depth_attention([*sources[:-1], sources[-1] + y], queries[0], keys[0], norm_weight=norm)
+    torch.testing.assert_close(x, expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(last, sources[-1] + y)
+
+
+def test_more_queries_than_one_launch_holds():
+    sources, _, _, _ = draw(2, 16, 2, torch.float32, "cpu")
+    for source in sources:
+        source.requires_grad_()
+    queries = (torch.randn(70, 16) * 0.3).requires_grad_()  # scores take 64 a launch, mixing 16 and 8
+    results = [attend_blocks(sources, queries, backend=backend) for backend in ("triton", "reference")]
+    seeds = [torch.randn_like(t) for t in results[0]]
+    gradients = [torch.autograd.grad(r, [*sources, queries], seeds) for r in results]
+    for mine, other in zip([*results[0], *gradients[0]], [*results[1], *gradients[1]]):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("value", [80.0, -80.0])
+def test_extremes_stay_finite(value):
+    hostile = [torch.zeros(2, 16), torch.full((2, 16), 1e4), torch.randn(2, 16) * 1e-4, torch.randn(2, 16)]
+    queries, keys, norm = torch.full((2, 16), value / 4), torch.ones(2, 16), torch.ones(16)
+    results, _ = run(two_phases, [*hostile, queries, keys, norm], "triton", torch.float32)
+    assert all(t.isfinite().all() for t in results)
+
+
+def test_a_norm_weight_of_zero_has_its_gradient():
+    sources, queries, keys, norm = draw(3, 24, 3, torch.float32, "cpu")
+    norm[::5] = 0.0
+    inputs = [*sources, queries, keys, norm]
+    ours, seeds = run(two_phases, inputs, "triton", torch.float32)
+    expected, _ = run(two_phases, inputs, "reference", torch.float32, seeds)
+    for mine, other in zip(ours, expected):
+        assert error(mine, other.double()) < 1e-5
+
+
+def test_a_source_that_others_use_keeps_its_gradient():
+    """The threaded gradient is added to in place only where nobody else holds it."""
+    torch.manual_seed(0)
+    source, other = (torch.randn(2, 16, requires_grad=True) for _ in range(2))
+    folded, z = torch.randn(2, 16, requires_grad=True), torch.randn(2, 1, 1)
+
+    def graph(thread):
+        inner = source * 1.0
+        v, scores = thread(inner)
+        outs, _, (w,) = fused.mix([v], scores.unsqueeze(-2)) if thread is scored else plain_mix(v, scores)
+        both = w + other  # one gradient tensor for w and other
+        (out,), _, (u,) = fused.mix([w], z) if thread is scored else plain_mix(w, z.squeeze(-2))
+        return (both * 2).sum() + (u * 3).sum() + sum(o.square().sum() for o in outs) + out.sum() + (v * inner).sum()
+
+    def scored(v):
+        return fused.score(v, folded, 1e-6)
+
+    def plain(v):
+        return v, (v @ folded.T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+
+    def plain_mix(v, scores):
+        return tuple(v * 1.0 for _ in range(scores.shape[-1])), None, (v,)
+
+    leaves = [source, other, folded]
+    ours = torch.autograd.grad(graph(scored), leaves)
+    expected = torch.autograd.grad(graph(plain), leaves, allow_unused=True)
+    for mine, its in zip(ours[:2], expected[:2]):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+
+
+class Net(nn.Module):
+    def __init__(self, spec, dim=24, sublayers=7):
+        super().__init__()
+        torch.manual_seed(1)
+        self.residual = build(spec, dim, sublayers)
+        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-6) for _ in range(sublayers + 1))
+        self.linears = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(sublayers))
+        for p in (*self.residual.parameters(), *self.norms.parameters()):
+            nn.init.normal_(p, mean=0.5, std=0.5)
+
+    def step(self, i, *state):
+        x, state = self.residual.read(state, i, norm=self.norms[i])
+        return self.residual.write(state, i, self.linears[i](x))
+
+    def forward(self, x):
+        state = self.residual.begin(x)
+        for i in range(len(self.linears)):
+            state = self.step(i, *state)
+        return self.residual.end(state, norm=self.norms[-1])
+
+
+def results_of(net, forward=None):
+    generator = torch.Generator().manual_seed(3)
+    x, seed = (torch.randn(2, 24, generator=generator) for _ in range(2))
+    x.requires_grad_()
+    net.zero_grad()
+    out = (net if forward is None else forward)(x)
+    out.backward(seed)
+    return [out.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-block:block=7", "attnres-full"])
+def test_the_fused_residual_equals_the_reference(spec):
+    extend = "," if ":" in spec else ":"
+    expected = results_of(Net(f"{spec}{extend}backend=reference"))
+    net = Net(f"{spec}{extend}backend=triton")
+    before = sum(launches.values())
+    ours = results_of(net)
+    assert sum(launches.values()) > before
+    for mine, other in zip(ours, expected, strict=True):
+        assert error(mine, other.double()) < 2e-5
+    step = net.step
+    for reentrant in (False, True):
+        net.step = lambda *a, reentrant=reentrant: checkpoint(step, *a, use_reentrant=reentrant)
+        assert all(torch.equal(a, b) for a, b in zip(ours, results_of(net)))
+
+
+def test_the_fused_residual_compiles_without_a_break():
+    net = Net("attnres-block:block=3,backend=triton")
+    ours = results_of(net)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for mine, other in zip(results_of(net, compiled), ours, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+def test_settling_gives_back_the_plain_state():
+    fast, slow = (build(f"attnres-block:block=3,backend={b}", 16, 7) for b in ("triton", "reference"))
+    slow.load_state_dict(fast.state_dict())
+    one, two = (r.begin(torch.ones(2, 16)) for r in (fast, slow))
+    for i in range(7):
+        assert len(fast.settle(one, i)) == len(two) == fast.num_sources(i)
+        for mine, other in zip(fast.settle(one, i), two):
+            torch.testing.assert_close(mine, other)
+        torch.testing.assert_close(fast.weights(one, i), slow.weights(two, i))
+        _, one = fast.read(one, i)
+        _, two = slow.read(two, i)
+        y = torch.randn(2, 16)
+        one, two = fast.write(one, i, y), slow.write(two, i, y)
+
+
+def test_the_backend_asked_for_runs_or_raises():
+    sources = [torch.randn(2, 8) for _ in range(2)]
+    before = dict(launches)
+    depth_attention(sources, torch.zeros(8))
+    assert dict(launches) == before  # auto on CPU: the reference
+    depth_attention(sources, torch.zeros(8), backend="triton")
+    assert launches["read"] == before.get("read", 0) + 1
+    with pytest.raises(ValueError, match=r"2 heads"):
+        depth_attention(sources, torch.zeros(8), heads=2, backend="triton")
+    with pytest.raises(ValueError, match=r"\(2, 8\), torch.float64"):
+        depth_attention([s.double() for s in sources], torch.zeros(8), backend="triton")
+    with pytest.raises(ValueError, match=r"float32 on cpu and torch.bfloat16"):
+        depth_attention([sources[0], sources[1].bfloat16()], torch.zeros(8), backend="triton")
+    with pytest.raises(ValueError, match="width 40000"):
+        depth_attention([torch.zeros(1, 40000)], torch.zeros(40000), backend="triton")
+
+
+def test_operators_are_well_registered():
+    v, folded, g = torch.randn(2, 16), torch.randn(3, 16), torch.ones(16)
+    ops = torch.ops.headwater
+    z, rstd = ops.score(v, folded, 1e-6)
+    x, r, out, lse, p = ops.mix([v, v.clone()], torch.stack([z, z], -2), g, 1e-6)
+    checks = [
+        (ops.score.default, (v, folded, 1e-6)),
+        (ops.score_backward.default, (v, folded, z, rstd, z.clone(), None)),
+        (ops.score_backward_.default, (v, folded, z, rstd, z.clone(), v.clone())),
+        (ops.mix.default, ([v, v.clone()], torch.stack([z, z], -2), g, 1e-6)),
+        (ops.mix_backward.default, ([v, v.clone()], p, [v.clone() for _ in range(3)], lse.clone(), [], False)),
+        (ops.mix_backward_.default, ([v, v + 1], p, [v.clone() for _ in range(3)], None, [v.clone(), v.clone()])),
+        (ops.merge.default, (v, None, out[0].clone(), lse[1].clone(), g.clone(), None, g, 1e-6, 1e-6)),
+        (ops.norm_backward.default, (v, x, g, r, 1e-6, True)),
+        (ops.read.default, ([v, v.clone()], None, g.clone(), None, g, 1e-6, 1e-6, True)),
+    ]
+    for operator, arguments in checks:
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
