@@ -67,7 +67,17 @@ class ReportFlags:
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, or a comparison's folder."""
     out: Path | None = None
-    """The file to write; defaults to report.html in the first folder."""
+    """The file to write; by default report.html, or matrix.html, in the first folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualsFlags:
+    residuals: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Names, with options if you like; all of them by default."""
+    dim: int = 128
+    layers: int = 12
+    markdown: bool = False
+    """As a Markdown table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +135,28 @@ def report(argv: list[str]) -> None:
     say(f"Report: {make_report(list(flags.folders), flags.out)}")
 
 
+def matrix(argv: list[str]) -> None:
+    """Write one HTML page with the depth-mixing maps of runs side by side, and their measures."""
+    flags = parse(ReportFlags, argv, matrix)
+    with user_values():
+        from headwater.analyze.matrix import write_matrix
+
+        say(f"Matrices: {write_matrix(list(flags.folders), flags.out)}")
+
+
+def residuals(argv: list[str]) -> None:
+    """Print every residual: formula, parameters, stored activations, traffic, and how it starts."""
+    flags = parse(ResidualsFlags, argv, residuals)
+    with user_values():
+        from headwater.analyze.table import markdown, print_table, residual_table
+
+        rows = residual_table(flags.residuals or None, dim=flags.dim, layers=flags.layers)
+        if flags.markdown:
+            say(markdown(rows).rstrip())
+        else:
+            print_table(rows)
+
+
 def generate(argv: list[str]) -> None:
     """Continue a prompt with a trained model."""
     flags = parse(GenerateFlags, argv, generate)
@@ -163,6 +195,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "compare": compare,
     "report": report,
+    "matrix": matrix,
+    "residuals": residuals,
     "generate": generate,
     "demo": demo,
 }

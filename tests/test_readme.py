@@ -35,5 +35,14 @@ def test_shell_blocks_run(tmp_path):
     assert (tmp_path / "runs/family/report.html").exists()
 
 
+def test_the_table_of_residuals_is_the_one_the_code_prints():
+    """After a change: headwater residuals --markdown, between the two marks."""
+    from headwater.analyze.table import markdown, residual_table
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    printed = readme.split("<!-- residuals:begin -->\n")[1].split("<!-- residuals:end -->")[0]
+    assert printed == markdown(residual_table())
+
+
 def test_every_language_is_known():
     assert {language for language, _ in BLOCKS} == {"python", "bash"}

@@ -69,25 +69,29 @@ def first_colour(groups: list[Group]) -> int:
     return 0 if groups[0].baseline is groups[0] else 1
 
 
-def fill_template(groups: list[Group], data: dict[str, Any], notes: list[str] | None = None) -> str:
+def fill_template(groups: list[Group], data: dict[str, Any], notes: list[str] | None = None, **other: str) -> str:
+    """The page. `other` replaces the words and the table of the report by those of another view of the same groups."""
     files = resources.files("headwater.analyze")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    words = {
+        "view": "report",
+        "results": "Results",
+        "title": text(headline(groups)),
+        "heading": " ".join(f"<span>{text(word)}</span>" for word in headline(groups).split()),  # no break inside
+        "findings": paragraphs("finding", findings(groups)),
+        "facts": facts(groups),
+        "table": table(groups),
+        "caption": text(caption(groups)),
+        "notes": listing("notes", [*(notes or []), *page_notes(groups)]),
+        "runs": run_rows(groups),
+        "made": text(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
+    }
     return Template(files.joinpath("report.html").read_text(encoding="utf-8")).substitute(
         policy=f"default-src 'none'; img-src data:; style-src '{digest(style)}'; script-src '{digest(script)}'",
         style=style,
         script=script,
         data=json_island(data),
-        title=text(headline(groups)),
-        heading=" ".join(
-            f"<span>{text(word)}</span>" for word in headline(groups).split()
-        ),  # words do not break inside
-        findings=paragraphs("finding", findings(groups)),
-        facts=facts(groups),
-        table=table(groups),
-        caption=text(caption(groups)),
-        notes=listing("notes", [*(notes or []), *page_notes(groups)]),
-        runs=run_rows(groups),
-        made=text(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        **(words | other),
     )
 
 
@@ -220,9 +224,12 @@ def table_row(group: Group, colour: int, best: bool) -> str:
         cell(duration(mean(group, "seconds")), ratio(group, base, "seconds")),
         cell(memory(mean(group, "peak_memory_bytes")), ratio(group, base, "peak_memory_bytes")),
     ]
+    return f'<tr><th scope="row">{row_name(group, colour)}<small>{text(seeds)}</small></th>{"".join(cells)}</tr>'
+
+
+def row_name(group: Group, colour: int) -> str:
     again = " again" * (colour > 7)
-    name = f'<i class="key c{colour % 8}{again}"></i><code>{breakable(group.label)}</code><small>{text(seeds)}</small>'
-    return f'<tr><th scope="row">{name}</th>{"".join(cells)}</tr>'
+    return f'<i class="key c{colour % 8}{again}"></i><code>{breakable(group.label)}</code>'
 
 
 def breakable(name: str) -> str:

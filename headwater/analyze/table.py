@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,12 +41,28 @@ def residual_table(specs: Iterable[str] | None = None, *, dim: int = 128, layers
     return [_row(spec, dim, 2 * layers) for spec in (names() if specs is None else specs)]
 
 
+def print_table(rows: Sequence[Row]) -> None:
+    """To the terminal, the formula on a line of its own: nothing is cut at eighty columns."""
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="in units of the width D, per sublayer (stored: in all)")
+    table.add_column("residual", overflow="fold")
+    for name in ("parameters", "stored", "traffic", "eager", "at start"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        numbers = (f"{x:.3g}" for x in (row.parameters, row.stored, row.least, row.eager))
+        table.add_row(row.name, *numbers, row.at_start)
+    console.print(table)
+    for row in rows:
+        console.print(f"[bold]{escape(row.name)}[/]  {escape(row.formula)}", soft_wrap=True)
+
+
 def markdown(rows: Sequence[Row]) -> str:
     head = "| residual | formula | parameters / D | stored / D | traffic / D, fused | eager | at start |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     for row in rows:
         numbers = " | ".join(f"{x:.3g}" for x in (row.parameters, row.stored, row.least, row.eager))
-        lines.append(f"| `{row.name}` | `{row.formula}` | {numbers} | {row.at_start} |")
+        formula = row.formula.replace("|", "\\|")  # a bar would end the cell, in code too
+        lines.append(f"| `{row.name}` | `{formula}` | {numbers} | {row.at_start} |")
     return "\n".join(lines) + "\n"
 
 

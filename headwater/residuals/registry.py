@@ -40,7 +40,8 @@ def register(name: str, **fixed: Any) -> Callable[[R], R]:
 
 
 def names() -> tuple[str, ...]:
-    return tuple(_entries)
+    """Every registered name, the plain residual first."""
+    return tuple(sorted(_entries, key=lambda name: (name != "standard", name)))
 
 
 def entry(name: str) -> Entry:

@@ -1,0 +1,72 @@
+"""The depth-mixing maps of runs side by side on one page, with the measures of each: a view of the report."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.analyze import measures
+from headwater.analyze.groups import Group, group_runs
+from headwater.analyze.report import cell, fill_template, first_colour, paragraphs, payload, row_name, text
+from headwater.analyze.runs import find_runs, read_run
+from headwater.residuals import build
+
+COLUMNS = ("Residual", "Mixes", "Row sum", "Entropy", "Effective sources", "Effective depth", "Rank across depth")
+FINDING = (
+    "Every residual here is linear in its sources once its weights are fixed: what a sublayer reads is a row of "
+    "weights over the embedding and all earlier outputs. These are the rows, averaged over tokens and seeds."
+)
+CAPTION = (
+    "Measures of the averaged map: means over reads; entropy in nats; effective depth is the mean distance in "
+    "sublayers to what is read; rank across depth is the largest rank of the map below a cut, at most n for n streams. "
+    "Mixes: one weight for all channels, one per channel (the map shows their mean), or a matrix (its diagonal)."
+)
+
+
+def write_matrix(folders: list[Path], out: Path | None = None) -> Path:
+    """Write the page of run folders and comparison folders to `out` (default: matrix.html in the first folder)."""
+    groups = group_runs([read_run(folder) for folder in find_runs([Path(folder) for folder in folders])])
+    data = payload(groups, points=1, frames=1, digits=4)
+    page = fill_template(
+        groups,
+        data,
+        view="matrix",
+        results="Measures",
+        title="Depth-mixing matrices",
+        heading="Who reads whom",
+        findings=paragraphs("finding", [FINDING]),
+        table=measure_table(groups, data),
+        caption=text(CAPTION),
+    )
+    out = Path(folders[0]) / "matrix.html" if out is None else Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    return out
+
+
+def measure_table(groups: list[Group], data: dict[str, Any]) -> str:
+    head = "".join(f'<th scope="col">{text(name)}</th>' for name in COLUMNS)
+    rows = []
+    for colour, (group, drawn) in enumerate(zip(groups, data["groups"]), first_colour(groups)):
+        triangle = drawn["depth"] and drawn["depth"]["frames"][-1]["mixing"]
+        cells = [cell("—") for _ in COLUMNS[1:]] if not triangle else measured(group, square(triangle))
+        rows.append(f'<tr><th scope="row">{row_name(group, colour)}</th>{"".join(cells)}</tr>')
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def measured(group: Group, matrix: Tensor) -> list[str]:
+    means = (measures.row_sums, measures.entropy, measures.effective_sources, measures.effective_depth)
+    mixes = build(group.residual, int(group.runs[0].config["model"]["dim"]), len(matrix) - 1).mixes
+    numbers = [f"{measure(matrix).mean().item():.2f}" for measure in means]
+    rank = int(measures.semiseparable_rank(matrix, tolerance=1e-2))
+    return [cell(mixes), *(cell(value) for value in numbers), cell(str(rank))]
+
+
+def square(triangle: list[float | None]) -> Tensor:
+    """The lower triangle that a record keeps row after row, as a matrix."""
+    size = int((2 * len(triangle)) ** 0.5)
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    rows, columns = torch.tril_indices(size, size)
+    matrix[rows, columns] = torch.tensor([0.0 if value is None else value for value in triangle], dtype=torch.float64)
+    return matrix

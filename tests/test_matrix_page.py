@@ -1,0 +1,61 @@
+"""The page of depth-mixing maps: the measures it prints are those of the recorded matrices."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from runfolder import make_comparison, make_run
+
+from headwater.analyze.matrix import square, write_matrix
+from headwater.cli import main
+from headwater.errors import UserError
+
+
+def words_of(page):
+    return " ".join(re.sub(r"<[^>]+>", " ", re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)).split())
+
+
+def test_a_triangle_becomes_its_matrix():
+    assert square([1.0, 2.0, 3.0, 4.0, None, 6.0]).tolist() == [[1, 0, 0], [2, 3, 0], [4, 0, 6]]
+
+
+def test_measures_are_those_of_the_recorded_maps(tmp_path):
+    folder = make_comparison(tmp_path / "compare", ["standard", "attnres-block"], [0], layers=2, steps=20)
+    page = write_matrix([folder])
+    assert page == folder / "matrix.html"
+    words = words_of(page.read_text())
+    # Five rows of ones: sums 1 to 5, entropies log 1 to log 5, distances 0 to 2, and one stream carries everything.
+    assert "standard scalar 3.00 0.96 3.00 1.00 1 " in words
+    lines = (folder / "runs/1-seed0/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if '"depth"' in line][-1]["mixing"]
+    total = sum(sum(row[: r + 1]) for r, row in enumerate(rows)) / len(rows)
+    assert f"attnres-block scalar {total:.2f} " in words
+
+
+def test_a_run_without_depth_records_has_a_row_all_the_same(tmp_path):
+    make_run(tmp_path / "bare", depth=False)
+    assert "standard — — — — — —" in words_of(write_matrix([tmp_path / "bare"], tmp_path / "m.html").read_text())
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UserError):
+        write_matrix([tmp_path])
+    assert main(["matrix", str(tmp_path)]) == 1
+
+
+def test_the_residuals_command_prints_each_asked_for(capsys):
+    assert main(["residuals", "highway", "attnres-block:block=2", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "| `highway` |" in out
+    assert "| `attnres-block:block=2` |" in out
+    assert main(["residuals", "highvay"]) == 1
+    assert "Did you mean 'highway'?" in capsys.readouterr().err
+
+
+def test_the_residuals_table_fits_eighty_columns():
+    command = [sys.executable, "-m", "headwater.cli", "residuals", "standard", "mhc"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env={"COLUMNS": "80"}).stdout
+    assert all(len(line) <= 80 for line in out.splitlines()[:6])
+    assert "Sinkhorn" in out
