@@ -20,7 +20,9 @@ def write_corpus(folder: Path) -> Path:
 
 
 def tiny(folder: Path, *, residual: str = "attnres-block:block=2", optimizer: str = "adamw", **train: Any) -> Config:
-    model = ModelSettings(residual=residual, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=32, context=32, tie_embeddings=True)
+    model = ModelSettings(
+        residual=residual, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=32, context=32, tie_embeddings=True
+    )
     data = DataSettings(source=(str(write_corpus(folder)),), cache=str(folder / "cache"), validation=0.1)
     settings = TrainSettings(
         steps=STEPS, batch_size=4, log_every=1, eval_every=4, eval_windows=8, depth_every=6, save_every=5, device="cpu"
