@@ -12,11 +12,11 @@ from .config import ModelConfig
 from .window import window_attention
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
+    """torch's, with the weight cast to the input's dtype; a residual's kernel can fold it into a read."""
+
     def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        super().__init__(dim, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
