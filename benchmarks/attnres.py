@@ -96,7 +96,7 @@ def run_arm(name: str, case: dict[str, Any]) -> dict[str, Any]:
         module(x).backward(seed)
 
     row: dict[str, Any] = {"arm": name, "cold_s": cold_start(both)}
-    row["both"], row["forward"] = times(both), times(lambda: module(x))
+    row["both"], row["forward"] = times(both, calls=4), times(lambda: module(x), calls=4)
     row["peak_gib"] = peak_gib(both)
     if name in ("plain-compiled", "headwater"):
         row["both_graph"] = graph_times(both)

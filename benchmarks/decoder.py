@@ -89,7 +89,7 @@ def decoder(dim: int) -> dict[str, Any]:
             x.grad = None
             model(x).backward(seed)
 
-        result[name] = {"both": times(both, repeats=7, warmup=2), "peak_gib": peak_gib(both)}
+        result[name] = {"both": times(both, repeats=5, warmup=2, calls=2), "peak_gib": peak_gib(both)}
         del model, x, seed, both
         gc.collect()
         torch.cuda.empty_cache()

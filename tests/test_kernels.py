@@ -201,16 +201,16 @@ def test_operators_are_well_registered():
     v, folded, g = torch.randn(2, 16), torch.randn(3, 16), torch.ones(16)
     ops = torch.ops.headwater
     z, rstd = ops.score(v, folded, 1e-6)
-    x, r, out, lse, p = ops.mix([v, v.clone()], torch.stack([z, z], -2), g, 1e-6)
+    x, r, out, lse, p = ops.mix([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)
     checks = [
         (ops.score.default, (v, folded, 1e-6)),
         (ops.score_backward.default, (v, folded, z, rstd, z.clone(), None)),
         (ops.score_backward_.default, (v, folded, z, rstd, z.clone(), v.clone())),
-        (ops.mix.default, ([v, v.clone()], torch.stack([z, z], -2), g, 1e-6)),
+        (ops.mix.default, ([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)),
         (ops.mix_backward.default, ([v, v.clone()], p, [v.clone() for _ in range(3)], lse.clone(), [], False)),
         (ops.mix_backward_.default, ([v, v + 1], p, [v.clone() for _ in range(3)], None, [v.clone(), v.clone()])),
         (ops.merge.default, (v, None, out[0].clone(), lse[1].clone(), g.clone(), None, g, 1e-6, 1e-6)),
-        (ops.norm_backward.default, (v, x, g, r, 1e-6, True)),
+        (ops.norm_backward.default, (v, x, g, r, 1e-6)),
         (ops.read.default, ([v, v.clone()], None, g.clone(), None, g, 1e-6, 1e-6, True)),
     ]
     for operator, arguments in checks:

@@ -73,7 +73,7 @@ class _Mix(torch.autograd.Function):
     def forward(
         ctx: Any, z: Tensor, norm_weight: Tensor | None, norm_eps: float, *sources: Tensor
     ) -> tuple[Tensor, ...]:
-        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps)
+        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps, False)
         normed = norm_weight is not None
         ctx.queries, ctx.normed, ctx.norm_eps = z.shape[-1], normed, norm_eps
         ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources)
@@ -90,7 +90,7 @@ class _Mix(torch.autograd.Function):
         dg = None
         if ctx.normed and douts[0] is not None:
             x, rstd, norm_weight = saved[:3]
-            dh, dg = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps, False)
+            dh, dg = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps)
             douts = (dh, *douts[1:])
         filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
         dlse = None
@@ -154,12 +154,13 @@ class _Merge(torch.autograd.Function):
         norm_weight: Tensor | None,
         eps: float,
         norm_eps: float,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         x, total, scale, logit, rstd = merge_op(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
         if partial is None:
             total = y.view_as(y)
         # an fp16 norm output cannot be inverted (its range is too small): phase 1's output is kept instead
-        kept = out if y.dtype == torch.float16 and norm_weight is not None else None
+        kept = out if norm_weight is not None and (keep or y.dtype == torch.float16) else None
         ctx.opens, ctx.norm_eps = partial is None, norm_eps
         ctx.save_for_backward(x, total, kept, lse, query, key_weight, norm_weight, scale, logit, rstd)
         ctx.set_materialize_grads(False)
@@ -168,7 +169,7 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         if dx is None:
-            return (dtotal, None if ctx.opens else dtotal, *[None] * 7)
+            return (dtotal, None if ctx.opens else dtotal, *[None] * 8)
         x, total, kept, lse, query, key_weight, norm_weight, scale, logit, rstd = ctx.saved_tensors
         dp, dout, dlse, dquery, dkey, dg = merge_backward(
             dx.contiguous(), None if dtotal is None else dtotal.contiguous(), x, total, kept, lse, query, key_weight,
@@ -176,7 +177,7 @@ class _Merge(torch.autograd.Function):
         )  # fmt: skip
         dkey = None if key_weight is None else dkey
         dg = None if norm_weight is None else dg
-        return dp, None if ctx.opens else dp, dout, dlse, dquery, dkey, dg, None, None
+        return dp, None if ctx.opens else dp, dout, dlse, dquery, dkey, dg, None, None, None
 
 
 def merge(
@@ -190,11 +191,15 @@ def merge(
     *,
     eps: float = 1e-6,
     norm_eps: float = 1e-6,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The read after `y` joined the block's sum `partial` (None: y opens it), normed if asked, and that sum."""
+    """The read after `y` joined the block's sum `partial` (None: y opens it), normed if asked, and that sum.
+
+    The backward undoes the norm to find its input, whose rounding it then carries; `keep` keeps `out` alive instead.
+    """
     partial = None if partial is None else partial.contiguous()
     y, out, lse = y.contiguous(), out.contiguous(), lse.contiguous()
-    return _Merge.apply(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
+    return _Merge.apply(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)
 
 
 class _Attend(torch.autograd.Function):
@@ -206,16 +211,16 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         scores, rstds = zip(*(score_op(source, folded, eps) for source in sources))
         z = torch.stack(scores, -2)
-        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, eps)
+        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, eps, False)
         ctx.eps, ctx.count, ctx.normed = eps, len(sources), norm_weight is not None
-        ctx.save_for_backward(folded, norm_weight, x, rstd, p, *sources, *scores, *rstds)
+        ctx.save_for_backward(folded, norm_weight, rstd, p, *sources, *scores, *rstds)
         ctx.set_materialize_grads(False)
         return (x if ctx.normed else out.new_empty(0)), out, lse, z
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         dx, dout, dlse, dz_given = gradients
-        folded, norm_weight, x, rstd, p, *rest = ctx.saved_tensors
+        folded, norm_weight, rstd, p, *rest = ctx.saved_tensors
         count = ctx.count
         sources, scores, rstds = rest[:count], rest[count : 2 * count], rest[2 * count :]
         queries, dg = p.shape[-1], None
@@ -223,7 +228,7 @@ class _Attend(torch.autograd.Function):
         if dout is not None:
             douts[ctx.normed :] = dout.float().unbind(0)
         if ctx.normed and dx is not None:
-            douts[0], dg = _norm_backward(dx.contiguous(), x, rstd, norm_weight, ctx.eps, sources, scores)
+            douts[0], dg = _norm_backward(dx, rstd, norm_weight, ctx.eps, sources, scores)
         dlse = None if dlse is None else dlse.contiguous()
         dz, *dsources = mix_backward(sources, p, douts, dlse, [], True)
         dz = dz if dz_given is None else dz + dz_given
@@ -237,18 +242,10 @@ class _Attend(torch.autograd.Function):
 
 
 def _norm_backward(
-    dx: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    eps: float,
-    sources: Sequence[Tensor],
-    scores: Sequence[Tensor],
+    dx: Tensor, rstd: Tensor, weight: Tensor, eps: float, sources: Sequence[Tensor], scores: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """dh and the weight's gradient, in fp32. An fp16 norm output cannot be inverted: h is mixed again."""
-    if x.dtype != torch.float16:
-        return norm_backward(dx, x, weight, rstd, eps, True)
-    h = mix_op(sources, torch.stack([z[..., :1] for z in scores], -2), None, eps)[2][0].float()
+    """dh and the weight's gradient. h is mixed again in fp32: undoing the norm would bring its output's rounding in."""
+    h = mix_op(sources, torch.stack([z[..., :1] for z in scores], -2), None, eps, True)[2][0]
     normed, d = h * rstd.unsqueeze(-1), dx.float()
     dg = (d * normed).flatten(0, -2).sum(0).to(weight.dtype)
     d = d * weight.float()

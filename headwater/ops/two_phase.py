@@ -59,7 +59,7 @@ def merge_partial(
     if use_triton(backend, partial, out):
         from . import fused
 
-        return fused.merge(partial, None, out, lse, query, key_weight, norm_weight, eps=eps, norm_eps=eps)[0]
+        return fused.merge(partial, None, out, lse, query, key_weight, norm_weight, eps=eps, norm_eps=eps, keep=True)[0]
     dtype = accumulation_dtype(partial.dtype)
     p, o = partial.to(dtype), out.to(dtype)
     folded = query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)

@@ -6,7 +6,7 @@ Residuals, the span's own outputs. Scores are computed when a source is finished
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -83,13 +83,12 @@ class TwoPhase:
         ends = into == self.span - 1 or i == self.sublayers - 1
         if self.full:
             y, scores = fused.score(y, span.folded[i + 1 :], self.eps)
-            span = replace(span, own=(*span.own[:into], y, *span.own[into:], scores))
+            outputs, fresh = (*span.own[:into], y), (*span.own[into:], scores)
             if ends:
-                outputs, fresh = span.own[: into + 1], span.own[into + 1 :]
-                span = Span((*span.sources, *outputs), (*span.scores, *fresh), span.folded)
-            return span.pack()
+                return Span((*span.sources, *outputs), (*span.scores, *fresh), span.folded).pack()
+            return (*state[: len(state) - 2 * into], *outputs, *fresh)
         if not ends:
-            return replace(span, own=(*span.own, y)).pack()
+            return (*state, y)
         source = span.own[0] + y if span.own else y
         source, scores = fused.score(source, span.folded[i + 1 :], self.eps)
         return Span((*span.sources, source), (*span.scores, scores), span.folded).pack()
@@ -135,7 +134,8 @@ class TwoPhase:
         return x, self._next(span, (*again[1:], *later))
 
     def _next(self, span: Span, own: Tensors) -> State:
-        return replace(span, outs=span.outs[1:], lses=span.lses[1:], queries=span.queries[1:], own=own).pack()
+        taken = (span.outs[1:], span.lses[1:], span.queries[1:])
+        return Span(span.sources, span.scores, span.folded, *taken, own).pack()
 
 
 def _split(scores: Sequence[Tensor], count: int) -> tuple[Tensors, Tensors]:

@@ -73,8 +73,9 @@ _compiled: dict[tuple, Any] = {}
 def launch(kernel, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], *, num_warps, num_stages=1):
     """kernel[grid](*args, **constants), at a quarter of the cost on the host once it has been compiled.
 
-    Triton binds and specialises every argument at every launch. Here the compiled kernel is kept under exactly what it
-    was specialised for (types, 16-byte alignment, integers that are one or multiples of 16) and called by address.
+    Triton binds and specialises every argument at every launch. Here the compiled kernel is kept under what it may have
+    been specialised for (types; addresses and integers modulo 16, which tells aligned, divisible and one) and called by
+    address.
     """
     if INTERPRETED:
         kernel[grid](*args, **constants)
@@ -84,20 +85,13 @@ def launch(kernel, grid: tuple[int, ...], args: Sequence[Any], constants: dict[s
         with torch.cuda.device(device):
             launch(kernel, grid, args, constants, num_warps=num_warps, num_stages=num_stages)
         return
-    key: list[Any] = [kernel, device.index, num_warps, num_stages, *constants.values()]
-    values: list[Any] = []
-    for value in args:
-        if isinstance(value, Tensor):
-            key.append(value.dtype)
-            value = value.data_ptr()
-            key.append(value % 16)
-        elif isinstance(value, int):
-            key.append(value == 1 or (value % 16 == 0, value < 2**31))
-        values.append(value)
-    signature = tuple(key)
-    compiled = _compiled.get(signature)
+    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in args]
+    dtypes = [value.dtype for value in args if isinstance(value, Tensor)]
+    residues = [value & 15 for value in values if value.__class__ is int]
+    key = (kernel, device.index, num_warps, num_stages, *constants.values(), *dtypes, *residues)
+    compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[signature] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+        _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
         return
     names = kernel.arg_names[len(args) :]
     compiled[(*grid, 1, 1)[:3]](*values, *(constants[name] for name in names))
@@ -110,7 +104,7 @@ def address_table(tensors: Sequence[Tensor]) -> Tensor:
     launch's arguments, which a CUDA graph records; a host copy would not be.
     """
     count = len(tensors)
-    table = torch.empty(triton.cdiv(count, CHUNK) * CHUNK, dtype=torch.int64, device=tensors[0].device)
+    table = torch.empty(ceil_div(count, CHUNK) * CHUNK, dtype=torch.int64, device=tensors[0].device)
     for start in range(0, count, CHUNK):
         chunk = list(tensors[start : start + CHUNK])
         chunk += [tensors[0]] * (CHUNK - len(chunk))
@@ -161,6 +155,15 @@ def half(tensor: Tensor) -> bool:
     """Whether matrix products use split bf16 operands. fp16 has no range for the low part of a small gradient, and the
     interpreter gets bf16 products wrong: both use fp32."""
     return tensor.dtype == torch.bfloat16 and not INTERPRETED
+
+
+def ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def power_of_2(value: int) -> int:
+    """The next one; triton's own helpers cost tens of microseconds a call outside a kernel."""
+    return 1 << (value - 1).bit_length()
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:

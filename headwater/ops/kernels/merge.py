@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED, add3, launch, launches, operator, processors, rows_of
+from .common import INTERPRETED, add3, ceil_div, launch, launches, operator, power_of_2, processors, rows_of
 from .mix import gain
 
 # Of the backward: channels a warp, programs a multiprocessor at width 2048, and rows under way in a program.
-PER_WARP, PER_PROCESSOR, STAGES = 128, 2, 1
+PER_WARP, PER_PROCESSOR, STAGES = 256, 2, 3
 
 
 @triton.jit
@@ -159,13 +159,13 @@ def _gather(
 
 
 def _warps(width: int) -> int:
-    return max(1, min(16, triton.next_power_of_2(width) // 256))
+    return max(1, min(16, power_of_2(width) // 256))
 
 
 def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
     """The pass over tokens on a fixed number of programs, then the sum of their partials."""
     dx = args[0]
-    wide = triton.next_power_of_2(width)
+    wide = power_of_2(width)
     programs = min(rows, max(1, PER_PROCESSOR * 2048 // wide) * processors(dx.device))
     parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
     fixed = {"BD": wide, "TOGETHER": not INTERPRETED, "STAGES": STAGES}
@@ -174,7 +174,7 @@ def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
         _merge_backward, (programs,), (*args, parts, rows, width, norm_eps), constants | flags | fixed, num_warps=warps
     )
     launch(
-        _gather, (triton.cdiv(width, 32),), (parts, *gather, programs, width), flags | {"BD": 32, "BP": 32}, num_warps=4
+        _gather, (ceil_div(width, 16),), (parts, *gather, programs, width), flags | {"BD": 16, "BP": 64}, num_warps=4
     )
 
 
@@ -202,7 +202,7 @@ def merge(
     args = (y, y if partial is None else partial, out, lse, query, key, query if norm_weight is None else norm_weight)
     constants = {
         "OPENS": partial is None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
-        "BD": triton.next_power_of_2(width),
+        "BD": power_of_2(width),
     }  # fmt: skip
     args += (total, x, scale, logit, rstd, width, eps, norm_eps)
     launch(_merge, (rows,), args, constants, num_warps=_warps(width))
@@ -259,18 +259,16 @@ def _merge_gradients(dx, query, key_weight, norm_weight):
     return torch.empty_like(dx), torch.empty_like(dx), dlse, torch.empty_like(query), dkey, dg
 
 
-def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact):
-    return torch.empty_like(dx, dtype=torch.float32 if exact else dx.dtype), torch.empty_like(norm_weight)
+def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps):
+    return torch.empty_like(dx), torch.empty_like(norm_weight)
 
 
 @operator(_fake_norm_backward)
-def norm_backward(
-    dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float, exact: bool
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a folded RMSNorm's input and weight, from its output. exact: the input's in fp32."""
+def norm_backward(dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of a folded RMSNorm's input and weight, from its output."""
     launches["norm_backward"] += 1
     rows, width = rows_of(dx)
-    dh, dg = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact)
+    dh, dg = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps)
     flags = {"MERGE": False, "KEY": False, "NORM": True}
     args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, rstd, dh, dh, rstd)
     _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)

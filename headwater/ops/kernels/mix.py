@@ -7,7 +7,8 @@ The first query's output may leave through the RMSNorm of the sublayer that open
 
 Passes over (tokens x D): forward N reads, S writes; backward S + N reads and, into the gradient that later reads of the
 same source have begun, N reads and N writes. Forward: a program holds S sums for one token, looping over sources.
-Backward: one warp owns a token, so the S * N dot products stay inside it: lane sums, then one exchange per source.
+Backward: two warps own a token and take three sources at once, so that the S rows of dout are fetched N / 3 times, from
+cache; the S * N dot products are summed per thread first, and exchanged once per source.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import address_table, launch, launches, operator, row_pointer, rows_of, vectorised
+from .common import address_table, ceil_div, launch, launches, operator, power_of_2, row_pointer, rows_of, vectorised
 
-TILES = 2  # of 256 channels that a warp of the backward has under way
+GROUP, BACKWARD_WARPS = 3, 2  # sources that a program of the backward takes at once, and its warps
 MAX_QUERIES, MAX_QUERIES_BACKWARD = 16, 8  # per launch, since a token's sums stay in registers; more read again
 
 
@@ -62,10 +63,11 @@ def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.con
 
 @triton.jit(do_not_specialize=["M", "N", "PS"])
 def _mix(
-    table, p, out, x, rstd, g, M, N, PS, D, eps,
+    table, p, like, out, x, rstd, g, M, N, PS, D, eps,
     S: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    # out (S, M, D); with NORM the first query goes to x (M, D) instead and out holds the other S - 1. ONE: BD >= D.
+    # like carries the element type of the sources. out (S, M, D); with NORM the first query goes to x (M, D) instead,
+    # and out holds the other S - 1. ONE: BD >= D.
     t = tl.program_id(0).to(tl.int64)
     p += t * N * PS
     squares = tl.zeros([BD], tl.float32)
@@ -73,7 +75,7 @@ def _mix(
     for c in range(0, BD if ONE else D, BD):
         o_d = c + tl.arange(0, BD)
         m_d = o_d < D
-        sums = _sums(table, p, t, o_d, m_d, N, PS, D, out, S, VECTOR)
+        sums = _sums(table, p, t, o_d, m_d, N, PS, D, like, S, VECTOR)
         if NORM:
             first = sums[0]
             squares += first * first
@@ -86,7 +88,7 @@ def _mix(
             o_d = c + tl.arange(0, BD)
             m_d = o_d < D
             if not ONE:  # the row does not fit: sum it again from sources that are still in cache
-                first = _sums(table, p, t, o_d, m_d, N, PS, D, out, 1, VECTOR)[0]
+                first = _sums(table, p, t, o_d, m_d, N, PS, D, like, 1, VECTOR)[0]
             b_g = gain(tl.load(g + o_d, mask=m_d, other=1.0).to(tl.float32), x.dtype.element_ty)
             tl.store(x + t * D + o_d, (first * r * b_g).to(x.dtype.element_ty), mask=m_d)
 
@@ -103,11 +105,22 @@ def gain(g, dtype: tl.constexpr):
     return g
 
 
+@triton.jit
+def _sum_together(parts, COUNT: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
+    """COUNT vectors to the vector of their sums, in one exchange between threads; COUNT is 2 ** LEVELS."""
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for e in tl.static_range(COUNT >> (level + 1)):
+            joined = joined + (tl.join(parts[e], parts[e + (COUNT >> (level + 1))]),)
+        parts = joined
+    return tl.sum(tl.reshape(parts[0], (WIDTH, COUNT)), 0)
+
+
 @triton.jit(do_not_specialize=["M", "N", "PS", "s0"])
 def _mix_backward(
     table, p, dlse, dz, like, grad, dout, M, N, PS, D, s0,
-    S: tl.constexpr, SP: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
-    BD: tl.constexpr, TILES: tl.constexpr, VECTOR: tl.constexpr,
+    S: tl.constexpr, SP: tl.constexpr, LEVELS: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
+    BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     # table: the addresses of N sources, N incoming gradients (with FRESH: none), N outgoing ones, and all PS douts.
     # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
@@ -120,42 +133,52 @@ def _mix_backward(
     for s in tl.static_range(S):
         douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, dout, VECTOR),)
     delta = tl.zeros([SP], tl.float32)
-    for n in range(N):
-        p_v = row_pointer(table, n, t, D, like, VECTOR)
-        p_in = row_pointer(table, N + n, t, D, grad, VECTOR)
-        p_out = row_pointer(table, 2 * N + n, t, D, grad, VECTOR)
+    for n0 in range(0, N, GROUP):
+        p_v = ()
+        p_in = ()
+        p_out = ()
         dots = ()
         weights = ()
-        for s in tl.static_range(S):
-            dots = dots + (tl.zeros([BD], tl.float32),)
-            weights = weights + (tl.load(p + n * PS + s),)
-        for c in range(0, D, TILES * BD):
+        for k in tl.static_range(GROUP):
+            n = tl.minimum(n0 + k, N - 1)
+            p_v = p_v + (row_pointer(table, n, t, D, like, VECTOR),)
+            p_in = p_in + (row_pointer(table, N + n, t, D, grad, VECTOR),)
+            p_out = p_out + (row_pointer(table, 2 * N + n, t, D, grad, VECTOR),)
+            for s in tl.static_range(S):
+                dots = dots + (tl.zeros([BD // 8], tl.float32),)
+                weights = weights + (tl.load(p + n * PS + s),)
+        for c in range(0, D, BD):
             o_d = c + tl.arange(0, BD)
             v = ()
             g = ()
-            for k in tl.static_range(TILES):  # several tiles at once: more loads under way
-                m = o_d + k * BD < D
-                v = v + (tl.load(p_v + o_d + k * BD, mask=m, other=0.0),)
+            for k in tl.static_range(GROUP):
+                m = (o_d < D) & (n0 + k < N)
+                v = v + (tl.load(p_v[k] + o_d, mask=m, other=0.0),)
                 if FRESH:
                     g = g + (tl.zeros([BD], tl.float32),)
                 else:
-                    g = g + (tl.load(p_in + o_d + k * BD, mask=m, other=0.0).to(tl.float32),)
-            for k in tl.static_range(TILES):
-                m = o_d + k * BD < D
-                grown = ()
-                share = g[k]
-                b_v = v[k].to(tl.float32)
-                for s in tl.static_range(S):
-                    d = tl.load(douts[s] + o_d + k * BD, mask=m, other=0.0).to(tl.float32)
-                    grown = grown + (dots[s] + d * b_v,)
-                    share += weights[s] * d
-                dots = grown
-                tl.store(p_out + o_d + k * BD, share.to(grad.dtype.element_ty), mask=m)
-        u = tl.zeros([SP], tl.float32)
-        for s in tl.static_range(S):
-            u = tl.where(o_s == s, tl.sum(dots[s], 0), u)
-        delta += tl.load(p + n * PS + o_s, mask=o_s < S, other=0.0) * u
-        tl.store(dz + n * PS + o_s, u, mask=o_s < S)
+                    g = g + (tl.load(p_in[k] + o_d, mask=m, other=0.0).to(tl.float32),)
+            grown = ()
+            for s in tl.static_range(S):
+                d = tl.load(douts[s] + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+                shared = ()
+                for k in tl.static_range(GROUP):
+                    product = tl.reshape(d * v[k].to(tl.float32), (BD // 8, 8))  # eight neighbours lie in one thread
+                    grown = grown + (dots[s * GROUP + k] + tl.sum(product, 1),)
+                    shared = shared + (g[k] + weights[k * S + s] * d,)
+                g = shared
+            dots = grown
+            for k in tl.static_range(GROUP):
+                m = (o_d < D) & (n0 + k < N)
+                tl.store(p_out[k] + o_d, g[k].to(grad.dtype.element_ty), mask=m)
+        for k in tl.static_range(GROUP):
+            parts = ()
+            for s in tl.static_range(SP):
+                parts = parts + (dots[s * GROUP + k] if s < S else tl.zeros([BD // 8], tl.float32),)
+            u = _sum_together(parts, SP, LEVELS, BD // 8)
+            m = (o_s < S) & (n0 + k < N)
+            delta += tl.load(p + (n0 + k) * PS + o_s, mask=m, other=0.0) * u
+            tl.store(dz + (n0 + k) * PS + o_s, u, mask=m)
     if HAS_LSE:
         delta -= tl.load(dlse + (s0 + o_s) * M + t, mask=o_s < S, other=0.0)
     tl.debug_barrier()
@@ -173,30 +196,30 @@ def _floor_power(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
-def _fake_mix(sources, z, norm_weight, eps):
-    return _mix_outputs(sources, z, norm_weight)
+def _fake_mix(sources, z, norm_weight, eps, exact):
+    return _mix_outputs(sources, z, norm_weight, exact)
 
 
 @operator(_fake_mix)
 def mix(
-    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, eps: float
+    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, eps: float, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """N sources (..., D) and scores (..., N, S) to: the first output normed, its 1/rms, the outputs (S, ..., D),
     their log-sum-exp (S, ...) and the weights (..., N, S). With `norm_weight` the outputs lack the first; without, the
-    normed one and its 1/rms are empty."""
+    normed one and its 1/rms are empty. exact: the outputs in fp32."""
     launches["mix"] += 1
     rows, width = rows_of(sources[0])
     count, queries = z.shape[-2:]
-    x, rstd, out, lse, p = _mix_outputs(sources, z, norm_weight)
-    narrow = triton.next_power_of_2(queries)
-    grid = (triton.cdiv(rows, 32),)
+    x, rstd, out, lse, p = _mix_outputs(sources, z, norm_weight, exact)
+    narrow = power_of_2(queries)
+    grid = (ceil_div(rows, 32),)
     launch(_softmax, grid, (z, p, lse, rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
     table = address_table(sources)
     for s, now in _chunks(queries, MAX_QUERIES):
         normed = norm_weight is not None and s == 0
         shift = s - (norm_weight is not None and s > 0)
-        block = min(triton.next_power_of_2(width), max(128, _floor_power(24576 // now)))
-        warps = min(8, triton.next_power_of_2(max(triton.cdiv(now * block, 3072), triton.cdiv(block, 1024))))
+        block = min(power_of_2(width), max(128, _floor_power(24576 // now)))
+        warps = min(8, power_of_2(max(ceil_div(now * block, 3072), ceil_div(block, 1024))))
         constants = {
             "S": now,
             "NORM": normed,
@@ -204,18 +227,27 @@ def mix(
             "ONE": block >= width,
             "VECTOR": vectorised(width, *sources),
         }
-        args = (table, p.view(-1)[s:], out[shift:] if len(out) else x, x, rstd, norm_weight if normed else p)
+        args = (
+            table,
+            p.view(-1)[s:],
+            sources[0],
+            out[shift:] if len(out) else x,
+            x,
+            rstd,
+            norm_weight if normed else p,
+        )
         launch(_mix, (rows,), (*args, rows, count, queries, width, eps), constants, num_warps=warps)
     return x, rstd, out, lse, p
 
 
-def _mix_outputs(sources, z, norm_weight):
+def _mix_outputs(sources, z, norm_weight, exact):
     first, shape = sources[0], sources[0].shape
     queries = z.shape[-1]
     normed = norm_weight is not None
     x = torch.empty(shape if normed else (0,), dtype=first.dtype, device=first.device)
     rstd = torch.empty(shape[:-1] if normed else (0,), dtype=torch.float32, device=first.device)
-    out = torch.empty(queries - normed, *shape, dtype=first.dtype, device=first.device)
+    out_dtype = torch.float32 if exact else first.dtype
+    out = torch.empty(queries - normed, *shape, dtype=out_dtype, device=first.device)
     lse = torch.empty(queries, *shape[:-1], dtype=torch.float32, device=first.device)
     return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=first.device)
 
@@ -230,12 +262,14 @@ def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing) -> Tensor:
         given = incoming if s == 0 else outgoing
         table = address_table([*sources, *(given or outgoing), *outgoing, *douts])
         constants = {
-            "S": now, "SP": triton.next_power_of_2(now), "FRESH": not given, "HAS_LSE": dlse is not None,
-            "BD": 256, "TILES": TILES, "VECTOR": vectorised(width, *sources, *outgoing, *douts, *incoming),
+            "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": not given,
+            "HAS_LSE": dlse is not None,
+            "BD": 256 * BACKWARD_WARPS, "GROUP": GROUP,
+            "VECTOR": vectorised(width, *sources, *outgoing, *douts, *incoming),
         }  # fmt: skip
         args = (table, p, p if dlse is None else dlse, dz, sources[0], outgoing[0], douts[0])
         args += (rows, count, queries, width, s)
-        launch(_mix_backward, (rows,), args, constants, num_warps=1)
+        launch(_mix_backward, (rows,), args, constants, num_warps=BACKWARD_WARPS)
     return dz
 
 

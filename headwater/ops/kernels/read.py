@@ -21,6 +21,7 @@ from .common import (
     launch,
     launches,
     operator,
+    power_of_2,
     processors,
     row_pointer,
     rows_of,
@@ -105,7 +106,7 @@ def read(
     launches["read"] += 1
     rows, width = rows_of(sources[0])
     x, summed, weights = _read_outputs(sources, y, with_weights)
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     args = (
         address_table(sources), x if y is None else y, query, query if key_weight is None else key_weight,
         query if norm_weight is None else norm_weight, x, summed, weights, rows, len(sources), width, eps, norm_eps,

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import exact_dot, half, launch, launches, operator, processors, rows_of
+from .common import ceil_div, exact_dot, half, launch, launches, operator, power_of_2, processors, rows_of
 
 FORWARD = (64, 128, 4, 3)  # tokens and channels of a tile, warps, stages
-BACKWARD = (64, 128, 4, 2, 4)  # the same, and programs a multiprocessor
+BACKWARD = (64, 128, 4, 2, 2)  # the same, and programs a multiprocessor
 MAX_QUERIES = 64  # per launch; more queries read the source again
 
 
@@ -27,15 +27,16 @@ def _score(v, f, z, rstd, M, D, Q, ZQ, eps, T: tl.constexpr, BD: tl.constexpr, Q
     o_q = tl.arange(0, QP)
     m_t = o_t < M
     acc = tl.zeros([QP, T], tl.float32)
-    squares = tl.zeros([T, BD], tl.float32)
+    squares = tl.zeros([T, BD // 8], tl.float32)
     for c in range(0, D, BD):
         o_d = c + tl.arange(0, BD)
         m_d = o_d < D
         b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
         b_f = tl.load(f + o_q[:, None] * D + o_d[None, :], mask=(o_q < Q)[:, None] & m_d[None, :], other=0.0)
-        acc = exact_dot(b_f, tl.trans(b_v), acc, HALF)
+        # each tile sums from zero: the matrix units truncate as they add, which shows after some thousand channels
+        acc += exact_dot(b_f, tl.trans(b_v), tl.zeros([QP, T], tl.float32), HALF)
         b_v = b_v.to(tl.float32)
-        squares += b_v * b_v
+        squares += tl.sum(tl.reshape(b_v * b_v, (T, BD // 8, 8)), 2)  # eight neighbours lie in one thread
     r = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
     tl.store(rstd + o_t, r, mask=m_t)
     tl.store(z + o_t[None, :] * ZQ + o_q[:, None], acc * r[None, :], mask=m_t[None, :] & (o_q < Q)[:, None])
@@ -100,7 +101,7 @@ def _score_backward(
 
 
 def _padded(count: int) -> int:
-    return max(16, triton.next_power_of_2(count))
+    return max(16, power_of_2(count))
 
 
 def _fake_score(source, folded, eps):
@@ -121,7 +122,7 @@ def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         tile, channels, warps, stages = FORWARD
         constants = {"T": tile, "BD": channels, "QP": _padded(now), "HALF": half(source)}
         args = (source, folded[q:], z.view(rows, count)[:, q:], rstd, rows, width, now, count, eps)
-        launch(_score, (triton.cdiv(rows, tile),), args, constants, num_warps=warps, num_stages=stages)
+        launch(_score, (ceil_div(rows, tile),), args, constants, num_warps=warps, num_stages=stages)
     return z, rstd
 
 
@@ -131,10 +132,10 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
     rows, width = rows_of(source)
     count = len(folded)
     tile, channels, warps, stages, waves = BACKWARD
-    columns = triton.cdiv(width, channels)
-    ranges = max(1, min(triton.cdiv(rows, tile), waves * processors(source.device) // columns))
-    tokens = triton.cdiv(triton.cdiv(rows, ranges), tile) * tile
-    ranges = triton.cdiv(rows, tokens)
+    columns = ceil_div(width, channels)
+    ranges = max(1, min(ceil_div(rows, tile), waves * processors(source.device) // columns))
+    tokens = ceil_div(ceil_div(rows, ranges), tile) * tile
+    ranges = ceil_div(rows, tokens)
     df = torch.empty(count, width, dtype=torch.float32, device=source.device)
     halves = half(source)
     pull = torch.empty(rows, dtype=torch.float32, device=source.device)
@@ -146,7 +147,7 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
         columns_of = (z.view(rows, count)[:, q:], dz.view(rows, count)[:, q:], rstd)
         constants = {"T": 32, "QP": wide, "HALF": halves}
         args = (*columns_of, high, low, pull, rows, width, now, count)
-        launch(_prepare, (triton.cdiv(rows, 32),), args, constants, num_warps=4)
+        launch(_prepare, (ceil_div(rows, 32),), args, constants, num_warps=4)
         parts = torch.empty(ranges, now, width, dtype=torch.float32, device=source.device)
         given = gradient if q == 0 else out
         constants = {"HAS_G": given is not None, "T": tile, "BD": channels, "QP": wide, "HALF": halves}
