@@ -112,6 +112,8 @@ def test_weights_are_what_the_read_used():
         ("attnres-full:heads=3", "divide the width 16"),
         ("attnres-full:window=0", "between 1 and 6"),
         ("attnres-full:window=7", "between 1 and 6"),
+        ("attnres-full:key_dim=17", "between 1 and 16"),
+        ("attnres-full:key_dim=6,heads=4", "multiple of heads"),
         ("attnres-full:query=dynamic", "one of static, projected"),
         ("attnres-full:key_norm=maybe", "true or false"),
     ],

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from headwater.models import Decoder, ModelConfig
 from headwater.models.generate import generate
 from headwater.residuals import build, mixing, names, record
+from headwater.residuals.record import replay
 
 OPTIONS = [
     "attnres-block:block=2",
@@ -26,6 +27,8 @@ OPTIONS = [
     "attnres-full:window=1",
     "attnres-full:window=3",
     "attnres-block:block=2,window=2",
+    "attnres-full:key_dim=8",
+    "attnres-block:block=2,key_dim=8,heads=4,query=projected",
 ]
 SPECS = [*names(), *OPTIONS]
 LAYERS, DIM, VOCAB = 4, 32, 48
@@ -113,7 +116,7 @@ def test_the_mixing_matrix_gives_back_the_reads(spec):
     assert len(trace.sources) == len(trace.reads) == len(trace.weights) == model.config.sublayers + 1
     matrix = mixing(model.residual, trace.sources)
     assert torch.equal(matrix.triu(1), torch.zeros_like(matrix)) if matrix.dim() == 2 else True
-    if "heads=" in spec or not getattr(model.residual, "scalar_mixing", True):
+    if not model.residual.scalar_mixing:
         pytest.skip("mixing differs between channels: the matrix is their average")
     for row, read in zip(matrix, trace.reads):
         mixed = torch.einsum("n...,n...d->...d", row, torch.stack(trace.sources))
@@ -163,11 +166,23 @@ def test_state_is_a_value(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_autocast_to_bf16_runs_and_stays_close(spec):
+def test_bf16_autocast_trains(spec):
     model, tokens = model_of(spec, scatter=True), tokens_of()
-    exact, _ = gradients_of(model, tokens)
     with torch.autocast("cpu", torch.bfloat16):
         logits, gradients = gradients_of(model, tokens)
+    assert logits.isfinite().all()
     assert all(g is not None and g.isfinite().all() for g in gradients.values())
-    cosine = torch.cosine_similarity(logits.float().flatten(), exact.flatten(), dim=0)
-    assert cosine > 0.95
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", SPECS)
+def test_bf16_reads_are_a_few_roundings_from_fp32(spec):
+    """On the same bf16 sources: weights are computed in fp32 inside, so only the stored state is rounded."""
+    residual = model_of(spec, scatter=True).residual
+    generator = torch.Generator().manual_seed(3)
+    sources = [torch.randn(2, 12, DIM, generator=generator).bfloat16() for _ in range(residual.sublayers + 1)]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = replay(residual, sources)
+    for low, exact in zip(rounded, replay(residual, [source.float() for source in sources])):
+        low, exact = (read[0] if isinstance(read, tuple) else read for read in (low, exact))
+        assert (low.float() - exact).norm() <= 0.02 * exact.norm()

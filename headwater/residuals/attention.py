@@ -21,7 +21,9 @@ Weights = Literal["softmax", "sigmoid", "static"]
 class DepthRead(nn.Module):
     """The parameters of one read over `sources` sources."""
 
-    def __init__(self, dim: int, sources: int, *, query: Query, weights: Weights, key_norm: bool, heads: int) -> None:
+    def __init__(
+        self, dim: int, key_dim: int, sources: int, *, query: Query, weights: Weights, key_norm: bool, heads: int
+    ) -> None:
         super().__init__()
         self.query: nn.Parameter | None = None
         self.key_weight: nn.Parameter | None = None
@@ -29,9 +31,9 @@ class DepthRead(nn.Module):
         if weights == "static":
             self.scalars = nn.Parameter(torch.full((sources, heads), 1.0 / sources))
             return
-        self.query = nn.Parameter(torch.zeros(dim) if query == "static" else torch.zeros(dim, dim))
+        self.query = nn.Parameter(torch.zeros(key_dim) if query == "static" else torch.zeros(key_dim, dim))
         if key_norm:
-            self.key_weight = nn.Parameter(torch.ones(dim))
+            self.key_weight = nn.Parameter(torch.ones(key_dim))
 
 
 @register("attnres-block")
@@ -46,7 +48,8 @@ class AttentionResidual(Residual):
 
     Options, after the paper's ablation: `query` static, or projected from the normed newest source (D x D a read,
     zero at start); `weights` softmax, sigmoid, or static scalars (1/N at start); `key_norm`; `heads` over channel
-    groups; `window`: only the embedding and the newest `window` sources are kept.
+    groups; `window`: only the embedding and the newest `window` sources are kept; `key_dim`: low-rank keys, the last
+    so many channels of a source (arXiv 2607.09694), values stay whole.
     """
 
     at_start = "scaled"
@@ -62,6 +65,7 @@ class AttentionResidual(Residual):
         key_norm: bool = True,
         heads: int = 1,
         window: int | None = None,
+        key_dim: int | None = None,
         eps: float = 1e-6,
         backend: Backend = "auto",
     ) -> None:
@@ -76,17 +80,23 @@ class AttentionResidual(Residual):
                 f"window counts sources besides the embedding and must lie between 1 and {ceil(sublayers / block)} "
                 f"({sublayers} sublayers in blocks of {block}), got {window}"
             )
+        if key_dim is not None and not (1 <= key_dim <= dim and key_dim % heads == 0):
+            raise ValueError(
+                f"key_dim must lie between 1 and {dim} and be a multiple of heads ({heads}), got {key_dim}"
+            )
         if window is not None:
             self.at_start = "different"  # outputs older than the window are gone
         self.block = block
         self.query_kind, self.weight_kind = query, weights
         self.key_norm, self.heads, self.window, self.eps = key_norm, heads, window, eps
         self.backend: Backend = backend
-        self.fused = query == "static" and weights == "softmax" and key_norm
+        self.key_dim = dim if key_dim is None else key_dim
+        self.mixes = "scalar" if heads == 1 else "channel"
+        self.fused = query == "static" and weights == "softmax" and key_norm and self.key_dim == dim
         self.two_phase = TwoPhase(sublayers, block, eps) if self.fused and heads == 1 and window is None else None
         self.reads = nn.ModuleDict(
             {
-                str(i): DepthRead(dim, n, query=query, weights=weights, key_norm=key_norm, heads=heads)
+                str(i): DepthRead(dim, self.key_dim, n, query=query, weights=weights, key_norm=key_norm, heads=heads)
                 for i in range(sublayers + 1)
                 if (n := self.num_sources(i)) > 1
             }
@@ -139,8 +149,8 @@ class AttentionResidual(Residual):
 
     def flops_per_token(self) -> int:
         reads = sum(n for i in range(self.sublayers + 1) if (n := self.num_sources(i)) > 1)
-        projections = 2 * self.dim * self.dim * len(self.reads) if self.query_kind == "projected" else 0
-        return 6 * self.dim * reads + projections + 2 * self.dim * self.sublayers
+        projections = 2 * self.dim * self.key_dim * len(self.reads) if self.query_kind == "projected" else 0
+        return (4 * self.key_dim + 2 * self.dim) * reads + projections + 2 * self.dim * self.sublayers
 
     def _parameters_of(self, i: int) -> DepthRead:
         return cast(DepthRead, self.reads[str(i)])
@@ -170,7 +180,8 @@ class AttentionResidual(Residual):
         if self.query_kind == "projected":
             with full_precision(stack):
                 query = rms_norm(stack[-1], None, self.eps) @ read.query.to(stack.dtype).T
-        logits = depth_logits(stack, query, read.key_weight, eps=self.eps, heads=self.heads, key_norm=self.key_norm)
+        keys = stack[..., -self.key_dim :]
+        logits = depth_logits(keys, query, read.key_weight, eps=self.eps, heads=self.heads, key_norm=self.key_norm)
         return logits.softmax(0) if self.weight_kind == "softmax" else logits.sigmoid()
 
 
