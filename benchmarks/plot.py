@@ -1,4 +1,4 @@
-"""The stack's times as an SVG: `python -m benchmarks.plot benchmarks/results/h200-attnres.json docs/performance.svg`."""
+"""The stack's times as SVG: `python -m benchmarks.plot benchmarks/results/h200-attnres.json docs/performance.svg`."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ ROW, LEFT, WIDTH = 34, 220, 720
 
 
 def bars(result: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(label, forward ms, forward + backward ms) per arm, medians with the host in the loop; a graph's replay besides."""
+    """(label, forward ms, forward + backward ms) per arm: medians with the host in the loop, and graph replays."""
     rows = []
     for arm in result["stack"]["arms"]:
         if "both" in arm:

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from headwater.ops import attend_blocks, depth_attention, fused
+from headwater.ops import attend_blocks, decode_read, depth_attention, fused
 from headwater.ops.kernels.common import launches
 from headwater.residuals import build
 
@@ -43,11 +43,15 @@ def test_decoding_adds_mixes_and_norms_in_one_launch():
     sources, queries, keys, norm = draw(3, 24, 2, torch.float32, "cpu")
     y = torch.randn(2, 24)
     before = launches["read"]
-    x, last = fused.decode_read(sources, y, queries[0], keys[0], norm)
+    x, last = decode_read(sources, y, queries[0], keys[0], norm_weight=norm, backend="triton")
     assert launches["read"] == before + 1
-    expected = depth_attention([*sources[:-1], sources[-1] + y], queries[0], keys[0], norm_weight=norm)
+    for mine, other in zip((x, last), decode_read(sources, y, queries[0], keys[0], norm_weight=norm)):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="no backward"):
+        decode_read(sources, y.requires_grad_(), queries[0], backend="triton")
+    expected = depth_attention([*sources[:-1], sources[-1] + y.detach()], queries[0], keys[0], norm_weight=norm)
     torch.testing.assert_close(x, expected, atol=1e-6, rtol=1e-5)
-    assert torch.equal(last, sources[-1] + y)
+    assert torch.equal(last, sources[-1] + y.detach())
 
 
 def test_more_queries_than_one_launch_holds():

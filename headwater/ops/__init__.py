@@ -1,5 +1,6 @@
 """Pure tensor functions: each operator's fp32 reference beside its kernel, one signature."""
 
+from .decode import decode_read
 from .depth_attention import depth_attention, depth_logits, mix_sources, rms_norm
 from .routing import Backend
 from .two_phase import attend_blocks, merge_partial
@@ -7,6 +8,7 @@ from .two_phase import attend_blocks, merge_partial
 __all__ = [
     "Backend",
     "attend_blocks",
+    "decode_read",
     "depth_attention",
     "depth_logits",
     "merge_partial",

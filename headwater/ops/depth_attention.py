@@ -96,7 +96,7 @@ def depth_attention(
     `norm_weight` folds the reader's RMSNorm (same eps) into the call. `backend`: see `routing`; the kernel reads in one
     launch where no gradient is asked.
     """
-    check_sources(sources, query, heads)
+    check_sources(sources, query, heads, key_weight=key_weight, norm_weight=norm_weight)
     if use_triton(backend, *sources, heads=heads) and (query.dim() == 1 or backend == "triton"):
         from . import fused
 
@@ -110,7 +110,7 @@ def depth_attention(
     return (mixed, weights) if return_weights else mixed
 
 
-def check_sources(sources: Sequence[Tensor], query: Tensor, heads: int) -> None:
+def check_sources(sources: Sequence[Tensor], query: Tensor, heads: int, **weights: Tensor | None) -> None:
     if len(sources) == 0:
         raise ValueError("depth_attention needs at least one source, and got none")
     shape = sources[0].shape
@@ -121,5 +121,10 @@ def check_sources(sources: Sequence[Tensor], query: Tensor, heads: int) -> None:
             )
     if query.shape[-1] != shape[-1]:
         raise ValueError(f"the query's last axis must be the sources' width {shape[-1]}, got {tuple(query.shape)}")
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads}")
     if shape[-1] % heads:
         raise ValueError(f"heads must divide the width: {heads} heads do not divide {shape[-1]}")
+    for name, weight in weights.items():
+        if weight is not None and weight.shape != shape[-1:]:
+            raise ValueError(f"{name} must be {tuple(shape[-1:])}, got {tuple(weight.shape)}")

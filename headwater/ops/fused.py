@@ -294,6 +294,8 @@ def decode_read(
     eps: float = 1e-6,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """For inference, one launch: add `y` to the last source, mix all, norm. Returns the read and the last source."""
-    x, summed, _ = read_op(sources, y, query, key_weight, norm_weight, eps, norm_eps, False)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*sources, y, query)):
+        raise ValueError("decode_read has no backward: call it under torch.no_grad(), or use depth_attention")
+    contiguous = [source.contiguous() for source in sources]
+    x, summed, _ = read_op(contiguous, y.contiguous(), query, key_weight, norm_weight, eps, norm_eps, False)
     return x, summed

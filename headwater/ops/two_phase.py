@@ -55,7 +55,7 @@ def merge_partial(
     backend: Backend = "auto",
 ) -> Tensor:
     """Phase 2. `partial`, `out`: (..., D); `lse`: (...); `query`: (D,). Returns the read, normed if asked: (..., D)."""
-    check_sources((partial, out), query, heads=1)
+    check_sources((partial, out), query, heads=1, key_weight=key_weight, norm_weight=norm_weight)
     if use_triton(backend, partial, out):
         from . import fused
 
