@@ -107,6 +107,10 @@ def test_weights_are_what_the_read_used():
         ("attnres-full:block=2", "has no option 'block'"),
         ("attnres-block:block=two", "block must be a whole number or none, got 'two'"),
         ("attnres-block:block", "needs a value"),
+        ("attnres-block:block=2,block=3", "given twice"),
+        ("attnres-full:eps=0", "eps must be positive"),
+        ("attnres-full:eps=nan", "eps must be positive"),
+        ("attnres-full:weights=static,backend=triton", "backend=triton needs static queries"),
         ("attnres-block:block=0", "between 1 and 6"),
         ("attnres-block:block=7", "between 1 and 6"),
         ("attnres-full:heads=3", "divide the width 16"),
@@ -121,6 +125,11 @@ def test_weights_are_what_the_read_used():
 def test_wrong_specifications_say_what_is_allowed(spec, message):
     with pytest.raises(ValueError, match=message):
         build(spec, 16, 6)
+
+
+def test_the_constructor_checks_what_a_name_would():
+    with pytest.raises(ValueError, match="weights must be one of softmax, sigmoid, static, got 'sofmax'"):
+        AttentionResidual(16, 4, weights="sofmax")
 
 
 def test_options_in_a_name_are_typed():

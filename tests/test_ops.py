@@ -5,8 +5,6 @@ import torch
 
 from headwater.ops import attend_blocks, depth_attention, merge_partial
 
-naive_attnres = pytest.importorskip("fla.ops.attnres", reason="fla-core is a development dependency").naive_attnres
-
 
 def draw(num_sources, dim, *, shape=(2, 3), dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
@@ -20,6 +18,8 @@ def draw(num_sources, dim, *, shape=(2, 3), dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("dim", [1, 7, 64, 123])  # one channel, odd widths, a power of two
 @pytest.mark.parametrize("normed", [False, True])
 def test_agrees_with_fla_in_output_and_every_gradient(num_sources, dim, normed):
+    from fla.ops.attnres import naive_attnres
+
     sources, query, key_weight = draw(num_sources, dim)
     norm_weight = (1 + 0.3 * torch.randn(dim)).requires_grad_() if normed else None
     inputs = [*sources, query, key_weight, *([norm_weight] if normed else [])]
@@ -96,5 +96,10 @@ def test_wrong_shapes_are_named():
         depth_attention([torch.zeros(2, 4), torch.zeros(2, 5)], torch.zeros(4))
     with pytest.raises(ValueError, match="width 4"):
         depth_attention([torch.zeros(2, 4)], torch.zeros(5))
+    with pytest.raises(ValueError, match="heads must be at least 1"):
+        depth_attention([torch.zeros(2, 4)], torch.zeros(4), heads=0)
+    for name in ("key_weight", "norm_weight"):
+        with pytest.raises(ValueError, match=rf"{name} must be \(4,\), got \(1,\)"):
+            depth_attention([torch.zeros(2, 4)], torch.zeros(4), **{name: torch.ones(1)})
     with pytest.raises(ValueError, match="3 heads do not divide 4"):
         depth_attention([torch.zeros(2, 4)], torch.zeros(4), heads=3)

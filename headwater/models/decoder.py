@@ -44,7 +44,8 @@ class Decoder(nn.Module):
         self.sublayers = nn.ModuleList(
             Sublayer(config, kind, mixes_values=i > self.values_from) for i, kind in enumerate(config.kinds)
         )
-        self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
+        with torch.random.fork_rng(devices=[]):  # what a residual draws must not change the start of what it shares
+            self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.rotary = Rotary(config.head_dim, config.context, config.rope_theta)

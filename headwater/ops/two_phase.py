@@ -70,3 +70,45 @@ def merge_partial(
     if norm_weight is not None:
         merged = rms_norm(merged, norm_weight, eps)
     return merged.to(partial.dtype)
+
+
+def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The source, to be read in its place, and its logits (..., Q) for the fp32 queries `folded` (Q, D)."""
+    v = source.to(accumulation_dtype(source.dtype))
+    with full_precision(v):
+        return source, (v @ folded.to(v.dtype).T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+
+
+def mix(
+    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and the sources again.
+
+    `z`: scores (..., N, S) in fp32.
+    """
+    stack = torch.stack([source.to(z.dtype) for source in sources], -2)  # (..., N, D)
+    with full_precision(stack):
+        mixed = (z.softmax(-2).mT @ stack).unbind(-2)  # S of (..., D)
+    if norm_weight is not None:
+        mixed = (rms_norm(mixed[0], norm_weight, norm_eps), *mixed[1:])
+    return tuple(out.to(sources[0].dtype) for out in mixed), z.logsumexp(-2).unbind(-1), tuple(sources)
+
+
+def merge(
+    y: Tensor,
+    partial: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The read after `y` joined the block's sum `partial` (None: y opens it), normed if asked, and that sum."""
+    total = y if partial is None else partial + y
+    read = merge_partial(total, query, out, lse, key_weight, eps=eps, backend="reference")
+    if norm_weight is not None:
+        read = rms_norm(read.to(accumulation_dtype(read.dtype)), norm_weight, norm_eps).to(read.dtype)
+    return read, total

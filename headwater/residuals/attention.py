@@ -1,7 +1,7 @@
 """Attention Residuals (Kimi Team, arXiv 2603.15031): each sublayer chooses, by attention over depth, what it reads."""
 
 from math import ceil
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,15 @@ class AttentionResidual(Residual):
         backend: Backend = "auto",
     ) -> None:
         super().__init__(dim, sublayers)
+        for name, value, kind in (
+            ("query", query, Query),
+            ("weights", weights, Weights),
+            ("backend", backend, Backend),
+        ):
+            if value not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got '{value}'")
+        if not eps > 0:
+            raise ValueError(f"eps must be positive, got {eps}")
         block = ceil(sublayers / 8) if block is None else block
         if not 1 <= block <= sublayers:
             raise ValueError(f"block counts sublayers and must lie between 1 and {sublayers}, got {block}")
@@ -93,6 +102,8 @@ class AttentionResidual(Residual):
         self.key_dim = dim if key_dim is None else key_dim
         self.mixes = "scalar" if heads == 1 else "channel"
         self.fused = query == "static" and weights == "softmax" and key_norm and self.key_dim == dim
+        if backend == "triton" and not (self.fused and heads == 1):
+            raise ValueError("backend=triton needs static queries, softmax weights, normed whole keys and one head")
         self.two_phase = TwoPhase(sublayers, block, eps) if self.fused and heads == 1 and window is None else None
         self.reads = nn.ModuleDict(
             {

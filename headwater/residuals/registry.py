@@ -62,6 +62,8 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         if key not in known:
             valid = ", ".join(known) or "none"
             raise ValueError(f"residual '{name}' has no option '{key}'. Valid options: {valid}")
+        if key in options:
+            raise ValueError(f"option '{key}' of residual '{name}' is given twice")
         if not equals:
             raise ValueError(f"option '{key}' of residual '{name}' needs a value: {key}=...")
         options[key] = _convert(f"{name}:{key}", value, known[key])
