@@ -3,7 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ._transformers import register_or_wait
+
 if TYPE_CHECKING:
+    from .hf import convert, revert, verify
     from .models import Decoder, ModelConfig
     from .models.generate import generate
     from .ops import depth_attention
@@ -18,10 +21,13 @@ _homes = {
     "Residual": "residuals",
     "StandardResidual": "residuals",
     "build": "residuals",
+    "convert": "hf",
     "depth_attention": "ops",
     "generate": "models.generate",
     "mixing": "residuals",
     "record": "residuals",
+    "revert": "hf",
+    "verify": "hf",
 }
 
 __all__ = [
@@ -31,11 +37,16 @@ __all__ = [
     "Residual",
     "StandardResidual",
     "build",
+    "convert",
     "depth_attention",
     "generate",
     "mixing",
     "record",
+    "revert",
+    "verify",
 ]
+
+register_or_wait()
 
 
 def __getattr__(name: str) -> Any:

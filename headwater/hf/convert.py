@@ -1,0 +1,185 @@
+"""Swap the residual of a transformers model in place, on its instances alone; and take it back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headwater.errors import UserError
+from headwater.residuals import build
+
+from .classes import PREFIX, Converted, config_class, head_class
+from .find import Found, check_parallel, find, find_sites, spell, split_inputs, user_values
+from .layers import (
+    Depth,
+    Site,
+    accepted,
+    converted_layer,
+    converted_model,
+    converted_norm,
+    positional_names,
+    take_input,
+)
+from .layouts import Layout
+from .report import Report, describe
+from .start import Start, measure_start
+
+RESIDUAL = "residual"  # the attribute, and so the prefix of every added parameter
+
+
+@dataclass
+class Conversion:
+    """What `revert` needs; kept on the model that owns the layers."""
+
+    report: Report
+    depth: Depth
+    classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
+    attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # instance attributes replaced
+
+
+def convert(
+    model: nn.Module,
+    residual: str = "attnres-block",
+    *,
+    layout: Layout | None = None,
+    exact: bool = True,
+    **options: Any,
+) -> Report:
+    """Replace the plain residual of `model`, in place, by the one `residual` names; `options` are the residual's.
+
+    Nothing is renamed; the added parameters live under `residual.` of the model that owns the layers, on its device
+    (also meta) and in its dtype. exact=False leaves reads at the residual's own scale, as a model trained from scratch
+    has them, and relies on the norms to cancel it.
+    """
+    found = find(model, layout)
+    groups = find_sites(found)
+    with user_values():
+        spec = spell(residual, options)
+        check_parallel(spec, found, groups)
+        kinds = tuple(site.kind for group in groups for site in group)
+        start = measure_start(spec, found.body.config.hidden_size, len(kinds), kinds)
+    settings = {"residual": spec, "scales": list(start.scales) if exact else [1.0] * len(start.scales)}
+    return install(found, groups, settings, start)
+
+
+def convert_with(model: nn.Module, settings: Mapping[str, Any]) -> Report:
+    """Convert as a saved config or delta file says: the same residual at the same scales."""
+    found = find(model, None)
+    groups = find_sites(found)
+    if settings.get("architecture", found.model_type) != found.model_type:
+        raise UserError(f"made for the architecture '{settings['architecture']}', and this is '{found.model_type}'")
+    kinds = tuple(site.kind for group in groups for site in group)
+    with user_values():
+        start = measure_start(settings["residual"], found.body.config.hidden_size, len(kinds), kinds)
+    if len(settings["scales"]) != len(start.scales):
+        raise UserError(
+            f"made for {len(settings['scales']) - 1} sublayers, and this {type(found.head).__name__} has {len(kinds)}"
+        )
+    kept = {name: settings[name] for name in ("residual", "scales")}
+    return install(found, groups, kept, start)
+
+
+def install(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, Any], start: Start) -> Report:
+    """Everything that could fail has been checked by the caller: from here on the model changes."""
+    split = split_inputs(found, groups, start.triples, settings["residual"])
+    kinds = tuple(site.kind for group in groups for site in group)
+    like = next(found.norm.parameters(), next(found.body.parameters()))
+    with torch.device(like.device), torch.random.fork_rng(devices=[]):
+        residual = build(settings["residual"], found.body.config.hidden_size, len(kinds), kinds).to(like.dtype)
+    depth = Depth(residual, kinds, tuple(settings["scales"]))
+    conversion = Conversion(describe(found, groups, residual, start, depth.scales), depth)
+    replace_config(found, conversion, settings)
+    found.body.add_module(RESIDUAL, residual)
+    for layer, group in zip(found.layers, groups, strict=True):
+        marks = {
+            "_depth_sites": group,
+            "_depth_arguments": positional_names(layer),
+            "_depth_multiplier": found.layout.multiplier,
+            "_depth_accepts": accepted(getattr(layer, group[0].body)),
+        }
+        replace_class(conversion, layer, converted_layer(type(layer)), marks)
+    replace_class(conversion, found.norm, converted_norm(type(found.norm)))
+    body, head = found.body, found.head
+    if body is head:
+        replace_class(conversion, head, head_class(converted_model(plain_class(head))))
+    else:
+        replace_class(conversion, body, converted_model(type(body)))
+        replace_class(conversion, head, head_class(plain_class(head)))
+    for which, projection in split:
+        projection.register_forward_pre_hook(partial(take_input, which))
+    body.__dict__["_conversion"] = conversion
+    return conversion.report
+
+
+def revert(model: nn.Module) -> None:
+    """Undo `convert`: the added parameters are dropped, and every instance is of its own class again."""
+    conversion, body = conversion_of(model)
+    for module in body.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, partial) and hook.func is take_input:
+                del module._forward_pre_hooks[key]
+    for module, original in conversion.classes:
+        module.__class__ = original
+        for name in [name for name in module.__dict__ if name.startswith("_depth")]:
+            del module.__dict__[name]
+    for module, attributes in conversion.attributes:
+        module.__dict__.update(attributes)
+    del body._modules[RESIDUAL]
+    del body.__dict__["_conversion"]
+
+
+def conversion_of(model: nn.Module) -> tuple[Conversion, PreTrainedModel]:
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and "_conversion" in module.__dict__:
+            return module.__dict__["_conversion"], module
+    raise UserError(f"this {type(model).__name__} is not a model that headwater.convert has converted")
+
+
+def replace_class(
+    conversion: Conversion, module: nn.Module, made: type[nn.Module], marks: dict[str, Any] | None = None
+) -> None:
+    original = plain_class(module)
+    conversion.classes.append((module, original))
+    module.__class__ = made
+    module.__dict__.update({"_depth": conversion.depth, **(marks or {})})
+    hooked = module.__dict__.get("_old_forward")  # accelerate keeps the bound forward it wraps
+    if hooked is not None:
+        conversion.attributes.append((module, {"_old_forward": hooked}))
+        module.__dict__["_old_forward"] = MethodType(made.forward, module)
+
+
+def plain_class(module: nn.Module) -> Any:
+    """A head built from a converted config is of the converted class before its conversion."""
+    return type(module).plain if isinstance(module, Converted) else type(module)
+
+
+def replace_config(found: Found, conversion: Conversion, settings: dict[str, Any]) -> None:
+    """Models may share a config object, so the converted one gets its own, everywhere the old one was."""
+    old = found.head.config
+    if old.model_type.startswith(PREFIX):
+        plain, new = copy.deepcopy(old), old
+        _retype(plain, type(old).__mro__[1])
+        del plain.headwater
+    else:
+        plain, new = old, copy.deepcopy(old)
+        _retype(new, config_class(type(old)))
+        new.headwater = settings
+    if not conversion.depth.residual.token_local:
+        new.use_cache = False  # it looks at earlier tokens of the stream, which a KV cache does not keep
+    for module in found.head.modules():
+        if module.__dict__.get("config") is old:
+            conversion.attributes.append((module, {"config": plain}))
+            module.__dict__["config"] = new
+
+
+def _retype(config: PreTrainedConfig, cls: type[PreTrainedConfig]) -> None:
+    config.__class__ = cls
+    config.__dict__.pop("model_type", None)  # a config read from a file has the type on the instance too

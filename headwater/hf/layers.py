@@ -1,0 +1,273 @@
+"""A decoder layer whose residual is swapped, inside the model's own loop.
+
+The loop of every model in transformers treats what passes between layers as one opaque value:
+
+    for layer in self.layers:
+        hidden_states = layer(hidden_states, attention_mask=..., position_embeddings=..., ...)
+    hidden_states = self.norm(hidden_states)
+
+So the first converted layer begins the residual's state, layers hand a `DepthState` to each other, and the final norm
+makes the final read. Masks, positions and caches stay the model's business; no loop is written again. The instance's
+class is replaced by a subclass made for it (`__call__` is looked up on the class), and nothing else is touched.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.residuals import Norm, Read, Residual, State, build
+
+from .layouts import Layout
+
+
+class DepthState:
+    """What travels between layers: the residual's state, and, if asked for, what was seen on the way."""
+
+    __slots__ = ("reads", "tensors", "weights")
+
+    def __init__(self, tensors: State, weights: State = (), reads: State = ()) -> None:
+        self.tensors, self.weights, self.reads = tensors, weights, reads
+
+    def to(self, *args: Any, **kwargs: Any) -> "DepthState":
+        """Device maps move what enters a module."""
+        return DepthState(tuple(tensor.to(*args, **kwargs) for tensor in self.tensors), self.weights, self.reads)
+
+
+@dataclass
+class Depth:
+    """What the sites of one converted model share. Not a module: the residual's parameters are registered once.
+
+    `scales[i]` multiplies read i so that, at the start, it is the plain residual's stream (see `start.py`).
+    `wanted` and `seen` carry a request for depth weights from the model's forward to the layers, and the answer back.
+    """
+
+    residual: Residual
+    kinds: tuple[str, ...]
+    scales: tuple[float, ...]
+    wanted: bool = False
+    seen: DepthState | None = field(default=None, repr=False)
+
+    def begin(self, x: Tensor) -> DepthState:
+        return DepthState(self.residual.begin(x))
+
+    def read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+        return self.residual.read(state, i, norm=scaled(norm, self.scales[i]))
+
+    def end(self, state: DepthState, norm: Norm) -> Tensor:
+        last = self.residual.sublayers
+        if self.wanted:
+            weights = self.residual.weights(state.tensors, last)
+            self.seen = DepthState((), (*state.weights, weights), state.reads)
+        return self.residual.end(state.tensors, norm=scaled(norm, self.scales[last]))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Start values for what no checkpoint brought; transformers marks a tensor that has its value."""
+        tensors = dict(self.residual.named_parameters()) | dict(self.residual.named_buffers())
+        empty = {
+            name: t for name, t in tensors.items() if not getattr(t, "_is_hf_initialized", False) and not t.is_meta
+        }
+        if not empty:
+            return
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            fresh = build(self.residual.spec, self.residual.dim, self.residual.sublayers, self.kinds)
+        start = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+        for name, tensor in empty.items():
+            tensor.copy_(start[name])
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def scaled(norm: Norm | None, scale: float) -> Norm | None:
+    if scale == 1.0:
+        return norm
+    return partial(_norm_scaled, norm, scale)
+
+
+def _norm_scaled(norm: Norm | None, scale: float, x: Tensor) -> Tensor:
+    x = x * scale
+    return x if norm is None else norm(x)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One sublayer of a layer, by the names of its modules. `sublayer` is its index in the whole network."""
+
+    sublayer: int
+    kind: str  # attention, mlp, or parallel: both
+    norm: str | None
+    body: str
+    out: tuple[str, ...]
+    second: "Site | None" = None  # the MLP of a parallel layer
+
+
+def sites_of(layer: nn.Module, layout: Layout, first: int) -> tuple[Site, ...]:
+    """The sublayers of a layer; `first` is the index of the first."""
+    parallel = getattr(layer, layout.parallel) if isinstance(layout.parallel, str) else layout.parallel
+    attention, mlp = present(layer, layout.attention), present(layer, layout.mlp)
+    if not parallel:
+        return (
+            Site(first, "attention", layout.attention_norm, attention, layout.attention_out),
+            Site(first + 1, "mlp", layout.mlp_norm, mlp, layout.mlp_out),
+        )
+    second = Site(first, "mlp", layout.parallel_norm, mlp, layout.mlp_out)
+    return (Site(first, "parallel", layout.attention_norm, attention, layout.attention_out, second),)
+
+
+def present(layer: nn.Module, names: tuple[str, ...]) -> str:
+    for name in names:
+        if isinstance(getattr(layer, name, None), nn.Module):
+            return name
+    raise LookupError(f"a {type(layer).__name__} has none of the modules {', '.join(names)}")
+
+
+class ConvertedLayer(nn.Module):
+    """Mixed in before a decoder layer's own class; what the conversion put on the instance is in `_depth_*`."""
+
+    _depth: Depth
+    _depth_sites: tuple[Site, ...]
+    _depth_arguments: tuple[str, ...]  # names of the layer's positional arguments after the hidden state
+    _depth_multiplier: str | None
+    _depth_accepts: frozenset[str] | None  # what attention can be called with; None: anything
+
+    def __call__(self, hidden_states: DepthState | Tensor, *args: Any, **kwargs: Any) -> DepthState:
+        kwargs.update(zip(self._depth_arguments, args, strict=False))
+        state = hidden_states if isinstance(hidden_states, DepthState) else self._begin(hidden_states, kwargs)
+        # The state goes in and out as flat positional tensors: re-entrant checkpointing sees gradients of nothing else.
+        flat = super().__call__(*state.tensors, **kwargs)
+        if not self._depth.wanted:
+            return DepthState(flat)
+        *tensors, read = flat[: -len(self._depth_sites)]
+        weights = flat[-len(self._depth_sites) :]
+        return DepthState(tuple(tensors), (*state.weights, *weights), (*state.reads, read))
+
+    def forward(self, *tensors: Tensor, **kwargs: Any) -> State:
+        state: State = tensors
+        weights: State = ()
+        first: Tensor | None = None
+        depth = self._depth
+        for site in self._depth_sites:
+            if depth.wanted:
+                weights = (*weights, depth.residual.weights(state, site.sublayer))
+                x, _ = depth.read(state, site.sublayer, None)
+                first = (x[0] if isinstance(x, tuple) else x) if first is None else first
+            state = self._run(site, state, kwargs)
+        return state if first is None else (*state, first, *weights)
+
+    def _begin(self, x: Tensor, kwargs: Mapping[str, Any]) -> DepthState:
+        if self._depth_sites[0].sublayer != 0:
+            raise RuntimeError(
+                f"layer of sublayer {self._depth_sites[0].sublayer} was given a tensor where the state of the layers "
+                "before it was expected: something between the layers replaced it"
+            )
+        past = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        residual = self._depth.residual
+        if not residual.token_local and past is not None and past.get_seq_length() > 0:
+            raise ValueError(
+                f"residual '{residual.spec}' looks back along the tokens of its stream, which a KV cache does not "
+                "keep: generate with use_cache=False"
+            )
+        return self._depth.begin(x)
+
+    def _run(self, site: Site, state: State, kwargs: Mapping[str, Any]) -> State:
+        norm = None if site.norm is None or site.second is not None else getattr(self, site.norm)
+        x, state = self._depth.read(state, site.sublayer, norm)
+        if site.second is None:
+            y = self._body(site, x, kwargs)
+        else:
+            assert isinstance(x, Tensor)
+            normed = x if site.norm is None else getattr(self, site.norm)(x)
+            second = normed if site.second.norm is None else getattr(self, site.second.norm)(x)
+            y = self._body(site, normed, kwargs) + self._body(site.second, second, kwargs)
+        if self._depth_multiplier is not None:
+            y = y * getattr(self, self._depth_multiplier)
+        return self._depth.residual.write(state, site.sublayer, y)
+
+    def _body(self, site: Site, x: Read, kwargs: Mapping[str, Any]) -> Tensor:
+        body = getattr(self, site.body)
+        if site.kind == "mlp":
+            y = body(x)
+        else:
+            accepts = self._depth_accepts
+            known = kwargs if accepts is None else {name: value for name, value in kwargs.items() if name in accepts}
+            y = body(torch.cat(x, -1) if isinstance(x, tuple) else x, **known)
+        y = y[0] if isinstance(y, tuple) else y
+        for name in site.out:
+            y = getattr(self, name)(y)
+        return y
+
+
+def take_input(which: int, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A hook before the query, key or value projection: its own third of the inputs that `_body` laid side by side."""
+    x, *rest = args
+    return (x.chunk(3, -1)[which], *rest)
+
+
+def converted_layer(base: type[nn.Module]) -> type[nn.Module]:
+    return _subclass(ConvertedLayer, base)
+
+
+def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
+        if isinstance(hidden_states, DepthState):
+            return self._depth.end(hidden_states, norm=partial(base.forward, self))
+        return base.forward(self, hidden_states)
+
+    return _subclass(base, forward=forward)
+
+
+def converted_model(base: type[nn.Module]) -> type[nn.Module]:
+    """The model that owns the loop: its hidden states are what each layer reads, the last one what the head sees."""
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("output_hidden_states")
+        asked = self.config.output_hidden_states if asked is None else asked
+        if not asked:
+            return base.forward(self, *args, **kwargs)
+        if asked is not True:
+            raise ValueError(f"a converted model returns all hidden states or none: output_hidden_states={asked!r}")
+        outputs, seen = watch(self._depth, partial(base.forward, self, *args, **kwargs))
+        outputs["hidden_states"] = (*seen.reads, outputs["hidden_states"][-1])
+        return outputs
+
+    return _subclass(base, forward=forward)
+
+
+def watch(depth: Depth, run: Callable[[], Any]) -> tuple[Any, DepthState]:
+    """Run, and what its layers saw: depth weights of every read, and what each layer read."""
+    before, depth.wanted = depth.wanted, True
+    try:
+        outputs = run()
+        seen = depth.seen
+    finally:
+        depth.wanted = before
+        depth.seen = depth.seen if before else None
+    assert seen is not None
+    return outputs, seen
+
+
+def _subclass(*bases: type, **members: Any) -> type[nn.Module]:
+    """A class that prints, and is looked up in transformers' tables, as the one it stands for; made once."""
+    if bases not in _made:
+        names = {name: getattr(bases[-1], name) for name in ("__module__", "__qualname__", "__doc__")}
+        _made[bases] = type(bases[-1].__name__, bases, {**names, **members})
+    return _made[bases]
+
+
+_made: dict[tuple[type, ...], type[nn.Module]] = {}
+
+
+def positional_names(layer: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(layer).forward).parameters)[2:]
+
+
+def accepted(body: nn.Module) -> frozenset[str] | None:
+    parameters = inspect.signature(body.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)

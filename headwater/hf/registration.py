@@ -1,0 +1,28 @@
+"""The model types `headwater-...` for AutoConfig. No architecture is imported before one of its files is read."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .layouts import LAYOUTS
+
+PREFIX = "headwater-"
+
+
+def register_types() -> None:
+    for model_type in LAYOUTS:
+        if model_type in CONFIG_MAPPING and PREFIX + model_type not in CONFIG_MAPPING:
+            CONFIG_MAPPING.register(PREFIX + model_type, _stub(model_type))
+
+
+def _stub(model_type: str) -> type[PreTrainedConfig]:
+    """Stands for a converted model's config class until a file of its type is read."""
+
+    def from_dict(cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        from .classes import config_class
+
+        return config_class(CONFIG_MAPPING[model_type]).from_dict(config_dict, **kwargs)
+
+    members = {"model_type": PREFIX + model_type, "from_dict": classmethod(from_dict), "__module__": __name__}
+    return type("HeadwaterConfig", (PreTrainedConfig,), members)
