@@ -165,8 +165,12 @@ def generate(argv: list[str]) -> None:
     from headwater.models.generate import generate as run
     from headwater.train.checkpoint import load_model
 
-    model, tokenizer = load_model(flags.folder, flags.device)
-    prompt = tokenizer.encode(flags.prompt).tolist() or [tokenizer.end_of_text]
+    text = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
+    device = torch.device(flags.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device that torch can use")
+    model, tokenizer = load_model(flags.folder.resolve(), flags.device)
+    prompt = tokenizer.encode(text).tolist() or [tokenizer.end_of_text]
     with user_values():
         tokens = run(
             model,
@@ -176,6 +180,7 @@ def generate(argv: list[str]) -> None:
             top_k=flags.top_k,
             top_p=flags.top_p,
             seed=flags.seed,
+            use_cache=model.residual.token_local,
             stop=tokenizer.end_of_text,
         )
     say(tokenizer.decode(tokens[0].tolist()))
@@ -229,6 +234,8 @@ SYSTEM_ERRORS = {
     errno.EROFS: "Choose a folder that you may write to",
     errno.ENOTDIR: "A file stands where a folder is needed: choose another path",
     errno.EEXIST: "A file stands where a folder is needed: choose another path",
+    errno.EISDIR: "A folder stands where a file is needed: choose another path",
+    errno.ENOENT: "It was there a moment ago, or the path is wrong: run the command again",
 }
 
 

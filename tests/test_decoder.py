@@ -107,7 +107,9 @@ def test_generation_stops_where_told():
     ("settings", "message"),
     [
         ({"max_new_tokens": 40}, "exceed the context of 32"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more"),
         ({"max_new_tokens": 2, "temperature": -1.0}, "temperature"),
+        ({"max_new_tokens": 2, "temperature": float("nan")}, "temperature"),
         ({"max_new_tokens": 2, "top_k": 0}, "top_k"),
         ({"max_new_tokens": 2, "top_p": 0.0}, "top_p"),
     ],

@@ -65,10 +65,15 @@ def _check(
     if tokens.dim() != 2 or tokens.shape[1] < 1:
         raise ValueError(f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}")
     context = model.config.context
+    if new < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, got {new}")
     if tokens.shape[1] + new > context:
-        raise ValueError(f"a prompt of {tokens.shape[1]} tokens and {new} new ones exceed the context of {context}")
-    if temperature < 0:
-        raise ValueError(f"temperature must be 0 or more, got {temperature}")
+        raise ValueError(
+            f"a prompt of {tokens.shape[1]} tokens and {new} new ones exceed the context of {context}: "
+            f"lower max_new_tokens to {max(0, context - tokens.shape[1])}, or shorten the prompt"
+        )
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 or a positive number, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
