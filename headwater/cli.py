@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that help answers at once.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,8 +109,12 @@ def train(argv: list[str]) -> None:
     flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
     from headwater.train.loop import train as run
 
-    summary = run(flags.settings, flags.out, resume=flags.resume)
-    say(f"{flags.out}: {summary['bits_per_byte']:.4f} bits per byte on held-out text after {summary['steps']} steps")
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun started us anew after a failure
+    summary = run(flags.settings, flags.out, resume=flags.resume or again)
+    if int(os.environ.get("RANK", "0")) == 0:
+        say(
+            f"{flags.out}: {summary['bits_per_byte']:.4f} bits per byte on held-out text after {summary['steps']} steps"
+        )
 
 
 def compare(argv: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent: a folder per step, written under another name, synced, then renamed into place.
 
-`manifest.json` holds the sha256 of every file. Loading checks them all and never falls back in silence: a damaged
-checkpoint is an error that names the file and the newest good one. Tensors are safetensors, the rest is JSON; nothing
-is pickled.
+`manifest.json` holds the sha256 of every file and of itself. Loading checks them all and never falls back in silence: a
+damaged checkpoint is an error that names the file and the newest good one. Tensors are safetensors, the rest is JSON;
+nothing is pickled.
 """
 
 from __future__ import annotations
@@ -11,69 +11,121 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwater.errors import UserError
-from headwater.models import Decoder
+from headwater.models import Decoder, ModelConfig
 from headwater.models.tokenizer import Tokenizer, load_tokenizer
 from headwater.train.config import differences
+from headwater.train.parallel import Ranks
+from headwater.train.shards import INDEX, Archive, Index, Optimizers, fill_model, fill_optimizers, merge_indices, shards
 
 PREFIX = "step-"
 MANIFEST = "manifest.json"
-Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
-def save(root: Path, step: int, model: Decoder, optimizers: Optimizers, state: dict[str, Any], *, keep: int) -> Path:
-    """Write `root/step-N`, then drop all but the newest `keep`. A failed write leaves what was there as it was."""
+def save(
+    root: Path,
+    step: int,
+    model: nn.Module,
+    optimizers: Optimizers,
+    state: dict[str, Any],
+    *,
+    config: ModelConfig,
+    keep: int,
+    ranks: Ranks | None = None,
+) -> Path:
+    """Write `root/step-N`, then drop all but the newest `keep`. A failed write leaves what was there as it was.
+
+    Several ranks write side by side into the same scratch folder; the main one renames it when all have succeeded.
+    """
+    ranks = ranks or Ranks()
     final = root / f"{PREFIX}{step:08d}"
     scratch = root / f".tmp-{final.name}"
-    sweep(root)
-    try:
-        scratch.mkdir(parents=True)
-        files = {
-            "model.safetensors": safetensors.torch.save(model.weights()),
-            "optimizer.safetensors": safetensors.torch.save(_optimizer_tensors(model, optimizers)),
-            "config.json": _encode(model.config.to_dict()),
-            "state.json": _encode({"step": step, **state}),
-        }
-        hashes = {name: _write(scratch / name, content) for name, content in files.items()}
-        _write(scratch / MANIFEST, _encode({"step": step, "sha256": hashes}))
-        _sync_folder(scratch)
-        _put_in_place(scratch, final)
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
+    written = Written()
+    with ranks.main_first():  # nobody writes before the folder is there
+        written.attempt(lambda: _clear(root, scratch) if ranks.main else None)
+    written.attempt(lambda: written.add(scratch, *shards(model, optimizers, ranks)))
+    everyone = ranks.collect(written)
+    if ranks.main and not any(one.problem for one in everyone):
+        texts = {"config.json": config.to_dict(), "state.json": {"step": step, **state}}
+        written.attempt(lambda: _commit(scratch, final, step, everyone, texts))
+    problem = next((one.problem for one in ranks.collect(written) if one.problem), None)
+    if problem:
+        if ranks.main:
+            shutil.rmtree(scratch, ignore_errors=True)
         raise UserError(
-            f"could not write the checkpoint {final}: {error.strerror or error}. {last_good(root)} "
+            f"could not write the checkpoint {final}: {problem}. {last_good(root)} "
             "Make room (or pass a smaller --keep), then go on with --resume"
-        ) from error
-    for old in checkpoints(root)[:-keep]:
+        )
+    for old in checkpoints(root)[:-keep] if ranks.main else ():
         _remove(old)
     return final
 
 
-def load(folder: Path, model: Decoder, optimizers: Optimizers) -> dict[str, Any]:
-    """Fill model and optimizers from a verified checkpoint; returns its state.json."""
-    verify(folder)
-    device = next(model.parameters()).device
-    model.load_weights(safetensors.torch.load_file(folder / "model.safetensors", device=str(device)))
-    tensors = safetensors.torch.load_file(folder / "optimizer.safetensors", device=str(device))
-    _fill_optimizers(model, optimizers, tensors)
+@dataclass
+class Written:
+    """What one rank has to report: the hash of each of its files, where tensors lie, and what went wrong."""
+
+    hashes: dict[str, str] = field(default_factory=dict)
+    index: Index = field(default_factory=dict)
+    problem: str | None = None
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Later steps of a save are not tried after one has failed; every rank learns of it when they report."""
+        if self.problem is None:
+            try:
+                action()
+            except OSError as error:
+                self.problem = error.strerror or str(error)
+
+    def add(self, scratch: Path, files: dict[str, dict[str, Tensor]], index: Index) -> None:
+        for name, tensors in files.items():
+            self.hashes[name] = _write(scratch / name, safetensors.torch.save(tensors))
+        self.index = index
+
+
+def _clear(root: Path, scratch: Path) -> None:
+    sweep(root)
+    scratch.mkdir(parents=True)
+
+
+def _commit(scratch: Path, final: Path, step: int, everyone: list[Written], texts: dict[str, Any]) -> None:
+    """The manifest is written last and the rename follows it: a checkpoint has both, or it is none."""
+    index = merge_indices([one.index for one in everyone])
+    if index:
+        texts[INDEX] = index
+    hashes = {name: digest for one in everyone for name, digest in one.hashes.items()}
+    hashes |= {name: _write(scratch / name, _encode(value)) for name, value in texts.items()}
+    _write(scratch / MANIFEST, _seal({"step": step, "sha256": hashes}))
+    _sync_folder(scratch)
+    _put_in_place(scratch, final)
+
+
+def load(folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Fill model and optimizers from a verified checkpoint, whatever the layout it was saved under; returns its
+    state.json. Each rank reads the rows it holds."""
+    verify(folder, ranks)
+    fill_model(Archive(folder, "model"), model, whole=ranks is None or ranks.alone)
+    fill_optimizers(Archive(folder, "optimizer"), model, optimizers)
     return read_state(folder)
 
 
 def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     """The model of a run (its newest checkpoint) or of one checkpoint, with the run's tokenizer."""
-    chosen = folder if (folder / "model.safetensors").is_file() else newest(folder / "checkpoints")
+    chosen = folder if (folder / MANIFEST).is_file() else newest(folder / "checkpoints")
     if chosen is None:
         raise UserError(f"no checkpoint in {folder}: give the folder of a run that has saved one, or of a checkpoint")
     verify(chosen)
-    return Decoder.load(chosen, device), load_tokenizer(chosen.parent.parent)
+    model = Decoder(ModelConfig.from_dict(json.loads((chosen / "config.json").read_text(encoding="utf-8"))))
+    fill_model(Archive(chosen, "model"), model, whole=True)
+    return model.to(device), load_tokenizer(chosen.parent.parent)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -105,13 +157,18 @@ def newest(root: Path) -> Path | None:
     return found[-1]
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def damage(folder: Path, share: slice = slice(None)) -> str | None:
+    """What is wrong with a checkpoint, or None; of its files, only a share may be looked at."""
     try:
-        hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        raw = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(raw)
+        hashes = manifest["sha256"]
+        sealed = raw == _seal({"step": manifest["step"], "sha256": hashes})
     except (OSError, ValueError, KeyError, TypeError):
         return f"{MANIFEST} is missing or unreadable"
-    for name, expected in hashes.items():
+    if not sealed:
+        return f"{MANIFEST} is not what was written"
+    for name, expected in list(hashes.items())[share]:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -121,8 +178,11 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def verify(folder: Path) -> None:
-    problem = damage(folder)
+def verify(folder: Path, ranks: Ranks | None = None) -> None:
+    """Every byte is checked before one is used; several ranks divide the files among them and agree."""
+    ranks = ranks or Ranks()
+    found = ranks.collect(damage(folder, slice(ranks.rank, None, ranks.world)))
+    problem = next(filter(None, found), None)
     if problem:
         raise UserError(
             f"the checkpoint {folder} is damaged: {problem}. {last_good(folder.parent)} "
@@ -143,6 +203,11 @@ def last_good(root: Path) -> str:
 
 def _encode(value: Any) -> bytes:
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _seal(manifest: dict[str, Any]) -> bytes:
+    """The manifest with a hash of itself, so that it too can be told from a damaged one."""
+    return _encode({**manifest, "seal": hashlib.sha256(_encode(manifest)).hexdigest()})
 
 
 def _write(path: Path, content: bytes) -> str:
@@ -173,31 +238,3 @@ def _remove(folder: Path) -> None:
     doomed = folder.with_name(f".tmp-old-{folder.name}")
     folder.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _names(model: Decoder) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def _optimizer_tensors(model: Decoder, optimizers: Optimizers) -> dict[str, Tensor]:
-    """Every slot of every parameter under "optimizer/parameter/slot"; learning rates come from the schedule instead."""
-    names = _names(model)
-    return {
-        f"{kind}/{names[id(parameter)]}/{slot}": value.detach().contiguous()
-        for kind, optimizer in optimizers.items()
-        for parameter, slots in optimizer.state.items()
-        for slot, value in slots.items()
-    }
-
-
-def _fill_optimizers(model: Decoder, optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
-    names = _names(model)
-    found: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for key, value in tensors.items():
-        kind, name, slot = key.split("/")
-        found.setdefault(kind, {}).setdefault(name, {})[slot] = value
-    for kind, optimizer in optimizers.items():
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        by_index = {i: found.get(kind, {}).get(names[id(p)]) for i, p in enumerate(parameters)}
-        filled = {i: slots for i, slots in by_index.items() if slots}
-        optimizer.load_state_dict({"state": filled, "param_groups": optimizer.state_dict()["param_groups"]})

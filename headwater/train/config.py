@@ -1,4 +1,4 @@
-"""What a run is: four frozen dataclasses, filled from defaults, then a TOML (or JSON) file, then flags.
+"""What a run is: five frozen dataclasses, filled from defaults, then a TOML (or JSON) file, then flags.
 
 Nothing here imports torch, so that `--help` stays fast. `model` mirrors `headwater.models.ModelConfig`: None means
 "as the named size says".
@@ -103,16 +103,40 @@ class TrainSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """How the processes that torchrun started share the work; one process has nothing to share."""
+
+    pipeline: int = 1
+    """Ranks in a row that divide the depth; train.accumulate is then the number of micro-batches in flight."""
+    chunks: int = 1
+    """Slices of depth on each rank of the row: the interleaved schedule."""
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    cuts: tuple[int, ...] = ()
+    """Sublayers before which the depth is cut, in order; left out, the slices are as equal as can be."""
+    block_cache: bool = True
+    """Keep what a rank has seen of a state, and send only what is new to it."""
+    shard: int = 0
+    """Ranks that divide each parameter among them (FSDP2); 0 is all, 1 leaves every rank its own copy."""
+    hang_timeout: int = 1800
+    """Seconds a step may take before every rank prints its stack and ends; 0 waits for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
 
-# A run may be resumed with other values of these: they change what is kept and shown, never the weights.
+# A run may be resumed with other values of these: they change what is kept and shown and who computes it, never what.
 FREE = frozenset(
-    {"data.cache", *(f"train.{name}" for name in ("log_every", "eval_every", "depth_every", "save_every", "keep"))}
+    {
+        "data.cache",
+        *(f"train.{name}" for name in ("log_every", "eval_every", "depth_every", "save_every", "keep")),
+        *(f"parallel.{f.name}" for f in fields(ParallelSettings)),
+    }
 )
 
 
@@ -150,8 +174,10 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     for option in options:
         if get_origin(option) is Literal and value in get_args(option):
             return value
-        if get_origin(option) is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
+        if get_origin(option) is tuple and isinstance(value, list):
+            kind = get_args(option)[0]
+            if all(type(item) is kind for item in value):
+                return tuple(value)
         if option is float and type(value) in (int, float):
             return float(value)
         if isinstance(option, type) and type(value) is option:
@@ -164,7 +190,7 @@ def _describe(options: tuple[Any, ...]) -> str:
         if get_origin(option) is Literal:
             return " or ".join(repr(choice) for choice in get_args(option))
         if get_origin(option) is tuple:
-            return "a list of strings"
+            return "a list of strings" if get_args(option)[0] is str else "a list of integers"
         return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(option, "null")
 
     return " or ".join(one(option) for option in options)
@@ -175,6 +201,7 @@ def check(config: Config) -> Config:
     flat = flatten(asdict(config))
     counts = [f"train.{f.name}" for f in fields(TrainSettings) if f.type == "int" and f.name != "seed"]
     positive = {**dict.fromkeys(counts, 1), "data.bpe_vocab": 257, "optim.warmup": 0, "train.seed": 0}
+    positive |= {"parallel.pipeline": 1, "parallel.chunks": 1, "parallel.shard": 0, "parallel.hang_timeout": 0}
     for key, low in positive.items():
         if flat[key] < low:
             raise UserError(f"{key} must be at least {low}; got {flat[key]}")

@@ -8,37 +8,44 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 
 from headwater.errors import UserError
+from headwater.models import Decoder
 from headwater.train.checkpoint import last_good
 from headwater.train.config import Config, check
 from headwater.train.depth import depth_record, gradient_norms
 from headwater.train.folder import locked, read_json
 from headwater.train.interrupt import Interruption
+from headwater.train.losses import half_precision, nats_per_token
 from headwater.train.optim import learning_rate, set_learning_rate
+from headwater.train.parallel import defer_reduction, gather, gathered, let_go, squared_norm
 from headwater.train.progress import ProgressLine
-from headwater.train.run import Run, begin, finish, save
+from headwater.train.run import Run, begin, choose_device, finish, save
 
 
 def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
     """Train until `config.train.steps` updates are done; returns what summary.json then holds."""
     settings = check(config).train
-    with locked(out):
-        run = begin(config, out, resume=resume)
+    with gathered(config.parallel, choose_device(config)) as ranks, locked(out) if ranks.main else nullcontext():
+        run = begin(config, out, resume=resume, ranks=ranks)
         if run.step == settings.steps and (out / "summary.json").exists():
             return read_json(out / "summary.json")
-        with Interruption() as interruption, ProgressLine("training", run.step, settings.steps) as progress:
+        console = Console(quiet=not ranks.main)
+        with Interruption() as interruption, ProgressLine("training", run.step, settings.steps, console) as progress:
             clock = Clock(run)
             for number in range(run.step + 1, settings.steps + 1):
                 last = number == settings.steps
                 loss = accumulate(run, number)
-                gradients = gradient_norms(run.model) if last or number % settings.depth_every == 0 else None
+                gradients = depth_gradients(run) if last or number % settings.depth_every == 0 else None
                 grad_norm, rate = update(run, number, loss)
 
                 run.step = number
@@ -50,6 +57,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
                     progress.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
                 if gradients:
                     log_depth(run, gradients)
+                interruption.signum = ranks.highest(interruption.signum)  # one rank's signal is everyone's
                 if last or number % settings.save_every == 0 or interruption.signum:
                     save(run)
                 if interruption.signum and not last:
@@ -62,29 +70,37 @@ def accumulate(run: Run, number: int) -> float:
     settings = run.config.train
     # No state of a generator to save: whatever a step draws depends on its number alone.
     torch.manual_seed((settings.seed << 32) + number)
+    if run.pipeline is not None:
+        batches = [windows_of(run, number, micro) for micro in range(settings.accumulate)]
+        return run.ranks.sum(run.pipeline.accumulate(torch.cat(batches)) / run.ranks.data_world)
     total = 0.0
     for micro in range(settings.accumulate):
-        batch = run.train.batch(
-            seed=settings.seed, step=number - 1, size=settings.batch_size, micro=micro, micros=settings.accumulate
-        )
-        loss = token_losses(run, run.forward, torch.from_numpy(batch).to(run.device)).mean() / settings.accumulate
+        defer_reduction(run.model, micro < settings.accumulate - 1)
+        loss = token_losses(run, run.forward, windows_of(run, number, micro)).mean() / settings.accumulate
         loss.backward()
         total += loss.item()
-    return total
+    return run.ranks.sum(total / run.ranks.data_world)
+
+
+def windows_of(run: Run, number: int, micro: int) -> Tensor:
+    """This rank's share of a micro-batch of update `number`."""
+    settings, ranks = run.config.train, run.ranks
+    parts = {"micro": micro, "micros": settings.accumulate, "rank": ranks.data_rank, "world": ranks.data_world}
+    batch = run.train.batch(seed=settings.seed, step=number - 1, size=settings.batch_size, **parts)
+    return torch.from_numpy(batch).to(run.device)
 
 
 def token_losses(run: Run, forward: Any, windows: Tensor) -> Tensor:
     """Nats of each token after the first of its window, (B, T), in fp32; the model itself runs in bf16 on a GPU."""
-    inputs, targets = windows[:, :-1], windows[:, 1:]
-    with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.device.type == "cuda"):
-        logits = forward(inputs)  # (B, T, vocab)
-    return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+    with half_precision(run.device):
+        logits = forward(windows[:, :-1])  # (B, T, vocab)
+    return nats_per_token(logits, windows[:, 1:])
 
 
 def update(run: Run, number: int, loss: float) -> tuple[float, float]:
     """Clip, check and step; returns gradient norm and learning rate. A bad gradient never reaches the weights."""
     settings = run.config
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.optim.clip).item()
+    grad_norm = run.ranks.clip(run.model, settings.optim.clip)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise UserError(
             f"the loss is not finite at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
@@ -121,23 +137,64 @@ class Clock:
 @torch.no_grad()
 def evaluate(run: Run) -> float:
     """Bits per byte over a fixed set of validation windows, the same for every run with this corpus and context."""
-    share = max(1, run.config.train.batch_size // run.config.train.accumulate)
-    chosen = run.validation.spread(run.config.train.eval_windows)
     nats, tokens, num_bytes = 0.0, 0, 0
     run.model.eval()
-    for start in range(0, len(chosen), share):
-        windows = torch.from_numpy(run.validation.take(chosen[start : start + share]))
-        losses = token_losses(run, run.model, windows.to(run.device))
+    for windows, count in validation_shares(run):
+        losses = validation_losses(run, windows.to(run.device))[:count]
         nats += losses.double().sum().item()
         tokens += losses.numel()
-        num_bytes += int(run.token_bytes[windows[:, 1:]].sum())
+        num_bytes += int(run.token_bytes[windows[: len(losses), 1:]].sum())
     run.model.train()
-    run.evaluation = {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / num_bytes}
+    let_go(run.model)
+    sums = run.ranks.sums([nats, tokens, num_bytes])
+    run.evaluation = {"loss": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
     run.log.write("eval", run.step, tokens=run.tokens, **run.evaluation)
     return run.evaluation["bits_per_byte"]
+
+
+def validation_shares(run: Run) -> Iterator[tuple[Tensor, int]]:
+    """Batches of windows for this rank, and how many of them count: several ranks take equal shares, filled up."""
+    settings, ranks = run.config.train, run.ranks
+    micros = 1 if run.pipeline is not None else settings.accumulate
+    share = max(1, settings.batch_size // (micros * ranks.data_world))
+    chosen = run.validation.spread(settings.eval_windows)
+    for start in range(ranks.data_rank * share, len(chosen) + ranks.data_rank * share, share * ranks.data_world):
+        mine = chosen[start : start + share]
+        filler = [] if ranks.alone else [chosen[0]] * (share - len(mine))
+        yield torch.from_numpy(run.validation.take(np.append(mine, filler).astype(np.int64))), len(mine)
+
+
+def validation_losses(run: Run, windows: Tensor) -> Tensor:
+    """(B, T); of a pipeline, only its last rank knows them, and the others have none."""
+    if run.pipeline is None:
+        return token_losses(run, run.model, windows)
+    logits = run.pipeline.logits(windows)
+    return windows.new_empty(0, windows.shape[1] - 1) if logits is None else nats_per_token(logits, windows[:, 1:])
+
+
+def depth_gradients(run: Run) -> list[float]:
+    if run.ranks.alone:
+        return gradient_norms(run.whole)
+    squares = [0.0] * len(run.whole.sublayers)
+    for name, parameter in run.model.named_parameters():
+        if name.startswith("sublayers."):
+            squares[int(name.split(".")[1])] += squared_norm(parameter.grad)
+    return [(square / run.ranks.replicas) ** 0.5 for square in run.ranks.sums(squares)]
 
 
 def log_depth(run: Run, gradients: list[float]) -> None:
     """Always the same tokens, the first validation window, so that records differ by the weights alone."""
     window = torch.from_numpy(run.validation.take(run.validation.spread(1)))[:, :-1].to(run.device)
-    run.log.write("depth", run.step, tokens=run.tokens, gradient_norm=gradients, **depth_record(run.model, window))
+    model = run.whole if run.ranks.alone else gather_model(run)
+    if model is not None:
+        run.log.write("depth", run.step, tokens=run.tokens, gradient_norm=gradients, **depth_record(model, window))
+
+
+def gather_model(run: Run) -> Decoder | None:
+    """The whole model on the main rank, for a look at it; every rank takes part."""
+    weights = gather(run.model, run.whole, run.ranks)
+    if not run.ranks.main:
+        return None
+    model = Decoder(run.whole.config)
+    model.load_weights(weights)
+    return model.to(run.device)

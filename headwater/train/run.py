@@ -8,22 +8,26 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from headwater import __version__
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
+from headwater.models.decoder import Sublayer
 from headwater.train import checkpoint
 from headwater.train.config import Config, ModelSettings
 from headwater.train.data import SPLITS, Dataset, Windows, prepare
 from headwater.train.folder import MetricsLog, write_json
 from headwater.train.optim import build_optimizers
+from headwater.train.parallel import Parts, Ranks, fill, shard
+from headwater.train.pipeline import Pipeline, Stage, assemble
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}}
 
@@ -32,17 +36,22 @@ FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluatio
 class Run:
     config: Config
     folder: Path
+    ranks: Ranks
     device: torch.device
-    model: Decoder
+    model: nn.Module
+    """What this rank holds of the decoder: all of it when it is alone."""
+    whole: Decoder
+    """The decoder's shape, without weights where there are several ranks."""
     forward: Callable[[Tensor], Tensor]
     """The model, compiled if asked for."""
+    pipeline: Pipeline | None
     optimizers: dict[str, torch.optim.Optimizer]
     train: Windows
     validation: Windows
     token_bytes: Tensor
     identity: dict[str, Any]
     """What a checkpoint must agree with to continue this run."""
-    log: MetricsLog
+    log: MetricsLog | NoLog
     step: int
     seconds: float
     """Wall-clock of the processes before this one."""
@@ -58,39 +67,62 @@ class Run:
         return self.seconds + time.monotonic() - self.began
 
 
-def begin(config: Config, out: Path, *, resume: bool) -> Run:
+class NoLog:
+    """The metrics log of the ranks that do not write one."""
+
+    def write(self, kind: str, step: int, **values: Any) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None) -> Run:
     """Everything in place for the next step: the one after the newest checkpoint when resuming, else the first."""
+    ranks = ranks or Ranks()
     if (out / "config.json").exists() and not resume:
         raise UserError(f"{out} already holds a run: continue it with --resume, or choose another --out")
-    data = prepare(config.data)
+    with ranks.main_first():
+        data = prepare(config.data)
     model_config = resolve_model(config.model, data)
     resolved = {**asdict(config), "model": model_config.to_dict()}
     identity = {**resolved, "corpus": data.identity}
     train, validation = (data.windows(split, model_config.context) for split in SPLITS)
     root = out / "checkpoints"
-    checkpoint.sweep(root)
-    latest = checkpoint.newest(root) if resume else None
+    with ranks.main_first():
+        if ranks.main:
+            checkpoint.sweep(root)
+        found = checkpoint.checkpoints(root) if resume else []
+    latest = found[-1] if found else None
     if latest:
+        checkpoint.verify(latest, ranks)
         checkpoint.refuse_other(latest, identity)
     device = choose_device(config)
-    model = build_model(model_config, config.train.seed).to(device)
+    whole = build_model(model_config, config.train.seed, meta=not ranks.main)
+    model, pipeline = (whole.to(device), None) if ranks.alone else distribute(whole, config, ranks, device)
+    forward = wrap(model, config)
     optimizers = build_optimizers(model, config.optim)
-    state = checkpoint.load(latest, model, optimizers) if latest else dict(FRESH)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "config.json", resolved)
-    data.tokenizer.save(out)
+    state = checkpoint.load(latest, model, optimizers, ranks) if latest else dict(FRESH)
+    ranks.wait()  # until everyone has looked, nothing in the folder changes
+    if ranks.main:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "config.json", resolved)
+        data.tokenizer.save(out)
     return Run(
         config=config,
         folder=out,
+        ranks=ranks,
         device=device,
         model=model,
-        forward=wrap(model, config),
+        whole=whole if ranks.alone else build_model(model_config, config.train.seed, meta=True),
+        forward=forward,
+        pipeline=pipeline,
         optimizers=optimizers,
         train=train,
         validation=validation,
         token_bytes=torch.from_numpy(data.tokenizer.token_bytes),
         identity=identity,
-        log=MetricsLog(out / "metrics.jsonl", keep_until=state["step"]),
+        log=MetricsLog(out / "metrics.jsonl", keep_until=state["step"]) if ranks.main else NoLog(),
         step=state["step"],
         seconds=state["seconds"],
         peak_memory=state["peak_memory"],
@@ -111,10 +143,12 @@ def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
         raise UserError(f"the model does not fit together: {error}") from None
 
 
-def build_model(config: ModelConfig, seed: int) -> Decoder:
+def build_model(config: ModelConfig, seed: int, *, meta: bool = False) -> Decoder:
+    """The decoder at its start; on the meta device its shape alone."""
     torch.manual_seed(seed)
     try:
-        return Decoder(config)
+        with torch.device("meta") if meta else nullcontext():
+            return Decoder(config)
     except ValueError as error:
         raise UserError(f"the model does not fit together: {error}") from None
 
@@ -123,6 +157,9 @@ def choose_device(config: Config) -> torch.device:
     name = config.train.device
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:  # set by torchrun: one GPU each
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
@@ -132,9 +169,46 @@ def choose_device(config: Config) -> torch.device:
     return device
 
 
-def wrap(model: Decoder, config: Config) -> Callable[[Tensor], Tensor]:
+def distribute(
+    whole: Decoder, config: Config, ranks: Ranks, device: torch.device
+) -> tuple[Decoder | Parts, Pipeline | None]:
+    """This rank's part of the decoder. It is never whole on any rank but the main one, which draws the start."""
+    pipeline = None
+    model: Decoder | Parts
+    if config.parallel.pipeline == 1:
+        with torch.device("meta"):
+            model = Decoder(whole.config)
+        shard(model, cast(list[Sublayer], model.sublayers), ranks)
+        model.to_empty(device=device)
+    else:
+        micros = config.train.accumulate
+        sizes = {"micros": micros, "windows": windows_per_micro(config, ranks)}
+        model, pipeline = assemble(
+            whole.config, config.parallel, ranks, device, **sizes, prepare=lambda stage: wrap_stage(stage, config)
+        )
+    fill(model, whole if ranks.main else None)
+    return model, pipeline
+
+
+def windows_per_micro(config: Config, ranks: Ranks) -> int:
+    size, parts = config.train.batch_size, config.train.accumulate * ranks.data_world
+    if size % parts:
+        raise UserError(
+            f"train.batch_size ({size}) must be a multiple of train.accumulate ({config.train.accumulate}) times the "
+            f"{ranks.data_world} ranks that share the batch"
+        )
+    return size // parts
+
+
+def wrap_stage(stage: Stage, config: Config) -> None:
+    wrap(stage.model, config)
+    if config.train.compile:
+        stage.compile()
+
+
+def wrap(model: nn.Module, config: Config) -> Callable[[Tensor], Tensor]:
     """Recomputation and compilation are applied from outside, in this order; the model knows of neither."""
-    if config.train.checkpoint_activations:
+    if config.train.checkpoint_activations and isinstance(model, Decoder):
         model.step = functools.partial(recompute, model.step, use_reentrant=False)  # type: ignore[method-assign]
     return torch.compile(model) if config.train.compile else model
 
@@ -150,29 +224,37 @@ def save(run: Run) -> Path:
         "evaluation": run.evaluation,
     }
     return checkpoint.save(
-        run.folder / "checkpoints", run.step, run.model, run.optimizers, state, keep=run.config.train.keep
+        run.folder / "checkpoints",
+        run.step,
+        run.model,
+        run.optimizers,
+        state,
+        config=run.whole.config,
+        keep=run.config.train.keep,
+        ranks=run.ranks,
     )
 
 
 def finish(run: Run) -> dict[str, Any]:
     """Write and return summary.json; its last checkpoint is already in place."""
-    parameters = run.model.parameter_count()
+    parameters = run.whole.parameter_count()
     summary = {
-        "residual": run.model.config.residual,
+        "residual": run.whole.config.residual,
         "seed": run.config.train.seed,
         "parameters": parameters["total"],
         "residual_parameters": parameters["residual"],
-        "flops_per_token": run.model.flops_per_token(run.train.context),
+        "flops_per_token": run.whole.flops_per_token(run.train.context),
         "tokens": run.tokens,
         "steps": run.step,
         "seconds": run.elapsed(),
-        "peak_memory_bytes": max(run.peak_memory, peak_memory(run.device)),
+        "peak_memory_bytes": run.ranks.highest(max(run.peak_memory, peak_memory(run.device))),
         **run.evaluation,
         "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
         "torch": torch.__version__,
         "headwater": __version__,
     }
-    write_json(run.folder / "summary.json", summary)
+    if run.ranks.main:
+        write_json(run.folder / "summary.json", summary)
     run.log.close()
     return summary
 

@@ -1,0 +1,17 @@
+"""What one forward pass costs, the same for a whole model and for the last stage of a pipeline."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def half_precision(device: torch.device) -> torch.autocast:
+    """The model itself runs in bf16 on a GPU."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
+def nats_per_token(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, T) from logits (B, T, vocab), in fp32."""
+    return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")

@@ -1,0 +1,171 @@
+"""One process equals many: the same losses and gradients under every layout, and the bytes that were derived."""
+
+import json
+import os
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file, save_file
+from tinyrun import tiny
+
+from headwater.residuals import names
+from headwater.train.config import Config, ParallelSettings
+from headwater.train.loop import accumulate, evaluate, update
+from headwater.train.parallel import gather, join
+from headwater.train.run import Run, begin
+
+STEPS = 20
+RESIDUALS = ("standard", "attnres-full", "attnres-block:block=3", "hyper-connections", "denseformer")
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "shard": {},
+        "replicate": {"shard": 1},
+        "pipeline": {"pipeline": 2},
+        "gpipe": {"pipeline": 2, "pipeline_schedule": "gpipe"},
+        "interleaved": {"pipeline": 2, "chunks": 2},
+        "interleaved-4": {"pipeline": 2, "chunks": 4},
+        "looped": {"pipeline": 2, "chunks": 2, "pipeline_schedule": "gpipe"},
+        "uneven": {"pipeline": 2, "chunks": 2, "cuts": (1, 4, 7)},  # no cut falls between two blocks of three
+    },
+    4: {
+        "replicate-shard": {"shard": 2},
+        "interleaved-wide": {"pipeline": 4, "chunks": 2},
+        "interleaved-shard": {"pipeline": 2, "chunks": 2},
+        "pipeline-replicate": {"pipeline": 2, "shard": 1},
+    },
+}
+# Every residual for 20 steps under every layout takes many minutes on two cores; a choice of them stands for the rest.
+EVERYTHING = bool(os.environ.get("HEADWATER_ALL_LAYOUTS"))
+SHORT = {2: ("shard", "interleaved", "uneven"), 4: ("interleaved-shard",)}  # for the other residuals, one step
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    residual: str
+    layout: str
+    cache: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.residual.replace(':', '-')} {self.layout} {'cache' if self.cache else 'plain'}"
+
+    @property
+    def steps(self) -> int:
+        chosen = self.residual == RESIDUALS[2] and self.layout in ("shard", "pipeline", "interleaved")
+        return STEPS if chosen or (EVERYTHING and self.residual in RESIDUALS) else 1
+
+
+def cases() -> list[Case]:
+    found = []
+    for world, layouts in LAYOUTS.items():
+        for residual in RESIDUALS:
+            whole = EVERYTHING or residual == RESIDUALS[2]
+            found += [Case(world, residual, layout) for layout in layouts if whole or layout in SHORT[world]]
+    for residual in RESIDUALS:
+        found += [Case(2, residual, layout, cache=False) for layout in ("interleaved", "uneven")]
+    found += [Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
+    return found + [Case(2, residual, "uneven") for residual in names() if residual not in RESIDUALS]
+
+
+def settings(folder: Path, residual: str, **changes: Any) -> Config:
+    """Eight sublayers, micro-batches of one window at most."""
+    config = tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **changes)
+    return replace(config, model=replace(config.model, layers=4, context=8))
+
+
+def follow(run: Run, steps: int) -> dict[str, Any]:
+    """Losses of some steps, and the evaluation after them."""
+    losses = []
+    for number in range(1, steps + 1):
+        losses.append(accumulate(run, number))
+        update(run, number, losses[-1])
+        run.step = number
+    return {"losses": losses, "bits": evaluate(run)}
+
+
+def one_case(config: Config, out: Path, steps: int) -> None:
+    ranks = join(config.parallel, torch.device("cpu"))
+    run = begin(config, out, resume=False, ranks=ranks)
+    found: dict[str, Any] = {"loss": accumulate(run, 1)}
+    gradients = gather(run.model, run.whole, ranks, gradients=True)
+    if run.pipeline is not None:
+        counted = [(s.stage_index, s.forward_bytes, s.backward_bytes) for s in run.pipeline.stages]
+        found["bytes"] = [hop for one in ranks.collect(counted if ranks.data_rank == 0 else []) for hop in one]
+        cache = run.pipeline.stages[0].submod.cache
+        found["left"] = sum(ranks.collect(len(cache.tensors) + len(cache.deposits)))
+    for optimizer in run.optimizers.values():
+        optimizer.zero_grad()
+    found |= follow(run, steps)
+    if ranks.main:
+        save_file(gradients, out / "gradients.safetensors")
+        (out / "found.json").write_text(json.dumps(found))
+    run.log.close()
+
+
+def work(rank: int, world: int, port: int, jobs: list[tuple[Config, Path, int]]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    for job in jobs:
+        one_case(*job)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """All cases of a world in one group of processes: starting them is what takes time."""
+    folder = tmp_path_factory.mktemp("parallel")
+    config = settings(folder, "standard")
+    for world, layouts in LAYOUTS.items():
+        jobs = []
+        for case in (case for case in cases() if case.world == world):
+            parallel = ParallelSettings(**layouts[case.layout], block_cache=case.cache, hang_timeout=60)
+            model = replace(config.model, residual=case.residual)
+            jobs.append((replace(config, model=model, parallel=parallel), folder / str(case), case.steps))
+        torch.multiprocessing.spawn(work, (world, free_port(), jobs), nprocs=world)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same from one process, once for each residual."""
+    folder, known = tmp_path_factory.mktemp("alone"), {}
+
+    def follow_alone(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        key = case.residual, case.steps
+        if key not in known:
+            run = begin(settings(folder, case.residual), folder / str(len(known)), resume=False)
+            loss = accumulate(run, 1)
+            gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+            run.model.zero_grad()
+            known[key] = gradients, {"loss": loss, **follow(run, case.steps)}
+        return known[key]
+
+    return follow_alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_many_processes_do_what_one_does(folder, alone, case):
+    found = json.loads((folder / str(case) / "found.json").read_text())
+    gradients, expected = alone(case)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert found["bits"] == pytest.approx(expected["bits"], abs=1e-5)
+    whole = load_file(folder / str(case) / "gradients.safetensors")
+    assert whole.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        error = (whole[key] - gradient).abs().max().item()
+        assert error <= 1e-6 + 1e-4 * gradient.abs().max().item(), key
+    assert found.get("left", 0) == 0  # neither a tensor nor a deposit outlives its micro-batch
