@@ -52,6 +52,13 @@ def test_lands_in_the_folder_or_where_asked(comparison, tmp_path):
     assert write_report([comparison], tmp_path / "new" / "page.html").is_file()
 
 
+def test_the_first_residual_of_a_comparison_is_the_baseline(tmp_path):
+    folder = make_comparison(tmp_path / "compare", ["attnres-full", "rezero"], [0, 1], layers=2, steps=20)
+    words = visible(write_report([folder]).read_text())
+    assert "rezero against attnres-full" in words
+    assert re.search(r"rezero ends at .* attnres-full", words)
+
+
 def test_table_holds_mean_spread_and_paired_difference(comparison, written):
     losses = {}
     for folder in sorted((comparison / "runs").iterdir()):

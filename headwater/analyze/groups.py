@@ -69,21 +69,21 @@ class Group:
         return stat([a - b for a, b in pairs if a is not None and b is not None])
 
 
-def group_runs(runs: list[Run]) -> list[Group]:
+def group_runs(runs: list[Run], baseline: str = BASELINE) -> list[Group]:
     """Groups in order of appearance, the baseline first; each knows the baseline trained with the same settings."""
     groups: dict[tuple, Group] = {}
     for run in runs:
         settings = flatten(run.config)
         group = groups.setdefault((run.residual, *sorted(settings.items())), Group(run.residual, settings))
         group.runs.append(run)
-    ordered = sorted(groups.values(), key=lambda group: group.residual != BASELINE)
+    ordered = sorted(groups.values(), key=lambda group: group.residual != baseline)
     for group in ordered:
         twins = [other for other in ordered if other.residual == group.residual]
         keys = differing([twin.settings for twin in twins])
         group.label = ", ".join(
             [group.residual, *(f"{key.split('.')[-1]} {group.settings.get(key, 'unset')}" for key in keys[:2])]
         )
-        group.baseline = next((g for g in ordered if g.residual == BASELINE and g.settings == group.settings), None)
+        group.baseline = next((g for g in ordered if g.residual == baseline and g.settings == group.settings), None)
     return ordered
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from headwater.analyze import measures
 from headwater.analyze.groups import Group, group_runs
 from headwater.analyze.report import cell, fill_template, first_colour, paragraphs, payload, row_name, text
-from headwater.analyze.runs import find_runs, read_run
+from headwater.analyze.runs import find_baseline, find_runs, read_run
 from headwater.residuals import build
 
 COLUMNS = ("Residual", "Mixes", "Row sum", "Entropy", "Effective sources", "Effective depth", "Rank across depth")
@@ -26,7 +26,8 @@ CAPTION = (
 
 def write_matrix(folders: list[Path], out: Path | None = None) -> Path:
     """Write the page of run folders and comparison folders to `out` (default: matrix.html in the first folder)."""
-    groups = group_runs([read_run(folder) for folder in find_runs([Path(folder) for folder in folders])])
+    folders = [Path(folder) for folder in folders]
+    groups = group_runs([read_run(folder) for folder in find_runs(folders)], find_baseline(folders))
     data = payload(groups, points=1, frames=1, digits=4)
     page = fill_template(
         groups,
@@ -39,7 +40,7 @@ def write_matrix(folders: list[Path], out: Path | None = None) -> Path:
         table=measure_table(groups, data),
         caption=text(CAPTION),
     )
-    out = Path(folders[0]) / "matrix.html" if out is None else Path(out)
+    out = folders[0] / "matrix.html" if out is None else Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     return out

@@ -16,8 +16,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from headwater.analyze.groups import Group, Stat, differing, draw_curves, draw_depth, group_runs
-from headwater.analyze.runs import Run, find_runs, read_run
+from headwater.analyze.groups import BASELINE, Group, Stat, differing, draw_curves, draw_depth, group_runs
+from headwater.analyze.runs import Run, find_baseline, find_runs, read_run
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
 # Less and less detail, until a page fits: points per curve, depth records per residual, significant digits.
@@ -26,15 +26,16 @@ DETAILS = ((400, 16, 3), (240, 6, 3), (120, 1, 3), (60, 1, 2))
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
     """Write the report of run folders and comparison folders to `out` (default: report.html in the first folder)."""
-    runs = [read_run(folder) for folder in find_runs([Path(folder) for folder in folders])]
-    out = Path(folders[0]) / "report.html" if out is None else Path(out)
+    folders = [Path(folder) for folder in folders]
+    runs = [read_run(folder) for folder in find_runs(folders)]
+    out = folders[0] / "report.html" if out is None else Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(make_page(runs), encoding="utf-8")
+    out.write_text(make_page(runs, find_baseline(folders)), encoding="utf-8")
     return out
 
 
-def make_page(runs: list[Run]) -> str:
-    groups = group_runs(runs)
+def make_page(runs: list[Run], baseline: str = BASELINE) -> str:
+    groups = group_runs(runs, baseline)
     for points, frames, digits in DETAILS:
         page = fill_template(groups, payload(groups, points, frames, digits))
         if len(page.encode()) <= LIMIT:

@@ -59,6 +59,16 @@ def find_runs(folders: list[Path]) -> list[Path]:
     return list(found.values())
 
 
+def find_baseline(folders: list[Path]) -> str:
+    """What the others are compared with: the first residual of a comparison, else the plain one."""
+    for folder in folders:
+        if (folder / "compare.json").is_file():
+            named = read_object(folder / "compare.json").get("residuals")
+            if isinstance(named, list) and named:
+                return str(named[0])
+    return "standard"
+
+
 def read_run(folder: Path) -> Run:
     config = read_object(folder / "config.json")
     model = config.get("model")
