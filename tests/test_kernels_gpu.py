@@ -4,6 +4,8 @@ import pytest
 import torch
 from kernel_cases import draw, read, run, two_phases, worst
 
+from headwater.models import Decoder, ModelConfig
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SOURCES = [1, 2, 3, 8, 9, 17, 33, 64, 129]
@@ -33,3 +35,45 @@ def test_repeats_are_bit_equal():
     for _ in range(250):
         again, _ = run(two_phases, [*sources, *parameters], "triton", torch.bfloat16, seeds)
         assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A small decoder in bf16 and a function that returns its loss and all gradients."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "dim": 128, "layers": 6, "heads": 2, "kv_heads": 2, "mlp_dim": 256, "context": 64}
+    model = Decoder(ModelConfig(**shape, residual="attnres-block:block=4")).to("cuda", torch.bfloat16)
+    for name, p in model.named_parameters():
+        if name.endswith("query"):
+            torch.nn.init.normal_(p, std=0.1)
+    tokens = torch.randint(0, 64, (2, 64), device="cuda")
+
+    def run(forward=model):
+        model.zero_grad(set_to_none=True)
+        loss = forward(tokens).float().square().mean()
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    return run, model
+
+
+def test_a_decoder_compiles_without_a_break(step):
+    run, model = step
+    expected = [t.clone() for t in run()]
+    for mine, other in zip(run(torch.compile(model, fullgraph=True)), expected, strict=True):
+        assert (mine - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
+
+
+def test_a_step_can_be_captured(step):
+    run, _ = step
+    expected = [t.clone() for t in run()]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    graph.replay()
+    assert all(torch.equal(mine, other) for mine, other in zip(results, expected, strict=True))

@@ -8,9 +8,12 @@ Residuals, the span's own outputs. Scores are computed when a source is finished
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from headwater.ops import two_phase as reference
 
 from .base import Norm, State, apply_norm
 
@@ -46,10 +49,18 @@ class Span:
 class TwoPhase:
     """The schedule for `sublayers` reads in blocks of `block`; block=1 is Full Attention Residuals."""
 
-    def __init__(self, sublayers: int, block: int, eps: float) -> None:
-        self.sublayers, self.eps = sublayers, eps
+    def __init__(self, sublayers: int, block: int, eps: float, *, reference: bool = False) -> None:
+        self.sublayers, self.eps, self.reference = sublayers, eps, reference
         self.full = block == 1
         self.span = FULL_SPAN if self.full else block
+
+    def operators(self) -> Any:
+        """The module that has `score`, `mix` and `merge`: the kernels, or with the same signatures their references."""
+        if self.reference:
+            return reference
+        from headwater.ops import fused
+
+        return fused
 
     def unpack(self, state: State, i: int, *, reading: bool = True) -> Span:
         """The state before read `i`; with reading=False before write `i`, when read `i` has taken its part away."""
@@ -63,9 +74,7 @@ class TwoPhase:
         return Span(state[:n], state[n : 2 * n], state[2 * n], outs, lses, queries, rest[3 * left :])
 
     def begin(self, x: Tensor, folded: Tensor) -> State:
-        from headwater.ops import fused
-
-        source, scores = fused.score(x.contiguous(), folded, self.eps)
+        source, scores = self.operators().score(x.contiguous(), folded, self.eps)
         return Span((source,), (scores,), folded).pack()
 
     def read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
@@ -75,14 +84,12 @@ class TwoPhase:
         return self._merge_outputs(span, norm) if self.full else self._merge_sum(span, norm)
 
     def write(self, state: State, i: int, y: Tensor) -> State:
-        from headwater.ops import fused
-
         into = i % self.span
         span = self.unpack(state, i, reading=False)
         y = y.to(span.sources[0].dtype).contiguous()
         ends = into == self.span - 1 or i == self.sublayers - 1
         if self.full:
-            y, scores = fused.score(y, span.folded[i + 1 :], self.eps)
+            y, scores = self.operators().score(y, span.folded[i + 1 :], self.eps)
             outputs, fresh = (*span.own[:into], y), (*span.own[into:], scores)
             if ends:
                 return Span((*span.sources, *outputs), (*span.scores, *fresh), span.folded).pack()
@@ -90,7 +97,7 @@ class TwoPhase:
         if not ends:
             return (*state, y)
         source = span.own[0] + y if span.own else y
-        source, scores = fused.score(source, span.folded[i + 1 :], self.eps)
+        source, scores = self.operators().score(source, span.folded[i + 1 :], self.eps)
         return Span((*span.sources, source), (*span.scores, scores), span.folded).pack()
 
     def settle(self, state: State, i: int) -> State:
@@ -101,35 +108,29 @@ class TwoPhase:
         return (*span.sources, sum(span.own[1:], span.own[0])) if span.own else span.sources
 
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        from headwater.ops import fused
-
         count = min(self.span, self.sublayers - i) or 1
         asked, later = _split(span.scores, count)
         weight, eps = folded_norm(norm)
-        outs, lses, sources = fused.mix(span.sources, torch.stack(asked, -2), weight, eps)
+        outs, lses, sources = self.operators().mix(span.sources, torch.stack(asked, -2), weight, eps)
         queries = span.folded[i + 1 : i + count].unbind(0)
         span = Span(sources, later, span.folded, outs[1:], lses[1:], queries)
         return outs[0] if weight is not None else apply_norm(norm, outs[0]), span.pack()
 
     def _merge_sum(self, span: Span, norm: Norm | None) -> tuple[Tensor, State]:
-        from headwater.ops import fused
-
         *partial, y = span.own
         weight, eps = folded_norm(norm)
-        x, total = fused.merge(
+        x, total = self.operators().merge(
             y, partial[0] if partial else None, span.outs[0], span.lses[0], span.queries[0], None, weight,
             eps=self.eps, norm_eps=eps,
         )  # fmt: skip
         return x if weight is not None else apply_norm(norm, x), self._next(span, (total,))
 
     def _merge_outputs(self, span: Span, norm: Norm | None) -> tuple[Tensor, State]:
-        from headwater.ops import fused
-
         count = len(span.own) // 2
         asked, later = _split(span.own[count:], 1)
         z = torch.stack([span.lses[0].unsqueeze(-1), *asked], -2)
         weight, eps = folded_norm(norm)
-        outs, _, again = fused.mix((span.outs[0], *span.own[:count]), z, weight, eps)
+        outs, _, again = self.operators().mix((span.outs[0], *span.own[:count]), z, weight, eps)
         x = outs[0] if weight is not None else apply_norm(norm, outs[0])
         return x, self._next(span, (*again[1:], *later))
 
