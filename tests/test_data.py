@@ -3,6 +3,8 @@
 import gzip
 import json
 import lzma
+import multiprocessing
+import random
 import shutil
 
 import numpy as np
@@ -104,6 +106,37 @@ def test_one_long_document_is_cut_in_two(tmp_path):
     assert len(pieces[1]) == pytest.approx(0.1 * len(text), rel=0.01)
 
 
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.3, 0.5])
+@pytest.mark.parametrize("sizes", [[400] * 3, [400] * 8, [400] * 15, [40] * 100 + [9000], [5000] + [200] * 9])
+def test_the_held_out_share_is_met_however_few_the_documents(tmp_path, sizes, share):
+    """Twelve corpora of each shape that differ in their files' names, and so in the hashes of these."""
+    for corpus in range(12):
+        folder = tmp_path / f"corpus{corpus}"
+        folder.mkdir()
+        for i, size in enumerate(sizes):
+            (folder / f"{corpus}-{i}.txt").write_text("x" * size)
+        manifest = prepare(settings(tmp_path, folder, validation=share)).manifest
+        assert manifest["split"] in ("by_document", "by_cutting")
+        assert share / 2 <= manifest["validation"]["bytes"] / sum(sizes) <= min(2 * share, (1 + share) / 2)
+        if max(sizes) < share * sum(sizes):
+            assert manifest["split"] == "by_document"
+
+
+def test_a_document_that_joins_moves_no_other_between_the_splits(tmp_path):
+    folder = corpus(tmp_path, documents=200)
+
+    def held_out() -> set[str]:
+        data = prepare(settings(tmp_path, folder))
+        assert data.manifest["split"] == "by_document"
+        ids = tokens(data, "validation")
+        parts = np.split(ids, np.flatnonzero(ids == data.tokenizer.end_of_text) + 1)
+        return {data.tokenizer.decode(part) for part in parts if len(part)}
+
+    before = held_out()
+    corpus(tmp_path, documents=230)
+    assert before < held_out()
+
+
 def test_the_cache_is_reused_renewed_and_repaired(tmp_path, monkeypatch):
     folder = corpus(tmp_path)
     first = prepare(settings(tmp_path, folder))
@@ -126,6 +159,37 @@ def test_the_cache_is_reused_renewed_and_repaired(tmp_path, monkeypatch):
 
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "elsewhere"))
     assert cache_folder(DataSettings()) == tmp_path / "elsewhere"
+
+
+def prepare_in_rounds(barrier, rounds, failures):
+    for settings in rounds:
+        barrier.wait(60)
+        try:
+            data = prepare(settings)
+            data.windows("train", 8)
+            assert data.tokenizer.vocab_size
+        except (OSError, ValueError, AssertionError) as error:
+            failures.put(repr(error))
+
+
+def test_processes_that_need_a_fresh_cache_at_once_share_one(tmp_path):
+    folder = corpus(tmp_path)
+    rounds = [DataSettings(source=(str(folder),), cache=str(tmp_path / f"cache{i}")) for i in range(40)]
+    for broken in rounds[::2]:  # a cache that lost a file, beside what a killed build left
+        lost = prepare(broken).folder
+        (lost / "train-00000.bin").unlink()
+        shutil.copytree(lost, lost.with_name(f".tmp-{lost.name}"))
+    context = multiprocessing.get_context("fork")
+    failures = context.Queue()
+    barrier = context.Barrier(4)
+    processes = [context.Process(target=prepare_in_rounds, args=(barrier, rounds, failures)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert failures.empty(), failures.get()
+    assert all(len(list((tmp_path / f"cache{i}").glob("[!.]*"))) == 1 for i in range(40))
 
 
 def test_shards_split_and_windows_stay_inside(tmp_path, monkeypatch):
@@ -166,6 +230,31 @@ def test_bad_corpora_are_named(tmp_path):
     (tmp_path / "torn.txt.gz").write_bytes(gzip.compress(b"text " * 1000)[:-20])
     with pytest.raises(UserError, match=r"cannot read .*torn\.txt\.gz"):
         prepare(settings(tmp_path, tmp_path / "torn.txt.gz"))
-    with pytest.raises(UserError, match=r"shorter than the context: its train split has \d+ tokens"):
-        prepare(settings(tmp_path, corpus(tmp_path))).windows("train", 100_000)
+    for split, advice in (("train", "lower --validation"), ("validation", "raise --validation")):
+        with pytest.raises(UserError, match=rf"shorter than the context: its {split} split has \d+ tokens.*{advice}"):
+            prepare(settings(tmp_path, corpus(tmp_path))).windows(split, 100_000)
     assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+def test_damaged_and_marked_files_are_read_or_named_with_the_line(tmp_path):
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "first"}\n{"text": "second"}\n')
+    assert [d.text for d in documents(find_files((str(tmp_path / "marked.jsonl"),)))] == ["first", "second"]
+
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud83c\\udf0a fine"}\n{"text": "half \\ud83c only"}\n')
+    with pytest.raises(UserError, match=r"half\.jsonl, line 2: \\ud83c is half of a character"):
+        prepare(settings(tmp_path, tmp_path / "half.jsonl"))
+
+    (tmp_path / "nested.jsonl").write_text('{"text": "fine"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"nested\.jsonl, line 2: expected a JSON object"):
+        prepare(settings(tmp_path, tmp_path / "nested.jsonl"))
+
+    digits = random.Random(0)
+    packed = bytearray(gzip.compress("".join(f"{digits.random()}\n" for _ in range(20_000)).encode()))
+    middle = len(packed) // 2
+    packed[middle : middle + 400] = b"\xff" * 400
+    (tmp_path / "rotten.txt.gz").write_bytes(packed)
+    with pytest.raises(UserError, match=r"cannot read .*rotten\.txt\.gz \(after line \d+\): "):
+        prepare(settings(tmp_path, tmp_path / "rotten.txt.gz"))
+    (tmp_path / "mixed.txt").write_bytes(b"fine\n" * 5000 + b"\xff")
+    with pytest.raises(UserError, match=r"mixed\.txt \(after line \d+\) is not UTF-8 text"):
+        prepare(settings(tmp_path, tmp_path / "mixed.txt"))

@@ -12,7 +12,8 @@ import json
 import lzma
 import os
 import sysconfig
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -55,15 +56,32 @@ def find_files(sources: tuple[str, ...]) -> list[TextFile]:
 def documents(files: list[TextFile]) -> Iterator[Document]:
     """The documents of the files in order; blank ones are dropped."""
     for file in files:
+        lines = _Lines(file)
         try:
-            with _open(file) as lines:
-                texts = _json_texts(file, lines) if ".jsonl" in file.path.suffixes else _split_texts(lines)
-                kept = ((number, text) for number, text in enumerate(texts) if text.strip())
-                yield from (Document(f"{file.name}#{number}", text) for number, text in kept)
+            texts = _json_texts(file, lines) if _is_json(file) else _split_texts(lines)
+            kept = ((number, text) for number, text in enumerate(texts) if text.strip())
+            yield from (Document(f"{file.name}#{number}", text) for number, text in kept)
         except UnicodeDecodeError as error:
-            raise UserError(f"{file.path} is not UTF-8 text ({error}): convert it or leave it out") from None
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            raise UserError(f"cannot read {file.path}: {error}") from None
+            raise UserError(f"{lines.place} is not UTF-8 text ({error}): convert it or leave it out") from None
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise UserError(f"cannot read {lines.place}: {error}") from None
+
+
+class _Lines:
+    """The lines of a file, which is open while they are read, and how far the reading came."""
+
+    def __init__(self, file: TextFile) -> None:
+        self.file = file
+        self.count = 0
+
+    def __iter__(self) -> Iterator[str]:
+        with _open(self.file) as lines:
+            for self.count, line in enumerate(lines, start=1):
+                yield line
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.path} (after line {self.count})" if self.count else str(self.file.path)
 
 
 def _stdlib_files() -> list[TextFile]:
@@ -92,13 +110,19 @@ def _plain_suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
+def _is_json(file: TextFile) -> bool:
+    return ".jsonl" in file.path.suffixes
+
+
 def _open(file: TextFile) -> IO[str]:
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.path.suffix, open)
+    # A mark that the encoding is UTF-8 may open a JSON file without being part of it; in a text file it is text.
+    encoding = "utf-8-sig" if _is_json(file) else "utf-8"
     # newline="" keeps \r\n as written: a corpus is bytes, and bits per byte must count them all.
-    return opener(file.path, "rt", encoding="utf-8", errors="strict" if file.strict else "replace", newline="")  # type: ignore[operator]
+    return opener(file.path, "rt", encoding=encoding, errors="strict" if file.strict else "replace", newline="")  # type: ignore[operator]
 
 
-def _split_texts(lines: IO[str]) -> Iterator[str]:
+def _split_texts(lines: Iterable[str]) -> Iterator[str]:
     text: list[str] = []
     for line in lines:
         if line.strip() == END_OF_TEXT:
@@ -109,14 +133,21 @@ def _split_texts(lines: IO[str]) -> Iterator[str]:
     yield "".join(text)
 
 
-def _json_texts(file: TextFile, lines: IO[str]) -> Iterator[str]:
+def _json_texts(file: TextFile, lines: Iterable[str]) -> Iterator[str]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise UserError(f'{file.path}, line {number}: expected a JSON object with a string under "text"')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{file.path}, line {number}: \\u{ord(text[error.start]):04x} is half of a character without the other "
+                "half, which no encoding can write: mend the text or leave the line out"
+            ) from None
         yield text

@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ from headwater.errors import UserError
 from headwater.models.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from headwater.train.config import DataSettings
 from headwater.train.corpus import Document, TextFile, documents, find_files
+from headwater.train.folder import taking_turns
 
-FORMAT = 1
+FORMAT = 2
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 27
+Divide = Callable[[Document], Iterable[tuple[str, str]]]
 BPE_DOCUMENTS = 100_000  # enough to learn merges from; a longer corpus only costs time
 
 
@@ -37,7 +39,9 @@ def prepare(settings: DataSettings) -> Dataset:
     files = find_files(settings.source)
     folder = cache_folder(settings) / _cache_key(settings, files)
     if not _is_whole(folder):
-        _build(settings, files, folder)
+        with taking_turns(folder.with_name(f".lock-{folder.name}")):
+            if not _is_whole(folder):  # else another process built it while this one waited
+                _build(settings, files, folder)
     return Dataset(folder)
 
 
@@ -77,7 +81,8 @@ class Windows:
         if len(self) == 0:
             raise UserError(
                 f"the corpus is shorter than the context: its {split} split has {manifest[split]['tokens']} tokens, "
-                f"and one window takes {context + 1}. Add text, or lower --context"
+                f"and one window takes {context + 1}. Add text, lower --context, or "
+                f"{'raise' if split == 'validation' else 'lower'} --validation, the share of the text that is held out"
             )
 
     def __len__(self) -> int:
@@ -163,53 +168,62 @@ def _is_whole(folder: Path) -> bool:
 
 def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
     """Tokenise into a temporary folder and put it in place by one rename, so that a cache is whole or absent."""
-    scratch = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    scratch = folder.with_name(f".tmp-{folder.name}")
+    for stale in (scratch, folder):  # a build that was killed, a cache that lost a file
+        if stale.exists():
+            shutil.rmtree(stale)
+    scratch.mkdir()
     try:
         manifest = _tokenise(settings, files, scratch)
         (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        if folder.exists():  # a cache that lost a file
-            shutil.rmtree(folder)
         scratch.rename(folder)
-    except OSError:
-        if not _is_whole(folder):  # else another process built the same one first
-            raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _tokenise(settings: DataSettings, files: list[TextFile], scratch: Path) -> dict[str, Any]:
-    """Hold out whole documents; a corpus of so few that one split stays empty has every document cut in two instead."""
-    for split in (_by_document, _by_cutting):
-        pieces = (piece for document in documents(files) for piece in split(document, settings.validation))
-        if settings.tokenizer == "bytes":
-            tokenizer: Tokenizer = ByteTokenizer()
-        else:
-            texts = (
-                text
-                for document in documents(files)
-                for name, text in split(document, settings.validation)
-                if name == "train"
-            )
-            tokenizer = BPETokenizer.train(islice(texts, BPE_DOCUMENTS), settings.bpe_vocab)
-        manifest = _write_shards(pieces, tokenizer, scratch)
-        manifest |= {
-            "source": list(settings.source),
-            "tokenizer": settings.tokenizer,
-            "split": split.__name__.strip("_"),
-        }
-        if all(manifest[name]["documents"] for name in SPLITS):
-            return manifest
-    raise UserError(
-        f"the corpus {', '.join(settings.source)} is empty or too short to hold out a validation split: "
-        f"{sum(manifest[name]['documents'] for name in SPLITS)} pieces of text were found in {len(files)} files"
-    )
+    split, divide = _choose_split(files, settings.validation)
+    if settings.tokenizer == "bytes":
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        texts = (text for document in documents(files) for name, text in divide(document) if name == "train")
+        tokenizer = BPETokenizer.train(islice(texts, BPE_DOCUMENTS), settings.bpe_vocab)
+    pieces = (piece for document in documents(files) for piece in divide(document))
+    manifest = _write_shards(pieces, tokenizer, scratch)
+    if not all(manifest[name]["documents"] for name in SPLITS):
+        raise UserError(
+            f"the corpus {', '.join(settings.source)} is empty or too short to hold out a validation split: "
+            f"{sum(manifest[name]['documents'] for name in SPLITS)} pieces of text were found in {len(files)} files"
+        )
+    return {**manifest, "source": list(settings.source), "tokenizer": settings.tokenizer, "split": split}
 
 
-def _by_document(document: Document, share: float) -> Iterator[tuple[str, str]]:
-    place = int.from_bytes(hashlib.sha256(document.key.encode()).digest()[:8], "big") / 2**64
-    yield ("validation" if place < share else "train"), document.text
+def _choose_split(files: list[TextFile], share: float) -> tuple[str, Divide]:
+    """Hold out the documents whose names hash below a cut-off, whole, if that gives about the asked share of bytes.
+
+    The share itself is tried first: under a cut-off that the other documents have no part in, one that joins the
+    corpus later moves none of them. Few or unequal documents get the cut-off that comes nearest by bytes instead, and
+    where none comes near, every document is cut in two.
+    """
+    weighed = ((_place(document), len(document.text.encode())) for document in documents(files))
+    columns = np.fromiter(weighed, dtype=[("place", "f8"), ("bytes", "f8")])
+    places, sizes = columns["place"], columns["bytes"]
+    order = np.argsort(places, kind="stable")
+    held_out = np.append(0, np.cumsum(sizes[order]))  # by the number of documents below the cut-off
+    nearest = np.argmin(np.abs(held_out - share * sizes.sum()))
+    for cutoff in (share, np.append(places[order], 1.0)[nearest]):
+        held = sizes[places < cutoff].sum() / max(1, sizes.sum())
+        if share / 2 <= held <= min(2 * share, (1 + share) / 2):
+            return "by_document", partial(_by_document, cutoff=float(cutoff))
+    return "by_cutting", partial(_by_cutting, share=share)
+
+
+def _place(document: Document) -> float:
+    return int.from_bytes(hashlib.sha256(document.key.encode()).digest()[:8], "big") / 2**64
+
+
+def _by_document(document: Document, cutoff: float) -> Iterator[tuple[str, str]]:
+    yield ("validation" if _place(document) < cutoff else "train"), document.text
 
 
 def _by_cutting(document: Document, share: float) -> Iterator[tuple[str, str]]:
@@ -243,8 +257,6 @@ class _ShardWriter:
         self.folder, self.split, self.dtype = folder, split, dtype
         self.shards: list[dict[str, Any]] = []
         self.bytes = self.documents = 0
-        for stale in folder.glob(f"{split}-*.bin"):
-            stale.unlink()
 
     def add(self, tokens: np.ndarray, num_bytes: int) -> None:
         if not self.shards or self.shards[-1]["tokens"] >= SHARD_TOKENS:

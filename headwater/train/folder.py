@@ -1,4 +1,4 @@
-"""The files of a run folder that every step may touch: small JSON files replaced whole, a lock, and the metrics log."""
+"""The files of a run folder that every step may touch: small JSON files replaced whole, locks, and the metrics log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,25 +38,50 @@ def read_json(path: Path) -> Any:
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time: the kernel drops the lock with its holder, however that one dies."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process is working in {folder}: wait for it or choose another --out") from None
+            file.seek(0)
+            holder = file.read().strip() or "it left no name"
+            raise UserError(
+                f"another process is working in {folder} ({holder}): wait for it, end it with kill, or choose another "
+                "--out"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
         yield
+
+
+@contextmanager
+def taking_turns(lock: Path) -> Iterator[None]:
+    """As `locked`, but the others wait until it is their turn."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def read_record(line: bytes) -> dict[str, Any] | None:
+    """One line of a metrics log, or None where it is not a record: a killed machine can leave anything there."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 class MetricsLog:
     """metrics.jsonl: one object a line, flushed as it is written. Numbers that are not finite become null."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Records after step `keep_until` are of steps that will be taken again: they go, as does a torn line."""
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
-            if line.endswith("\n") and json.loads(line)["step"] <= keep_until:
-                kept.append(line)
+        """Records after step `keep_until` are of steps that will be taken again: they go, as do lines that are none."""
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last end is torn
+        records = ((line, read_record(line)) for line in lines)
+        kept = [line + b"\n" for line, record in records if record and record["step"] <= keep_until]
         scratch = path.with_name(f".tmp-{path.name}")
-        scratch.write_text("".join(kept), encoding="utf-8")
+        scratch.write_bytes(b"".join(kept))
         scratch.replace(path)
         self.file = path.open("a", encoding="utf-8")
 
