@@ -86,7 +86,7 @@ class MetricsLog:
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        self.file.write(json.dumps({"kind": kind, "step": step} | _finite(values), allow_nan=False) + "\n")
+        self.file.write(json.dumps({"kind": kind, "step": step} | finite(values), allow_nan=False) + "\n")
         self.file.flush()
 
     def sync(self) -> None:
@@ -97,9 +97,9 @@ class MetricsLog:
         self.file.close()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
