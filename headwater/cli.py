@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from headwater.errors import UserError, nearest
+from headwater.models.config import SIZES
 from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file
 from headwater.train.folder import read_json
 
@@ -107,10 +108,11 @@ def train(argv: list[str]) -> None:
     where = peek(argv, Where())
     base = base_config(where, where.out / "config.json")
     flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
+    settings = sized(flags.settings, base)
     from headwater.train.loop import train as run
 
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun started us anew after a failure
-    summary = run(flags.settings, flags.out, resume=flags.resume or again)
+    summary = run(settings, flags.out, resume=flags.resume or again)
     if int(os.environ.get("RANK", "0")) == 0:
         say(
             f"{flags.out}: {summary['bits_per_byte']:.4f} bits per byte on held-out text after {summary['steps']} steps"
@@ -130,7 +132,8 @@ def compare(argv: list[str]) -> None:
         raise UserError("compare takes --residuals and --seeds, several of each, in place of --residual and --seed")
     from headwater.train.compare import compare as run
 
-    run(flags.settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
+    settings = sized(flags.settings, base)
+    run(settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
     say(f"Runs and table.json are in {flags.out}; look at them with: headwater report {flags.out}")
 
 
@@ -253,6 +256,15 @@ def base_config(where: Where, saved: Path) -> Config:
     """Defaults, or what the folder to resume began with; then the configuration file."""
     base = load_file(saved) if where.resume and saved.exists() else Config()
     return load_file(where.config, base) if where.config else base
+
+
+def sized(settings: Config, base: Config) -> Config:
+    """A --size given as a flag overrides the shape that a configuration file spells out; other flags override it."""
+    if settings.model.size == base.model.size:
+        return settings
+    kept = {key: getattr(settings.model, key) for key in SIZES.get(settings.model.size, ())}
+    shape = {key: None for key, value in kept.items() if value == getattr(base.model, key)}
+    return replace(settings, model=replace(settings.model, **shape))
 
 
 def parse(flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None) -> T:

@@ -54,6 +54,8 @@ class ModelConfig:
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads: heads {self.heads}, kv_heads {self.kv_heads}")
+        if not (self.rope_theta > 0 and self.norm_eps > 0):
+            raise ValueError(f"rope_theta and norm_eps must be positive, got {self.rope_theta} and {self.norm_eps}")
 
     @property
     def head_dim(self) -> int:

@@ -28,6 +28,7 @@ from headwater.train.shards import INDEX, Archive, Index, Optimizers, fill_model
 
 PREFIX = "step-"
 MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
 
 
 def save(
@@ -118,10 +119,12 @@ def load(folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | 
 
 
 def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
-    """The model of a run (its newest checkpoint) or of one checkpoint, with the run's tokenizer."""
-    chosen = folder if (folder / MANIFEST).is_file() else newest(folder / "checkpoints")
+    """The model of a run (its newest checkpoint), of one checkpoint, or of a folder that `Decoder.save` wrote."""
+    chosen = folder if (folder / MODEL).is_file() or (folder / MANIFEST).is_file() else newest(folder / "checkpoints")
     if chosen is None:
         raise UserError(f"no checkpoint in {folder}: give the folder of a run that has saved one, or of a checkpoint")
+    if chosen == folder and not (folder / "state.json").is_file():  # a model saved by itself, its tokenizer beside it
+        return Decoder.load(folder, device), load_tokenizer(folder)
     verify(chosen)
     model = Decoder(ModelConfig.from_dict(json.loads((chosen / "config.json").read_text(encoding="utf-8"))))
     fill_model(Archive(chosen, "model"), model, whole=True)
@@ -184,10 +187,10 @@ def verify(folder: Path, ranks: Ranks | None = None) -> None:
     found = ranks.collect(damage(folder, slice(ranks.rank, None, ranks.world)))
     problem = next(filter(None, found), None)
     if problem:
-        raise UserError(
-            f"the checkpoint {folder} is damaged: {problem}. {last_good(folder.parent)} "
-            f"To go on from there, delete the damaged folder (rm -r {folder}) and pass --resume"
-        )
+        advice = "Start again in another --out"
+        if good(folder.parent):
+            advice = f"To go on from there, delete the damaged folder (rm -r {folder}) and pass --resume"
+        raise UserError(f"the checkpoint {folder} is damaged: {problem}. {last_good(folder.parent)} {advice}")
 
 
 def sweep(root: Path) -> None:
@@ -196,9 +199,13 @@ def sweep(root: Path) -> None:
         shutil.rmtree(stale)
 
 
+def good(root: Path) -> Path | None:
+    """The newest checkpoint that is whole."""
+    return next((path for path in reversed(checkpoints(root)) if damage(path) is None), None)
+
+
 def last_good(root: Path) -> str:
-    good = next((path for path in reversed(checkpoints(root)) if damage(path) is None), None)
-    return f"The last good checkpoint is {good}." if good else "There is no good checkpoint yet."
+    return f"The last good checkpoint is {path}." if (path := good(root)) else "There is no good checkpoint."
 
 
 def _encode(value: Any) -> bytes:

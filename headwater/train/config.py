@@ -212,6 +212,12 @@ def check(config: Config) -> Config:
     for key in ("optim.lr", "optim.clip", "data.validation"):
         if not (flat[key] > 0 and math.isfinite(flat[key])):
             raise UserError(f"{key} must be a positive number; got {flat[key]}")
+    limits = {"optim.lr": 100.0, "train.seed": 2**31 - 1}  # beyond them an update overflows, or a generator's seed
+    for key, high in limits.items():
+        if flat[key] > high:
+            raise UserError(f"{key} must be at most {high}; got {flat[key]}")
+    if not 0 <= config.optim.weight_decay < math.inf:
+        raise UserError(f"optim.weight_decay must be 0 or a positive number; got {config.optim.weight_decay}")
     if config.train.batch_size % config.train.accumulate:
         raise UserError(
             f"train.batch_size ({config.train.batch_size}) must be a multiple of train.accumulate "

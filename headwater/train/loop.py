@@ -147,6 +147,11 @@ def evaluate(run: Run) -> float:
     run.model.train()
     let_go(run.model)
     sums = run.ranks.sums([nats, tokens, num_bytes])
+    if not math.isfinite(sums[0]):  # the last update destroyed the weights: they are not saved
+        raise UserError(
+            f"the validation loss is not finite after step {run.step}. {last_good(run.folder / 'checkpoints')} "
+            "Try a lower --lr or a longer --warmup, in another --out"
+        )
     run.evaluation = {"loss": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
     run.log.write("eval", run.step, tokens=run.tokens, **run.evaluation)
     return run.evaluation["bits_per_byte"]

@@ -85,7 +85,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     with ranks.main_first():
         data = prepare(config.data)
     model_config = resolve_model(config.model, data)
-    resolved = {**asdict(config), "model": model_config.to_dict()}
+    resolved = {**asdict(config), "model": {"size": config.model.size, **model_config.to_dict()}}
     identity = {**resolved, "corpus": data.identity}
     train, validation = (data.windows(split, model_config.context) for split in SPLITS)
     root = out / "checkpoints"
@@ -136,7 +136,10 @@ def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
     words = data.tokenizer.vocab_size
     overrides.setdefault("vocab_size", -(-words // 64) * 64)
     if overrides["vocab_size"] < words:
-        raise UserError(f"model.vocab_size is {overrides['vocab_size']}, but the tokenizer has {words} tokens")
+        raise UserError(
+            f"model.vocab_size is {overrides['vocab_size']}, but the tokenizer has {words} tokens: pass a larger "
+            "--vocab-size, or leave it out of the configuration"
+        )
     try:
         return ModelConfig.named(settings.size, **overrides)
     except ValueError as error:
