@@ -226,6 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         COMMANDS[words[0]](words[1:])
     except UserError as error:
         return fail(str(error), error.exit_code)
+    except BrokenPipeError:  # the reader has seen enough, as in `headwater residuals | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it on its way out
+        return 0
     except KeyboardInterrupt:
         return fail("stopped by Ctrl-C outside of a training step; what was saved before is intact", 130)
     except OSError as error:
