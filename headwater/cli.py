@@ -108,7 +108,7 @@ def train(argv: list[str]) -> None:
     where = peek(argv, Where())
     base = base_config(where, where.out / "config.json")
     flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
-    settings = sized(flags.settings, base)
+    settings = sized(flags.settings, base, argv)
     from headwater.train.loop import train as run
 
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun started us anew after a failure
@@ -132,7 +132,7 @@ def compare(argv: list[str]) -> None:
         raise UserError("compare takes --residuals and --seeds, several of each, in place of --residual and --seed")
     from headwater.train.compare import compare as run
 
-    settings = sized(flags.settings, base)
+    settings = sized(flags.settings, base, argv)
     run(settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
     say(f"Runs and table.json are in {flags.out}; look at them with: headwater report {flags.out}")
 
@@ -261,13 +261,15 @@ def base_config(where: Where, saved: Path) -> Config:
     return load_file(where.config, base) if where.config else base
 
 
-def sized(settings: Config, base: Config) -> Config:
+def sized(settings: Config, base: Config, argv: list[str]) -> Config:
     """A --size given as a flag overrides the shape that a configuration file spells out; other flags override it."""
-    if settings.model.size == base.model.size:
+    if not any(word.split("=")[0] == "--size" for word in argv):
         return settings
-    kept = {key: getattr(settings.model, key) for key in SIZES.get(settings.model.size, ())}
-    shape = {key: None for key, value in kept.items() if value == getattr(base.model, key)}
-    return replace(settings, model=replace(settings.model, **shape))
+    model = settings.model
+    shape: dict[str, Any] = {
+        key: None for key in SIZES.get(model.size, ()) if getattr(model, key) == getattr(base.model, key)
+    }
+    return replace(settings, model=replace(model, **shape))
 
 
 def parse(flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None) -> T:

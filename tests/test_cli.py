@@ -9,11 +9,11 @@ from dataclasses import asdict, fields, replace
 import pytest
 from tinyrun import flags, tiny
 
-from headwater.cli import DEMO, main
+from headwater.cli import DEMO, main, sized
 from headwater.errors import UserError
 from headwater.models import ModelConfig
 from headwater.train import loop
-from headwater.train.checkpoint import checkpoints
+from headwater.train.checkpoint import checkpoints, load_model
 from headwater.train.config import Config, ModelSettings, check, load_file
 
 
@@ -167,6 +167,31 @@ def test_an_exploding_run_ends_with_one_message(tmp_path, capsys):
     message = fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"), "--lr", "1e30", "--warmup", "0")
     assert "the loss is not finite at step" in message
     assert "lower --lr" in message
+
+
+def test_a_run_that_explodes_before_an_evaluation_ends_with_one_message(tmp_path, capsys):
+    words = ["--lr", "1e30", "--warmup", "0", "--eval-every", "1", "--save-every", "1"]
+    message = fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"), *words)
+    assert "the validation loss is not finite after step 1. There is no good checkpoint." in message
+    assert not checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_size_as_a_flag_overrides_the_shape_in_a_file(tmp_path):
+    shape = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 32, "context": 32}
+    base = Config(model=ModelSettings(**shape))
+    asked = sized(replace(base, model=replace(base.model, size="nano", dim=24)), base, ["--size", "nano", "--dim", "24"])
+    assert (asked.model.dim, asked.model.layers, asked.model.context) == (24, None, None)
+    assert sized(base, base, ["--dim", "16"]) is base
+
+
+def test_generate_takes_a_folder_that_a_model_was_saved_to(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(flags(tiny(tmp_path), out)) == 0
+    model, tokenizer = load_model(out)
+    model.save(tmp_path / "saved")
+    assert "no tokenizer" in fails(capsys, "generate", str(tmp_path / "saved"), "--max-new-tokens", "4")
+    tokenizer.save(tmp_path / "saved")
+    assert main(["generate", str(tmp_path / "saved"), "--prompt", "river ", "--max-new-tokens", "4"]) == 0
 
 
 def test_generate_and_report_from_a_run(tmp_path, capsys):

@@ -212,7 +212,7 @@ def check(config: Config) -> Config:
     for key in ("optim.lr", "optim.clip", "data.validation"):
         if not (flat[key] > 0 and math.isfinite(flat[key])):
             raise UserError(f"{key} must be a positive number; got {flat[key]}")
-    limits = {"optim.lr": 100.0, "train.seed": 2**31 - 1}  # beyond them an update overflows, or a generator's seed
+    limits = {"optim.lr": 1e30, "train.seed": 2**31 - 1}  # beyond them torch cannot take the number
     for key, high in limits.items():
         if flat[key] > high:
             raise UserError(f"{key} must be at most {high}; got {flat[key]}")

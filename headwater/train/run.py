@@ -85,7 +85,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     with ranks.main_first():
         data = prepare(config.data)
     model_config = resolve_model(config.model, data)
-    resolved = {**asdict(config), "model": {"size": config.model.size, **model_config.to_dict()}}
+    resolved = {**asdict(config), "model": model_config.to_dict()}
     identity = {**resolved, "corpus": data.identity}
     train, validation = (data.windows(split, model_config.context) for split in SPLITS)
     root = out / "checkpoints"
