@@ -13,6 +13,7 @@ import pytest
 from tinyrun import fingerprint, flags, tiny
 
 from headwater.train.checkpoint import checkpoints, damage
+from headwater.train.interrupt import PARENT, Interruption
 from headwater.train.loop import train
 
 KILLS = 20
@@ -94,6 +95,40 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     finally:
         again.kill()
         again.wait()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_is_a_request(signum):
+    before = signal.getsignal(signum)
+    with Interruption() as interruption:
+        assert interruption.signum == 0
+        os.kill(os.getpid(), signum)
+        assert interruption.signum == signum
+        assert signal.getsignal(signum) == before, "a second one would not end the run"
+    error = interruption.error("step 3 of 9", "headwater train")
+    assert error.exit_code == 128 + signum
+    assert str(error).startswith(f"stopped by {signum.name} after step 3 of 9")
+
+
+def test_nohup_is_honoured():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interruption.signum == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_orphan_asks_itself_to_stop(monkeypatch):
+    monkeypatch.setenv(PARENT, str(os.getppid()))
+    with Interruption() as interruption:
+        assert interruption.signum == 0
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert interruption.signum == signal.SIGHUP
+    assert "stopped because what started it is gone after" in str(interruption.error("step 3", "headwater train"))
+    monkeypatch.delenv(PARENT)
+    assert Interruption().signum == 0, "a run that nobody watches may outlive its shell"
 
 
 def wait_for_steps(out: Path, process: subprocess.Popen, beyond: int = 0) -> None:
