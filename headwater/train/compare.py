@@ -7,14 +7,15 @@ finished runs are kept, unfinished ones resume.
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from rich.table import Table
 
 from headwater.errors import UserError
 from headwater.train.config import Config, check, differences
-from headwater.train.data import SPLITS, prepare
-from headwater.train.folder import locked, read_json, write_json
-from headwater.train.interrupt import Interruption
+from headwater.train.data import SPLITS, Dataset, prepare
+from headwater.train.folder import locked, read_json, read_record, write_json
+from headwater.train.interrupt import PARENT, Interruption
 
 POLL_SECONDS = 0.2
 MEANS = ("loss", "bits_per_byte", "seconds", "peak_memory_bytes")
+PROGRESS = re.compile(r"step \d+(/\d+|:) ")
 COUNTS = ("parameters", "residual_parameters", "flops_per_token", "tokens")
 
 
@@ -46,11 +48,11 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Run what is not finished yet, print the table and return its rows; the first residual is the baseline."""
     console = console or Console()
-    check(config)
-    if jobs < 1:
-        raise UserError(f"--jobs must be at least 1; got {jobs}")
+    residuals, seeds = admit(config, residuals, seeds, jobs)
     with locked(out):
-        residuals, seeds = plan(config, out, expand(residuals, config), list(seeds), resume=resume)
+        data = prepare(config.data)
+        try_out(residuals, config, data)
+        residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = [Job(spec, seed, out / "runs" / slug(spec, seed)) for seed in seeds for spec in residuals]
         failures = run_all(runs, out, config, jobs, console)
         rows = tabulate(runs, residuals)
@@ -72,6 +74,11 @@ class Job:
     folder: Path
 
     @property
+    def log(self) -> Path:
+        """What the run prints, attempt after attempt."""
+        return self.folder / "log.txt"
+
+    @property
     def finished(self) -> bool:
         return (self.folder / "summary.json").exists()
 
@@ -87,33 +94,67 @@ class Active:
     job: Job
     process: subprocess.Popen[bytes]
     task: TaskID
+    log_start: int
+    """Where in the log this attempt begins."""
 
 
 def slug(residual: str, seed: int) -> str:
     return f"{residual.replace(':', '_')}-seed{seed}"
 
 
-def expand(residuals: Sequence[str], config: Config) -> list[str]:
-    """`all` as every registered name. Corpus and residuals are tried here, so that a misfit is known at once."""
-    from headwater.residuals import build, names
+def admit(config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: int) -> tuple[list[str], list[int]]:
+    """The arguments checked, `all` spelled out and every repetition dropped."""
+    check(config)
+    for seed in seeds:
+        check(replace(config, train=replace(config.train, seed=seed)))
+    if jobs < 1:
+        raise UserError(f"--jobs must be at least 1; got {jobs}")
+    if not seeds:
+        raise UserError("--seeds needs at least one seed, for example: --seeds 0 1 2")
+    return expand(residuals), list(dict.fromkeys(seeds))
+
+
+def expand(residuals: Sequence[str]) -> list[str]:
+    """`all` as every registered name, the plain residual first, for the first of the list is the baseline."""
+    from headwater.residuals import names
+
+    everything = sorted(names(), key=lambda name: name != "standard")
+    if not residuals:
+        raise UserError(f"--residuals needs at least one name, or `all`. Valid: {', '.join(everything)}")
+    return distinct([spec for entry in residuals for spec in (everything if entry == "all" else [entry])])
+
+
+def distinct(residuals: Sequence[str]) -> list[str]:
+    """Each residual once, under the first of its spellings."""
+    from headwater.residuals import parse
+
+    kept: dict[tuple[Any, ...], str] = {}
+    for spec in residuals:
+        try:
+            name, options = parse(spec)
+        except ValueError as error:
+            raise UserError(f"residual {spec!r} does not fit: {error}") from None
+        kept.setdefault((name, *sorted(options.items())), spec)
+    return list(kept.values())
+
+
+def try_out(residuals: Sequence[str], config: Config, data: Dataset) -> None:
+    """Corpus and residuals are tried before anything runs, so that a misfit is known at once."""
+    from headwater.residuals import build
     from headwater.train.run import resolve_model
 
-    # The first residual is the baseline: under `all`, the plain one.
-    chosen = sorted(names(), key=lambda name: name != "standard") if list(residuals) == ["all"] else list(residuals)
-    data = prepare(config.data)
     model = resolve_model(config.model, data)
     for split in SPLITS:
         data.windows(split, model.context)
-    try:
-        for spec in chosen:
+    for spec in residuals:
+        try:
             build(spec, model.dim, model.sublayers, model.kinds)
-    except ValueError as error:
-        raise UserError(f"residual {spec!r} does not fit: {error}") from None
-    return chosen
+        except ValueError as error:
+            raise UserError(f"residual {spec!r} does not fit: {error}") from None
 
 
 def plan(
-    config: Config, out: Path, residuals: list[str], seeds: list[int], *, resume: bool
+    config: Config, out: Path, residuals: list[str], seeds: list[int], corpus: dict[str, str], *, resume: bool
 ) -> tuple[list[str], list[int]]:
     """What the folder is to hold, written to compare.json: on resuming, what it held and then what is new."""
     path = out / "compare.json"
@@ -125,11 +166,26 @@ def plan(
         if differing:
             listing = "\n  ".join(differing)
             raise UserError(f"{out} holds a comparison of another configuration:\n  {listing}\nChoose another --out")
-        residuals, seeds = saved["residuals"] + residuals, saved["seeds"] + seeds
-    residuals, seeds = list(dict.fromkeys(residuals)), list(dict.fromkeys(seeds))
+        refuse_other_corpus(out, saved.get("corpus", corpus), corpus, config)
+        residuals, seeds = distinct(saved["residuals"] + residuals), list(dict.fromkeys(saved["seeds"] + seeds))
     write_json(out / "settings.json", asdict(config))
-    write_json(path, {"residuals": residuals, "seeds": seeds, "config": asdict(config)})
+    write_json(path, {"residuals": residuals, "seeds": seeds, "corpus": corpus, "config": asdict(config)})
     return residuals, seeds
+
+
+def refuse_other_corpus(out: Path, saved: dict[str, str], found: dict[str, str], config: Config) -> None:
+    """The configuration names the files; this holds what is in them."""
+    listing = [
+        f"{key}: {saved.get(key, '')[:12]} there, {found[key][:12]} now"
+        for key in found
+        if saved.get(key) != found[key]
+    ]
+    if listing:
+        raise UserError(
+            f"{out} holds a comparison on another corpus: {', '.join(config.data.source)} has changed since it began "
+            f"({'; '.join(listing)}), and its runs would no longer be on equal tokens. Restore the files (or, for "
+            "`stdlib`, run the same Python), or choose another --out"
+        )
 
 
 def run_all(runs: list[Job], out: Path, config: Config, jobs: int, console: Console) -> list[str]:
@@ -141,38 +197,44 @@ def run_all(runs: list[Job], out: Path, config: Config, jobs: int, console: Cons
     live = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
     with Interruption() as interruption, live:
         total = live.add_task("all runs", total=len(runs), completed=len(runs) - len(waiting), note="")
-        while (waiting or running) and not interruption.signum:
-            while waiting and len(running) < jobs:
-                job = waiting.pop(0)
-                task = live.add_task(job.label, total=config.train.steps, note="starting")
-                running.append(Active(job, launch(job, out, jobs), task))
-            time.sleep(POLL_SECONDS)
-            for active in list(running):
-                show(active, live)
-                if active.process.poll() is not None:
-                    running.remove(active)
-                    live.remove_task(active.task)
-                    live.advance(total)
-                    failures += conclude(active.job, active.process.returncode, console)
+        try:
+            while (waiting or running) and not interruption.signum:
+                while waiting and len(running) < jobs:
+                    job = waiting.pop(0)
+                    task = live.add_task(job.label, total=config.train.steps, note="starting")
+                    start = job.log.stat().st_size if job.log.exists() else 0
+                    running.append(Active(job, launch(job, out, jobs), task, start))
+                time.sleep(POLL_SECONDS)
+                for active in list(running):
+                    show(active, live)
+                    if active.process.poll() is not None:
+                        running.remove(active)
+                        live.remove_task(active.task)
+                        live.advance(total)
+                        failures += conclude(active, console)
+        finally:
+            stop(running)  # none is left, unless a signal or an error ended the loop
         if interruption.signum:
-            stop(running)
             done = sum(job.finished for job in runs)
             raise interruption.error(f"{done} of {len(runs)} runs", f"headwater compare --out {out}")
     return failures
 
 
 def launch(job: Job, out: Path, jobs: int) -> subprocess.Popen[bytes]:
-    """Its own session: Ctrl-C in the terminal reaches this process alone, which then asks the runs to stop once."""
+    """Its own session: Ctrl-C in the terminal reaches this process alone, which then asks the runs to stop once. Should
+    this process be killed, they notice that they are orphans."""
     job.folder.mkdir(parents=True, exist_ok=True)
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
-    flags = ["--residual", job.residual, "--seed", str(job.seed), "--out", str(job.folder), "--resume"]
-    with (job.folder / "log.txt").open("ab") as log:
+    flags = ["--residual", job.residual, "--seed", str(job.seed), "--out", str(job.folder)]
+    if (job.folder / "config.json").exists():
+        flags.append("--resume")
+    with job.log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "headwater.cli", "train", "--config", str(out / "settings.json"), *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **threads},
+            env={**os.environ, **threads, PARENT: str(os.getpid())},
             start_new_session=True,
         )
 
@@ -185,20 +247,38 @@ def show(active: Active, live: Progress) -> None:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 65536))
         lines = file.read().split(b"\n")[:-1]
-    record = next((json.loads(line) for line in reversed(lines) if line.startswith(b'{"kind": "train"')), None)
+    records = (read_record(line) for line in reversed(lines) if line.startswith(b'{"kind": "train"'))
+    record = next(filter(None, records), None)
     if record:
-        note = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
         live.update(active.task, completed=record["step"], note=note)
 
 
-def conclude(job: Job, code: int, console: Console) -> list[str]:
+def conclude(active: Active, console: Console) -> list[str]:
+    job, code = active.job, active.process.returncode
     if code == 0:
         summary = read_json(job.folder / "summary.json")
         line = f"{job.label}: {summary['bits_per_byte']:.4f} bits per byte in {summary['seconds']:.0f} s"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
         return []
-    lines = (job.folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return [f"{job.label} (exit code {code}, see {job.folder / 'log.txt'}): {lines[-1] if lines else 'no output'}"]
+    with job.log.open("rb") as file:
+        file.seek(active.log_start)
+        said = file.read().decode(errors="replace")
+    return [f"{job.label} (exit code {code}, see {job.log}): {cause(said, code)}"]
+
+
+def cause(said: str, code: int) -> str:
+    """Why a run failed: its last message to the user in full, else the signal that killed it, else its last words."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    begins = [number for number, line in enumerate(lines) if line.startswith("headwater: ")]
+    if begins:
+        first, *rest = lines[begins[-1] :]
+        return "\n    ".join([first.removeprefix("headwater: "), *rest])
+    if code < 0:
+        hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+        return f"it was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
+    return next((line for line in reversed(lines) if not PROGRESS.match(line)), "it left no message")
 
 
 def stop(running: list[Active]) -> None:
