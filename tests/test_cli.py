@@ -179,7 +179,9 @@ def test_a_run_that_explodes_before_an_evaluation_ends_with_one_message(tmp_path
 def test_size_as_a_flag_overrides_the_shape_in_a_file(tmp_path):
     shape = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 32, "context": 32}
     base = Config(model=ModelSettings(**shape))
-    asked = sized(replace(base, model=replace(base.model, size="nano", dim=24)), base, ["--size", "nano", "--dim", "24"])
+    asked = sized(
+        replace(base, model=replace(base.model, size="nano", dim=24)), base, ["--size", "nano", "--dim", "24"]
+    )
     assert (asked.model.dim, asked.model.layers, asked.model.context) == (24, None, None)
     assert sized(base, base, ["--dim", "16"]) is base
 
