@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that help answers at once.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,25 @@ class GenerateFlags:
     top_p: float | None = None
     seed: int = 0
     device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertFlags:
+    folder: tyro.conf.Positional[Path]
+    """A transformers checkpoint folder; or a run of headwater train, or one of its checkpoints."""
+    out: Path
+    """Folder to write; AutoModelForCausalLM loads it after `import headwater`."""
+    residual: str | None = None
+    """The residual to convert to, attnres-block by default. A run keeps its own unless one is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyFlags:
+    folders: tyro.conf.Positional[tuple[Path, Path]]
+    """Two transformers checkpoint folders."""
+    tokens: int = 64
+    """Random tokens a row."""
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +214,38 @@ def generate(argv: list[str]) -> None:
     say(tokenizer.decode(tokens[0].tolist()))
 
 
+def convert(argv: list[str]) -> None:
+    """Swap the residual of a Hugging Face checkpoint, or export a run to that format."""
+    flags = parse(ConvertFlags, argv, convert)
+    needs_transformers()
+    from headwater import hf
+    from headwater.hf.folder import convert_folder, write_model
+
+    if not ((flags.folder / "checkpoints").is_dir() or (flags.folder / "manifest.json").is_file()):
+        say(str(convert_folder(flags.folder, flags.out, flags.residual or "attnres-block")))
+        return
+    from headwater.train.checkpoint import load_model
+
+    model, tokenizer = load_model(flags.folder)
+    exported = hf.export(model.config.to_dict(), model.weights(), tokenizer.end_of_text)
+    if flags.residual is not None:
+        say(str(hf.convert(exported, flags.residual)))
+    write_model(exported, tokenizer.to_json(), flags.out)
+    say(f"{flags.out}: a {type(exported).__name__} with the weights of {flags.folder}")
+
+
+def verify(argv: list[str]) -> None:
+    """Compare two Hugging Face checkpoints: KL, largest logit difference. Fails if they are not equal."""
+    flags = parse(VerifyFlags, argv, verify)
+    needs_transformers()
+    from headwater.hf.folder import verify_folders
+
+    result = verify_folders(*flags.folders, flags.tokens, flags.seed)
+    if not result.equal:
+        raise UserError(str(result))
+    say(str(result))
+
+
 def demo(argv: list[str]) -> None:
     """Compare the plain residual with Attention Residuals on this machine in a few minutes."""
     flags = parse(DemoFlags, argv, demo)
@@ -211,6 +263,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "matrix": matrix,
     "residuals": residuals,
     "generate": generate,
+    "convert": convert,
+    "verify": verify,
     "demo": demo,
 }
 
@@ -276,6 +330,11 @@ def parse(flags: type[T], argv: list[str], command: Callable[..., None], default
     settings = {"prog": f"headwater {command.__name__}", "description": command.__doc__, "args": argv}
     extra = {} if default is None else {"default": default}
     return tyro.cli(flags, config=(tyro.conf.OmitArgPrefixes,), **settings, **extra)  # type: ignore[call-overload]
+
+
+def needs_transformers() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("this command needs the package `transformers`: pip install 'headwater[hf]'")
 
 
 def make_report(folders: list[Path], out: Path | None) -> Path:

@@ -2,20 +2,28 @@
 
 from .convert import convert, revert
 from .delta import load_delta, reset, save_delta, trainable
+from .export import export
 from .layouts import LAYOUTS, Layout
+from .released import FLA, KIMI_K3, from_release, load_released, to_release
 from .report import Report
 from .verify import Verification, verify
 
 __all__ = [
+    "FLA",
+    "KIMI_K3",
     "LAYOUTS",
     "Layout",
     "Report",
     "Verification",
     "convert",
+    "export",
+    "from_release",
     "load_delta",
+    "load_released",
     "reset",
     "revert",
     "save_delta",
+    "to_release",
     "trainable",
     "verify",
 ]

@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headwater.errors import UserError
@@ -134,6 +134,17 @@ def revert(model: nn.Module) -> None:
         module.__dict__.update(attributes)
     del body._modules[RESIDUAL]
     del body.__dict__["_conversion"]
+
+
+def check_fit(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
+    """Every tensor of `module` is among `weights` in its shape, and nothing else is."""
+    own = module.state_dict()
+    missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    if missing or surplus:
+        raise UserError(f"{what}: missing {missing[:5]}, surplus {surplus[:5]}")
+    for name, tensor in own.items():
+        if tensor.shape != weights[name].shape:
+            raise UserError(f"{what}: {name} is {tuple(tensor.shape)} here and {tuple(weights[name].shape)} there")
 
 
 def conversion_of(model: nn.Module) -> tuple[Conversion, PreTrainedModel]:

@@ -11,7 +11,7 @@ from torch import nn
 from headwater.errors import UserError
 
 from .classes import saved_settings
-from .convert import conversion_of, convert_with
+from .convert import check_fit, conversion_of, convert_with, revert
 from .report import Report
 
 
@@ -30,9 +30,12 @@ def load_delta(model: nn.Module, path: str | Path) -> Report:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     report = convert_with(model, about)
     residual = conversion_of(model)[0].depth.residual
-    missing, surplus = residual.load_state_dict(weights, strict=False, assign=False)
-    if missing or surplus:
-        raise UserError(f"{path} does not fit the residual '{report.residual}': missing {missing}, surplus {surplus}")
+    try:
+        check_fit(residual, weights, f"{path} does not fit the residual '{report.residual}'")
+    except UserError:
+        revert(model)
+        raise
+    residual.load_state_dict(weights)
     return report
 
 

@@ -138,20 +138,22 @@ class ConvertedLayer(nn.Module):
         kwargs.update(zip(self._depth_arguments, args, strict=False))
         state = hidden_states if isinstance(hidden_states, DepthState) else self._begin(hidden_states, kwargs)
         # The state goes in and out as flat positional tensors: re-entrant checkpointing sees gradients of nothing else.
-        flat = super().__call__(*state.tensors, **kwargs)
-        if not self._depth.wanted:
+        # What is wanted goes along: a recomputation in the backward pass must do what the forward pass did.
+        watched = self._depth.wanted
+        flat = super().__call__(*state.tensors, _depth_watched=watched, **kwargs)
+        if not watched:
             return DepthState(flat)
         *tensors, read = flat[: -len(self._depth_sites)]
         weights = flat[-len(self._depth_sites) :]
         return DepthState(tuple(tensors), (*state.weights, *weights), (*state.reads, read))
 
-    def forward(self, *tensors: Tensor, **kwargs: Any) -> State:
+    def forward(self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any) -> State:
         state: State = tensors
         weights: State = ()
         first: Tensor | None = None
         depth = self._depth
         for site in self._depth_sites:
-            if depth.wanted:
+            if _depth_watched:
                 weights = (*weights, depth.residual.weights(state, site.sublayer))
                 x, _ = depth.read(state, site.sublayer, None)
                 first = (x[0] if isinstance(x, tuple) else x) if first is None else first

@@ -1,0 +1,84 @@
+"""Checkpoint folders: convert one, compare two, and write a model with its tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headwater.errors import UserError
+
+from .convert import convert
+from .report import Report
+from .verify import Verification, verify
+
+# What a checkpoint folder holds besides weights, and a converted model needs unchanged.
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+
+
+def load(folder: Path) -> PreTrainedModel:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UserError(f"{folder} is not a model's folder: it holds no config.json")
+    if "model_type" not in json.loads(config.read_text(encoding="utf-8")):
+        raise UserError(f"{config} names no model_type, so transformers cannot load it")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+
+
+def convert_folder(source: Path, out: Path, residual: str, *, exact: bool = True) -> Report:
+    check_out(out)
+    model = load(source)
+    report = convert(model, residual, exact=exact)
+    model.save_pretrained(out)
+    for pattern in COMPANIONS:
+        for path in sorted(source.glob(pattern)):
+            shutil.copy2(path, out / path.name)
+    return report
+
+
+def verify_folders(first: Path, second: Path, tokens: int, seed: int) -> Verification:
+    """Both models on the same random tokens, two rows of them."""
+    one, two = load(first), load(second)
+    vocabulary = min(one.config.vocab_size, two.config.vocab_size)
+    rows = torch.randint(0, vocabulary, (2, tokens), generator=torch.Generator().manual_seed(seed))
+    converted, reference = (one, two) if hasattr(one.config, "headwater") else (two, one)
+    return verify(converted, reference, rows)
+
+
+def write_model(model: PreTrainedModel, tokenizer: str, out: Path) -> None:
+    """A model and the tokenizer of a headwater run, given as the text of its tokenizer.json."""
+    check_out(out)
+    model.save_pretrained(out)
+    fast_tokenizer(tokenizer, model.config.max_position_embeddings).save_pretrained(out)
+
+
+def check_out(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder: choose another --out")
+
+
+def fast_tokenizer(text: str, context: int) -> Any:
+    """The tokenizer of a run for transformers. Bytes become a BPE without merges whose ids are the bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    end = "<|endoftext|>"
+    if json.loads(text).get("type") == "bytes":
+        vocabulary = {_byte_letter(byte): byte for byte in range(256)} | {end: 256}
+        inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = decoders.ByteLevel()
+    else:
+        inner = Tokenizer.from_str(text)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=end, pad_token=end, model_max_length=context)
+
+
+def _byte_letter(byte: int) -> str:
+    """How byte-level BPE writes a byte: printable Latin-1 as itself, the others as letters from 256 on, in order."""
+
+    def printable(value: int) -> bool:
+        return 33 <= value <= 126 or 161 <= value <= 172 or 174 <= value <= 255
+
+    return chr(byte) if printable(byte) else chr(256 + sum(not printable(value) for value in range(byte)))
