@@ -126,6 +126,8 @@ class DemoFlags:
 def train(argv: list[str]) -> None:
     """Train one model."""
     where = peek(argv, Where())
+    if where.resume and not (where.out / "config.json").exists():
+        raise UserError(f"there is no run at {where.out} to resume: check --out, or leave --resume out to start one")
     base = base_config(where, where.out / "config.json")
     flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
     settings = sized(flags.settings, base, argv)

@@ -176,6 +176,11 @@ def test_a_run_that_explodes_before_an_evaluation_ends_with_one_message(tmp_path
     assert not checkpoints(tmp_path / "run" / "checkpoints")
 
 
+def test_resuming_what_is_not_there_is_refused(tmp_path, capsys):
+    assert "there is no run at" in fails(capsys, *flags(tiny(tmp_path), tmp_path / "typo"), "--resume")
+    assert not (tmp_path / "typo").exists()
+
+
 def test_size_as_a_flag_overrides_the_shape_in_a_file(tmp_path):
     shape = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 32, "context": 32}
     base = Config(model=ModelSettings(**shape))
