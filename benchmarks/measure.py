@@ -1,5 +1,6 @@
 """Timing on one GPU: medians of events, replays of a captured graph, copy bandwidth, and where a number came from."""
 
+import os
 import platform
 import subprocess
 import time
@@ -70,18 +71,22 @@ def copy_bandwidth(gib: int = 2) -> float:
     return 2 * source.numel() * 2 / times(lambda: target.copy_(source))["ms"] / 1e9
 
 
-def provenance(command: str) -> dict[str, Any]:
+def provenance(command: str, device: str = "cuda") -> dict[str, Any]:
+    """Where a number came from. On a CPU the machine stands in for the GPU's name, and triton plays no part."""
+
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    import triton
+    chip: dict[str, Any] = {"cpu": f"{os.cpu_count()} cores, {platform.machine()}"}
+    if device == "cuda":
+        import triton
 
+        chip = {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__}
     return {
         "command": command,
-        "gpu": torch.cuda.get_device_name(),
+        **chip,
         "torch": torch.__version__,
-        "triton": triton.__version__,
         "python": platform.python_version(),
         "commit": git("rev-parse", "--short", "HEAD"),
         "modified": bool(git("status", "--porcelain", "--untracked-files=no")),

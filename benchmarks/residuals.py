@@ -9,8 +9,6 @@ torch.compile, which is what a straightforward compilation of the residual's for
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -30,12 +28,15 @@ def main() -> None:
         return
     from headwater.residuals import names
 
+    from .measure import provenance
+
     rows = []
     for spec in flags.residuals or names():
         for compiled in (False, True) if flags.compile else (False,):
             rows.append(run(spec, flags.device, compiled, flags.limit))
             print(describe(rows[-1], rows[0]), flush=True)
-    result = {**provenance(flags.device), "shape": SHAPE, "batch": BATCHES[flags.device], "rows": rows}
+    command = "python -m benchmarks.residuals " + " ".join(sys.argv[1:])
+    result = {**provenance(command, flags.device), "shape": SHAPE, "batch": BATCHES[flags.device], "rows": rows}
     if flags.out:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         flags.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -111,15 +112,6 @@ def describe(row: dict[str, Any], base: dict[str, Any]) -> str:
         return f"{name:32} {row.get('error', 'the baseline failed')}"
     time_ratio, memory_ratio = row["ms"] / base["ms"], row["peak_mib"] / base["peak_mib"]
     return f"{name:32} {row['ms']:9.1f} ms  x {time_ratio:5.2f}   {row['peak_mib']:9.0f} MiB  x {memory_ratio:5.2f}"
-
-
-def provenance(device: str) -> dict[str, Any]:
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    chip = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
-    return {"command": "python -m benchmarks.residuals " + " ".join(sys.argv[1:]), "chip": chip, **versions}
 
 
 if __name__ == "__main__":
