@@ -1,22 +1,23 @@
 """One process equals many: the same losses and gradients under every layout, and the bytes that were derived."""
 
+import functools
 import json
+import math
 import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
+from ranks import spawn
 from safetensors.torch import load_file, save_file
 from tinyrun import tiny
 
 from headwater.residuals import names
 from headwater.train.config import Config, ParallelSettings
 from headwater.train.loop import accumulate, evaluate, update
-from headwater.train.parallel import gather, join
+from headwater.train.parallel import Ranks, gather, join
 from headwater.train.run import Run, begin
 
 STEPS = 20
@@ -89,7 +90,7 @@ def follow(run: Run, steps: int) -> dict[str, Any]:
 
 
 def one_case(config: Config, out: Path, steps: int) -> None:
-    ranks = join(config.parallel, torch.device("cpu"))
+    ranks = grid(config.parallel.pipeline, config.parallel.shard)
     run = begin(config, out, resume=False, ranks=ranks)
     found: dict[str, Any] = {"loss": accumulate(run, 1)}
     gradients = gather(run.model, run.whole, ranks, gradients=True)
@@ -107,13 +108,14 @@ def one_case(config: Config, out: Path, steps: int) -> None:
     run.log.close()
 
 
-def work(rank: int, world: int, port: int, jobs: list[tuple[Config, Path, int]]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def work(jobs: list[tuple[Config, Path, int]]) -> None:
     for job in jobs:
         one_case(*job)
-    torch.distributed.destroy_process_group()
+
+
+@functools.cache
+def grid(pipeline: int, shard: int) -> Ranks:
+    return join(ParallelSettings(pipeline=pipeline, shard=shard, hang_timeout=60), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +129,8 @@ def folder(tmp_path_factory) -> Path:
             parallel = ParallelSettings(**layouts[case.layout], block_cache=case.cache, hang_timeout=60)
             model = replace(config.model, residual=case.residual)
             jobs.append((replace(config, model=model, parallel=parallel), folder / str(case), case.steps))
-        torch.multiprocessing.spawn(work, (world, free_port(), jobs), nprocs=world)
+        spawn(world, work, jobs)
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +165,26 @@ def test_many_processes_do_what_one_does(folder, alone, case):
         error = (whole[key] - gradient).abs().max().item()
         assert error <= 1e-6 + 1e-4 * gradient.abs().max().item(), key
     assert found.get("left", 0) == 0  # neither a tensor nor a deposit outlives its micro-batch
+
+
+CACHED = ("interleaved", "interleaved-4", "looped", "uneven", "interleaved-wide", "interleaved-shard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in cases() if c.residual == RESIDUALS[2] and c.layout in CACHED], ids=str)
+def test_bytes_are_those_of_the_derivation(folder, case):
+    """docs/pipeline-cache.md: before sublayer c there are 1 + ceil(c / S) sources; a rank that has been at depth d
+    already has 1 + floor(d / S) of them."""
+    layout = LAYOUTS[case.world][case.layout]
+    ranks, stages, block, sublayers = layout["pipeline"], layout["pipeline"] * layout["chunks"], 3, 8
+    cuts = (0, *layout["cuts"]) if "cuts" in layout else [s * sublayers // stages for s in range(stages)]
+    sent = {}
+    for s in range(1, stages):
+        sources = 1 + math.ceil(cuts[s] / block)
+        if case.cache and s >= ranks:
+            sources -= 1 + cuts[s - ranks + 1] // block
+        data = case.world // ranks
+        sent[s] = sources * (16 // data) * 8 * 16 * 4  # windows, tokens, channels, bytes
+    found = json.loads((folder / str(case) / "found.json").read_text())["bytes"]
+    assert {s + 1: forward for s, forward, _ in found if s + 1 < stages} == sent
+    assert {s: backward for s, _, backward in found if s} == sent  # gradients travel the same way back

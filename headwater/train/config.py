@@ -52,7 +52,7 @@ class DataSettings:
     bpe_vocab: int = 4096
     """Vocabulary to train when the tokenizer is bpe."""
     validation: float = 0.05
-    """Share of the documents held out."""
+    """Share of the text held out, by whole documents where that comes near."""
     cache: str | None = None
     """Where token shards are kept; defaults to $HEADWATER_CACHE, then ~/.cache/headwater."""
 
@@ -100,6 +100,8 @@ class TrainSettings:
     save_every: int = 100
     keep: int = 3
     """Checkpoints to keep."""
+    skip_nonfinite: int = 0
+    """Steps in a row to leave out because their loss or gradient is not finite, before the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +201,10 @@ def _describe(options: tuple[Any, ...]) -> str:
 def check(config: Config) -> Config:
     """Hold the ranges that types cannot, once, at the door of a run."""
     flat = flatten(asdict(config))
-    counts = [f"train.{f.name}" for f in fields(TrainSettings) if f.type == "int" and f.name != "seed"]
-    positive = {**dict.fromkeys(counts, 1), "data.bpe_vocab": 257, "optim.warmup": 0, "train.seed": 0}
-    positive |= {"parallel.pipeline": 1, "parallel.chunks": 1, "parallel.shard": 0, "parallel.hang_timeout": 0}
+    counts = [f"train.{f.name}" for f in fields(TrainSettings) if f.type == "int"]
+    positive = {**dict.fromkeys(counts, 1), "data.bpe_vocab": 257, "parallel.pipeline": 1, "parallel.chunks": 1}
+    none = ("optim.warmup", "train.seed", "train.skip_nonfinite", "parallel.shard", "parallel.hang_timeout")
+    positive |= dict.fromkeys(none, 0)
     for key, low in positive.items():
         if flat[key] < low:
             raise UserError(f"{key} must be at least {low}; got {flat[key]}")

@@ -23,13 +23,14 @@ from headwater.models import Decoder
 from headwater.train.checkpoint import last_good
 from headwater.train.config import Config, check
 from headwater.train.depth import depth_record, gradient_norms
-from headwater.train.folder import locked, read_json
+from headwater.train.folder import locked, read_json, write_json
 from headwater.train.interrupt import Interruption
 from headwater.train.losses import half_precision, nats_per_token
 from headwater.train.optim import learning_rate, set_learning_rate
-from headwater.train.parallel import defer_reduction, gather, gathered, let_go, squared_norm
+from headwater.train.parallel import clip, defer_reduction, gather, gathered, let_go, squared_norm
 from headwater.train.progress import ProgressLine
 from headwater.train.run import Run, begin, choose_device, finish, save
+from headwater.train.watchdog import Watchdog
 
 
 def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
@@ -40,9 +41,12 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
         if run.step == settings.steps and (out / "summary.json").exists():
             return read_json(out / "summary.json")
         console = Console(quiet=not ranks.main)
-        with Interruption() as interruption, ProgressLine("training", run.step, settings.steps, console) as progress:
+        watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
+        progress = ProgressLine("training", run.step, settings.steps, console)
+        with Interruption() as interruption, watchdog, progress:
             clock = Clock(run)
             for number in range(run.step + 1, settings.steps + 1):
+                watchdog.reset()
                 last = number == settings.steps
                 loss = accumulate(run, number)
                 gradients = depth_gradients(run) if last or number % settings.depth_every == 0 else None
@@ -72,13 +76,15 @@ def accumulate(run: Run, number: int) -> float:
     torch.manual_seed((settings.seed << 32) + number)
     if run.pipeline is not None:
         batches = [windows_of(run, number, micro) for micro in range(settings.accumulate)]
-        return run.ranks.sum(run.pipeline.accumulate(torch.cat(batches)) / run.ranks.data_world)
+        run.own_loss = run.pipeline.accumulate(torch.cat(batches))
+        return run.ranks.sum(run.own_loss / run.ranks.data_world)
     total = 0.0
     for micro in range(settings.accumulate):
         defer_reduction(run.model, micro < settings.accumulate - 1)
         loss = token_losses(run, run.forward, windows_of(run, number, micro)).mean() / settings.accumulate
         loss.backward()
         total += loss.item()
+    run.own_loss = total
     return run.ranks.sum(total / run.ranks.data_world)
 
 
@@ -98,21 +104,47 @@ def token_losses(run: Run, forward: Any, windows: Tensor) -> Tensor:
 
 
 def update(run: Run, number: int, loss: float) -> tuple[float, float]:
-    """Clip, check and step; returns gradient norm and learning rate. A bad gradient never reaches the weights."""
+    """Check, clip and step; returns gradient norm and learning rate. A bad gradient never reaches the weights."""
     settings = run.config
-    grad_norm = run.ranks.clip(run.model, settings.optim.clip)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise UserError(
-            f"the loss is not finite at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
-            f"as they were. {last_good(run.folder / 'checkpoints')} "
-            "Try a lower --lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out"
-        )
     rate = learning_rate(number - 1, settings.train.steps, settings.optim)
-    set_learning_rate(run.optimizers, rate)
+    grad_norm = run.ranks.gradient_norm(run.model)
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        clip(run.model, grad_norm, settings.optim.clip)
+        set_learning_rate(run.optimizers, rate)
+        for optimizer in run.optimizers.values():
+            optimizer.step()
+        run.skipped = 0
+    else:
+        leave_out(run, number, loss, grad_norm)
     for optimizer in run.optimizers.values():
-        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return grad_norm, rate
+
+
+def leave_out(run: Run, number: int, loss: float, grad_norm: float) -> None:
+    """Record a step that is not finite; raise unless it may be skipped. Loss and norm are sums over all ranks, so that
+    every rank comes here, or none."""
+    cause = write_cause(run, number, loss, grad_norm)
+    run.skipped += 1
+    if run.skipped > run.config.train.skip_nonfinite:
+        raise UserError(
+            f"the loss is not finite at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
+            f"as they were. {last_good(run.folder / 'checkpoints')} What is known of the step is in {cause}. "
+            "Try a lower --lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out"
+        )
+
+
+def write_cause(run: Run, number: int, loss: float, grad_norm: float) -> Path:
+    """nonfinite-step-N.json: what is needed to find out which tokens, rank or depth a bad step came from."""
+    path, settings = run.folder / f"nonfinite-step-{number}.json", run.config.train
+    depth = depth_gradients(run)
+    losses = run.ranks.collect(run.own_loss)
+    if run.ranks.main:
+        batch = {"seed": settings.seed, "step": number - 1, "size": settings.batch_size}
+        values = {"loss": [loss], "grad_norm": [grad_norm], "loss_by_rank": losses, "grad_norm_by_sublayer": depth}
+        # As text, since JSON has no nan and no infinity, and the difference between them is a clue.
+        write_json(path, {"step": number, "batch": batch} | {key: list(map(str, v)) for key, v in values.items()})
+    return path
 
 
 def log_update(run: Run, loss: float, rate: float, grad_norm: float, tokens_per_second: float) -> None:

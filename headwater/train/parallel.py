@@ -90,18 +90,13 @@ class Ranks:
         if self.main:
             self.wait()
 
-    def clip(self, model: nn.Module, limit: float) -> float:
-        """Scale gradients down to a norm of `limit` over the whole model; returns the norm before."""
+    def gradient_norm(self, model: nn.Module) -> float:
+        """Over the whole model, the same bits on every rank."""
         if self.alone:
-            return torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
-        shared = counted_elsewhere(model)
-        squares = [squared_norm(p.grad) for name, p in model.named_parameters() if name not in shared]
-        norm = (self.sum(sum(squares)) / self.replicas) ** 0.5
-        scale = min(1.0, limit / (norm + 1e-6))
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(scale)
-        return norm
+            return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        skipped = counted_elsewhere(model)
+        squares = [squared_norm(p.grad) for name, p in model.named_parameters() if name not in skipped]
+        return (self.sum(sum(squares)) / self.replicas) ** 0.5
 
 
 @contextmanager
@@ -157,6 +152,12 @@ def defer_reduction(module: nn.Module, deferred: bool) -> None:
     """Between micro-batches of one step gradients add up where they are; the last one sums them over the ranks."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(not deferred)
+
+
+def clip(model: nn.Module, norm: float, limit: float) -> None:
+    """Scale gradients of a known norm down to `limit`, as torch.nn.utils.clip_grad_norm_ does."""
+    scale = (torch.tensor(limit) / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()  # in fp32, as there
+    torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], scale)
 
 
 def let_go(module: nn.Module) -> None:

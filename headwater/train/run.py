@@ -57,6 +57,10 @@ class Run:
     """Wall-clock of the processes before this one."""
     peak_memory: int
     evaluation: dict[str, float]
+    own_loss: float = 0.0
+    """This rank's share of the last step's loss."""
+    skipped: int = 0
+    """Steps just left out, in a row."""
     began: float = field(default_factory=time.monotonic)
 
     @property

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from headwater.errors import UserError
 from headwater.train.parallel import Ranks, counted_elsewhere, local, rows
 
 INDEX = "index.json"
@@ -77,8 +78,8 @@ class Archive:
             self.entries = json.loads((folder / INDEX).read_text(encoding="utf-8")).get(kind, {})
             return
         file = f"{kind}.safetensors"
-        with safe_open(folder / file, "pt") as opened:
-            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        opened = self._open(file)
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
         self.entries = {
             name: {"shape": shape, "pieces": [[file, 0, shape[0] if shape else 0]]} for name, shape in shapes.items()
         }
@@ -103,7 +104,10 @@ class Archive:
         return found
 
     def _open(self, file: str) -> Any:
-        return safe_open(self.folder / file, "pt")
+        try:
+            return safe_open(self.folder / file, "pt")
+        except SafetensorError as error:
+            raise UserError(f"{self.folder / file} is not a safetensors file ({error}): it is not read") from None
 
 
 def fill_model(archive: Archive, model: nn.Module, *, whole: bool) -> None:

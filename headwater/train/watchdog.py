@@ -1,0 +1,31 @@
+"""A step that never ends: every rank says where it stands, and the run ends instead of waiting."""
+
+from __future__ import annotations
+
+import faulthandler
+from types import TracebackType
+
+
+class Watchdog:
+    """Unless it is reset in time, all threads' stacks go to stderr and the process exits with 1.
+
+    Ranks wait for one another in every step, so when one hangs, all are late together and all print their stack. The
+    timer is a thread of the C library: it fires even where no Python code runs any more.
+    """
+
+    def __init__(self, seconds: int) -> None:
+        self.seconds = seconds
+
+    def reset(self) -> None:
+        if self.seconds:
+            faulthandler.dump_traceback_later(self.seconds, exit=True)
+
+    def __enter__(self) -> Watchdog:
+        self.reset()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.seconds:
+            faulthandler.cancel_dump_traceback_later()

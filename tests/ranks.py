@@ -1,0 +1,26 @@
+"""Ranks as processes of this machine, connected by gloo."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+
+def spawn(world: int, job: Callable[..., None], *arguments: Any) -> None:
+    """`job(*arguments)` in `world` processes at once; an error in one of them is raised here."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_enter, (world, port, job, arguments), nprocs=world)
+
+
+def _enter(rank: int, world: int, port: int, job: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    job(*arguments)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
