@@ -4,13 +4,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format clean
+# The releases of transformers before the pinned one: make test-hf, or make test-hf TRANSFORMERS=5.21.1
+TRANSFORMERS ?= 5.20.2 5.21.1
+
+.PHONY: demo test test-hf lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations 15
+
+test-hf: $(INSTALLED)
+	set -e; for version in $(TRANSFORMERS); do \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target build/transformers-$$version transformers==$$version; \
+	  export PYTHONPATH=build/transformers-$$version OMP_NUM_THREADS=1; \
+	  $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
+	  $(BIN)/python -m pytest tests/test_hf_*.py; \
+	done
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -111,6 +111,24 @@ def test_depth_weights_under_gradient_checkpointing(model):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_the_kernels_fold_scale_and_norm_into_the_read(model_type):
+    """On a GPU they are the default; here they run under the interpreter. Gemma's norm multiplies by 1 + weight."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off where there is a GPU; tests/test_kernels_gpu.py covers the kernels there")
+    fused, plain = (tiny_model(model_type, num_hidden_layers=2) for _ in range(2))
+    convert(fused, "attnres-block", block=3, backend="triton")
+    called = []
+    for layer in fused.model.layers:
+        layer.input_layernorm.register_forward_hook(lambda *_: called.append(1))
+    assert verify(fused, plain, tokens(1, 4)).equal
+    convert(plain, "attnres-block", block=3)
+    stir(fused)
+    stir(plain)
+    assert verify(fused, plain, tokens(1, 4)).equal
+    assert not called  # the norms ran inside the kernels
+
+
 def test_compiles_to_one_graph():
     model = tiny_model("llama", num_hidden_layers=2)
     convert(model, "attnres-block", block=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -29,6 +29,7 @@ from .layers import (
     take_input,
 )
 from .layouts import Layout
+from .norms import ScaledNorm, foldable
 from .report import Report, describe
 from .start import Start, measure_start
 
@@ -95,6 +96,7 @@ def install(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, An
     with torch.device(like.device), torch.random.fork_rng(devices=[]):
         residual = build(settings["residual"], found.body.config.hidden_size, len(kinds), kinds).to(like.dtype)
     depth = Depth(residual, kinds, tuple(settings["scales"]))
+    depth.norms.update(_foldable_norms(found, groups, depth.scales))
     conversion = Conversion(describe(found, groups, residual, start, depth.scales), depth)
     replace_config(found, conversion, settings)
     found.body.add_module(RESIDUAL, residual)
@@ -117,6 +119,17 @@ def install(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, An
         projection.register_forward_pre_hook(partial(take_input, which))
     body.__dict__["_conversion"] = conversion
     return conversion.report
+
+
+def _foldable_norms(found: Found, groups: list[tuple[Site, ...]], scales: Sequence[float]) -> dict[int, ScaledNorm]:
+    norms = {
+        site.sublayer: getattr(layer, site.norm)
+        for layer, group in zip(found.layers, groups, strict=True)
+        for site in group
+        if site.norm is not None and site.second is None
+    }
+    norms[len(scales) - 1] = found.norm
+    return {i: made for i, norm in norms.items() if (made := foldable(norm, scales[i])) is not None}
 
 
 def revert(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from headwater.residuals import Norm, Read, Residual, State, build
 
 from .layouts import Layout
+from .norms import ScaledNorm
 
 
 class DepthState:
@@ -49,6 +50,7 @@ class Depth:
     residual: Residual
     kinds: tuple[str, ...]
     scales: tuple[float, ...]
+    norms: dict[int, ScaledNorm] = field(default_factory=dict)  # of the reads whose norm a kernel can fold in
     wanted: bool = False
     seen: DepthState | None = field(default=None, repr=False)
 
@@ -56,14 +58,23 @@ class Depth:
         return DepthState(self.residual.begin(x))
 
     def read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
-        return self.residual.read(state, i, norm=scaled(norm, self.scales[i]))
+        return self.residual.read(state, i, norm=self.scaled(norm, i))
+
+    def scaled(self, norm: Norm | None, i: int) -> Norm | None:
+        """The norm of read i behind the read's scale."""
+        prepared = self.norms.get(i)
+        if prepared is not None and prepared.norm is norm:  # it is another where an adapter has wrapped it since
+            return prepared
+        return norm if self.scales[i] == 1.0 else partial(_norm_scaled, norm, self.scales[i])
 
     def end(self, state: DepthState, norm: Norm) -> Tensor:
         last = self.residual.sublayers
         if self.wanted:
             weights = self.residual.weights(state.tensors, last)
             self.seen = DepthState((), (*state.weights, weights), state.reads)
-        return self.residual.end(state.tensors, norm=scaled(norm, self.scales[last]))
+        return self.residual.end(
+            state.tensors, norm=self.norms.get(last) or partial(_norm_scaled, norm, self.scales[last])
+        )
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -80,12 +91,6 @@ class Depth:
         for name, tensor in empty.items():
             tensor.copy_(start[name])
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def scaled(norm: Norm | None, scale: float) -> Norm | None:
-    if scale == 1.0:
-        return norm
-    return partial(_norm_scaled, norm, scale)
 
 
 def _norm_scaled(norm: Norm | None, scale: float, x: Tensor) -> Tensor:

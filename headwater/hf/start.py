@@ -32,7 +32,9 @@ class Start:
 
 def measure_start(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None) -> Start:
     """Reads of random sources at initialisation, in fp64, against their running sum."""
-    _, options = parse(spec)
+    name, options = parse(spec)
+    words = [word for word in spec.partition(":")[2].split(",") if not word.startswith("backend=")]
+    spec = ":".join((name, ",".join(words)))  # kernels have no fp64
     dim = min(dim, 256 * options.get("heads", 1))  # a start does not depend on the width; heads must divide it
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
