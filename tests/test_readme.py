@@ -44,5 +44,12 @@ def test_the_table_of_residuals_is_the_one_the_code_prints():
     assert printed == markdown(residual_table())
 
 
+def test_every_link_inside_the_repository_leads_somewhere():
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    inside = [link for link in links if not link.startswith("http")]
+    assert "docs/report.png" in inside
+    assert not [link for link in inside if not (ROOT / link).exists()]
+
+
 def test_every_language_is_known():
     assert {language for language, _ in BLOCKS} == {"python", "bash"}
