@@ -126,9 +126,16 @@ def join(settings: ParallelSettings, device: torch.device) -> Ranks:
     if data % shards:
         raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that each stage of depth has")
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=settings.hang_timeout * 2 or 10**6))
+        connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", settings.hang_timeout * 2 or 10**6)
     return Ranks(init_device_mesh(device.type, (settings.pipeline, data // shards, shards), mesh_dim_names=GRID))
+
+
+def connect(backend: str, seconds: int) -> None:
+    """As torch.distributed does by itself, but for a fresh corner of the store for each restart: torchrun keeps its
+    store alive, and in it the addresses of workers that have died."""
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
 
 
 def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks) -> None:
