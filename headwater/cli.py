@@ -100,7 +100,7 @@ class GenerateFlags:
 @dataclass(frozen=True, kw_only=True)
 class ConvertFlags:
     folder: tyro.conf.Positional[Path]
-    """A transformers checkpoint folder; or a run of headwater train, or one of its checkpoints."""
+    """A transformers checkpoint folder; or anything that headwater generate takes, such as a run."""
     out: Path
     """Folder to write; AutoModelForCausalLM loads it after `import headwater`."""
     residual: str | None = None
@@ -223,7 +223,8 @@ def convert(argv: list[str]) -> None:
     from headwater import hf
     from headwater.hf.folder import convert_folder, write_model
 
-    if not ((flags.folder / "checkpoints").is_dir() or (flags.folder / "manifest.json").is_file()):
+    config = flags.folder / "config.json"
+    if config.is_file() and "model_type" in read_json(config):
         say(str(convert_folder(flags.folder, flags.out, flags.residual or "attnres-block")))
         return
     from headwater.train.checkpoint import load_model

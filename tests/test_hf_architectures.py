@@ -1,6 +1,8 @@
 """Every architecture in the table: converted, it computes what it did; reverted, it is what it was."""
 
 import hashlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +136,9 @@ def test_a_layout_can_be_given_for_an_architecture_that_is_not_in_the_table():
     plain = tiny_model("vaultgemma")
     convert(model, layout=Layout(mlp_norm="pre_feedforward_layernorm"))
     assert verify(model, plain, tokens()).equal
+
+
+def test_the_documentation_lists_the_table():
+    page = (Path(__file__).parent.parent / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    listed = {name for row in re.findall(r"^\| .* \| (.*) \|$", page, re.MULTILINE) for name in row.split(", ")}
+    assert listed - {"model types"} == set(LAYOUTS)

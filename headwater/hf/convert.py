@@ -95,6 +95,9 @@ def install(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, An
     like = next(found.norm.parameters(), next(found.body.parameters()))
     with torch.device(like.device), torch.random.fork_rng(devices=[]):
         residual = build(settings["residual"], found.body.config.hidden_size, len(kinds), kinds).to(like.dtype)
+    if not like.is_meta:
+        for tensor in (*residual.parameters(), *residual.buffers()):
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark: it has its value
     depth = Depth(residual, kinds, tuple(settings["scales"]))
     depth.norms.update(_foldable_norms(found, groups, depth.scales))
     conversion = Conversion(describe(found, groups, residual, start, depth.scales), depth)
