@@ -117,6 +117,27 @@ class VerifyFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    config: Path | None = None
+    """TOML file of the run, or the config.json of another one. Flags override it."""
+    world: int = 1
+    """Processes, one for each GPU."""
+    memory: float = 80.0
+    """GiB on each of them."""
+    gpu: bool = True
+    """bf16 and fused reads, as on a GPU; otherwise fp32 and the reference operators."""
+    settings: Settings = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags:
+    folder: tyro.conf.Positional[Path]
+    """A run, or one of its checkpoints, saved by any number of ranks."""
+    out: Path
+    """Folder for model.safetensors, config.json and tokenizer.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoFlags:
     out: Path = Path("runs/demo")
     jobs: int = 2
@@ -249,6 +270,32 @@ def verify(argv: list[str]) -> None:
     say(str(result))
 
 
+def plan(argv: list[str]) -> None:
+    """Say what a run will need on each rank: memory, bytes between stages, bubble. Starts nothing."""
+    argv = ["--config", *argv] if argv and not argv[0].startswith("-") else argv
+    where = peek(argv, Where())
+    flags = parse(PlanFlags, argv, plan, PlanFlags(settings=base_config(where, where.out / "config.json")))
+    from headwater.train.plan import describe, make_plan
+    from headwater.train.run import named_model
+
+    settings = flags.settings
+    with user_values():
+        model = named_model(settings.model, settings.data.bpe_vocab if settings.data.tokenizer == "bpe" else 257)
+        made = make_plan(settings, model, flags.world, half=flags.gpu, fused=flags.gpu)
+    say(describe(made, flags.memory, settings.train.checkpoint_activations))
+
+
+def export(argv: list[str]) -> None:
+    """Write the model of a run, whatever its layout, as one safetensors file."""
+    flags = parse(ExportFlags, argv, export)
+    from headwater.train.checkpoint import load_model
+
+    model, tokenizer = load_model(flags.folder)
+    model.save(flags.out)
+    tokenizer.save(flags.out)
+    say(f"{flags.out}: {model.parameter_count()['total']:,} parameters in model.safetensors")
+
+
 def demo(argv: list[str]) -> None:
     """Compare the plain residual with Attention Residuals on this machine in a few minutes."""
     flags = parse(DemoFlags, argv, demo)
@@ -268,6 +315,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "generate": generate,
     "convert": convert,
     "verify": verify,
+    "plan": plan,
+    "export": export,
     "demo": demo,
 }
 

@@ -135,9 +135,12 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
 
 
 def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
+    return named_model(settings, data.tokenizer.vocab_size)
+
+
+def named_model(settings: ModelSettings, words: int) -> ModelConfig:
     """The named size with its overrides; the vocabulary is padded to a multiple of 64, which matrix units like."""
     overrides = {key: value for key, value in asdict(settings).items() if value is not None and key != "size"}
-    words = data.tokenizer.vocab_size
     overrides.setdefault("vocab_size", -(-words // 64) * 64)
     if overrides["vocab_size"] < words:
         raise UserError(

@@ -1,0 +1,238 @@
+"""What a run will need, before it is started: parameters, memory, bytes per hop and bubble of every rank.
+
+Nothing is computed or allocated: the decoder runs once on tensors without data, and what autograd would keep is
+counted. So grids of any size can be asked about from a laptop. A rank's peak is
+
+    weights, gradients and optimizer, divided among the shards
+    + what a micro-batch keeps for its backward, times the micro-batches in flight
+    + the largest moment of one backward: at the head, or in a sublayer that is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.train.config import Config
+from headwater.train.losses import nats_per_token
+from headwater.train.stages import States, cut, hops, name_states, plain_reads
+
+Kept = dict[int, int]  # storage to bytes
+BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments of AdamW
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch through the whole depth: what each sublayer, and last the head, keeps for its backward."""
+
+    states: States
+    kept: tuple[Kept, ...]
+    parameters: tuple[int, ...]
+    """Of each sublayer with its part of the residual; then of norm and head."""
+    embedding: int
+
+
+def trace(config: ModelConfig, batch: int, *, half: bool, fused: bool) -> Trace:
+    """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels."""
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        model = plain_reads(Decoder(config))
+        owned = {_storage(p) for p in model.parameters()}
+        tokens = torch.zeros(batch, config.context, dtype=torch.long)
+        rotary, kept = model.rotary(0, config.context), []
+        states = [model.residual.begin(model.embedding(tokens))]
+        for i in range(len(model.sublayers)):
+            with keeping(owned) as found, _reading(model, fused):
+                states.append(model.step(i, rotary, None, *states[-1]))
+            kept.append(found)
+        with keeping(owned) as found:
+            end = model.residual.end(model._split(len(model.sublayers), states[-1])[0], norm=model.norm)
+            loss = nats_per_token(model.head(end), tokens).mean()
+        kept.append(found)
+        counts = _parameters(model)
+        del loss
+    return Trace(name_states(states), tuple(kept), counts, model.embedding.weight.numel())
+
+
+@contextmanager
+def keeping(owned: set[int]) -> Iterator[Kept]:
+    """Collects the storages that operations inside keep for their backward, parameters aside."""
+    found: Kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (storage := _storage(tensor)) not in owned:
+            found[storage] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+@contextmanager
+def _reading(model: Decoder, fused: bool) -> Iterator[None]:
+    """Inside, reads keep nothing if they are fused: the state that they read is counted with the hops instead."""
+    if not fused:
+        yield
+        return
+    read = model.residual.read
+
+    def silent(state, i, norm=None):  # type: ignore[no-untyped-def]
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            return read(state, i, norm=norm)
+
+    model.residual.read = silent  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.residual.read
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _parameters(model: Decoder) -> tuple[int, ...]:
+    count = len(model.sublayers)
+    sizes = [sum(p.numel() for p in sublayer.parameters()) for sublayer in model.sublayers]
+    for name, parameter in model.residual.named_parameters():
+        place = int(name.split(".")[1])
+        if place < count:
+            sizes[place] += parameter.numel()
+    final = sum(p.numel() for n, p in model.residual.named_parameters() if int(n.split(".")[1]) == count)
+    return (*sizes, final + model.norm.weight.numel() + model.head.weight.numel())
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    rank: int
+    parameters: int
+    static: int
+    """Bytes of weights, gradients and optimizer."""
+    late: int
+    """Of these, gradients that do not exist yet when the first backward begins."""
+    activations: int
+    checkpointed: int
+    """Bytes of activations under activation checkpointing: the states between sublayers."""
+    sublayer: int
+    """What recomputing the largest sublayer brings back, and the gradient of the state it read."""
+    head: int
+    """What the head and the loss take, on the last rank."""
+    sends: int
+    """Bytes this rank sends forward in a step; gradients take as many back."""
+
+    def peak(self, checkpointing: bool) -> int:
+        """At the head, or, where activations are recomputed, in a sublayer's backward if that is more."""
+        at_head = self.static - self.late + (self.checkpointed if checkpointing else self.activations) + self.head
+        in_sublayer = self.static + self.sublayer + self.checkpointed * checkpointing
+        return max(at_head, in_sublayer)
+
+
+@dataclass(frozen=True)
+class Plan:
+    ranks: tuple[RankPlan, ...]
+    bubble: float
+    hops: tuple[int, ...]
+    """Bytes that each hop carries for one micro-batch."""
+    hops_without_cache: tuple[int, ...]
+
+
+def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fused: bool) -> Plan:
+    """The ranks of one pipeline row: the others do the same."""
+    settings, micros = config.parallel, config.train.accumulate
+    pipeline, chunks = settings.pipeline, settings.chunks
+    data = world // pipeline
+    if world % pipeline or config.train.batch_size % (micros * data):
+        raise UserError(
+            f"{world} ranks must be a multiple of parallel.pipeline ({pipeline}), and train.batch_size "
+            f"({config.train.batch_size}) of train.accumulate ({micros}) times the {data} ranks beside each other"
+        )
+    found = trace(model, config.train.batch_size // (micros * data), half=half, fused=fused)
+    bounds = cut(model.sublayers, pipeline * chunks, settings.cuts)
+    plan = hops(found.states, bounds, pipeline, cache=settings.block_cache)
+    shards = settings.shard or data
+    ranks = []
+    for rank in range(pipeline):
+        stages = range(rank, pipeline * chunks, pipeline)
+        places = [i for s in stages for i in range(bounds[s], bounds[s + 1])]
+        ends = (rank == 0, rank == pipeline - 1)
+        sends = micros * sum(plan[s + 1].bytes for s in stages if s + 1 < len(plan))
+        flight = in_flight(settings.pipeline_schedule, pipeline, chunks, micros, rank) / chunks
+        repeated = micros > 1 or chunks > 1  # a backward finds the gradients of another one
+        ranks.append(_rank_plan(found, model, rank, places, ends, shards, flight, sends, repeated))
+    bubble = 0.0 if pipeline == 1 else (pipeline - 1) / (micros * chunks + pipeline - 1)
+    naive = hops(found.states, bounds, pipeline, cache=False)
+    return Plan(tuple(ranks), bubble, *(tuple(h.bytes for h in p[1:]) for p in (plan, naive)))
+
+
+def in_flight(schedule: str, pipeline: int, chunks: int, micros: int, rank: int) -> int:
+    """Passes of a chunk that wait for their backward at the worst moment; alone, micro-batches follow one another."""
+    if pipeline == 1:
+        return 1
+    if schedule == "gpipe":
+        return micros * chunks
+    if chunks == 1:
+        return min(micros, pipeline - rank)
+    return min(micros * chunks, 2 * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1)
+
+
+def _rank_plan(
+    found: Trace, model: ModelConfig, rank: int, places: list[int], ends: tuple[bool, bool], shards: int,
+    flight: float, sends: int, repeated: bool,
+) -> RankPlan:  # fmt: skip
+    first, last = ends
+    parameters = sum(found.parameters[i] for i in places) + first * found.embedding
+    parameters += last * (found.parameters[-1] - (first and model.tie_embeddings) * found.embedding)
+    state = {slot.key: slot.bytes for i in places for slot in found.states[i]}
+    kept = {key: size for i in places for key, size in found.kept[i].items()}
+    head = sum(found.kept[-1].values()) if last else 0
+    largest = max(sum(found.kept[i].values()) + sum(slot.bytes for slot in found.states[i]) for i in places)
+    logits = 4 * found.states[0][0].shape[:2].numel() * model.vocab_size
+    whole = 0 if shards == 1 else 4 * max(found.parameters[i] for i in places)  # one body at a time, and its gradient
+    return RankPlan(
+        rank=rank,
+        parameters=parameters,
+        static=parameters * BYTES_PER_PARAMETER // shards + whole,
+        late=0 if repeated else parameters * 4 // shards,
+        activations=int(flight * sum(kept.values())),
+        checkpointed=int(flight * sum(state.values())),
+        sublayer=largest,
+        head=head + (2 * logits if last else 0),
+        sends=sends,
+    )
+
+
+def describe(plan: Plan, memory: float, checkpointing: bool) -> str:
+    """A table of the ranks, the hops, and a warning for each rank that will not fit into `memory` GiB."""
+    gib = 2**30
+    lines = ["rank   parameters   weights+optimizer   activations   with checkpointing   peak      sends a step"]
+    for r in plan.ranks:
+        sizes = (r.static, r.activations, r.checkpointed, r.peak(checkpointing), r.sends)
+        static, activations, checkpointed, peak, sends = (size / gib for size in sizes)
+        lines.append(
+            f"{r.rank:>4}   {r.parameters / 1e6:>8.1f} M   {static:>13.2f} GiB   {activations:>7.2f} GiB   "
+            f"{checkpointed:>14.2f} GiB   {peak:>6.2f} GiB   {sends:>8.3f} GiB"
+        )
+    if plan.hops:
+        mib = 2**20
+        saved = sum(plan.hops_without_cache) / sum(plan.hops)
+        lines.append(
+            f"a hop carries {min(plan.hops) / mib:.1f} to {max(plan.hops) / mib:.1f} MiB a micro-batch "
+            f"(at most {max(plan.hops_without_cache) / mib:.1f} MiB without the cache, {saved:.2f}x in all); "
+            f"bubble {plan.bubble:.1%}"
+        )
+    full = [r.rank for r in plan.ranks if r.peak(checkpointing) > memory * gib]
+    if full:
+        other = "" if checkpointing else " Try --checkpoint-activations True,"
+        lines.append(
+            f"WARNING: ranks {', '.join(map(str, full))} need more than {memory:g} GiB.{other} more ranks, a larger "
+            "--accumulate or a smaller --batch-size"
+        )
+    else:
+        lines.append(f"every rank fits into {memory:g} GiB")
+    return "\n".join(lines)
