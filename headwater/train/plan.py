@@ -228,7 +228,7 @@ def describe(plan: Plan, memory: float, checkpointing: bool) -> str:
         )
     full = [r.rank for r in plan.ranks if r.peak(checkpointing) > memory * gib]
     if full:
-        other = "" if checkpointing else " Try --checkpoint-activations True,"
+        other = "" if checkpointing else " Try --checkpoint-activations,"
         lines.append(
             f"WARNING: ranks {', '.join(map(str, full))} need more than {memory:g} GiB.{other} more ranks, a larger "
             "--accumulate or a smaller --batch-size"
