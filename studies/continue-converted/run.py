@@ -1,0 +1,141 @@
+"""Is it worth converting a trained model? Train a plain one, convert it, and continue both on equal tokens.
+
+    python studies/continue-converted/run.py            # two CPU cores, about a quarter of an hour
+
+Writes results.json (every validation loss) and figure.svg beside this file. The arms see the same batches in the same
+order under the same schedule; only the residual differs.
+"""
+
+import argparse
+import copy
+import json
+import math
+from pathlib import Path
+
+import torch
+
+import headwater
+from headwater import hf
+from headwater.train.checkpoint import load_model
+from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings
+from headwater.train.data import Windows, prepare
+from headwater.train.loop import train
+
+HERE = Path(__file__).parent
+ARMS = ("standard", "attnres-block", "attnres-full")
+LAYERS, BATCH, LR, EVERY = 8, 8, 3e-3, 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300, help="of the first training, and again of each arm")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--runs", type=Path, default=Path("runs/continue-converted"))
+    flags = parser.parse_args()
+    curves: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+    for seed in range(flags.seeds):
+        config = plain_config(flags.steps, seed)
+        train(config, flags.runs / f"plain-{seed}", resume=True)
+        decoder, _ = load_model(flags.runs / f"plain-{seed}")
+        base = hf.export(decoder.config.to_dict(), decoder.weights())
+        data = prepare(config.data)
+        windows = {split: data.windows(split, decoder.config.context) for split in ("train", "validation")}
+        for arm in ARMS:
+            curves[arm].append(continue_training(base, arm, windows, seed, flags.steps))
+        write(curves, flags.steps, seed + 1)
+
+
+def write(curves: dict[str, list[list[float]]], steps: int, seeds: int) -> None:
+    results = {
+        "command": f"python studies/continue-converted/run.py --steps {steps} --seeds {seeds}",
+        "torch": torch.__version__,
+        "headwater": headwater.__version__,
+        "setting": {"layers": LAYERS, "dim": 64, "batch": BATCH, "lr": LR, "first_steps": steps},
+        "steps": [0, *range(EVERY, steps + 1, EVERY)],
+        "validation_loss": curves,
+    }
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / "figure.svg").write_text(draw(results))
+
+
+def plain_config(steps: int, seed: int) -> Config:
+    return Config(
+        model=ModelSettings(size="deep", layers=LAYERS),
+        optim=OptimSettings(lr=2 * LR, warmup=20),
+        train=TrainSettings(
+            steps=steps,
+            batch_size=BATCH,
+            seed=seed,
+            eval_every=steps,
+            depth_every=steps,
+            save_every=steps,
+            device="cpu",
+        ),
+    )
+
+
+def continue_training(base, arm: str, windows: dict[str, Windows], seed: int, steps: int) -> list[float]:
+    """Validation losses before, and after every so many steps."""
+    model = copy.deepcopy(base)
+    if arm != "standard":
+        print(hf.convert(model, arm).__str__().splitlines()[0], flush=True)
+    decayed = [p for name, p in model.named_parameters() if p.dim() == 2 and "residual." not in name]
+    rest = [p for name, p in model.named_parameters() if p.dim() != 2 or "residual." in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    losses = [evaluate(model, windows["validation"])]
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+        rows = torch.from_numpy(windows["train"].batch(seed=1000 + seed, step=step, size=BATCH))
+        loss_of(model, rows).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % EVERY == 0:
+            losses.append(evaluate(model, windows["validation"]))
+            print(f"seed {seed} {arm:14} step {step + 1}: {losses[-1]:.4f}", flush=True)
+    return losses
+
+
+def loss_of(model, rows: torch.Tensor) -> torch.Tensor:
+    logits = model(rows[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model, windows: Windows) -> float:
+    rows = torch.from_numpy(windows.take(windows.spread(64)))
+    return float(loss_of(model, rows))
+
+
+COLOURS = {"standard": "#777777", "attnres-block": "#1f6feb", "attnres-full": "#d1495b"}
+
+
+def draw(results: dict) -> str:
+    """Mean validation loss of each arm over its continued steps."""
+    steps, width, height, left, top = results["steps"], 560, 300, 60, 20
+    means = {arm: [sum(v) / len(v) for v in zip(*runs)] for arm, runs in results["validation_loss"].items()}
+    low, high = min(min(v) for v in means.values()), max(max(v) for v in means.values())
+
+    def place(step, loss):
+        x = left + (width - left - 20) * step / steps[-1]
+        return f"{x:.1f},{top + (height - top - 50) * (high - loss) / (high - low):.1f}"
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
+    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    for row, (arm, losses) in enumerate(means.items()):
+        points = " ".join(place(step, loss) for step, loss in zip(steps, losses, strict=True))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[arm]}" stroke-width="2"/>')
+        parts.append(
+            f'<text x="{width - 190}" y="{top + 16 * row + 12}" fill="{COLOURS[arm]}">{arm}: {losses[-1]:.4f}</text>'
+        )
+    parts.append(f'<text x="6" y="{top + 10}">{high:.3f}</text><text x="6" y="{height - 36}">{low:.3f}</text>')
+    parts.append(
+        f'<text x="{left}" y="{height - 10}">continued steps, 0 to {steps[-1]}; validation loss, nats per byte</text>'
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+if __name__ == "__main__":
+    main()
