@@ -42,7 +42,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 # Every residual for 20 steps under every layout takes many minutes on two cores; a choice of them stands for the rest.
 EVERYTHING = bool(os.environ.get("HEADWATER_ALL_LAYOUTS"))
-SHORT = {2: ("shard", "interleaved", "uneven"), 4: ("interleaved-shard",)}  # for the other residuals, one step
+SHORT = {2: ("shard", "uneven"), 4: ()}  # for the other residuals, one step
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def cases() -> list[Case]:
         for residual in RESIDUALS:
             whole = EVERYTHING or residual == RESIDUALS[2]
             found += [Case(world, residual, layout) for layout in layouts if whole or layout in SHORT[world]]
-    for residual in RESIDUALS:
-        found += [Case(2, residual, layout, cache=False) for layout in ("interleaved", "uneven")]
-    found += [Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
-    return found + [Case(2, residual, "uneven") for residual in names() if residual not in RESIDUALS]
+    found += [Case(2, residual, "uneven", cache=False) for residual in RESIDUALS]
+    found += [Case(4, "hyper-connections", "interleaved-shard"), Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
+    found += [Case(2, residual, "uneven") for residual in names() if residual not in RESIDUALS]
+    return list(dict.fromkeys(found))
 
 
 def settings(folder: Path, residual: str, **changes: Any) -> Config:

@@ -8,6 +8,7 @@ upstream. docs/pipeline-cache.md derives the bytes.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, cast
@@ -215,11 +216,12 @@ def assemble(
     tokens = torch.empty(windows, config.context, dtype=torch.long, device="meta")
     logits_type = torch.bfloat16 if device.type == "cuda" else torch.float32
     logits = torch.empty(windows, config.context, config.vocab_size, dtype=logits_type, device="meta")
+    with torch.device("meta"):
+        blank = plain_reads(Decoder(config))
     cache, stages, counted = BlockCache(), [], []
     for s in range(ranks.pipeline_rank, count, settings.pipeline):
         hop, following = cast(Hop, plan[s]), plan[s + 1]
-        with torch.device("meta"):
-            model = prune(plain_reads(Decoder(config)), bounds[s], bounds[s + 1])
+        model = prune(copy.deepcopy(blank), bounds[s], bounds[s + 1])
         stage = Stage(model, (bounds[s], bounds[s + 1]), config.context, hop, following, cache)
         prepare(stage)
         if ranks.data_world > 1:
