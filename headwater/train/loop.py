@@ -61,7 +61,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
                     progress.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
                 if gradients:
                     log_depth(run, gradients)
-                interruption.signum = ranks.highest(interruption.signum)  # one rank's signal is everyone's
+                if asked := ranks.highest(interruption.signum):  # one rank's signal is everyone's
+                    interruption.signum = asked
                 if last or number % settings.save_every == 0 or interruption.signum:
                     save(run)
                 if interruption.signum and not last:
