@@ -7,13 +7,17 @@ INSTALLED := $(VENV)/.installed
 # The releases of transformers before the pinned one: make test-hf, or make test-hf TRANSFORMERS=5.21.1
 TRANSFORMERS ?= 5.20.2 5.21.1
 
-.PHONY: demo test test-hf lint format clean
+.PHONY: demo test test-faults test-hf lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations 15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations 15 -m 'not faults'
+
+# Workers of torchrun killed, hung and signalled by the clock: by itself, so that a busy machine does not fail the rest.
+test-faults: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_parallel_faults.py
 
 test-hf: $(INSTALLED)
 	set -e; for version in $(TRANSFORMERS); do \

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,17 @@ import torch.multiprocessing
 
 
 def spawn(world: int, job: Callable[..., None], *arguments: Any) -> None:
-    """`job(*arguments)` in `world` processes at once; an error in one of them is raised here."""
+    """`job(*arguments)` in `world` processes at once; an error in one of them, or no end in five minutes, is raised."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_enter, (world, port, job, arguments), nprocs=world)
+    context = torch.multiprocessing.spawn(_enter, (world, port, job, arguments), nprocs=world, join=False)
+    deadline = time.monotonic() + 300
+    while not context.join(timeout=5):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"{world} ranks did not end in five minutes")
 
 
 def _enter(rank: int, world: int, port: int, job: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -20,6 +20,8 @@ from headwater.train.loop import accumulate, evaluate, update
 from headwater.train.parallel import Ranks, gather, join
 from headwater.train.run import Run, begin
 
+pytestmark = pytest.mark.xdist_group("parallel")  # one worker: its fixtures are costly
+
 STEPS = 20
 RESIDUALS = ("standard", "attnres-full", "attnres-block:block=3", "hyper-connections", "denseformer")
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {

@@ -24,6 +24,8 @@ from headwater.train.parallel import join
 from headwater.train.run import begin, save
 from headwater.train.shards import Archive
 
+pytestmark = pytest.mark.xdist_group("parallel_checkpoints")  # one worker: its fixtures are costly
+
 STEPS = 6
 
 
