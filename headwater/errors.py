@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -26,3 +27,12 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(valid)}"
+
+
+@contextmanager
+def user_values() -> Iterator[None]:
+    """Rooms below raise ValueError for a value they cannot take; inside, every value came from the user."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from None

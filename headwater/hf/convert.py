@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headwater.errors import UserError
+from headwater.errors import UserError, user_values
 from headwater.residuals import build
 
 from .classes import PREFIX, Converted, config_class, head_class
-from .find import Found, check_parallel, find, find_sites, spell, split_inputs, user_values
+from .find import Found, check_parallel, find, find_sites, spell, split_inputs
 from .layers import (
     Depth,
     Site,
@@ -150,6 +150,16 @@ def revert(model: nn.Module) -> None:
         module.__dict__.update(attributes)
     del body._modules[RESIDUAL]
     del body.__dict__["_conversion"]
+
+
+def load_added(model: nn.Module, module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
+    """Load `module` of a model just converted; weights that do not fit leave the model as it was before."""
+    try:
+        check_fit(module, weights, what)
+    except UserError:
+        revert(model)
+        raise
+    module.load_state_dict(weights)
 
 
 def check_fit(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:

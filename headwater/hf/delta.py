@@ -11,7 +11,7 @@ from torch import nn
 from headwater.errors import UserError
 
 from .classes import saved_settings
-from .convert import check_fit, conversion_of, convert_with, revert
+from .convert import conversion_of, convert_with, load_added
 from .report import Report
 
 
@@ -30,12 +30,7 @@ def load_delta(model: nn.Module, path: str | Path) -> Report:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     report = convert_with(model, about)
     residual = conversion_of(model)[0].depth.residual
-    try:
-        check_fit(residual, weights, f"{path} does not fit the residual '{report.residual}'")
-    except UserError:
-        revert(model)
-        raise
-    residual.load_state_dict(weights)
+    load_added(model, residual, weights, f"{path} does not fit the residual '{report.residual}'")
     return report
 
 

@@ -1,7 +1,6 @@
 """Find what a conversion would touch, and refuse, before anything is touched, what does not fit."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,12 +130,3 @@ def spell(residual: str, options: Mapping[str, Any]) -> str:
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
-@contextmanager
-def user_values() -> Iterator[None]:
-    """Residuals raise ValueError for an option they cannot take."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(str(error)) from None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headwater.errors import UserError
 
-from .convert import check_fit, convert, revert
+from .convert import convert, load_added
 from .report import Report
 
 
@@ -102,12 +102,7 @@ def load_released(model: nn.Module, weights: Mapping[str, Tensor], config: Mappi
     ours = from_release(weights, release)
     sublayers = len(_read_numbers(weights, release, "model.")) // 2 - 1
     report = convert(model, "attnres-block", exact=False, block=min(block, sublayers), eps=eps)
-    try:
-        check_fit(model, ours, f"the weights do not fit {report.architecture}")
-    except UserError:
-        revert(model)
-        raise
-    model.load_state_dict(ours)
+    load_added(model, model, ours, f"the weights do not fit {report.architecture}")
     return report
 
 

@@ -1,0 +1,131 @@
+"""The flags of every command: dataclasses that tyro turns into a command line. No torch here, so that help is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings
+
+Settings = Annotated[Config, tyro.conf.arg(name="")]
+
+# Deep and narrow, so that how depth is connected matters: 24 sublayers of 64 channels. Sized for two CPU cores.
+# The learning rate is the plain residual's best of 3e-3, 6e-3 and 1e-2 (docs/log.md).
+DEMO: dict[str, Any] = {
+    "residuals": ("standard", "attnres-block", "attnres-full"),
+    "seeds": (0, 1),
+    "model": ModelSettings(size="deep", layers=12),
+    "optim": OptimSettings(lr=6e-3, warmup=20),
+    "train": TrainSettings(
+        steps=200, batch_size=8, eval_every=50, eval_windows=64, depth_every=50, save_every=100, keep=1
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    out: Path = Path("runs/train")
+    """Folder of the run."""
+    config: Path | None = None
+    """TOML file with [model], [data], [optim] and [train]; or the config.json of another run. Flags override it."""
+    resume: bool = False
+    """Continue from the newest checkpoint, under the settings the run began with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags(Where):
+    settings: Settings = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFlags(Where):
+    out: Path = Path("runs/compare")
+    """Folder of the comparison."""
+    residuals: tuple[str, ...] = ("standard", "attnres-block", "attnres-full")
+    """What to compare, the baseline first; `all` is every registered residual. With --resume, what to add."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    jobs: int = 1
+    """Runs at a time; the cores are shared among them."""
+    settings: Settings = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders, or a comparison's folder."""
+    out: Path | None = None
+    """The file to write; by default report.html, or matrix.html, in the first folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualsFlags:
+    residuals: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Names, with options if you like; all of them by default."""
+    dim: int = 128
+    layers: int = 12
+    markdown: bool = False
+    """As a Markdown table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags:
+    folder: tyro.conf.Positional[Path]
+    """A run, or one of its checkpoints."""
+    prompt: str = "def "
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertFlags:
+    folder: tyro.conf.Positional[Path]
+    """A transformers checkpoint folder; or anything that headwater generate takes, such as a run."""
+    out: Path
+    """Folder to write; AutoModelForCausalLM loads it after `import headwater`."""
+    residual: str | None = None
+    """The residual to convert to, attnres-block by default. A run keeps its own unless one is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyFlags:
+    folders: tyro.conf.Positional[tuple[Path, Path]]
+    """Two transformers checkpoint folders."""
+    tokens: int = 64
+    """Random tokens a row."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    config: Path | None = None
+    """TOML file of the run, or the config.json of another one. Flags override it."""
+    world: int = 1
+    """Processes, one for each GPU."""
+    memory: float = 80.0
+    """GiB on each of them."""
+    gpu: bool = True
+    """bf16 and fused reads, as on a GPU; otherwise fp32 and the reference operators."""
+    settings: Settings = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags:
+    folder: tyro.conf.Positional[Path]
+    """A run, or one of its checkpoints, saved by any number of ranks."""
+    out: Path
+    """Folder for model.safetensors, config.json and tokenizer.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoFlags:
+    out: Path = Path("runs/demo")
+    jobs: int = 2
+    """Runs at a time."""
