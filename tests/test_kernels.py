@@ -161,6 +161,24 @@ def test_the_fused_residual_equals_the_reference(spec):
         assert all(torch.equal(a, b) for a, b in zip(ours, results_of(net)))
 
 
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec):
+    """Per sublayer its input and its output (of a block: the running sum); phase 1's outputs are rebuilt."""
+    net = Net(f"{spec}{',' if ':' in spec else ':'}backend=triton")
+    kept = {}
+
+    def pack(tensor):
+        if tensor.shape == (2, 24):
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = net(torch.randn(2, 24, requires_grad=True))
+    assert out.requires_grad
+    inputs_and_outputs = 2 * len(net.linears)
+    assert len(kept) <= inputs_and_outputs + 2  # the embedding, and the final norm's output
+
+
 def test_the_fused_residual_compiles_without_a_break():
     net = Net("attnres-block:block=3,backend=triton")
     ours = results_of(net)
@@ -206,14 +224,17 @@ def test_operators_are_well_registered():
     ops = torch.ops.headwater
     z, rstd = ops.score(v, folded, 1e-6)
     x, r, out, lse, p = ops.mix([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)
+    merged = ops.merge(v, None, out[0], lse[1], g.clone(), None, g, 1e-6, 1e-6)[2:]
     checks = [
         (ops.score.default, (v, folded, 1e-6)),
         (ops.score_backward.default, (v, folded, z, rstd, z.clone(), None)),
         (ops.score_backward_.default, (v, folded, z, rstd, z.clone(), v.clone())),
         (ops.mix.default, ([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)),
-        (ops.mix_backward.default, ([v, v.clone()], p, [v.clone() for _ in range(3)], lse.clone(), [], False)),
-        (ops.mix_backward_.default, ([v, v + 1], p, [v.clone() for _ in range(3)], None, [v.clone(), v.clone()])),
+        (ops.mix_backward.default, ([v, v.clone()], p, [v.clone() for _ in range(3)], lse.clone(), [], False, None)),
+        (ops.mix_backward_.default, ([v, v + 1], p, [v.clone() for _ in range(3)], None, [v.clone(), v + 2], None)),
+        (ops.mix_backward_.default, ([v], p[..., :1].contiguous(), [v.clone()], None, [v + 2], rstd.clone())),
         (ops.merge.default, (v, None, out[0].clone(), lse[1].clone(), g.clone(), None, g, 1e-6, 1e-6)),
+        (ops.merge_backward.default, (v, v + 1, x, v + 2, None, lse[1].clone(), g.clone(), None, g, *merged, 1e-6)),
         (ops.norm_backward.default, (v, x, g, r, 1e-6)),
         (ops.read.default, ([v, v.clone()], None, g.clone(), None, g, 1e-6, 1e-6, True)),
     ]

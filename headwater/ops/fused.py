@@ -71,15 +71,15 @@ def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, norm_weight: Tensor | None, norm_eps: float, *sources: Tensor
+        ctx: Any, z: Tensor, norm_weight: Tensor | None, norm_eps: float, rebuild: bool, *sources: Tensor
     ) -> tuple[Tensor, ...]:
         x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps, False)
         normed = norm_weight is not None
-        ctx.queries, ctx.normed, ctx.norm_eps = z.shape[-1], normed, norm_eps
-        ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources)
+        ctx.queries, ctx.normed, ctx.norm_eps, ctx.rebuild = z.shape[-1], normed, norm_eps, rebuild
+        ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources[rebuild:])
         ctx.set_materialize_grads(False)
         outs = ((x,) if normed else ()) + out.unbind(0)
-        return (*outs, *lse.unbind(0), *(source.view_as(source) for source in sources))
+        return (*outs, *lse.unbind(0), *(source.view_as(source) for source in sources[rebuild:]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -87,17 +87,19 @@ class _Mix(torch.autograd.Function):
         queries = ctx.queries
         douts, dlses, later = gradients[:queries], gradients[queries : 2 * queries], gradients[2 * queries :]
         sources = saved[3:] if ctx.normed else saved
-        dg = None
+        dg, along = None, None
         if ctx.normed and douts[0] is not None:
             x, rstd, norm_weight = saved[:3]
-            dh, dg = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps)
+            dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps)
             douts = (dh, *douts[1:])
+        if ctx.rebuild and along is None:  # this read was not used
+            return (None, None, None, None, None, *later)
         filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
         dlse = None
         if any(d is not None for d in dlses):
             dlse = torch.stack([p.new_zeros(p.shape[:-2]) if d is None else d for d in dlses])
-        dz, dsources = _gather_into(sources, p, filled, dlse, later)
-        return (dz, dg, None, *dsources)
+        dz, dsources = _gather_into(sources, p, filled, dlse, later, along if ctx.rebuild else None)
+        return (dz, dg, None, None, *dsources)
 
 
 def _gather_into(
@@ -106,20 +108,23 @@ def _gather_into(
     douts: Sequence[Tensor],
     dlse: Tensor | None,
     later: Sequence[Tensor | None],
+    whole: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """dz, and for each source its gradient from later reads plus this one's share."""
+    """dz, and for each source its gradient from later reads plus this one's share; with `whole`, first that of the
+    source that was not kept."""
     if all(g is None for g in later):
-        dz, *made = mix_backward(sources, p, douts, dlse, [], False)
+        dz, *made = mix_backward(sources, p, douts, dlse, [], False, whole)
     elif torch.compiler.is_compiling():
         given = [torch.zeros_like(v) if g is None else g.contiguous() for g, v in zip(later, sources)]
-        dz, *made = mix_backward(sources, p, douts, dlse, given, False)
+        dz, *made = mix_backward(sources, p, douts, dlse, given, False, whole)
         return dz, made
     else:
-        made = [
+        given = [
             torch.zeros_like(v) if g is None else g if _owned(g) else g.clone(memory_format=torch.contiguous_format)
             for g, v in zip(later, sources)
         ]
-        dz = mix_backward_(sources, p, douts, dlse, made)
+        dz, *first = mix_backward_(sources, p, douts, dlse, given, whole)
+        made = [*first, *given]
     if not torch.compiler.is_compiling():
         made = [_own(g) for g in made]
     return dz, made
@@ -133,12 +138,30 @@ def mix(
     `z`: scores (..., N, S) in fp32.
     """
     queries = z.shape[-1]
+    results = _mix(sources, z, norm_weight, norm_eps)
+    return results[:queries], results[queries : 2 * queries], results[2 * queries :]
+
+
+def merge_outputs(
+    out: Tensor, own: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The read of phase 1's output beside the span's own outputs, normed if asked, and those outputs again.
+
+    `z`: scores (..., 1 + own, 1). Where the norm can be undone, `out` is not kept for the backward: <dh, h> is the sum
+    of all shares, so that its own is what the others leave.
+    """
+    x, _, *rest = _mix((out, *own), z, norm_weight, norm_eps, rebuild=True)
+    return x, tuple(rest[-len(own) :])
+
+
+def _mix(
+    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, norm_eps: float, *, rebuild: bool = False
+) -> tuple[Tensor, ...]:
     fold = None if sources[0].dtype == torch.float16 else norm_weight  # see `_Merge`
-    results = _Mix.apply(z, fold, norm_eps, *sources)
-    outs, lses, again = results[:queries], results[queries : 2 * queries], results[2 * queries :]
+    first, *rest = _Mix.apply(z, fold, norm_eps, rebuild and fold is not None, *sources)
     if norm_weight is not None and fold is None:
-        outs = (rms_norm(outs[0].float(), norm_weight, norm_eps).to(outs[0].dtype), *outs[1:])
-    return outs, lses, again
+        first = rms_norm(first.float(), norm_weight, norm_eps).to(first.dtype)
+    return (first, *rest)
 
 
 class _Merge(torch.autograd.Function):
@@ -230,7 +253,7 @@ class _Attend(torch.autograd.Function):
         if ctx.normed and dx is not None:
             douts[0], dg = _norm_backward(dx, rstd, norm_weight, ctx.eps, sources, scores)
         dlse = None if dlse is None else dlse.contiguous()
-        dz, *dsources = mix_backward(sources, p, douts, dlse, [], True)
+        dz, *dsources = mix_backward(sources, p, douts, dlse, [], True, None)
         dz = dz if dz_given is None else dz + dz_given
         df = torch.zeros_like(folded)
         results = []

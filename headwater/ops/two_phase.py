@@ -94,6 +94,13 @@ def mix(
     return tuple(out.to(sources[0].dtype) for out in mixed), z.logsumexp(-2).unbind(-1), tuple(sources)
 
 
+def merge_outputs(
+    out: Tensor, own: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The read of phase 1's output beside the span's own outputs (scores `z`, (..., 1 + own, 1)), and those again."""
+    return mix((out, *own), z, norm_weight, norm_eps)[0][0], tuple(own)
+
+
 def merge(
     y: Tensor,
     partial: Tensor | None,

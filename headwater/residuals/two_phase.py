@@ -130,9 +130,8 @@ class TwoPhase:
         asked, later = _split(span.own[count:], 1)
         z = torch.stack([span.lses[0].unsqueeze(-1), *asked], -2)
         weight, eps = folded_norm(norm)
-        outs, _, again = self.operators().mix((span.outs[0], *span.own[:count]), z, weight, eps)
-        x = outs[0] if weight is not None else apply_norm(norm, outs[0])
-        return x, self._next(span, (*again[1:], *later))
+        x, again = self.operators().merge_outputs(span.outs[0], span.own[:count], z, weight, eps)
+        return x if weight is not None else apply_norm(norm, x), self._next(span, (*again, *later))
 
     def _next(self, span: Span, own: Tensors) -> State:
         taken = (span.outs[1:], span.lses[1:], span.queries[1:])

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED, add3, ceil_div, launch, launches, operator, power_of_2, processors, rows_of
+from ..operator import operator
+from .common import INTERPRETED, add3, ceil_div, launch, launches, power_of_2, processors, rows_of
 from .mix import gain
 
 # Of the backward: channels a warp, programs a multiprocessor at width 2048, and rows under way in a program.
@@ -123,7 +124,8 @@ def _merge_backward(
                 b_d += tl.load(dtotal + row, mask=m, other=0.0).to(tl.float32)
             tl.store(dp + row, b_d.to(dp.dtype.element_ty), mask=m)
             df += ds * r * b_p
-            tl.store(dlse + t, -ds)
+            along = -ds
+        tl.store(dlse + t, along)
     if MERGE:
         tl.store(parts + (pid * 2) * D + o_d, df, mask=m)
     if NORM:
@@ -260,16 +262,18 @@ def _merge_gradients(dx, query, key_weight, norm_weight):
 
 
 def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps):
-    return torch.empty_like(dx), torch.empty_like(norm_weight)
+    return torch.empty_like(dx), torch.empty_like(norm_weight), torch.empty_like(rstd)
 
 
 @operator(_fake_norm_backward)
-def norm_backward(dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of a folded RMSNorm's input and weight, from its output."""
+def norm_backward(
+    dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From a folded RMSNorm's output: the gradients dh of its input and of its weight, and <dh, h> of each token."""
     launches["norm_backward"] += 1
     rows, width = rows_of(dx)
-    dh, dg = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps)
+    dh, dg, along = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps)
     flags = {"MERGE": False, "KEY": False, "NORM": True}
-    args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, rstd, dh, dh, rstd)
+    args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, rstd, dh, dh, along)
     _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)
-    return dh, dg
+    return dh, dg, along

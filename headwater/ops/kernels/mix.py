@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import address_table, ceil_div, launch, launches, operator, power_of_2, row_pointer, rows_of, vectorised
+from ..operator import operator
+from .common import address_table, ceil_div, launch, launches, power_of_2, row_pointer, rows_of, vectorised
 
 GROUP, BACKWARD_WARPS = 3, 2  # sources that a program of the backward takes at once, and its warps
 MAX_QUERIES, MAX_QUERIES_BACKWARD = 16, 8  # per launch, since a token's sums stay in registers; more read again
@@ -118,17 +119,24 @@ def _sum_together(parts, COUNT: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.co
 
 @triton.jit(do_not_specialize=["M", "N", "PS", "s0"])
 def _mix_backward(
-    table, p, dlse, dz, like, grad, dout, M, N, PS, D, s0,
+    table, p, dlse, dz, whole, like, grad, dout, M, N, PS, D, s0,
     S: tl.constexpr, SP: tl.constexpr, LEVELS: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
-    BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr,
+    BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr, REBUILD: tl.constexpr,
 ):  # fmt: skip
     # table: the addresses of N sources, N incoming gradients (with FRESH: none), N outgoing ones, and all PS douts.
     # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
     # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
+    # REBUILD: one query, and before the N sources another that was not kept; `whole` (M,) is <dout, out>, from which
+    # its share follows. The address of its gradient closes the table; p and dz have N + 1 rows.
     t = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, SP)
-    p += t * N * PS + s0
-    dz += t * N * PS + s0
+    p += t * (N + REBUILD) * PS + s0
+    dz += t * (N + REBUILD) * PS + s0
+    w_0 = 0.0
+    if REBUILD:
+        w_0 = tl.load(p)
+        p += 1
+        dz += 1
     douts = ()
     for s in tl.static_range(S):
         douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, dout, VECTOR),)
@@ -161,6 +169,9 @@ def _mix_backward(
             grown = ()
             for s in tl.static_range(S):
                 d = tl.load(douts[s] + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+                if REBUILD:
+                    first = row_pointer(table, 3 * N + 1, t, D, grad, VECTOR)
+                    tl.store(first + o_d, (w_0 * d).to(grad.dtype.element_ty), mask=(o_d < D) & (n0 == 0))
                 shared = ()
                 for k in tl.static_range(GROUP):
                     product = tl.reshape(d * v[k].to(tl.float32), (BD // 8, 8))  # eight neighbours lie in one thread
@@ -179,6 +190,10 @@ def _mix_backward(
             m = (o_s < S) & (n0 + k < N)
             delta += tl.load(p + (n0 + k) * PS + o_s, mask=m, other=0.0) * u
             tl.store(dz + (n0 + k) * PS + o_s, u, mask=m)
+    if REBUILD:
+        given = tl.load(whole + t + o_s)
+        tl.store(dz - 1 + o_s, given * (1.0 - w_0) - delta)
+        delta = given
     if HAS_LSE:
         delta -= tl.load(dlse + (s0 + o_s) * M + t, mask=o_s < S, other=0.0)
     tl.debug_barrier()
@@ -252,30 +267,33 @@ def _mix_outputs(sources, z, norm_weight, exact):
     return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=first.device)
 
 
-def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing) -> Tensor:
-    """Writes `outgoing` = `incoming` (may be the same tensors, or empty: none) + dv, and returns dz (..., N, S)."""
+def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing, whole) -> list[Tensor]:
+    """Writes `outgoing` = `incoming` (may be the same tensors, or empty: none) + dv, and returns dz (..., N, S), and
+    with `whole` the gradient of the source that was not kept."""
     launches["mix_backward"] += 1
     rows, width = rows_of(sources[0])
-    count, queries = p.shape[-2:]
+    queries = p.shape[-1]
     dz = torch.empty_like(p)
+    made = [] if whole is None else [torch.empty_like(outgoing[0])]
     for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
         given = incoming if s == 0 else outgoing
-        table = address_table([*sources, *(given or outgoing), *outgoing, *douts])
+        table = address_table([*sources, *(given or outgoing), *outgoing, *douts, *made])
         constants = {
             "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": not given,
             "HAS_LSE": dlse is not None,
             "BD": 256 * BACKWARD_WARPS, "GROUP": GROUP,
-            "VECTOR": vectorised(width, *sources, *outgoing, *douts, *incoming),
+            "VECTOR": vectorised(width, *sources, *outgoing, *douts, *incoming, *made), "REBUILD": whole is not None,
         }  # fmt: skip
-        args = (table, p, p if dlse is None else dlse, dz, sources[0], outgoing[0], douts[0])
-        args += (rows, count, queries, width, s)
+        args = (table, p, p if dlse is None else dlse, dz, p if whole is None else whole)
+        args += (sources[0], outgoing[0], douts[0], rows, len(sources), queries, width, s)
         launch(_mix_backward, (rows,), args, constants, num_warps=BACKWARD_WARPS)
-    return dz
+    return [dz, *made]
 
 
-def _fake_mix_backward(sources, p, douts, dlse, gradients, exact):
+def _fake_mix_backward(sources, p, douts, dlse, gradients, exact, whole):
     dtype = torch.float32 if exact else sources[0].dtype
-    return [torch.empty_like(p), *(torch.empty_like(source, dtype=dtype) for source in sources)]
+    like = sources if whole is None else [sources[0], *sources]
+    return [torch.empty_like(p), *(torch.empty_like(source, dtype=dtype) for source in like)]
 
 
 @operator(_fake_mix_backward)
@@ -286,19 +304,29 @@ def mix_backward(
     dlse: Tensor | None,
     gradients: Sequence[Tensor],
     exact: bool,
+    whole: Tensor | None,
 ) -> list[Tensor]:
-    """[dz, *dv]. `gradients`: what the sources have gathered from later reads; empty means none. exact: dv in fp32."""
-    outgoing = _fake_mix_backward(sources, p, douts, dlse, gradients, exact)[1:]
-    return [launch_mix_backward(sources, p, douts, dlse, gradients, outgoing), *outgoing]
+    """[dz, *dv]. `gradients`: what the sources have gathered from later reads; empty means none. exact: dv in fp32.
+
+    `whole`: for one query, <dout, out> of each token (...): then the first of the sources that were mixed is not among
+    `sources`, and its gradient comes first all the same.
+    """
+    outgoing = _fake_mix_backward(sources, p, douts, dlse, gradients, exact, None)[1:]
+    return [*launch_mix_backward(sources, p, douts, dlse, gradients, outgoing, whole), *outgoing]
 
 
-def _fake_mix_backward_(sources, p, douts, dlse, gradients):
-    return torch.empty_like(p)
+def _fake_mix_backward_(sources, p, douts, dlse, gradients, whole):
+    return [torch.empty_like(p), *([] if whole is None else [torch.empty_like(gradients[0])])]
 
 
 @operator(_fake_mix_backward_, mutates=("gradients",))
 def mix_backward_(
-    sources: Sequence[Tensor], p: Tensor, douts: Sequence[Tensor], dlse: Tensor | None, gradients: Sequence[Tensor]
-) -> Tensor:
-    """As `mix_backward`, adding into `gradients` in place; returns dz."""
-    return launch_mix_backward(sources, p, douts, dlse, gradients, gradients)
+    sources: Sequence[Tensor],
+    p: Tensor,
+    douts: Sequence[Tensor],
+    dlse: Tensor | None,
+    gradients: Sequence[Tensor],
+    whole: Tensor | None,
+) -> list[Tensor]:
+    """As `mix_backward`, adding into `gradients` in place; returns dz, and with `whole` the first gradient."""
+    return launch_mix_backward(sources, p, douts, dlse, gradients, gradients, whole)

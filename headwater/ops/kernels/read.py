@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..operator import operator
 from .common import (
     INTERPRETED,
     add2,
     address_table,
     launch,
     launches,
-    operator,
     power_of_2,
     processors,
     row_pointer,

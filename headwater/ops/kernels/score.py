@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import ceil_div, exact_dot, half, launch, launches, operator, power_of_2, processors, rows_of
+from ..operator import operator
+from .common import ceil_div, exact_dot, half, launch, launches, power_of_2, processors, rows_of
 
 FORWARD = (64, 128, 4, 3)  # tokens and channels of a tile, warps, stages
 BACKWARD = (64, 128, 4, 2, 2)  # the same, and programs a multiprocessor
