@@ -55,6 +55,35 @@ class ReadEverySublayer(Stack):
         return self._read(sources, len(self.linears))
 
 
+class FlashAttnRes(Stack):
+    """The same network over flash-attn-res' two phases, as its own model runs them, and a norm after each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from flash_attn_res import phase_1_batched_attention_triton_op as phase_1
+        from flash_attn_res import phase_2_online_softmax_merge_triton_op as phase_2
+
+        reads = [None, *(self.residual.reads[str(i)] for i in range(1, len(self.norms)))]
+        queries = [None if read is None else read.query * read.key_weight for read in reads]
+        block, blocks = self.residual.block, [x.unsqueeze(0)]
+        for start in range(0, len(self.norms), block):
+            own = [q for q in queries[start : start + block] if q is not None]
+            out, lse = phase_1(torch.stack(blocks), torch.stack(own), EPS)
+            total = None
+            for i in range(start, min(start + block, len(self.norms))):
+                k = i - start - (start == 0)
+                if i == 0:
+                    h = blocks[0]
+                else:
+                    h = out[k] if total is None else phase_2(total, queries[i], out[k], lse[k], EPS)
+                h = self.norms[i](h)
+                if i == len(self.linears):
+                    return h.squeeze(0)
+                y = self.linears[i](h)
+                total = y if total is None else total + y
+            blocks.append(total)
+        raise AssertionError("the final norm ends the loop")
+
+
 def fla_read(level: int) -> Callable[..., Tensor]:
     from fla.ops.attnres import fused_attnres
 
@@ -97,6 +126,7 @@ def arm(name: str, spec: str, dim: int, sublayers: int) -> nn.Module:
     peers = {
         "fla-0": lambda: fla_read(0),
         "fla-1": lambda: fla_read(1),
+        "fla-gluon": lambda: fla_read(1),  # the process that runs it has FLA_ATTNRES_GLUON set
         "liger": liger_read,
         "fast-attnres": fast_attnres_read,
         "pytorch": lambda: reference_read,
@@ -104,6 +134,8 @@ def arm(name: str, spec: str, dim: int, sublayers: int) -> nn.Module:
     module: nn.Module
     if base in ("plain", "headwater"):
         module = Stack("standard" if base == "plain" else spec, dim, sublayers)
+    elif base == "flash-attn-res":
+        module = FlashAttnRes(spec, dim, sublayers)
     else:
         module = ReadEverySublayer(spec, dim, sublayers, peers[base]())
     fill(module)

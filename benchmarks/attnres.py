@@ -1,12 +1,15 @@
-"""Attention Residuals on one GPU: `python -m benchmarks.attnres [gate] [read] [stack] [full] [decoder] [--out FILE]`.
+"""Attention Residuals on one GPU: `python -m benchmarks.attnres [read] [stack] [full] [decoder] [--out FILE]`.
 
-The correctness gate runs first; if it fails, nothing else runs. "Extra" is time over the compiled plain residual, in
-passes over one (tokens x D) tensor per sublayer. The last line on stdout is JSON, the same as in --out.
+The correctness gate runs first; if it fails, nothing else runs. Every arm is a process of its own with a time limit
+and takes turns with the compiled plain residual. "Extra" is the time over it, in passes over one (tokens x D) tensor
+per sublayer. With --warm, untimed processes side by side first fill the caches of compiled code, so that a peer's
+compilation does not eat its limit; its first step is then not a cold one. The last line is JSON, as in --out.
 """
 
 import argparse
-import gc
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,11 +21,13 @@ from headwater.ops import depth_attention
 
 from .arms import EPS, ReadEverySublayer, Stack, arm, fill, reference_read
 from .decoder import decoder
-from .measure import cold_start, copy_bandwidth, graph_times, peak_gib, provenance, times
+from .measure import captured, cold_start, copy_bandwidth, paired, peak_gib, provenance, times
 
 STACK = {"tokens": 16384, "dim": 2048, "sublayers": 48, "spec": "attnres-block:block=6"}
-FULL = {"tokens": 16384, "dim": 2048, "sublayers": 48, "spec": "attnres-full"}
-STACK_ARMS = ["plain-compiled", "headwater", "headwater-compiled", "fla-0", "fla-1", "liger", "pytorch-compiled"]
+CASES = {"stack": STACK, "full": {**STACK, "spec": "attnres-full"}}
+OURS = ["headwater", "headwater-compiled"]
+PEERS = ["fla-0", "fla-1", "fla-gluon", "liger", "fast-attnres", "flash-attn-res", "pytorch-compiled"]
+ARMS = {"stack": ["plain-compiled", *OURS, *PEERS], "full": ["plain-compiled", "headwater", "fla-0", "fla-1"]}
 READS = [(9, 8192, 7168), (5, 1024, 7168), (9, 16384, 2048), (9, 64, 7168)]
 
 
@@ -55,9 +60,9 @@ def gate() -> list[dict[str, Any]]:
     return rows
 
 
-def read(bandwidth: float) -> list[dict[str, Any]]:
-    """One read of N sources, forward only, no norm: bytes moved over the copy bandwidth."""
-    rows = []
+def read() -> dict[str, Any]:
+    """One read of N sources, no norm. Forward: bytes moved over the copy bandwidth; then forward + backward."""
+    bandwidth, rows = copy_bandwidth(), []
     for count, tokens, dim in READS:
         sources = [torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
         query = torch.randn(dim, device="cuda") * 0.02
@@ -69,89 +74,149 @@ def read(bandwidth: float) -> list[dict[str, Any]]:
             depth_attention(sources, query, key_weight, backend="triton")
 
         with torch.no_grad():
-            row["headwater"] = graph_times(ours)
+            row["headwater"] = times(captured(ours))
             row["of_copy_bandwidth"] = ideal / row["headwater"]["ms"]
-            try:
-                from fla.ops.attnres import fused_attnres
+        seed = torch.randn_like(sources[0])
+        leaves = [source.requires_grad_() for source in sources]
 
-                shaped = [source.unsqueeze(0) for source in sources]
-                low, key = query.bfloat16(), key_weight.bfloat16()
-                row["fla"] = times(lambda: fused_attnres(low, shaped, key, rms_eps=EPS))  # noqa: B023
-            except ImportError as missing:
-                row["fla"] = {"skipped": str(missing)}
+        def both(read: Any, leaves: Any = leaves, seed: Any = seed) -> None:
+            torch.autograd.grad(read(leaves), leaves, seed)
+
+        row["headwater_both"] = times(lambda: both(lambda s: depth_attention(s, query, key_weight)))  # noqa: B023
+        try:
+            from fla.ops.attnres import fused_attnres
+
+            low, key = query.bfloat16(), key_weight.bfloat16()
+
+            def fla(sources: Any, low: Any = low, key: Any = key) -> torch.Tensor:
+                return fused_attnres(low, [source.unsqueeze(0) for source in sources], key, rms_eps=EPS).squeeze(0)
+
+            with torch.no_grad():
+                row["fla"] = times(lambda: fla(leaves))  # noqa: B023
+            row["fla_both"] = times(lambda: both(fla))
+        except ImportError as missing:
+            row["fla"] = {"skipped": str(missing)}
         rows.append(row)
-    return rows
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    return {"copy_tb_s": bandwidth, "rows": rows}
 
 
-def run_arm(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    tokens, dim = case["tokens"], case["dim"]
-    module = arm(name, case["spec"], dim, case["sublayers"])
+def run_arm(name: str, case: dict[str, Any], *, warm: bool) -> dict[str, Any]:
+    """First step, peak memory, then forward and forward + backward in turns with the compiled plain residual."""
+    tokens, dim, sublayers = case["tokens"], case["dim"], case["sublayers"]
     draw = torch.Generator(device="cuda").manual_seed(2)
     x, seed = (torch.randn(tokens, dim, device="cuda", generator=draw).bfloat16() for _ in range(2))
     x.requires_grad_()
 
-    def both() -> None:
-        module.zero_grad(set_to_none=True)
-        x.grad = None
-        module(x).backward(seed)
+    def steps(module: torch.nn.Module) -> dict[str, Any]:
+        def both() -> None:
+            module.zero_grad(set_to_none=True)
+            x.grad = None
+            module(x).backward(seed)
 
-    row: dict[str, Any] = {"arm": name, "cold_s": cold_start(both)}
-    row["both"], row["forward"] = times(both, calls=4), times(lambda: module(x), calls=4)
-    row["peak_gib"] = peak_gib(both)
-    if name in ("plain-compiled", "headwater"):
-        row["both_graph"] = graph_times(both)
+        return {"forward": lambda: module(x), "both": both}
+
+    mine = steps(arm(name, case["spec"], dim, sublayers))
+    row: dict[str, Any] = {"arm": name, "first_step_s": cold_start(mine["both"])}
+    if warm:
+        return row
+    row["peak_gib"] = peak_gib(mine["both"])
+    plain = mine if name == "plain-compiled" else steps(arm("plain-compiled", case["spec"], dim, sublayers))
+    kinds = {"": lambda step: step} | ({"_graph": captured} if name in ("plain-compiled", "headwater") else {})
+    for suffix, prepare in kinds.items():
+        for part in ("forward", "both"):
+            pair = paired(prepare(plain[part]), prepare(mine[part]))
+            row[part + suffix] = pair | {"extra": pair["difference_ms"] / case["pass_ms"] / sublayers}
+        row["backward_ms" + suffix] = row["both" + suffix]["ms"] - row["forward" + suffix]["ms"]
     return row
 
 
-def stack(names: list[str], case: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    pass_ms = case["tokens"] * case["dim"] * 2 / bandwidth / 1e9
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        try:
-            row = run_arm(name, case)
-        except (ImportError, torch.OutOfMemoryError) as reason:
-            row = {"arm": name, "skipped": f"{type(reason).__name__}: {reason}"[:200]}
-        rows.append(row)
-        if "both" in row and "both" in rows[0]:
-            for part in ("forward", "both", *(["both_graph"] if "both_graph" in row else [])):
-                row[f"extra_{part}"] = (row[part]["ms"] - rows[0][part]["ms"]) / pass_ms / case["sublayers"]
-        print(json.dumps(row), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch._dynamo.reset()
-    return {**case, "pass_us": pass_ms * 1e3, "arms": rows}
+def one(part: str, name: str, case: dict[str, Any], *, warm: bool) -> Any:
+    if part == "gate":
+        return gate()
+    if part == "read":
+        return read()
+    if part == "decoder":
+        return decoder(int(name))
+    return run_arm(name, case, warm=warm)
+
+
+def start(part: str, name: str, case: dict[str, Any], *, warm: bool = False) -> subprocess.Popen[str]:
+    """A process for one arm; its result is the last line that it prints."""
+    command = [sys.executable, "-m", "benchmarks.attnres", "--one", json.dumps([part, name, case, warm])]
+    environment = os.environ | ({"FLA_ATTNRES_GLUON": "1"} if name == "fla-gluon" else {})
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def result_of(process: subprocess.Popen[str], limit: float) -> Any:
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"skipped": f"no result within {limit:.0f} s"}
+    if process.returncode:
+        return {"skipped": (err.strip().splitlines() or ["it ended without a word"])[-1][:300]}
+    return json.loads(out.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["read", "stack", "full", "decoder"])
-    parser.add_argument("--arms", default=",".join(STACK_ARMS))
-    parser.add_argument("--widths", default="2048,4096", help="of the decoder step")
+    parser.add_argument("--arms", help="comma-separated; all by default")
+    parser.add_argument("--widths", default="1024,2048,4096", help="of the decoder step")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds for one arm")
+    parser.add_argument("--warm", type=float, default=0.0, help="seconds to fill the caches of compiled code first")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    started = time.perf_counter()
+    if options.one:
+        part, name, case, warm = json.loads(options.one)
+        print(json.dumps(one(part, name, case, warm=warm)))
+        return
+    if unknown := set(options.parts) - {"gate", "read", "decoder", *CASES}:
+        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}: gate, read, stack, full, decoder")
+    run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    began = time.perf_counter()
     result: dict[str, Any] = provenance("python -m benchmarks.attnres " + " ".join(sys.argv[1:]))
-    result["gate"] = gate()
-    bandwidth = result["copy_tb_s"] = copy_bandwidth()
-    print(json.dumps({"gate": result["gate"], "copy_tb_s": bandwidth}), flush=True)
-    names = options.arms.split(",")
+
+    def keep(part: str, value: Any) -> None:
+        result[part] = value
+        result["seconds"] = time.perf_counter() - began
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    keep("gate", result_of(start("gate", "", {}), options.limit))
+    if not isinstance(result["gate"], list):
+        raise SystemExit(f"gate: {result['gate']['skipped']}")
+    result["copy_tb_s"] = copy_bandwidth()
+    torch.cuda.empty_cache()
+    print(json.dumps({"gate": result["gate"], "copy_tb_s": result["copy_tb_s"]}), flush=True)
+    arms = {part: [a for a in ARMS[part] if not options.arms or a in options.arms.split(",")] for part in CASES}
+    if options.warm:
+        peers = [start(part, name, CASES[part], warm=True) for part in CASES for name in arms[part] if name not in OURS]
+        deadline = time.perf_counter() + options.warm
+        keep("warmed", [result_of(peer, max(1.0, deadline - time.perf_counter())) for peer in peers])
     for part in options.parts:
         if part == "read":
-            result[part] = read(bandwidth)
+            keep(part, result_of(start(part, "", {}), options.limit))
             print(json.dumps(result[part]), flush=True)
-        elif part == "stack":
-            result[part] = stack(names, STACK, bandwidth)
-        elif part == "full":
-            result[part] = stack(
-                [n for n in names if n in ("plain-compiled", "headwater", "fla-0", "fla-1")], FULL, bandwidth
-            )
         elif part == "decoder":
-            result[part] = [decoder(int(width)) for width in options.widths.split(",")]
-        elif part != "gate":
-            raise SystemExit(f"unknown part '{part}': gate, read, stack, full, decoder")
-        if options.out is not None:
-            result["seconds"] = time.perf_counter() - started
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            rows: list[Any] = []
+            for width in options.widths.split(","):
+                rows.append({"dim": int(width)} | result_of(start(part, width, {}), options.limit))
+                keep(part, rows)
+                print(json.dumps(rows[-1]), flush=True)
+        elif part in CASES:
+            case = CASES[part] | {"pass_ms": STACK["tokens"] * STACK["dim"] * 2 / result["copy_tb_s"] / 1e9}
+            rows = []
+            for name in arms[part]:
+                rows.append({"arm": name} | result_of(start(part, name, case), options.limit))
+                keep(part, case | {"arms": rows})
+                print(json.dumps(rows[-1]), flush=True)
     print(json.dumps(result))
 
 

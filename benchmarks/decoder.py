@@ -4,8 +4,6 @@ Bodies are compiled once and shared by all layers; so is the plain residual's ad
 under test runs between compiled bodies as it is. The loss is a dot product: an output head would only dilute.
 """
 
-import gc
-import json
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from headwater.residuals import build
 
-from .measure import peak_gib, times
+from .measure import paired, peak_gib
 
 LAYERS, TOKENS, CONTEXT, BLOCKS, HEAD = 24, 16384, 4096, 8, 128
 
@@ -76,7 +74,9 @@ class Model(nn.Module):
 
 
 def decoder(dim: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"dim": dim, "layers": LAYERS, "tokens": TOKENS, "context": CONTEXT, "blocks": BLOCKS}
+    """Both take turns in one process; the overhead is the median over rounds."""
+    result: dict[str, Any] = {"layers": LAYERS, "tokens": TOKENS, "context": CONTEXT, "blocks": BLOCKS}
+    steps = {}
     for name, spec in (("plain", "standard"), ("headwater", f"attnres-block:block={2 * LAYERS // BLOCKS}")):
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -85,15 +85,13 @@ def decoder(dim: int) -> dict[str, Any]:
             seed = torch.randn(TOKENS, dim).bfloat16()
 
         def both(model: Any = model, x: Any = x, seed: Any = seed) -> None:
+            model(x).backward(seed)
             model.zero_grad(set_to_none=True)
             x.grad = None
-            model(x).backward(seed)
 
-        result[name] = {"both": times(both, repeats=5, warmup=2, calls=2), "peak_gib": peak_gib(both)}
-        del model, x, seed, both
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch._dynamo.reset()
-    result["overhead_percent"] = 100 * (result["headwater"]["both"]["ms"] / result["plain"]["both"]["ms"] - 1)
-    print(json.dumps(result), flush=True)
+        both()
+        result[f"{name}_peak_gib"] = peak_gib(both)  # with the plain model's weights still there for the second
+        steps[name] = both
+    result |= paired(steps["plain"], steps["headwater"], repeats=9, calls=2)
+    result["overhead_percent"] = 100 * result["difference_ms"] / result["plain_ms"]
     return result

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -32,8 +33,25 @@ def times(function: Callable[[], Any], repeats: int = 15, warmup: int = 3, calls
     }
 
 
-def graph_times(function: Callable[[], Any], repeats: int = 15) -> dict[str, float]:
-    """The same for replays of a CUDA graph of `function`: what the device needs, whatever the host does."""
+def paired(base: Callable[[], Any], other: Callable[[], Any], repeats: int = 15, calls: int = 4) -> dict[str, float]:
+    """`other` beside `base`, taking turns, so that a drift of the machine meets both: medians in milliseconds, and the
+    median of the differences of neighbours."""
+    for function in (base, other):
+        times(function, repeats=1, calls=calls)
+    rounds = [[times(f, repeats=1, warmup=0, calls=calls)["ms"] for f in (base, other)] for _ in range(repeats)]
+    differences = sorted(mine - plain for plain, mine in rounds)
+    return {
+        "plain_ms": statistics.median(plain for plain, _ in rounds),
+        "ms": statistics.median(mine for _, mine in rounds),
+        "p20": sorted(mine for _, mine in rounds)[repeats // 5],
+        "difference_ms": statistics.median(differences),
+        "difference_p20": differences[repeats // 5],
+        "difference_p80": differences[-repeats // 5],
+    }
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], None]:
+    """A CUDA graph of `function`: its replay is what the device needs, whatever the host does."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,9 +61,7 @@ def graph_times(function: Callable[[], Any], repeats: int = 15) -> dict[str, flo
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    measured = times(graph.replay, repeats)
-    del graph
-    return measured
+    return graph.replay
 
 
 def cold_start(function: Callable[[], Any]) -> float:

@@ -12,10 +12,10 @@ def error(value, truth):
 
 
 def draw(count, dim, tokens, dtype, device, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape, spread=1.0, mean=0.0):
-        return (torch.randn(*shape, generator=generator) * spread + mean).to(device=device, dtype=dtype)
+        return (torch.randn(*shape, generator=generator, device=device) * spread + mean).to(dtype)
 
     sources = [normal(tokens, dim, spread=scale * (n % 3 + 0.5)) for n in range(count)]
     return (
@@ -47,22 +47,49 @@ def run(function, inputs, backend, dtype, seeds=None):
     *sources, queries, keys, norm = leaves
     outputs = function(sources, queries, keys, norm, backend)
     if seeds is None:
-        generator = torch.Generator().manual_seed(9)
-        seeds = [torch.randn(o.shape, generator=generator).to(o.device).to(inputs[0].dtype) for o in outputs]
+        device = inputs[0].device
+        generator = torch.Generator(device).manual_seed(9)
+        seeds = [torch.randn(o.shape, generator=generator, device=device).to(inputs[0].dtype) for o in outputs]
     grads = torch.autograd.grad(outputs, leaves, [s.to(o.dtype) for s, o in zip(seeds, outputs)], allow_unused=True)
     return [*outputs, *(g for g in grads if g is not None)], seeds
 
 
 def worst(function, count, dim, tokens, dtype, device, **options):
     """max over outputs and gradients of  error / (2 * plain PyTorch's error + 1e-5); at most 1 is allowed."""
-    sources, queries, keys, norm = draw(count, dim, tokens, dtype, device, **options)
-    inputs = [*sources, queries, keys, norm]
-    truth, seeds = run(function, inputs, "reference", torch.float64)
-    plain, _ = run(function, inputs, "reference", dtype, seeds)
+    sources, *parameters = draw(count, dim, tokens, dtype, device, **options)
     with poisoned():
-        ours, _ = run(function, inputs, "triton", dtype, seeds)
+        ours, seeds = run(function, [*sources, *parameters], "triton", dtype)
     assert all(torch.isfinite(t).all() for t in ours)
-    return max(error(o, t) / (2 * error(p, t) + 1e-5) for o, p, t in zip(ours, plain, truth, strict=True))
+    plain, _ = run(function, [*sources, *parameters], "reference", dtype, seeds)
+    squares = torch.zeros(len(ours), 3, dtype=torch.float64)  # of our error, of plain PyTorch's, of the truth
+    by_token = len(seeds) + count  # outputs and gradients of sources; then gradients of parameters, sums over tokens
+    shared = [0.0] * (len(ours) - by_token)
+    for here, truth in truths(function, sources, parameters, seeds):
+        for k, t in enumerate(truth[:by_token]):
+            squares[k] += measured(rows(ours[k], here, tokens), rows(plain[k], here, tokens), t)
+        shared = [s + t for s, t in zip(shared, truth[by_token:], strict=True)]
+    for k, t in enumerate(shared, by_token):
+        squares[k] = measured(ours[k], plain[k], t)
+    mine, its, size = squares.sqrt().unbind(-1)
+    size = size.clamp_min(1e-30)
+    return (mine / size / (2 * its / size + 1e-5)).max().item()
+
+
+def truths(function, sources, parameters, seeds):
+    """Results in fp64, as many tokens at a time as fit in memory."""
+    tokens, most = len(sources[0]), max(1, 2**30 // (len(sources) * sources[0].shape[-1]))
+    for here in (slice(start, start + most) for start in range(0, tokens, most)):
+        inputs = [*(source[here] for source in sources), *parameters]
+        yield here, run(function, inputs, "reference", torch.float64, [rows(s, here, tokens) for s in seeds])[0]
+
+
+def rows(result, here, tokens):
+    """Of a result with tokens first, or second after the queries."""
+    return result[here] if len(result) == tokens else result[:, here]
+
+
+def measured(ours, plain, truth):
+    return torch.stack([(value.double() - truth).square().sum() for value in (ours, plain, 2 * truth)]).cpu()
 
 
 @contextmanager
