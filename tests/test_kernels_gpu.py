@@ -105,7 +105,7 @@ def test_recomputed_activations_give_the_same_gradients(step, reentrant):
 
 
 def test_autocast_keeps_the_depth_in_fp32():
-    """fp32 weights, bf16 bodies: the kernels run on fp32 states and agree with the reference under the same autocast."""
+    """fp32 weights, bf16 bodies: the kernels run on fp32 states and agree with the reference."""
     results = {}
     for backend in ("reference", "triton"):
         torch.manual_seed(0)
