@@ -15,8 +15,8 @@ from tinyrun import flags, tiny
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.models import Decoder
-from headwater.train import checkpoint
-from headwater.train.loop import train
+from headwater.train import checkpoint, shards
+from headwater.train.loop import accumulate, train, update
 from headwater.train.run import begin, save
 
 
@@ -43,7 +43,8 @@ def test_layout_and_what_is_kept(run_folder):
     kept = checkpoint.checkpoints(run_folder / "run" / "checkpoints")
     assert [folder.name for folder in kept] == ["step-00000010", "step-00000012"]
     files = {path.name for path in kept[-1].iterdir()}
-    assert files == {"model.safetensors", "optimizer.safetensors", "config.json", "state.json", "manifest.json"}
+    texts = {"config.json", "state.json", "index.json", "manifest.json"}
+    assert files == {"model.safetensors", "optimizer.safetensors", *texts}
     manifest = json.loads((kept[-1] / "manifest.json").read_text())
     assert set(manifest["sha256"]) == files - {"manifest.json"}
     weights = load_file(kept[-1] / "model.safetensors")
@@ -61,7 +62,9 @@ def test_a_checkpoint_folder_is_a_model(run_folder):
     assert torch.equal(model(tokens), Decoder.load(run_folder / "run" / "checkpoints" / "step-00000012")(tokens))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "index.json", "state.json", "manifest.json"]
+)
 @pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
 def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
     newest = run_folder / "run" / "checkpoints" / "step-00000012"
@@ -98,21 +101,22 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):
 
 
 def fill_disk(monkeypatch, file_name: str) -> None:
-    real = checkpoint._write
+    real = shards.write_file
 
-    def write(path: Path, content: bytes) -> str:
+    def write_file(path: Path, content) -> str:
         if path.name == file_name:
-            path.write_bytes(content[:10])
+            path.write_bytes(b"the first ten")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return real(path, content)
 
-    monkeypatch.setattr(checkpoint, "_write", write)
+    monkeypatch.setattr(shards, "write_file", write_file)
 
 
 @pytest.mark.parametrize("file_name", ["model.safetensors", "optimizer.safetensors", "manifest.json"])
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file_name):
     run = begin(tiny(tmp_path), tmp_path / "run", resume=False)
     first = save(run)
+    update(run, 1, accumulate(run, 1))  # now the optimizer has something to save
     run.step = 1
     fill_disk(monkeypatch, file_name)
     with pytest.raises(

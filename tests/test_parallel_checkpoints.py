@@ -17,12 +17,12 @@ from tinyrun import tiny
 
 from headwater.errors import UserError
 from headwater.models import Decoder
-from headwater.train import checkpoint
+from headwater.train import checkpoint, shards
 from headwater.train.config import Config, ParallelSettings, merge
+from headwater.train.contents import read_all
 from headwater.train.loop import train
 from headwater.train.parallel import join
 from headwater.train.run import begin, save
-from headwater.train.shards import Archive
 
 pytestmark = pytest.mark.xdist_group("parallel_checkpoints")  # one worker: its fixtures are costly
 
@@ -85,12 +85,11 @@ def test_four_ranks_to_two_to_one(folder, tmp_path):
     one = save(run)
     assert (one / "model.safetensors").exists()
     for kind in ("model", "optimizer"):
-        archives = [Archive(path, kind) for path in (four, two, one)]
-        assert archives[0].entries.keys() == archives[1].entries.keys() == archives[2].entries.keys()
-        for name in archives[0].entries:
-            values = [archive.read(name) for archive in archives]
-            assert torch.equal(values[0], values[1]), name
-            assert torch.equal(values[0], values[2]), name
+        values = [read_all(path, kind) for path in (four, two, one)]
+        assert values[0].keys() == values[1].keys() == values[2].keys()
+        for name, value in values[0].items():
+            assert torch.equal(value, values[1][name]), name
+            assert torch.equal(value, values[2][name]), name
 
 
 def config_of(folder: Path) -> Config:
@@ -183,15 +182,15 @@ def test_planted_pickles_never_run(folder, tmp_path):
 
 def fill_disk_on_one_rank(config: Config, folder: Path) -> None:
     """The third write of rank 1 fails: every rank stops with the same message, and the last checkpoint stays."""
-    real, calls = checkpoint._write, []
+    real, calls = shards.write_file, []
 
-    def write(path: Path, content: bytes) -> str:
+    def write_file(path: Path, content) -> str:
         calls.append(path)
         if os.environ["RANK"] == "1" and len(calls) == 5:
             raise OSError(28, "No space left on device", str(path))
         return real(path, content)
 
-    checkpoint._write = write
+    shards.write_file = write_file
     with pytest.raises(UserError, match=r"could not write .*00000003: No space left.*good .*00000002"):
         train(config, folder / "full")
 

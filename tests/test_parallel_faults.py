@@ -19,6 +19,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.train import checkpoint, loop
 from headwater.train.config import Config, ParallelSettings
+from headwater.train.contents import read_all
 from headwater.train.loop import train
 
 pytestmark = pytest.mark.faults  # they kill and hang real workers by the clock: `make test-faults`
@@ -62,11 +63,9 @@ def test_a_bad_number_on_one_rank_stops_or_skips_on_all(tmp_path):
     assert saved[-1].name == "step-00000003"
 
     third, fourth, fifth = (tmp_path / "skips" / "checkpoints" / f"step-0000000{n}" for n in (3, 4, 5))
-    before = checkpoint.Archive(third, "model") if third.exists() else checkpoint.Archive(saved[-1], "model")
-    after = checkpoint.Archive(fourth, "model")
-    assert all(torch.equal(before.read(name), after.read(name)) for name in before.entries)  # left untouched
-    last = checkpoint.Archive(fifth, "model")
-    assert not all(torch.equal(after.read(name), last.read(name)) for name in after.entries)
+    before, after, last = (read_all(step, "model") for step in (third if third.exists() else saved[-1], fourth, fifth))
+    assert all(torch.equal(value, after[name]) for name, value in before.items())  # left untouched
+    assert not all(torch.equal(value, last[name]) for name, value in after.items())
     model: Decoder = checkpoint.load_model(tmp_path / "skips")[0]
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     records = [json.loads(line) for line in (tmp_path / "skips" / "metrics.jsonl").read_text().splitlines()]

@@ -12,19 +12,19 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from torch import Tensor, nn
+from torch import nn
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.tokenizer import Tokenizer, load_tokenizer
+from headwater.train import shards
 from headwater.train.config import differences
-from headwater.train.parallel import Ranks
-from headwater.train.shards import INDEX, Archive, Index, Optimizers, fill_model, fill_optimizers, merge_indices, shards
+from headwater.train.contents import Optimizers, fill, fill_model
+from headwater.train.parallel import Ranks, local
+from headwater.train.shards import Hashes, Tensors
 
 PREFIX = "step-"
 MANIFEST = "manifest.json"
@@ -34,87 +34,64 @@ MODEL = "model.safetensors"
 def save(
     root: Path,
     step: int,
-    model: nn.Module,
-    optimizers: Optimizers,
+    tensors: Tensors,
     state: dict[str, Any],
     *,
     config: ModelConfig,
     keep: int,
     ranks: Ranks | None = None,
+    values: Tensors | None = None,
+    group: Any = None,
+    before: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write `root/step-N`, then drop all but the newest `keep`. A failed write leaves what was there as it was.
 
     Several ranks write side by side into the same scratch folder; the main one renames it when all have succeeded.
+    `values` are copies of the tensors' local data, taken earlier; `group` connects the ranks if they save beside their
+    work; `before` is what must have reached the disk before the checkpoint does.
     """
     ranks = ranks or Ranks()
     final = root / f"{PREFIX}{step:08d}"
     scratch = root / f".tmp-{final.name}"
-    written = Written()
-    with ranks.main_first():  # nobody writes before the folder is there
-        written.attempt(lambda: _clear(root, scratch) if ranks.main else None)
-    written.attempt(lambda: written.add(scratch, *shards(model, optimizers, ranks)))
-    everyone = ranks.collect(written)
-    if ranks.main and not any(one.problem for one in everyone):
-        texts = {"config.json": config.to_dict(), "state.json": {"step": step, **state}}
-        written.attempt(lambda: _commit(scratch, final, step, everyone, texts))
-    problem = next((one.problem for one in ranks.collect(written) if one.problem), None)
-    if problem:
+
+    def prepare() -> None:
+        before()
+        sweep(root)
+        scratch.mkdir(parents=True)
+
+    def commit(index: dict[str, Any], hashes: Hashes) -> None:
+        texts = {shards.INDEX: index, "config.json": config.to_dict(), "state.json": {"step": step, **state}}
+        _commit(scratch, final, step, texts, hashes)
+        for old in checkpoints(root)[:-keep]:
+            _remove(old)
+
+    writer = shards.Writer(scratch, "" if ranks.alone else f"-{ranks.rank:05d}", prepare, commit)
+    values = values or {name: local(tensor) for name, tensor in tensors.items()}
+    try:
+        shards.write(tensors, values, writer, alone=ranks.alone, group=group)
+    except OSError as error:
         if ranks.main:
             shutil.rmtree(scratch, ignore_errors=True)
         raise UserError(
-            f"could not write the checkpoint {final}: {problem}. {last_good(root)} "
+            f"could not write the checkpoint {final}: {error.strerror or error}. {last_good(root)} "
             "Make room (or pass a smaller --keep), then go on with --resume"
-        )
-    for old in checkpoints(root)[:-keep] if ranks.main else ():
-        _remove(old)
+        ) from None
     return final
 
 
-@dataclass
-class Written:
-    """What one rank has to report: the hash of each of its files, where tensors lie, and what went wrong."""
-
-    hashes: dict[str, str] = field(default_factory=dict)
-    index: Index = field(default_factory=dict)
-    problem: str | None = None
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Later steps of a save are not tried after one has failed; every rank learns of it when they report."""
-        if self.problem is None:
-            try:
-                action()
-            except OSError as error:
-                self.problem = error.strerror or str(error)
-
-    def add(self, scratch: Path, files: dict[str, dict[str, Tensor]], index: Index) -> None:
-        for name, tensors in files.items():
-            self.hashes[name] = _write(scratch / name, safetensors.torch.save(tensors))
-        self.index = index
-
-
-def _clear(root: Path, scratch: Path) -> None:
-    sweep(root)
-    scratch.mkdir(parents=True)
-
-
-def _commit(scratch: Path, final: Path, step: int, everyone: list[Written], texts: dict[str, Any]) -> None:
+def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes: Hashes) -> None:
     """The manifest is written last and the rename follows it: a checkpoint has both, or it is none."""
-    index = merge_indices([one.index for one in everyone])
-    if index:
-        texts[INDEX] = index
-    hashes = {name: digest for one in everyone for name, digest in one.hashes.items()}
-    hashes |= {name: _write(scratch / name, _encode(value)) for name, value in texts.items()}
-    _write(scratch / MANIFEST, _seal({"step": step, "sha256": hashes}))
+    hashes = hashes | {name: shards.write_file(scratch / name, [_encode(text)]) for name, text in texts.items()}
+    shards.write_file(scratch / MANIFEST, [_seal({"step": step, "sha256": hashes})])
     _sync_folder(scratch)
     _put_in_place(scratch, final)
 
 
 def load(folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | None = None) -> dict[str, Any]:
     """Fill model and optimizers from a verified checkpoint, whatever the layout it was saved under; returns its
-    state.json. Each rank reads the rows it holds."""
+    state.json. Each rank reads what it holds."""
     verify(folder, ranks)
-    fill_model(Archive(folder, "model"), model, whole=ranks is None or ranks.alone)
-    fill_optimizers(Archive(folder, "optimizer"), model, optimizers)
+    fill(shards.Reader(folder), model, optimizers, alone=ranks is None or ranks.alone)
     return read_state(folder)
 
 
@@ -127,7 +104,7 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
         return Decoder.load(folder, device), load_tokenizer(folder)
     verify(chosen)
     model = Decoder(ModelConfig.from_dict(json.loads((chosen / "config.json").read_text(encoding="utf-8"))))
-    fill_model(Archive(chosen, "model"), model, whole=True)
+    fill_model(shards.Reader(chosen), model, alone=True)
     return model.to(device), load_tokenizer(chosen.parent.parent)
 
 
@@ -215,14 +192,6 @@ def _encode(value: Any) -> bytes:
 def _seal(manifest: dict[str, Any]) -> bytes:
     """The manifest with a hash of itself, so that it too can be told from a damaged one."""
     return _encode({**manifest, "seal": hashlib.sha256(_encode(manifest)).hexdigest()})
-
-
-def _write(path: Path, content: bytes) -> str:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashlib.sha256(content).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

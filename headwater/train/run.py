@@ -23,6 +23,7 @@ from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Sublayer
 from headwater.train import checkpoint
 from headwater.train.config import Config, ModelSettings
+from headwater.train.contents import contents
 from headwater.train.data import SPLITS, Dataset, Windows, prepare
 from headwater.train.folder import MetricsLog, write_json
 from headwater.train.optim import build_optimizers
@@ -236,8 +237,7 @@ def save(run: Run) -> Path:
     return checkpoint.save(
         run.folder / "checkpoints",
         run.step,
-        run.model,
-        run.optimizers,
+        contents(run.model, run.optimizers),
         state,
         config=run.whole.config,
         keep=run.config.train.keep,

@@ -1,165 +1,262 @@
-"""Tensors in a checkpoint: which rank writes which rows, and how any other layout reads them back.
+"""Tensors in a checkpoint, through torch.distributed.checkpoint (DCP): safetensors files and a JSON index.
 
-Alone, a process writes model.safetensors and optimizer.safetensors. Several ranks write one pair of files each, with
-the rows they hold under the names of the whole model, and index.json says where the rows of each tensor lie. Reading
-asks for rows by name, so that the number of ranks and the cuts may differ between saving and loading.
+DCP's planners decide which rank writes which piece of which tensor, so that copies are written once, and which pieces
+make up what a rank of any other layout needs. This file is the storage under them. DCP's own keeps its metadata as a
+pickle, which runs code when it is opened; here it is index.json. Alone, a process writes model.safetensors and
+optimizer.safetensors, which anything that knows safetensors reads; several ranks write one pair each.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
+import math
+import os
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from headwater.errors import UserError
-from headwater.train.parallel import Ranks, counted_elsewhere, local, rows
 
 INDEX = "index.json"
-KINDS = ("model", "optimizer")
-Optimizers = Mapping[str, torch.optim.Optimizer]
-Index = dict[str, dict[str, dict[str, Any]]]  # kind, tensor, {"shape", "pieces": [[file, first row, last row], ...]}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+Tensors = Mapping[str, Tensor]  # by "model/parameter" and "optimizer/kind/parameter/slot"
+Hashes = dict[str, str]  # sha256 by file
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def shards(model: nn.Module, optimizers: Optimizers, ranks: Ranks) -> tuple[dict[str, dict[str, Tensor]], Index]:
-    """The files this rank writes, and its part of the index."""
-    tensors: dict[str, Mapping[str, Tensor]]
-    tensors = {"model": dict(model.named_parameters()), "optimizer": optimizer_tensors(model, optimizers)}
-    if ranks.alone:
-        return {f"{kind}.safetensors": _plain(tensors[kind]) for kind in KINDS}, {}
-    files: dict[str, dict[str, Tensor]] = {}
-    index: Index = {kind: {} for kind in KINDS}
-    for kind in KINDS:
-        file = f"{kind}-{ranks.rank:05d}.safetensors"
-        own = {name: value for name, value in tensors[kind].items() if _is_written(name, value, model, ranks)}
-        for name, value in own.items():
-            first, last = rows(value) if isinstance(value, DTensor) else (0, value.shape[0] if value.ndim else 0)
-            index[kind][name] = {"shape": list(value.shape), "pieces": [[file, first, last]]}
-        if own:
-            files[file] = _plain(own)
-    return files, index
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Where one piece of a tensor went."""
+
+    file: str
+    sha256: str
 
 
-def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: local(value.detach()).contiguous() for name, value in tensors.items()}
+class Planner(DefaultSavePlanner):
+    """Plans for `tensors` by shape and placement; their data are `values`, this rank's part or an earlier copy of it.
+
+    It brings the tensors itself: DCP spends milliseconds on every hundred entries of a state dict that it is given.
+    """
+
+    def __init__(self, tensors: Tensors, values: Tensors) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.tensors, self.values = tensors, values
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(dict(self.tensors), storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """A rank that holds no rows of a small tensor has nothing to write."""
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if item.tensor_data and math.prod(item.tensor_data.chunk.sizes)]
+        return dataclasses.replace(plan, items=items)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.values[index.fqn]
 
 
-def _is_written(name: str, value: Tensor, model: nn.Module, ranks: Ranks) -> bool:
-    """Of copies, one is written; a rank that holds no rows of a small tensor has nothing to write."""
-    if any(shared in name for shared in counted_elsewhere(model)):
-        return False
-    if isinstance(value, DTensor):
-        return ranks.writes and value.to_local().numel() > 0
-    return ranks.data_rank == 0
+class Writer(dcp.StorageWriter):
+    """Every rank writes its files into `scratch`; the main one makes it before them, and commits it after them."""
+
+    def __init__(
+        self, scratch: Path, suffix: str, prepare: Callable[[], None], commit: Callable[[dict[str, Any], Hashes], None]
+    ) -> None:
+        self.scratch, self.suffix, self.prepare, self.commit = scratch, suffix, prepare, commit
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.prepare()
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        for kind, items in groupby(plan.items, key=lambda item: item.index.fqn.partition("/")[0]):
+            chosen, file = list(items), f"{kind}{self.suffix}.safetensors"
+            tensors = {item.index.fqn.partition("/")[2]: cast(Tensor, planner.resolve_data(item)) for item in chosen}
+            piece = Piece(file, write_file(self.scratch / file, encode(tensors)))
+            results += [WriteResult(item.index, item.tensor_storage_size() or 0, piece) for item in chosen]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pieces = {result.index: result.storage_data for rank in results for result in rank}
+        self.commit(to_json(metadata, pieces), {piece.file: piece.sha256 for piece in pieces.values()})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
 
 
-def merge_indices(indices: list[Index]) -> Index:
-    """One index of all ranks, pieces in the order of rows; empty where a process was alone."""
-    merged: Index = {}
-    for index in indices:
-        for kind, entries in index.items():
-            for name, entry in entries.items():
-                known = merged.setdefault(kind, {}).setdefault(name, {"shape": entry["shape"], "pieces": []})
-                known["pieces"] = sorted([*known["pieces"], *entry["pieces"]], key=lambda piece: piece[1])
-    return merged
+class Reader(dcp.StorageReader):
+    """The tensors of a checkpoint; its bytes must have been verified."""
 
-
-class Archive:
-    """The tensors of one kind in a checkpoint, by name and rows."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if (folder / INDEX).exists():
-            self.entries = json.loads((folder / INDEX).read_text(encoding="utf-8")).get(kind, {})
-            return
-        file = f"{kind}.safetensors"
-        opened = self._open(file)
-        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        self.entries = {
-            name: {"shape": shape, "pieces": [[file, 0, shape[0] if shape else 0]]} for name, shape in shapes.items()
-        }
+        self.metadata = from_json(json.loads((folder / INDEX).read_text(encoding="utf-8")))
+        self.opened: dict[str, Any] = {}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.entries[name]["shape"])
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """By name, of all tensors of a kind."""
+        found = self.metadata.state_dict_metadata.items()
+        wanted = {name.removeprefix(f"{kind}/"): entry for name, entry in found if name.startswith(f"{kind}/")}
+        return {name: tuple(cast(TensorStorageMetadata, entry).size) for name, entry in wanted.items()}
 
-    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Rows [first, last) of a tensor; a scalar has none and is read as it is."""
-        pieces = self.entries[name]["pieces"]
-        if not self.shape(name):
-            return self._open(pieces[0][0]).get_tensor(name)
-        last = self.shape(name)[0] if last is None else last
-        wanted = [
-            self._open(file).get_slice(name)[max(first, start) - start : min(last, stop) - start]
-            for file, start, stop in pieces
-            if start < last and first < stop
-        ]
-        found = torch.cat(wanted) if wanted else torch.empty(0, *self.shape(name)[1:])
-        if len(found) != last - first:
-            raise ValueError(f"the checkpoint {self.folder} holds {len(found)} of the rows {first} to {last} of {name}")
-        return found
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            name = item.storage_index.fqn.partition("/")[2]
+            file = self._open(self.metadata.storage_data[item.storage_index])
+            part = tuple(slice(at, at + length) for at, length in zip(item.storage_offsets, item.lengths))
+            target = planner.resolve_tensor(item)
+            target.copy_(file.get_slice(name)[part] if part else file.get_tensor(name))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def _open(self, file: str) -> Any:
-        try:
-            return safe_open(self.folder / file, "pt")
-        except SafetensorError as error:
-            raise UserError(f"{self.folder / file} is not a safetensors file ({error}): it is not read") from None
+        if file not in self.opened:
+            try:
+                self.opened[file] = safe_open(self.folder / file, "pt")
+            except SafetensorError as error:
+                raise UserError(f"{self.folder / file} is not a safetensors file ({error}): it is not read") from None
+        return self.opened[file]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
 
 
-def fill_model(archive: Archive, model: nn.Module, *, whole: bool) -> None:
-    """Each parameter from its rows. `whole`: the model has all names, so one that it lacks is an error too."""
-    mine = dict(model.named_parameters())
-    missing = sorted(mine.keys() - archive.entries.keys())
-    surplus = sorted(archive.entries.keys() - mine.keys()) if whole else []
-    if missing or surplus:
-        raise ValueError(f"weights do not fit the model: missing {missing[:5]}, not expected {surplus[:5]}")
-    for name, parameter in mine.items():
-        if tuple(parameter.shape) != archive.shape(name):
-            raise ValueError(f"{name} is {tuple(parameter.shape)} in the model and {archive.shape(name)} in the file")
-        _fill(archive, name, parameter.data)
+def to_json(metadata: Metadata, pieces: Mapping[MetadataIndex, Piece]) -> dict[str, Any]:
+    """DCP's metadata: of each tensor its type, its shape, and the file of each piece with its corner and its shape."""
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), name
+        found = [
+            [pieces[MetadataIndex(name, chunk.offsets)].file, list(chunk.offsets), list(chunk.sizes)]
+            for chunk in entry.chunks
+        ]
+        tensors[name] = {"dtype": DTYPES[entry.properties.dtype], "shape": list(entry.size), "pieces": found}
+    return {"tensors": tensors}
 
 
-def _fill(archive: Archive, name: str, value: Tensor) -> None:
-    first, last = rows(value) if isinstance(value, DTensor) else (0, None)
-    local(value).copy_(archive.read(name, first, last))
+def from_json(index: dict[str, Any]) -> Metadata:
+    """The metadata again. Pieces must fill their tensor and lie in this folder: the file may be anybody's."""
+    dtypes = {text: dtype for dtype, text in DTYPES.items()}
+    entries, files = {}, {}
+    for name, entry in index["tensors"].items():
+        size = torch.Size(entry["shape"])
+        chunks = []
+        for file, corner, shape in entry["pieces"]:
+            if Path(file).name != file:
+                raise ValueError(f"{INDEX} puts {name} into {file!r}, outside of its folder")
+            chunks.append(ChunkStorageMetadata(torch.Size(corner), torch.Size(shape)))
+            files[MetadataIndex(name, corner)] = file
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or len(files) < len(chunks):
+            raise ValueError(f"{INDEX} has pieces of {name} that do not make up its shape {tuple(size)}")
+        properties = TensorProperties(dtype=dtypes[entry["dtype"]])
+        entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
+    return Metadata(cast(Any, entries), storage_data=files)
 
 
-def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """Every slot of every parameter under "optimizer/parameter/slot"; learning rates come from the schedule instead."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{kind}/{names[id(parameter)]}/{slot}": value
-        for kind, optimizer in optimizers.items()
-        for parameter, slots in optimizer.state.items()
-        for slot, value in slots.items()
-    }
+def write(tensors: Tensors, values: Tensors, writer: Writer, *, alone: bool, group: Any = None) -> None:
+    """Save on all ranks of the group together; an error on one of them is raised on all."""
+    with unwrapped():
+        dcp.save({}, storage_writer=writer, planner=Planner(tensors, values), process_group=group, no_dist=alone)
 
 
-def fill_optimizers(archive: Archive, model: nn.Module, optimizers: Optimizers) -> None:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    slots: dict[str, list[str]] = {}
-    for key in archive.entries:
-        kind, name, slot = key.split("/")
-        slots.setdefault(f"{kind}/{name}", []).append(slot)
-    for kind, optimizer in optimizers.items():
-        state = {}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, parameter in enumerate(parameters):
-            prefix = f"{kind}/{names[id(parameter)]}"
-            found = {slot: _slot(archive, f"{prefix}/{slot}", parameter) for slot in slots.get(prefix, [])}
-            if found:
-                state[i] = found
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def read(reader: Reader, targets: Tensors, *, alone: bool) -> None:
+    """Fill tensors that are divided in any way."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with unwrapped():
+        dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=alone)
 
 
-def _slot(archive: Archive, name: str, parameter: Tensor) -> Tensor:
-    """A slot as large as its parameter is divided like it; a counter is read whole."""
-    if archive.shape(name) != tuple(parameter.shape):
-        return archive.read(name)
-    value = torch.empty_like(parameter, requires_grad=False)
-    _fill(archive, name, value)
-    return value
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """DCP collects the errors of all ranks in one that derives from BaseException; the first of them says enough."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise first from None
+
+
+def encode(tensors: Tensors) -> Iterator[bytes | memoryview]:
+    """A safetensors file piece by piece, so that no second copy of the model is made. Wide types come first, which
+    keeps every tensor aligned."""
+    ordered = dict(sorted(tensors.items(), key=lambda entry: (-entry[1].dtype.itemsize, entry[0])))
+    header, end = {}, 0
+    for name, tensor in ordered.items():
+        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in ordered.values():
+        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
+    """Written, synced and hashed in one pass; returns the hash."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in content:
+            file.write(part)
+            digest.update(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
