@@ -3,6 +3,7 @@
 from .decode import decode_read
 from .depth_attention import depth_attention, depth_logits, mix_sources, rms_norm
 from .routing import Backend
+from .sinkhorn import sinkhorn
 from .two_phase import attend_blocks, merge_partial
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "merge_partial",
     "mix_sources",
     "rms_norm",
+    "sinkhorn",
 ]

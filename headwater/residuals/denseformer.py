@@ -31,6 +31,7 @@ class DenseFormerResidual(LayerwiseResidual):
         for name, value in (("dilation", dilation), ("period", period)):
             if not 1 <= value <= self.layers:
                 raise ValueError(f"{name} counts layers and must lie between 1 and {self.layers}, got {value}")
+        self.dilation, self.period = dilation, period
         summed = {m: range(m % dilation, m + 1, dilation) for m in range(period, self.layers + 1, period)}
         if self.layers in summed and len(summed[self.layers]) == 1:
             del summed[self.layers]  # a gain on all that the final norm sees would have no effect

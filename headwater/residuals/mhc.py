@@ -7,28 +7,14 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from headwater.ops import sinkhorn
+
 from .numerics import project, rms_scale, wide
 from .registry import register
 from .streams import StreamsResidual
 
 Start = Literal["identity", "uniform", "biased"]
-FLOOR = 1e-18  # exp(-41): a logit further below its column's largest counts as this far
 FAR = -8.0  # logit of what starts almost absent: exp(-8) = 3e-4
-
-
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """exp(logits) (..., n, n), columns then rows divided by their sums, `iterations` times.
-
-    Kept as diag(rows) K diag(columns), so an iteration updates two vectors. A column of K is exp of its logits less
-    their largest (the first division undoes any scale of a column), never below FLOOR: nothing overflows or divides by
-    zero. Rows sum to one exactly, columns up to convergence.
-    """
-    kernel = (logits - logits.amax(-2, keepdim=True)).exp().clamp_min(FLOOR)
-    rows = columns = torch.ones_like(kernel[..., :1])
-    for _ in range(iterations):
-        columns = (kernel * rows).sum(-2, keepdim=True).reciprocal()
-        rows = (kernel * columns).sum(-1, keepdim=True).reciprocal()
-    return rows * kernel * columns
 
 
 class Mapping(nn.Module):
