@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from headwater.flags import (
     CompareFlags,
     ConvertFlags,
     DemoFlags,
+    EvalFlags,
     ExportFlags,
     GenerateFlags,
     PlanFlags,
@@ -33,7 +35,7 @@ from headwater.flags import (
 )
 from headwater.models.config import SIZES
 from headwater.train.config import Config, load_file
-from headwater.train.folder import read_json
+from headwater.train.folder import read_json, write_json
 
 T = TypeVar("T")
 
@@ -111,9 +113,7 @@ def generate(argv: list[str]) -> None:
     from headwater.train.checkpoint import load_model
 
     text = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
-    device = torch.device(flags.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device that torch can use")
+    check_device(flags.device)
     model, tokenizer = load_model(flags.folder.resolve(), flags.device)
     prompt = tokenizer.encode(text).tolist() or [tokenizer.end_of_text]
     with user_values():
@@ -134,34 +134,68 @@ def generate(argv: list[str]) -> None:
 def convert(argv: list[str]) -> None:
     """Swap the residual of a Hugging Face checkpoint, or export a run to that format."""
     flags = parse(ConvertFlags, argv, convert)
-    needs_transformers()
+    needs("transformers", "hf")
     from headwater import hf
-    from headwater.hf.folder import convert_folder, write_model
+    from headwater.hf.folder import check_out, convert_folder, is_transformers, write_model
 
-    config = flags.folder / "config.json"
-    if config.is_file() and "model_type" in read_json(config):
+    if is_transformers(flags.folder):
         say(str(convert_folder(flags.folder, flags.out, flags.residual or "attnres-block")))
         return
-    from headwater.train.checkpoint import load_model
-
-    model, tokenizer = load_model(flags.folder)
-    exported = hf.export(model.config.to_dict(), model.weights(), tokenizer.end_of_text)
+    check_out(flags.out)
+    model, tokenizer = load_exported(flags.folder)
     if flags.residual is not None:
-        say(str(hf.convert(exported, flags.residual)))
-    write_model(exported, tokenizer.to_json(), flags.out)
-    say(f"{flags.out}: a {type(exported).__name__} with the weights of {flags.folder}")
+        say(str(hf.convert(model, flags.residual)))
+    write_model(model, tokenizer, flags.out)
+    say(f"{flags.out}: a {type(model).__name__} with the weights of {flags.folder}")
 
 
 def verify(argv: list[str]) -> None:
     """Compare two Hugging Face checkpoints: KL, largest logit difference. Fails if they are not equal."""
     flags = parse(VerifyFlags, argv, verify)
-    needs_transformers()
+    needs("transformers", "hf")
     from headwater.hf.folder import verify_folders
 
     result = verify_folders(*flags.folders, flags.tokens, flags.seed)
     if not result.equal:
         raise UserError(str(result))
     say(str(result))
+
+
+def evaluate(argv: list[str]) -> None:
+    """Score a checkpoint on tasks of lm-evaluation-harness: a table, and a JSON file beside the checkpoint."""
+    flags = parse(EvalFlags, argv, evaluate, name="eval")
+    needs("transformers", "hf")
+    needs("lm_eval", "eval")
+    tasks = [task for word in flags.tasks for task in word.split(",") if task]
+    if not tasks:
+        raise UserError("--tasks names no task")
+    check_device(flags.device)
+    from headwater.hf.evaluate import evaluate as run
+    from headwater.hf.evaluate import table
+    from headwater.hf.folder import is_transformers, load_with_tokenizer
+
+    model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else load_exported)(flags.folder)
+    logging.getLogger("lm_eval").setLevel(
+        logging.ERROR
+    )  # it warns about how it is called, which is not the user's doing
+    options = {name: getattr(flags, name) for name in ("fewshot", "limit", "batch_size", "device")}
+    results = run(model, tokenizer, tasks, include_path=flags.include_path, **options)
+    settings = getattr(model.config, "headwater", {"residual": "standard"})
+    about = {"checkpoint": str(flags.folder), "residual": settings["residual"], **options}
+    out = flags.out or flags.folder / "eval.json"
+    write_json(out, {**about, **results})
+    say(f"{table(results)}\n{out}: these results with their settings")
+
+
+def load_exported(folder: Path) -> tuple[Any, Any]:
+    """The model of a run as a transformers model, and its tokenizer."""
+    from headwater import hf
+    from headwater.hf.folder import fast_tokenizer
+    from headwater.train.checkpoint import load_model
+
+    model, tokenizer = load_model(folder)
+    exported = hf.export(model.config.to_dict(), model.weights(), tokenizer.end_of_text)
+    return exported, fast_tokenizer(tokenizer.to_json(), model.config.context)
 
 
 def plan(argv: list[str]) -> None:
@@ -209,6 +243,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "generate": generate,
     "convert": convert,
     "verify": verify,
+    "eval": evaluate,
     "plan": plan,
     "export": export,
     "demo": demo,
@@ -272,15 +307,29 @@ def sized(settings: Config, base: Config, argv: list[str]) -> Config:
     return replace(settings, model=replace(model, **shape))
 
 
-def parse(flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None) -> T:
-    settings = {"prog": f"headwater {command.__name__}", "description": command.__doc__, "args": argv}
+def parse(
+    flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None, name: str | None = None
+) -> T:
+    """`name`: of the command, where it cannot be the function's."""
+    settings = {"prog": f"headwater {name or command.__name__}", "description": command.__doc__, "args": argv}
     extra = {} if default is None else {"default": default}
     return tyro.cli(flags, config=(tyro.conf.OmitArgPrefixes,), **settings, **extra)  # type: ignore[call-overload]
 
 
-def needs_transformers() -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError("this command needs the package `transformers`: pip install 'headwater[hf]'")
+def needs(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise UserError(f"this command needs the package `{module}`: pip install 'headwater[{extra}]'")
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {device}: this machine has no CUDA device that torch can use")
 
 
 def make_report(folders: list[Path], out: Path | None) -> Path:

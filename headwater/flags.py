@@ -104,6 +104,24 @@ class VerifyFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalFlags:
+    folder: tyro.conf.Positional[Path]
+    """A run, one of its checkpoints, or a transformers checkpoint folder, converted or not."""
+    tasks: tuple[str, ...]
+    """Names of lm-eval's tasks, groups or tags; with spaces or commas between them."""
+    include_path: Path | None = None
+    """Folder with YAML files of tasks of your own."""
+    fewshot: int | None = None
+    """Solved examples before each question; by default what the task says."""
+    limit: int | None = None
+    """Score only so many questions of each task."""
+    batch_size: int = 8
+    device: str = "cpu"
+    out: Path | None = None
+    """The JSON file to write; by default eval.json in the folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanFlags:
     config: Path | None = None
     """TOML file of the run, or the config.json of another one. Flags override it."""

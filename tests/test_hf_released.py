@@ -121,7 +121,7 @@ def test_a_decoder_of_headwater_train_exports(settings, tmp_path):
     decoder = Decoder(config).eval()
     stir(decoder, 0.1)
     model = export(config.to_dict(), decoder.weights(), end_of_text=256)
-    write_model(model, ByteTokenizer().to_json(), tmp_path / "out")
+    write_model(model, fast_tokenizer(ByteTokenizer().to_json(), config.context), tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headwater.errors import UserError
 
@@ -16,6 +16,18 @@ from .verify import Verification, verify
 
 # What a checkpoint folder holds besides weights, and a converted model needs unchanged.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+
+
+def is_transformers(folder: Path) -> bool:
+    """Whether a folder is a transformers checkpoint; what headwater writes elsewhere names no model_type."""
+    config = folder / "config.json"
+    return config.is_file() and "model_type" in json.loads(config.read_text(encoding="utf-8"))
+
+
+def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab.*")):
+        raise UserError(f"{folder} holds no tokenizer: copy its files (tokenizer.json, tokenizer_config.json) there")
+    return load(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -47,11 +59,10 @@ def verify_folders(first: Path, second: Path, tokens: int, seed: int) -> Verific
     return verify(converted, reference, rows)
 
 
-def write_model(model: PreTrainedModel, tokenizer: str, out: Path) -> None:
-    """A model and the tokenizer of a headwater run, given as the text of its tokenizer.json."""
+def write_model(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
     check_out(out)
     model.save_pretrained(out)
-    fast_tokenizer(tokenizer, model.config.max_position_embeddings).save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 def check_out(out: Path) -> None:
