@@ -34,17 +34,21 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "interleaved-4": {"pipeline": 2, "chunks": 4},
         "looped": {"pipeline": 2, "chunks": 2, "pipeline_schedule": "gpipe"},
         "uneven": {"pipeline": 2, "chunks": 2, "cuts": (1, 4, 7)},  # no cut falls between two blocks of three
+        "tensor": {"tensor": 2},
     },
     4: {
         "replicate-shard": {"shard": 2},
         "interleaved-wide": {"pipeline": 4, "chunks": 2},
         "interleaved-shard": {"pipeline": 2, "chunks": 2},
         "pipeline-replicate": {"pipeline": 2, "shard": 1},
+        "tensor-shard": {"tensor": 2},
+        "tensor-replicate": {"tensor": 2, "shard": 1},
+        "tensor-pipeline": {"tensor": 2, "pipeline": 2, "chunks": 2},
     },
 }
 # Every residual for 20 steps under every layout takes many minutes on two cores; a choice of them stands for the rest.
 EVERYTHING = bool(os.environ.get("HEADWATER_ALL_LAYOUTS"))
-SHORT = {2: ("shard", "uneven"), 4: ()}  # for the other residuals, one step
+SHORT = {2: ("shard", "uneven", "tensor"), 4: ()}  # for the other residuals, one step
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        chosen = self.residual == RESIDUALS[2] and self.layout in ("shard", "pipeline", "interleaved")
+        chosen = self.residual == RESIDUALS[2] and self.layout in ("shard", "pipeline", "interleaved", "tensor")
         return STEPS if chosen or (EVERYTHING and self.residual in RESIDUALS) else 1
 
 
@@ -71,14 +75,14 @@ def cases() -> list[Case]:
             found += [Case(world, residual, layout) for layout in layouts if whole or layout in SHORT[world]]
     found += [Case(2, residual, "uneven", cache=False) for residual in RESIDUALS]
     found += [Case(4, "hyper-connections", "interleaved-shard"), Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
-    found += [Case(2, residual, "uneven") for residual in names() if residual not in RESIDUALS]
+    found += [Case(2, name, layout) for layout in ("uneven", "tensor") for name in names() if name not in RESIDUALS]
     return list(dict.fromkeys(found))
 
 
 def settings(folder: Path, residual: str, **changes: Any) -> Config:
     """Eight sublayers, micro-batches of one window at most."""
     config = tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **changes)
-    return replace(config, model=replace(config.model, layers=4, context=8))
+    return replace(config, model=replace(config.model, layers=4, context=8, heads=4, kv_heads=2, qk_norm=True))
 
 
 def follow(run: Run, steps: int) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def follow(run: Run, steps: int) -> dict[str, Any]:
 
 
 def one_case(config: Config, out: Path, steps: int) -> None:
-    ranks = grid(config.parallel.pipeline, config.parallel.shard)
+    ranks = grid(config.parallel.pipeline, config.parallel.tensor, config.parallel.shard)
     run = begin(config, out, resume=False, ranks=ranks)
     found: dict[str, Any] = {"loss": accumulate(run, 1)}
     gradients = gather(run.model, run.whole, ranks, gradients=True)
@@ -116,8 +120,9 @@ def work(jobs: list[tuple[Config, Path, int]]) -> None:
 
 
 @functools.cache
-def grid(pipeline: int, shard: int) -> Ranks:
-    return join(ParallelSettings(pipeline=pipeline, shard=shard, hang_timeout=60), torch.device("cpu"))
+def grid(pipeline: int, tensor: int, shard: int) -> Ranks:
+    settings = ParallelSettings(pipeline=pipeline, tensor=tensor, shard=shard, hang_timeout=60)
+    return join(settings, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

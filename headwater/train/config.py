@@ -100,6 +100,8 @@ class TrainSettings:
     save_every: int = 100
     keep: int = 3
     """Checkpoints to keep."""
+    async_save: bool = False
+    """Write checkpoints beside the next steps, from a copy in host memory."""
     skip_nonfinite: int = 0
     """Steps in a row to leave out because their loss or gradient is not finite, before the run stops."""
 
@@ -117,6 +119,8 @@ class ParallelSettings:
     """Sublayers before which the depth is cut, in order; left out, the slices are as equal as can be."""
     block_cache: bool = True
     """Keep what a rank has seen of a state, and send only what is new to it."""
+    tensor: int = 1
+    """Ranks that divide each window's tokens, and inside attention and MLP its heads and channels."""
     shard: int = 0
     """Ranks that divide each parameter among them (FSDP2); 0 is all, 1 leaves every rank its own copy."""
     hang_timeout: int = 1800
@@ -136,7 +140,7 @@ class Config:
 FREE = frozenset(
     {
         "data.cache",
-        *(f"train.{name}" for name in ("log_every", "eval_every", "depth_every", "save_every", "keep")),
+        *(f"train.{name}" for name in ("log_every", "eval_every", "depth_every", "save_every", "keep", "async_save")),
         *(f"parallel.{f.name}" for f in fields(ParallelSettings)),
     }
 )
@@ -203,6 +207,7 @@ def check(config: Config) -> Config:
     flat = flatten(asdict(config))
     counts = [f"train.{f.name}" for f in fields(TrainSettings) if f.type == "int"]
     positive = {**dict.fromkeys(counts, 1), "data.bpe_vocab": 257, "parallel.pipeline": 1, "parallel.chunks": 1}
+    positive["parallel.tensor"] = 1
     none = ("optim.warmup", "train.seed", "train.skip_nonfinite", "parallel.shard", "parallel.hang_timeout")
     positive |= dict.fromkeys(none, 0)
     for key, low in positive.items():

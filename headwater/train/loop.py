@@ -32,6 +32,8 @@ from headwater.train.progress import ProgressLine
 from headwater.train.run import Run, begin, choose_device, finish, save
 from headwater.train.watchdog import Watchdog
 
+FAILED = 1000  # above every signal: a save in the background has failed
+
 
 def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
     """Train until `config.train.steps` updates are done; returns what summary.json then holds."""
@@ -43,7 +45,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
         console = Console(quiet=not ranks.main)
         watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
         progress = ProgressLine("training", run.step, settings.steps, console)
-        with Interruption() as interruption, watchdog, progress:
+        with Interruption() as interruption, watchdog, progress, run.saver:
             clock = Clock(run)
             for number in range(run.step + 1, settings.steps + 1):
                 watchdog.reset()
@@ -61,11 +63,15 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
                     progress.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
                 if gradients:
                     log_depth(run, gradients)
-                if asked := ranks.highest(interruption.signum):  # one rank's signal is everyone's
+                asked = ranks.highest(FAILED if run.saver.failed else interruption.signum)
+                if asked == FAILED:  # what happened to one rank happened to all, though some have yet to notice
+                    run.saver.wait()
+                elif asked:
                     interruption.signum = asked
                 if last or number % settings.save_every == 0 or interruption.signum:
                     save(run)
                 if interruption.signum and not last:
+                    run.saver.wait()
                     raise interruption.error(f"step {number} of {settings.steps}", f"headwater train --out {out}")
         return finish(run)
 
@@ -78,7 +84,7 @@ def accumulate(run: Run, number: int) -> float:
     if run.pipeline is not None:
         batches = [windows_of(run, number, micro) for micro in range(settings.accumulate)]
         run.own_loss = run.pipeline.accumulate(torch.cat(batches))
-        return run.ranks.sum(run.own_loss / run.ranks.data_world)
+        return run.ranks.sum(run.own_loss / run.ranks.token_world)
     total = 0.0
     for micro in range(settings.accumulate):
         defer_reduction(run.model, micro < settings.accumulate - 1)
@@ -86,7 +92,7 @@ def accumulate(run: Run, number: int) -> float:
         loss.backward()
         total += loss.item()
     run.own_loss = total
-    return run.ranks.sum(total / run.ranks.data_world)
+    return run.ranks.sum(total / run.ranks.token_world)
 
 
 def windows_of(run: Run, number: int, micro: int) -> Tensor:
@@ -94,7 +100,7 @@ def windows_of(run: Run, number: int, micro: int) -> Tensor:
     settings, ranks = run.config.train, run.ranks
     parts = {"micro": micro, "micros": settings.accumulate, "rank": ranks.data_rank, "world": ranks.data_world}
     batch = run.train.batch(seed=settings.seed, step=number - 1, size=settings.batch_size, **parts)
-    return torch.from_numpy(batch).to(run.device)
+    return ranks.own_tokens(torch.from_numpy(batch)).to(run.device)
 
 
 def token_losses(run: Run, forward: Any, windows: Tensor) -> Tensor:
@@ -125,6 +131,7 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
 def leave_out(run: Run, number: int, loss: float, grad_norm: float) -> None:
     """Record a step that is not finite; raise unless it may be skipped. Loss and norm are sums over all ranks, so that
     every rank comes here, or none."""
+    run.saver.wait()
     cause = write_cause(run, number, loss, grad_norm)
     run.skipped += 1
     if run.skipped > run.config.train.skip_nonfinite:
@@ -199,7 +206,8 @@ def validation_shares(run: Run) -> Iterator[tuple[Tensor, int]]:
     for start in range(ranks.data_rank * share, len(chosen) + ranks.data_rank * share, share * ranks.data_world):
         mine = chosen[start : start + share]
         filler = [] if ranks.alone else [chosen[0]] * (share - len(mine))
-        yield torch.from_numpy(run.validation.take(np.append(mine, filler).astype(np.int64))), len(mine)
+        windows = torch.from_numpy(run.validation.take(np.append(mine, filler).astype(np.int64)))
+        yield ranks.own_tokens(windows), len(mine)
 
 
 def validation_losses(run: Run, windows: Tensor) -> Tensor:
@@ -217,7 +225,7 @@ def depth_gradients(run: Run) -> list[float]:
     for name, parameter in run.model.named_parameters():
         if name.startswith("sublayers."):
             squares[int(name.split(".")[1])] += squared_norm(parameter.grad)
-    return [(square / run.ranks.replicas) ** 0.5 for square in run.ranks.sums(squares)]
+    return [square**0.5 for square in run.ranks.sums(squares)]
 
 
 def log_depth(run: Run, gradients: list[float]) -> None:

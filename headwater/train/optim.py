@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from headwater.train.config import OptimSettings
 
@@ -26,16 +27,24 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 def build_optimizers(model: nn.Module, settings: OptimSettings) -> dict[str, torch.optim.Optimizer]:
     matrices, others = split_parameters(model)
-    plain = {"params": others, "weight_decay": 0.0}
+    plain = [{"params": group, "weight_decay": 0.0} for group in by_mesh(others)]
     decayed = {"params": matrices, "weight_decay": settings.weight_decay}
     betas = (settings.beta1, settings.beta2)
     if settings.optimizer == "adamw":
-        return {"adamw": torch.optim.AdamW([decayed, plain], lr=settings.lr, betas=betas)}
+        return {"adamw": torch.optim.AdamW([decayed, *plain], lr=settings.lr, betas=betas)}
     # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
     muon = torch.optim.Muon(
         matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    return {"muon": muon, "adamw": torch.optim.AdamW([plain], lr=settings.lr, betas=betas)}
+    return {"muon": muon, "adamw": torch.optim.AdamW(plain, lr=settings.lr, betas=betas)}
+
+
+def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """One list for each set of ranks that parameters are divided over: an optimizer takes a list in one operation."""
+    lists: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(lists.values())
 
 
 def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:

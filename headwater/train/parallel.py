@@ -1,12 +1,14 @@
 """Many processes as one run: who holds what, and how numbers and tensors travel between them.
 
-Started by torchrun, the ranks form a grid (pipeline, replicate, shard). A row of `pipeline` ranks divides the depth;
-`shard` ranks divide each parameter by rows (FSDP2); `replicate` copies see other windows of the batch. A single process
-is the grid of one, whose methods do nothing, so that the training loop is written once.
+Started by torchrun, the ranks form a grid (pipeline, replicate, shard, tensor). A row of `pipeline` ranks divides the
+depth; `tensor` ranks divide each window's tokens, and inside attention and MLP the channels; `shard` ranks divide each
+parameter (FSDP2) and `replicate` copies do not, both see other windows of the batch. A single process is the grid of
+one, whose methods do nothing, so that the training loop is written once.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections import defaultdict
@@ -21,14 +23,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.models.decoder import Sublayer
 from headwater.train.config import ParallelSettings
+from headwater.train.tensor import fsdp_placement
 
-GRID = ("pipeline", "replicate", "shard")
+GRID = ("pipeline", "replicate", "shard", "tensor")
+TOKENS = "tokens"  # shard and tensor as one axis: all that see different tokens of a copy
 
 
 class Ranks:
@@ -38,14 +43,15 @@ class Ranks:
         self.mesh = mesh
         self.rank = 0 if mesh is None else dist.get_rank()
         self.world = 1 if mesh is None else dist.get_world_size()
-        self.pipeline_rank, replica, part = (0, 0, 0) if mesh is None else cast(list[int], mesh.get_coordinate())
-        self.pipeline_world, self.replicas, self.shards = (1, 1, 1) if mesh is None else mesh.shape
+        coordinate = (0, 0, 0, 0) if mesh is None else cast(list[int], mesh.get_coordinate())
+        self.pipeline_rank, replica, part, self.tensor_rank = coordinate
+        self.pipeline_world, self.replicas, self.shards, self.tensor = (1, 1, 1, 1) if mesh is None else mesh.shape
         self.data_rank, self.data_world = replica * self.shards + part, self.replicas * self.shards
-        self.writes = replica == 0  # of equal copies, the first one is saved
+        self.token_world = self.data_world * self.tensor  # ranks of one stage, each with tokens of its own
 
     @property
     def alone(self) -> bool:
-        return self.world == 1
+        return self.mesh is None
 
     @property
     def main(self) -> bool:
@@ -90,13 +96,18 @@ class Ranks:
         if self.main:
             self.wait()
 
+    def own_tokens(self, windows: Tensor) -> Tensor:
+        """Of windows (B, T + 1), the tokens that this rank embeds and, one later, is scored on."""
+        share = (windows.shape[1] - 1) // self.tensor
+        return windows[:, self.tensor_rank * share : (self.tensor_rank + 1) * share + 1]
+
     def gradient_norm(self, model: nn.Module) -> float:
         """Over the whole model, the same bits on every rank."""
         if self.alone:
             return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
         skipped = counted_elsewhere(model)
         squares = [squared_norm(p.grad) for name, p in model.named_parameters() if name not in skipped]
-        return (self.sum(sum(squares)) / self.replicas) ** 0.5
+        return self.sum(sum(squares)) ** 0.5
 
 
 @contextmanager
@@ -111,23 +122,26 @@ def gathered(settings: ParallelSettings, device: torch.device) -> Iterator[Ranks
             dist.destroy_process_group()
 
 
-def join(settings: ParallelSettings, device: torch.device) -> Ranks:
-    """The grid that torchrun's environment and the settings describe; alone if there is one process only."""
+def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True) -> Ranks:
+    """The grid that torchrun's environment and the settings describe. One process is `alone`, unless a grid of one is
+    asked for, to see what the wrapping costs by itself."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if settings.pipeline > world or world % settings.pipeline:
+    row = settings.pipeline * settings.tensor
+    if world % row:
         raise UserError(
-            f"parallel.pipeline is {settings.pipeline}, which must divide the number of processes, {world}. "
-            f"Start them with: torchrun --nproc-per-node {settings.pipeline} -m headwater.cli train ..."
+            f"parallel.pipeline ({settings.pipeline}) times parallel.tensor ({settings.tensor}) must divide the number "
+            f"of processes, {world}. Start them with: torchrun --nproc-per-node {row} -m headwater.cli train ..."
         )
-    if world == 1:
+    if world == 1 and alone:
         return Ranks()
-    data = world // settings.pipeline
+    data = world // row
     shards = settings.shard or data
     if data % shards:
-        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that each stage of depth has")
+        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
     if not dist.is_initialized():
         connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", settings.hang_timeout * 2 or 10**6)
-    return Ranks(init_device_mesh(device.type, (settings.pipeline, data // shards, shards), mesh_dim_names=GRID))
+    shape = (settings.pipeline, data // shards, shards, settings.tensor)
+    return Ranks(init_device_mesh(device.type, shape, mesh_dim_names=GRID))
 
 
 def connect(backend: str, seconds: int) -> None:
@@ -142,17 +156,29 @@ def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks) -> Non
     """FSDP2 from outside: one group per attention or MLP, one for all that is left (norms, residual, embedding, head).
 
     The rest stays whole while a pass runs, since a residual may read its parameters at any depth. On a GPU the bodies
-    travel and multiply in bf16; the rest keeps fp32, and gradients are summed in fp32.
+    travel and multiply in bf16; the rest keeps fp32, and gradients are summed in fp32. To the rest, which works token
+    by token, ranks of tensor parallelism are ranks with other data: it is sharded over them as well, and so its
+    gradients are averaged over them.
     """
     assert ranks.mesh is not None
-    mesh = ranks.mesh["shard"] if ranks.replicas == 1 else ranks.mesh["replicate", "shard"]
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    policy = half if mesh.device_type == "cuda" else MixedPrecisionPolicy()
+    policy = half if ranks.mesh.device_type == "cuda" else MixedPrecisionPolicy()
     # FSDP warns that a body returns a view, which an in-place operation would break; the decoder has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh = over(ranks, "shard")
     for sublayer in sublayers:
-        fully_shard(sublayer.body, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh)
+        fully_shard(sublayer.body, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
+    fully_shard(module, mesh=over(ranks, TOKENS))
+
+
+def over(ranks: Ranks, axis: str) -> DeviceMesh:
+    """The mesh to shard over, one axis; with the copies before it where there are some."""
+    assert ranks.mesh is not None
+    if axis == TOKENS:
+        if ranks.tensor == 1:
+            return over(ranks, "shard")
+        ranks.mesh["shard", "tensor"]._flatten(TOKENS)
+    return ranks.mesh[axis] if ranks.replicas == 1 else ranks.mesh["replicate", axis]
 
 
 def defer_reduction(module: nn.Module, deferred: bool) -> None:
@@ -188,7 +214,7 @@ def fill(model: nn.Module, source: Decoder | None) -> None:
         value = torch.empty(shape, dtype=dtype) if source is None else whole[name].detach().contiguous()
         dist.broadcast(value, 0)
         for target in targets[name]:
-            local(target.data).copy_(rows_of(value, target))
+            local(target.data).copy_(part_of(value, target))
 
 
 def gather(model: nn.Module, like: Decoder, ranks: Ranks, *, gradients: bool = False) -> dict[str, Tensor]:
@@ -199,8 +225,8 @@ def gather(model: nn.Module, like: Decoder, ranks: Ranks, *, gradients: bool = F
     whole = {}
     for name, shape in ((name, p.shape) for name, p in like.named_parameters()):
         value, held = torch.zeros(shape), mine.get(name)
-        if held is not None and ranks.writes and name not in skipped:
-            rows_of(value, held).copy_(local(held))
+        if held is not None and copies(held)[1] and name not in skipped:
+            part_of(value, held).copy_(local(held))
         dist.reduce(value, 0)
         if ranks.main:
             whole[name] = value
@@ -233,23 +259,21 @@ def counted_elsewhere(model: nn.Module) -> frozenset[str]:
     return model.shared if isinstance(model, Parts) else frozenset()
 
 
-def rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank holds of `like`."""
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank holds of `like`: one rectangle."""
     if not isinstance(like, DTensor):
         return whole
-    first, last = rows(like)
-    return whole[first:last]
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape))]
 
 
-def rows(value: DTensor) -> tuple[int, int]:
-    """First and last row that this rank holds: FSDP2 deals out rows in equal shares, the last ones may be short."""
-    coordinate = value.device_mesh.get_coordinate()
-    assert coordinate is not None
-    share = -(-value.shape[0] // value.device_mesh.shape[-1])
-    first = min(coordinate[-1] * share, value.shape[0])
-    last = min(first + share, value.shape[0])
-    assert last - first == value.to_local().shape[0], "rows are not dealt out as FSDP2 does"
-    return first, last
+def copies(value: Tensor) -> tuple[int, bool]:
+    """How many ranks of its stage hold the same part of a tensor, and whether this one is the first of them."""
+    if not isinstance(value, DTensor):
+        return 1, True
+    place = zip(value.placements, value.device_mesh.shape, cast(list[int], value.device_mesh.get_coordinate()))
+    same = [(size, at) for placement, size, at in place if isinstance(placement, Replicate)]
+    return math.prod(size for size, _ in same), not any(at for _, at in same)
 
 
 def local(value: Tensor) -> Tensor:
@@ -257,4 +281,5 @@ def local(value: Tensor) -> Tensor:
 
 
 def squared_norm(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None else local(gradient).double().square().sum().item()
+    """This rank's share of it: over all ranks of a stage the shares add up."""
+    return 0.0 if gradient is None else local(gradient).double().square().sum().item() / copies(gradient)[0]

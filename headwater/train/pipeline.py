@@ -30,6 +30,7 @@ from headwater.train.config import ParallelSettings
 from headwater.train.losses import half_precision, nats_per_token
 from headwater.train.parallel import Parts, Ranks, local, shard
 from headwater.train.stages import Hop, cut, hops, plain_reads, prune, trace_states
+from headwater.train.tensor import parallelize
 
 SCHEDULES: dict[tuple[str, bool], Callable[..., Any]] = {
     ("1f1b", False): Schedule1F1B,
@@ -210,24 +211,27 @@ def assemble(
     """This rank's stages, still without weights. A micro-batch has `windows` windows; `prepare` wraps a stage."""
     assert ranks.mesh is not None
     count, tied = settings.pipeline * settings.chunks, config.tie_embeddings
+    context = config.context // ranks.tensor  # tokens of a window that one rank has between sublayers
     bounds = cut(config.sublayers, count, settings.cuts)
-    states = trace_states(config, windows, config.context, device)
+    states = trace_states(config, windows, context, device)
     plan = (*hops(states, bounds, settings.pipeline, cache=settings.block_cache), None)
-    tokens = torch.empty(windows, config.context, dtype=torch.long, device="meta")
+    tokens = torch.empty(windows, context, dtype=torch.long, device="meta")
     logits_type = torch.bfloat16 if device.type == "cuda" else torch.float32
-    logits = torch.empty(windows, config.context, config.vocab_size, dtype=logits_type, device="meta")
+    logits = torch.empty(windows, context, config.vocab_size, dtype=logits_type, device="meta")
     with torch.device("meta"):
         blank = plain_reads(Decoder(config))
     cache, stages, counted = BlockCache(), [], []
     for s in range(ranks.pipeline_rank, count, settings.pipeline):
         hop, following = cast(Hop, plan[s]), plan[s + 1]
         model = prune(copy.deepcopy(blank), bounds[s], bounds[s + 1])
-        stage = Stage(model, (bounds[s], bounds[s + 1]), config.context, hop, following, cache)
+        if ranks.tensor > 1:
+            parallelize(model, ranks.mesh["tensor"])
+        stage = Stage(model, (bounds[s], bounds[s + 1]), context, hop, following, cache)
         prepare(stage)
-        if ranks.data_world > 1:
+        if ranks.token_world > 1:
             shard(stage, [cast(Sublayer, model.sublayers[i]) for i in range(bounds[s], bounds[s + 1])], ranks)
         stage.to_empty(device=device)
-        if tied and following is None and ranks.data_world == 1:  # FSDP2 keeps the tie, to_empty alone does not
+        if tied and following is None and ranks.token_world == 1:  # FSDP2 keeps the tie, to_empty alone does not
             model.head.weight = model.embedding.weight
         inputs = travellers(hop) if s else (tokens,)
         outputs = travellers(following) if following else (logits.requires_grad_(),)

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 from headwater import __version__
@@ -23,12 +24,13 @@ from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Sublayer
 from headwater.train import checkpoint
 from headwater.train.config import Config, ModelSettings
-from headwater.train.contents import contents
 from headwater.train.data import SPLITS, Dataset, Windows, prepare
 from headwater.train.folder import MetricsLog, write_json
 from headwater.train.optim import build_optimizers
 from headwater.train.parallel import Parts, Ranks, fill, shard
 from headwater.train.pipeline import Pipeline, Stage, assemble
+from headwater.train.saver import Saver
+from headwater.train.tensor import parallelize, refuse_undivided
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}}
 
@@ -53,6 +55,7 @@ class Run:
     identity: dict[str, Any]
     """What a checkpoint must agree with to continue this run."""
     log: MetricsLog | NoLog
+    saver: Saver
     step: int
     seconds: float
     """Wall-clock of the processes before this one."""
@@ -128,6 +131,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         token_bytes=torch.from_numpy(data.tokenizer.token_bytes),
         identity=identity,
         log=MetricsLog(out / "metrics.jsonl", keep_until=state["step"]) if ranks.main else NoLog(),
+        saver=Saver(root, model, optimizers, model_config, ranks, timeout=config.parallel.hang_timeout * 2 or 10**6),
         step=state["step"],
         seconds=state["seconds"],
         peak_memory=state["peak_memory"],
@@ -186,9 +190,13 @@ def distribute(
     """This rank's part of the decoder. It is never whole on any rank but the main one, which draws the start."""
     pipeline = None
     model: Decoder | Parts
+    if ranks.tensor > 1:
+        refuse_undivided(whole.config, ranks.tensor, ranks.shards)
     if config.parallel.pipeline == 1:
         with torch.device("meta"):
             model = Decoder(whole.config)
+        if ranks.tensor > 1:
+            parallelize(model, cast(DeviceMesh, ranks.mesh)["tensor"])
         shard(model, cast(list[Sublayer], model.sublayers), ranks)
         model.to_empty(device=device)
     else:
@@ -225,7 +233,7 @@ def wrap(model: nn.Module, config: Config) -> Callable[[Tensor], Tensor]:
 
 
 def save(run: Run) -> Path:
-    run.log.sync()
+    """A checkpoint of this step; the metrics that it vouches for reach the disk first."""
     run.peak_memory = max(run.peak_memory, peak_memory(run.device))
     state = {
         "config": run.identity,
@@ -234,15 +242,8 @@ def save(run: Run) -> Path:
         "peak_memory": run.peak_memory,
         "evaluation": run.evaluation,
     }
-    return checkpoint.save(
-        run.folder / "checkpoints",
-        run.step,
-        contents(run.model, run.optimizers),
-        state,
-        config=run.whole.config,
-        keep=run.config.train.keep,
-        ranks=run.ranks,
-    )
+    settings = run.config.train
+    return run.saver.save(run.step, state, keep=settings.keep, before=run.log.sync, background=settings.async_save)
 
 
 def finish(run: Run) -> dict[str, Any]:
