@@ -7,7 +7,9 @@ INSTALLED := $(VENV)/.installed
 # The releases of transformers before the pinned one: make test-hf, or make test-hf TRANSFORMERS=5.21.1
 TRANSFORMERS ?= 5.20.2 5.21.1
 
-.PHONY: demo test test-faults test-hf lint format clean
+KILLS ?= 100
+
+.PHONY: demo test test-crash test-faults test-hf lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
@@ -18,6 +20,10 @@ test: lint
 # Workers of torchrun killed, hung and signalled by the clock: by itself, so that a busy machine does not fail the rest.
 test-faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_parallel_faults.py
+
+# Runs killed with kill -9 in each of four ways: one process and two, saving at once and in the background.
+test-crash: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_crash.py -k kill_nine --kills $(KILLS) -rP
 
 test-hf: $(INSTALLED)
 	set -e; for version in $(TRANSFORMERS); do \

@@ -12,10 +12,7 @@ import torch.multiprocessing
 
 def spawn(world: int, job: Callable[..., None], *arguments: Any) -> None:
     """`job(*arguments)` in `world` processes at once; an error in one of them, or no end in five minutes, is raised."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.spawn(_enter, (world, port, job, arguments), nprocs=world, join=False)
+    context = torch.multiprocessing.spawn(enter, (world, free_port(), job, arguments), nprocs=world, join=False)
     deadline = time.monotonic() + 300
     while not context.join(timeout=5):
         if time.monotonic() > deadline:
@@ -24,10 +21,18 @@ def spawn(world: int, job: Callable[..., None], *arguments: Any) -> None:
             raise TimeoutError(f"{world} ranks did not end in five minutes")
 
 
-def _enter(rank: int, world: int, port: int, job: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def enter(
+    rank: int, world: int, port: int, job: Callable[..., Any], arguments: tuple[Any, ...], **options: Any
+) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    job(*arguments)
+    job(*arguments, **options)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,72 +1,109 @@
 """Kill -9 at random moments, Ctrl-C and SIGTERM: real processes, real signals, and the same weights in the end."""
 
+import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ranks import enter, free_port
 from tinyrun import fingerprint, flags, tiny
 
 from headwater.train.checkpoint import checkpoints, damage
+from headwater.train.config import Config, ParallelSettings
 from headwater.train.interrupt import PARENT, Interruption
 from headwater.train.loop import train
 
-KILLS = 20
 
+class Processes:
+    """A run on one process or several, from a fork server that has imported torch once for all of them."""
 
-def start(context, config, out: Path, *, resume: bool):
-    process = context.Process(target=train, args=(config, out), kwargs={"resume": resume})
-    process.start()
-    return process
+    def __init__(self, config: Config, world: int) -> None:
+        self.config, self.world = config, world
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["headwater.train.loop", "torch._dynamo", "ranks"])
 
+    def start(self, out: Path, *, resume: bool) -> None:
+        if self.world == 1:
+            jobs = [(train, (self.config, out))]
+        else:
+            port = free_port()
+            jobs = [(enter, (rank, self.world, port, train, (self.config, out))) for rank in range(self.world)]
+        self.all = [self.context.Process(target=job, args=args, kwargs={"resume": resume}) for job, args in jobs]
+        for process in self.all:
+            process.start()
 
-def finish(process) -> None:
-    process.join(120)
-    assert process.exitcode == 0
+    def finish(self) -> None:
+        for process in self.all:
+            process.join(120)
+        assert [process.exitcode for process in self.all] == [0] * self.world
+
+    def kill(self, after: float, choose: random.Random) -> bool:
+        """One of them first, the others a moment later, as torchrun does; False if the run had ended before."""
+        first = choose.choice(self.all)
+        first.join(after)
+        first.kill()
+        first.join()
+        for process in self.all:
+            process.join(choose.uniform(0, 0.2))
+            process.kill()
+            process.join()
+        return first.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_kill_nine_at_random_moments(tmp_path):
-    """Each of the runs is killed once, anywhere between its start and its last step, and then resumed to its end.
-
-    A fork server that has imported torch gives every run a process of its own without paying for the import each time.
-    Saving after every second step lets some of the moments fall into a save.
-    """
-    config = tiny(tmp_path, steps=30, save_every=2, eval_every=10, depth_every=15, keep=2)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["headwater.train.loop", "torch._dynamo"])
-    finish(start(context, config, tmp_path / "warm", resume=False))
-    began = time.monotonic()
-    finish(start(context, config, tmp_path / "whole", resume=False))
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("world", "kills"), [(1, 8), (2, 3)])
+def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save):
+    """Each of the runs is killed once, anywhere between its start and its last step, and then resumed to its end. Every
+    step is saved, so that most moments fall into a save."""
+    kills = request.config.getoption("--kills") or kills
+    config = tiny(tmp_path, steps=20, save_every=1, eval_every=10, depth_every=15, keep=2, async_save=async_save)
+    run = Processes(replace(config, parallel=ParallelSettings(hang_timeout=60)), world)
+    for name in ("warm", "whole"):
+        began = time.monotonic()
+        run.start(tmp_path / name, resume=False)
+        run.finish()
     length = time.monotonic() - began
     expected = fingerprint(tmp_path / "whole")
     assert expected == fingerprint(tmp_path / "warm")
 
-    moments = random.Random()
-    reached = []
-    for kill in range(KILLS):
+    choose = random.Random()
+    reached, cut = [], 0
+    for kill in range(kills):
         out = tmp_path / f"killed{kill}"
         while True:
-            process = start(context, config, out, resume=out.exists())
-            delay = moments.uniform(0, 0.9 * length)
-            process.join(delay)
-            process.kill()
-            process.join()
-            if process.exitcode == -signal.SIGKILL:
+            run.start(out, resume=False)
+            delay = choose.uniform(0, 0.95 * length)
+            if run.kill(delay, choose):
                 break
-            length *= 0.9  # the machine became faster: this run had ended already, so another one is killed earlier
+            length *= 0.95  # the machine became faster: this run had ended already, so another one is killed earlier
             out = out.with_name(f"{out.name}x")
         saved = checkpoints(out / "checkpoints")
         assert all(damage(folder) is None for folder in saved), f"killed after {delay:.3f} s"
-        reached.append(saved[-1].name if saved else "none")
-        finish(start(context, config, out, resume=True))
-        assert fingerprint(out) == expected, f"killed after {delay:.3f} s at {reached[-1]}"
-    assert len(set(reached)) > 5, f"the moments were not spread over the run: {reached}"
+        reached.append(int(saved[-1].name.removeprefix("step-")) if saved else 0)
+        # The step that was being saved is lost; beside the next step, also that one.
+        assert last_logged(out) - reached[-1] <= 1 + async_save, f"killed after {delay:.3f} s"
+        cut += bool(list((out / "checkpoints").glob(".tmp-*")))
+        run.start(out, resume=out.exists())
+        run.finish()
+        assert fingerprint(out) == expected, f"killed after {delay:.3f} s at step {reached[-1]}"
+        shutil.rmtree(out)
+    print(f"{kills} of {kills} runs went on from a committed step ({cut} saves were cut): {sorted(reached)}")
+    assert len(set(reached)) > min(5, kills // 3), f"the moments were not spread over the run: {reached}"
+
+
+def last_logged(out: Path) -> int:
+    metrics = out / "metrics.jsonl"
+    lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
 
 
 @pytest.mark.slow

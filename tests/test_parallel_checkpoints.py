@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import spawn
-from tinyrun import tiny
+from tinyrun import fingerprint, tiny
 
 from headwater.errors import UserError
 from headwater.models import Decoder
@@ -101,18 +101,9 @@ def config_of(folder: Path) -> Config:
 @pytest.mark.slow
 def test_stop_and_resume_at_five_places(tmp_path):
     spawn(2, run_and_resume, settings(tmp_path, pipeline=2, chunks=2), tmp_path)
-    whole = shard_fingerprint(tmp_path / "whole")
+    whole = fingerprint(tmp_path / "whole")
     for step in range(1, STEPS):
-        assert shard_fingerprint(tmp_path / f"from-{step}") == whole
-
-
-def shard_fingerprint(run: Path) -> dict:
-    """Losses, and the hash of every tensor file of the last checkpoint."""
-    hashes = json.loads((newest(run) / "manifest.json").read_text())["sha256"]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("seconds", "tokens_per_second")
-    kept = [{key: value for key, value in record.items() if key not in clocks} for record in records]
-    return {"files": {k: v for k, v in hashes.items() if k.endswith("safetensors")}, "metrics": kept}
+        assert fingerprint(tmp_path / f"from-{step}") == whole
 
 
 @pytest.mark.slow

@@ -43,10 +43,8 @@ def flags(config: Config, out: Path) -> list[str]:
 def fingerprint(run: Path) -> dict[str, Any]:
     """What must not depend on interruptions: weights, optimizer, and everything logged but the clock."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
-    hashes = {
-        name: hashlib.sha256((last / f"{name}.safetensors").read_bytes()).hexdigest() for name in ("model", "optimizer")
-    }
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in last.glob("*.safetensors")}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     clocks = ("seconds", "tokens_per_second")
     kept = [{key: value for key, value in record.items() if key not in clocks} for record in records]
-    return {"step": last.name, **hashes, "metrics": kept}
+    return {"step": last.name, "files": files, "metrics": kept}

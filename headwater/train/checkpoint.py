@@ -51,7 +51,7 @@ def save(
     work; `before` is what must have reached the disk before the checkpoint does.
     """
     ranks = ranks or Ranks()
-    final = root / f"{PREFIX}{step:08d}"
+    final = place(root, step)
     scratch = root / f".tmp-{final.name}"
 
     def prepare() -> None:
@@ -77,6 +77,10 @@ def save(
             "Make room (or pass a smaller --keep), then go on with --resume"
         ) from None
     return final
+
+
+def place(root: Path, step: int) -> Path:
+    return root / f"{PREFIX}{step:08d}"
 
 
 def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes: Hashes) -> None:

@@ -1,0 +1,119 @@
+"""The checkpoints of a run, written at once or in the background.
+
+In the background, a save costs training one copy of this rank's tensors into host memory; writing, hashing, syncing and
+committing then go on beside the next steps, over connections of their own. One save at a time: the next one waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headwater.models import ModelConfig
+from headwater.train import checkpoint
+from headwater.train.contents import Optimizers, contents
+from headwater.train.parallel import Ranks, local
+from headwater.train.shards import Tensors
+
+
+class Saver:
+    """`save` returns when the checkpoint is in place, or when it is on its way. A failure on the way is raised by the
+    next `save` or `wait`, the same on every rank."""
+
+    def __init__(
+        self, root: Path, model: nn.Module, optimizers: Optimizers, config: ModelConfig, ranks: Ranks, *, timeout: int
+    ) -> None:
+        """`timeout`: seconds that ranks wait for one another in the background."""
+        self.root, self.model, self.optimizers, self.config, self.ranks = root, model, optimizers, config, ranks
+        self.timeout = timeout
+        self.buffers = HostBuffers()
+        self.group: Any = None
+        self.thread: Outcome | None = None
+
+    def save(
+        self, step: int, state: dict[str, Any], *, keep: int, before: Callable[[], None], background: bool = False
+    ) -> Path:
+        self.wait()
+        tensors = contents(self.model, self.optimizers)
+        options: dict[str, Any] = {"config": self.config, "keep": keep, "ranks": self.ranks, "before": before}
+        if not background:
+            return checkpoint.save(self.root, step, tensors, state, **options)
+        options |= {"values": self.buffers.take(tensors), "group": self._connect()}
+        self.thread = Outcome(lambda: checkpoint.save(self.root, step, tensors, state, **options))
+        self.thread.start()
+        return checkpoint.place(self.root, step)
+
+    def _connect(self) -> Any:
+        """Ranks talk about a save over gloo, apart from the collectives of the steps that run meanwhile."""
+        if self.group is None and not self.ranks.alone:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        return self.group
+
+    @property
+    def failed(self) -> bool:
+        """A save in the background has ended with an error. Ranks may learn of it at different steps."""
+        return self.thread is not None and self.thread.error is not None
+
+    def wait(self) -> None:
+        """Until the save in the background has ended; its error is raised."""
+        thread, self.thread = self.thread, None
+        if thread is not None:
+            thread.join()
+            if thread.error is not None:
+                raise thread.error
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What is on its way arrives, whatever ended the run. Of two errors, the one that ended it is raised."""
+        if error is None:
+            self.wait()
+        elif self.thread is not None:
+            self.thread.join()
+
+
+class Outcome(threading.Thread):
+    """A thread that keeps the error it ended with."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self.action = action
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.action()
+        except BaseException as error:  # for the thread that waits, whatever it is
+            self.error = error
+
+
+class HostBuffers:
+    """Copies in host memory, in the same place for every save; pinned where they come from a GPU."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Tensors) -> Tensors:
+        self.buffers = {name: self._room(name, local(tensor)) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self.buffers[name].copy_(local(tensor), non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()  # the next update must not overtake the copies
+        return self.buffers
+
+    def _room(self, name: str, tensor: Tensor) -> Tensor:
+        known = self.buffers.get(name)
+        if known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype):
+            return known
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
