@@ -77,7 +77,7 @@ def worst(function, count, dim, tokens, dtype, device, **options):
 
 def truths(function, sources, parameters, seeds):
     """Results in fp64, as many tokens at a time as fit in memory."""
-    tokens, most = len(sources[0]), max(1, 2**30 // (len(sources) * sources[0].shape[-1]))
+    tokens, most = len(sources[0]), max(1, 2**28 // (len(sources) * sources[0].shape[-1]))
     for here in (slice(start, start + most) for start in range(0, tokens, most)):
         inputs = [*(source[here] for source in sources), *parameters]
         yield here, run(function, inputs, "reference", torch.float64, [rows(s, here, tokens) for s in seeds])[0]

@@ -30,6 +30,10 @@ def test_error_is_at_most_twice_plain_pytorchs(function, count, dim, tokens, dty
     assert worst(function, count + (function is two_phases), dim, tokens, dtype, "cpu") <= limit
 
 
+def test_a_merge_without_a_norm_does_not_rebuild_its_input_from_a_rounded_output():
+    assert worst(two_phases, 2, 100, 1, torch.float16, "cpu", seed=11) <= 1
+
+
 def test_the_inference_read_agrees_and_gives_weights():
     sources, queries, keys, norm = draw(4, 40, 3, torch.float32, "cpu")
     with torch.no_grad(), poisoned():

@@ -1,4 +1,8 @@
-"""The kernels on a GPU over the full grid. Skipped without CUDA: there the interpreter runs tests/test_kernels.py."""
+"""The kernels on a GPU over the full grid. Skipped without CUDA: there the interpreter runs tests/test_kernels.py.
+
+pytest tests/test_kernels_gpu.py                                                 # all, one after the other
+pytest tests/test_kernels_gpu.py -n 8 -k 'not many'          # many: up to 120 GB of memory, so by itself
+"""
 
 import copy
 import functools
@@ -33,7 +37,6 @@ def test_error_is_at_most_twice_plain_pytorchs(function, tokens, dim, dtype):
         assert worst(function, count, dim, tokens, dtype, "cuda") <= 1, count
 
 
-@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", WIDTHS)
 @pytest.mark.parametrize("function", [read, two_phases])

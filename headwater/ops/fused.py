@@ -182,8 +182,8 @@ class _Merge(torch.autograd.Function):
         x, total, scale, logit, rstd = merge_op(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
         if partial is None:
             total = y.view_as(y)
-        # an fp16 norm output cannot be inverted (its range is too small): phase 1's output is kept instead
-        kept = out if norm_weight is not None and (keep or y.dtype == torch.float16) else None
+        # Without a norm only a rounded h comes back from x, and fp16 has too small a range to undo a norm.
+        kept = out if keep or norm_weight is None or y.dtype == torch.float16 else None
         ctx.opens, ctx.norm_eps = partial is None, norm_eps
         ctx.save_for_backward(x, total, kept, lse, query, key_weight, norm_weight, scale, logit, rstd)
         ctx.set_materialize_grads(False)

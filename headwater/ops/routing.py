@@ -11,6 +11,7 @@ Backend = Literal["auto", "reference", "triton"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768  # a token's row must fit in the registers of one program
+INSTALLED = importlib.util.find_spec("triton") is not None  # looked up once: torch.compile does not trace the search
 
 
 def interpreting() -> bool:
@@ -20,7 +21,7 @@ def interpreting() -> bool:
 
 def obstacle(source: Tensor, *others: Tensor, heads: int = 1) -> str | None:
     """Why the Triton kernels cannot take these tensors, or None."""
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return "triton is not installed"
     if not source.is_cuda and not interpreting():
         return f"tensors are on {source.device.type}, the kernels need cuda"
