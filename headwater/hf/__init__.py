@@ -3,6 +3,7 @@
 from .convert import convert, revert
 from .delta import load_delta, reset, save_delta, trainable
 from .export import export
+from .fla import read_fla
 from .layouts import LAYOUTS, Layout
 from .released import FLA, KIMI_K3, from_release, load_released, to_release
 from .report import Report
@@ -20,6 +21,7 @@ __all__ = [
     "from_release",
     "load_delta",
     "load_released",
+    "read_fla",
     "reset",
     "revert",
     "save_delta",

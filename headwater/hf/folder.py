@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, __version__
 
 from headwater.errors import UserError
 
-from .convert import convert
+from .convert import conversion_of, convert
+from .fla import is_fla, load_fla
 from .report import Report
 from .verify import Verification, verify
 
@@ -20,8 +22,34 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voc
 
 def is_transformers(folder: Path) -> bool:
     """Whether a folder is a transformers checkpoint; what headwater writes elsewhere names no model_type."""
-    config = folder / "config.json"
-    return config.is_file() and "model_type" in json.loads(config.read_text(encoding="utf-8"))
+    return (folder / "config.json").is_file() and "model_type" in read_config(folder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is not a model's folder: it holds no config.json")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def load(folder: Path) -> PreTrainedModel:
+    config = read_config(folder)
+    if "model_type" not in config:
+        raise UserError(
+            f"{folder / 'config.json'} names no model_type, so it is not a transformers model. "
+            "If headwater made the folder, convert it first: headwater convert FOLDER --out OTHER"
+        )
+    if is_fla(config):
+        return load_fla(folder, config)
+    if config["model_type"] not in CONFIG_MAPPING:
+        raise UserError(f"{folder}: transformers {__version__} has no architecture '{config['model_type']}'")
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"transformers cannot load {folder}: {error}") from None
 
 
 def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:
@@ -30,19 +58,16 @@ def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:
     return load(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def load(folder: Path) -> PreTrainedModel:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise UserError(f"{folder} is not a model's folder: it holds no config.json")
-    if "model_type" not in json.loads(config.read_text(encoding="utf-8")):
-        raise UserError(f"{config} names no model_type, so transformers cannot load it")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-
-
-def convert_folder(source: Path, out: Path, residual: str, *, exact: bool = True) -> Report:
+def convert_folder(source: Path, out: Path, residual: str | None) -> Report:
+    """Write `source` converted to `residual`, attnres-block if None. A model of fla keeps the one it has."""
     check_out(out)
     model = load(source)
-    report = convert(model, residual, exact=exact)
+    if is_fla(read_config(source)):
+        report = conversion_of(model)[0].report
+        if residual is not None:
+            raise UserError(f"{source} has Attention Residuals already, '{report.residual}': leave --residual out")
+    else:
+        report = convert(model, residual or "attnres-block")
     model.save_pretrained(out)
     for pattern in COMPANIONS:
         for path in sorted(source.glob(pattern)):
