@@ -176,3 +176,181 @@ def evaluate(argv: list[str]) -> None:
 
     model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else load_exported)(flags.folder)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about how it is called, which is our doing
+    options = {name: getattr(flags, name) for name in ("fewshot", "limit", "batch_size", "device")}
+    results = run(model, tokenizer, tasks, include_path=flags.include_path, **options)
+    settings = getattr(model.config, "headwater", {"residual": "standard"})
+    about = {"checkpoint": str(flags.folder), "residual": settings["residual"], **options}
+    out = flags.out or flags.folder / "eval.json"
+    write_json(out, {**about, **results})
+    say(f"{table(results)}\n{out}: these results with their settings")
+
+
+def load_exported(folder: Path) -> tuple[Any, Any]:
+    """The model of a run as a transformers model, and its tokenizer."""
+    from headwater import hf
+    from headwater.hf.folder import fast_tokenizer
+    from headwater.train.checkpoint import load_model
+
+    model, tokenizer = load_model(folder)
+    exported = hf.export(model.config.to_dict(), model.weights(), tokenizer.end_of_text)
+    return exported, fast_tokenizer(tokenizer.to_json(), model.config.context)
+
+
+def plan(argv: list[str]) -> None:
+    """Say what a run will need on each rank: memory, bytes between stages, bubble. Starts nothing."""
+    argv = ["--config", *argv] if argv and not argv[0].startswith("-") else argv
+    where = peek(argv, Where())
+    flags = parse(PlanFlags, argv, plan, PlanFlags(settings=base_config(where, where.out / "config.json")))
+    from headwater.train.plan import describe, make_plan
+    from headwater.train.run import named_model
+
+    settings = flags.settings
+    with user_values():
+        model = named_model(settings.model, settings.data.bpe_vocab if settings.data.tokenizer == "bpe" else 257)
+        made = make_plan(settings, model, flags.world, half=flags.gpu, fused=flags.gpu)
+    say(describe(made, flags.memory, settings.train.checkpoint_activations))
+
+
+def export(argv: list[str]) -> None:
+    """Write the model of a run, whatever its layout, as one safetensors file."""
+    flags = parse(ExportFlags, argv, export)
+    from headwater.train.checkpoint import load_model
+
+    model, tokenizer = load_model(flags.folder)
+    model.save(flags.out)
+    tokenizer.save(flags.out)
+    say(f"{flags.out}: {model.parameter_count()['total']:,} parameters in model.safetensors")
+
+
+def demo(argv: list[str]) -> None:
+    """Compare the plain residual with Attention Residuals on this machine in a few minutes."""
+    flags = parse(DemoFlags, argv, demo)
+    from headwater.train.compare import compare as run
+
+    config = Config(model=DEMO["model"], optim=DEMO["optim"], train=DEMO["train"])
+    run(config, flags.out, residuals=DEMO["residuals"], seeds=DEMO["seeds"], jobs=flags.jobs, resume=True)
+    say(f"Report: {make_report([flags.out], flags.out / 'report.html').resolve()}")
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": train,
+    "compare": compare,
+    "report": report,
+    "matrix": matrix,
+    "residuals": residuals,
+    "generate": generate,
+    "convert": convert,
+    "verify": verify,
+    "eval": evaluate,
+    "plan": plan,
+    "export": export,
+    "demo": demo,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        say(usage())
+        return 0
+    try:
+        if words[0] not in COMMANDS:
+            raise UserError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
+        COMMANDS[words[0]](words[1:])
+    except UserError as error:
+        return fail(str(error), error.exit_code)
+    except BrokenPipeError:  # the reader has seen enough, as in `headwater residuals | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it on its way out
+        return 0
+    except KeyboardInterrupt:
+        return fail("stopped by Ctrl-C outside of a training step; what was saved before is intact", 130)
+    except OSError as error:
+        if error.errno not in SYSTEM_ERRORS:
+            raise
+        return fail(f"{error.strerror}: {error.filename or 'while writing'}. {SYSTEM_ERRORS[error.errno]}", 1)
+    return 0
+
+
+SYSTEM_ERRORS = {
+    errno.ENOSPC: "Make room, then run the same command with --resume",
+    errno.EDQUOT: "Make room, then run the same command with --resume",
+    errno.EACCES: "Choose a folder that you may write to",
+    errno.EROFS: "Choose a folder that you may write to",
+    errno.ENOTDIR: "A file stands where a folder is needed: choose another path",
+    errno.EEXIST: "A file stands where a folder is needed: choose another path",
+    errno.EISDIR: "A folder stands where a file is needed: choose another path",
+    errno.ENOENT: "It was there a moment ago, or the path is wrong: run the command again",
+}
+
+
+def peek(argv: list[str], default: Where) -> Where:
+    """The flags that decide which defaults the other flags override."""
+    return tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0]
+
+
+def base_config(where: Where, saved: Path) -> Config:
+    """Defaults, or what the folder to resume began with; then the configuration file."""
+    base = load_file(saved) if where.resume and saved.exists() else Config()
+    return load_file(where.config, base) if where.config else base
+
+
+def sized(settings: Config, base: Config, argv: list[str]) -> Config:
+    """A --size given as a flag overrides the shape that a configuration file spells out; other flags override it."""
+    if not any(word.split("=")[0] == "--size" for word in argv):
+        return settings
+    model = settings.model
+    shape: dict[str, Any] = {
+        key: None for key in SIZES.get(model.size, ()) if getattr(model, key) == getattr(base.model, key)
+    }
+    return replace(settings, model=replace(model, **shape))
+
+
+def parse(
+    flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None, name: str | None = None
+) -> T:
+    """`name`: of the command, where it cannot be the function's."""
+    settings = {"prog": f"headwater {name or command.__name__}", "description": command.__doc__, "args": argv}
+    extra = {} if default is None else {"default": default}
+    return tyro.cli(flags, config=(tyro.conf.OmitArgPrefixes,), **settings, **extra)  # type: ignore[call-overload]
+
+
+def needs(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise UserError(f"this command needs the package `{module}`: pip install 'headwater[{extra}]'")
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {device}: this machine has no CUDA device that torch can use")
+
+
+def make_report(folders: list[Path], out: Path | None) -> Path:
+    from headwater.analyze.report import write_report
+
+    with user_values():
+        return write_report(folders, out)
+
+
+def usage() -> str:
+    lines = [f"  {name:<10} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items()]
+    about = "headwater: the residual stream as a part you can swap.\n\nusage: headwater COMMAND [FLAGS]\n"
+    return "\n".join([about, *lines, "\nheadwater COMMAND --help lists the flags of a command."])
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def fail(message: str, code: int) -> int:
+    print(f"headwater: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
