@@ -1,46 +1,178 @@
 """Step time and peak memory of a decoder with each residual, relative to the plain one.
 
-    python -m benchmarks.residuals                       # 12 layers, width 512, on the GPU where there is one, else CPU
-    python -m benchmarks.residuals --residuals mhc ddl --compile
+    python -m benchmarks.residuals --out FILE                             # on the GPU where there is one, else the CPU
+    python -m benchmarks.residuals --residuals standard mhc ddl --repeats 2
 
-Each residual runs in a process of its own, so that its peak memory is its own; `--compile` adds the same decoder under
-torch.compile, which is what a straightforward compilation of the residual's formula gives. The last line is JSON.
+12 layers, width 512; forward and backward. Arms: `eager`, our decoder as it is; `compiled`, our decoder under
+torch.compile; `formula`, the residual's plain formula (headwater/residuals/formulas.py) in the same decoder under
+torch.compile. No residual may take longer than 1.5 times that last one. Most residuals' own code is their formula, and
+compiling our decoder is that arm for them; APART lists the others.
+
+A GPU runs all arms at 12 layers, `--parallel` processes compiling at once and one at a time measuring. A CPU runs them
+one by one, and compares with the straightforward compile alone, at 2 layers: compiling twelve takes minutes for each
+residual there. Rows are printed and stored as they come. The last line is JSON.
 """
 
 import argparse
 import json
-import resource
+import os
+import select
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SHAPE = {"dim": 512, "layers": 12, "heads": 8, "kv_heads": 8, "mlp_dim": 1408, "vocab_size": 512}
+LAYERS = 12
 BATCHES = {"cuda": (16, 1024), "cpu": (2, 128)}  # windows, context
-REPEATS = {"cuda": 10, "cpu": 5}
+REPEATS = {"cuda": 10, "cpu": 3}
+RULE_LAYERS = {"cuda": LAYERS, "cpu": 2}
+LIMIT = 1.5
+GATE = 0.01  # relative difference allowed between the losses of a residual's arms
+# Written otherwise than their formula: kernels, folded products, hand-written backwards.
+APART = ("attnres-block", "attnres-full", "ddl", "delta-attnres", "hyper-connections", "mhc", "mhc-lite")
+
+Row = dict[str, Any]
 
 
-def main() -> None:
-    flags = parse()
-    if flags.one:
-        print(json.dumps(measure(flags.one, flags.device, flags.compile)))
-        return
-    from headwater.residuals import names
+@dataclass(frozen=True)
+class Job:
+    residual: str
+    arms: tuple[str, ...]
+    layers: int
 
-    from .measure import provenance
+    def start(self, flags: argparse.Namespace, errors: Path) -> subprocess.Popen[str]:
+        batch, context = BATCHES[flags.device]
+        numbers = {"layers": self.layers, "batch": batch, "context": context, "repeats": flags.repeats}
+        command = [sys.executable, "-m", "benchmarks.residual_step", "--residual", self.residual]
+        command += ["--arms", *self.arms, "--device", flags.device]
+        command += [str(part) for name, value in numbers.items() for part in (f"--{name}", value)]
+        # Processes that compile side by side have one core each.
+        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"} if flags.parallel > 1 else {}
+        with errors.open("w") as file:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env={**os.environ, **environment},
+            )
 
-    rows = []
-    for spec in flags.residuals or names():
-        for compiled in (False, True) if flags.compile else (False,):
-            rows.append(run(spec, flags.device, compiled, flags.limit))
-            print(describe(rows[-1], rows[0]), flush=True)
-    command = "python -m benchmarks.residuals " + " ".join(sys.argv[1:])
-    result = {**provenance(command, flags.device), "shape": SHAPE, "batch": BATCHES[flags.device], "rows": rows}
-    if flags.out:
-        flags.out.parent.mkdir(parents=True, exist_ok=True)
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+
+def jobs_of(residuals: list[str], rule_layers: int, rule: bool) -> list[Job]:
+    """Where the rule is checked at fewer layers, it is a job of its own, against the straightforward compile alone."""
+    jobs = []
+    for spec in residuals:
+        apart = ("formula",) if spec.partition(":")[0] in APART else ()
+        if not rule:
+            jobs.append(Job(spec, ("eager",), LAYERS))
+        elif rule_layers == LAYERS:
+            jobs.append(Job(spec, ("eager", "compiled"), LAYERS))
+            jobs += [Job(spec, apart, LAYERS)] if apart else []
+        else:
+            jobs.append(Job(spec, ("eager",), LAYERS))
+            jobs.append(Job(spec, ("eager", *(apart or ("compiled",))), rule_layers))
+    return jobs
+
+
+def run(jobs: list[Job], flags: argparse.Namespace) -> Iterator[Row]:
+    """Waves of `parallel` jobs: all prepare, then each measures while the others wait."""
+    with tempfile.TemporaryDirectory() as folder:
+        for first in range(0, len(jobs), flags.parallel):
+            wave = jobs[first : first + flags.parallel]
+            logs = [Path(folder) / f"{first + n}.txt" for n in range(len(wave))]
+            processes = [job.start(flags, log) for job, log in zip(wave, logs, strict=True)]
+            deadline = time.monotonic() + flags.limit
+            ready = [await_line(process, deadline) == "ready" for process in processes]
+            for job, process, log, prepared in zip(wave, processes, logs, ready, strict=True):
+                yield from rows_of(job, process, log, prepared, flags)
+
+
+def rows_of(
+    job: Job, process: subprocess.Popen[str], log: Path, ready: bool, flags: argparse.Namespace
+) -> Iterator[Row]:
+    remaining = list(job.arms)
+    if ready:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + flags.limit
+        while remaining and (line := await_line(process, deadline)):
+            yield json.loads(line)
+            remaining.pop(0)
+    late = process.poll() is None and bool(remaining)
+    if late:
+        process.kill()
+    process.communicate()
+    said = log.read_text().strip().splitlines()
+    reason = f"no result within {flags.limit:.0f} s" if late else (said[-1] if said else "it left no message")
+    for arm in remaining:
+        yield {"residual": job.residual, "arm": arm, "layers": job.layers, "error": reason}
+
+
+def await_line(process: subprocess.Popen[str], deadline: float) -> str:
+    """The next line of its output, or nothing if it ends or the deadline passes first. Workers flush whole lines."""
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+    return process.stdout.readline().strip() if readable else ""
+
+
+def find(rows: list[Row], residual: str, arm: str, layers: int) -> Row | None:
+    key = (residual, arm, layers)
+    return next((r for r in rows if (r["residual"], r["arm"], r["layers"]) == key and "ms" in r), None)
+
+
+def ratios(rows: list[Row], residual: str, rule_layers: int) -> Row:
+    """Against the plain residual at 12 layers, and against the straightforward compile. A red gate gives no number."""
+    result: Row = {"residual": residual}
+    for arm in ("eager", "compiled"):
+        mine, plain = (find(rows, name, arm, LAYERS) for name in (residual, rows[0]["residual"]))
+        if mine and plain:
+            result[f"{arm}_time"] = mine["ms"] / plain["ms"]
+            result[f"{arm}_memory"] = mine["peak_mib"] / plain["peak_mib"]
+    reference = "formula" if residual.partition(":")[0] in APART else "compiled"
+    straight = find(rows, residual, reference, rule_layers)
+    if straight is None:
+        return result
+    result["straightforward"] = reference
+    for arm in ("eager", "compiled"):
+        mine = find(rows, residual, arm, rule_layers)
+        if mine is None:
+            continue
+        if abs(mine["loss"] - straight["loss"]) > GATE * straight["loss"]:
+            return {**result, "error": f"losses differ: {arm} {mine['loss']:.4f}, {reference} {straight['loss']:.4f}"}
+        result[f"{arm}_over_straightforward"] = mine["ms"] / straight["ms"]
+    best = min(result[k] for k in ("eager_over_straightforward", "compiled_over_straightforward") if k in result)
+    result["within_limit"] = best <= LIMIT
+    return result
+
+
+def describe(row: Row) -> str:
+    name = f"{row['residual']:24} {row['arm']:9} {row['layers']:2} layers"
+    if "error" in row:
+        return f"{name}  {row['error']}"
+    return f"{name} {row['ms']:9.1f} ms {row['peak_mib']:9.0f} MiB   first step {row['first_step_s']:6.1f} s"
+
+
+def table(summary: list[Row]) -> str:
+    heads = ("eager_time", "eager_memory", "compiled_time", "compiled_memory")
+    rule = ("eager_over_straightforward", "compiled_over_straightforward")
+    lines = [
+        "relative to the first residual: eager time, memory; compiled time, memory | to the straightforward compile"
+    ]
+    for row in summary:
+        cells = [f"{row[k]:6.2f}" if k in row else "     -" for k in (*heads, *rule)]
+        cells[len(heads) :] = [
+            cell + ("!" if row.get(k, 0) > LIMIT else " ") for cell, k in zip(cells[len(heads) :], rule, strict=True)
+        ]
+        verdict = row.get("error") or {True: "within 1.5", False: "BEYOND 1.5", None: ""}[row.get("within_limit")]
+        note = " (its own code)" if row.get("straightforward") == "compiled" else ""
+        lines.append(f"{row['residual']:24} {' '.join(cells[:4])} | {' '.join(cells[4:])} {verdict}{note}")
+    return "\n".join(lines)
 
 
 def parse() -> argparse.Namespace:
@@ -49,69 +181,42 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.residuals")
     parser.add_argument("--residuals", nargs="+", help="the plain one first; every registered one by default")
     parser.add_argument("--device", choices=BATCHES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds one residual may take")
+    parser.add_argument("--parallel", type=int, help="processes that compile at once; 1 on a CPU, one a core on a GPU")
+    parser.add_argument("--repeats", type=int, help="steps measured")
+    parser.add_argument("--rule-layers", type=int, help="depth at which arms are compared with compilation")
+    parser.add_argument("--no-rule", action="store_true", help="the eager arm alone: nothing is compiled")
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds a process may take to prepare, or to measure"
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    flags = parser.parse_args()
+    flags.parallel = flags.parallel or (1 if flags.device == "cpu" else os.cpu_count() or 1)
+    flags.repeats = flags.repeats or REPEATS[flags.device]
+    flags.rule_layers = flags.rule_layers or RULE_LAYERS[flags.device]
+    return flags
 
 
-def run(spec: str, device: str, compiled: bool, limit: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.residuals", "--one", spec, "--device", device]
-    command += ["--compile"] if compiled else []
-    row: dict[str, Any] = {"residual": spec, "compiled": compiled}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {**row, "error": f"no result within {limit:.0f} s"}
-    if done.returncode:
-        return {**row, "error": done.stderr.strip().splitlines()[-1]}
-    return row | json.loads(done.stdout.splitlines()[-1])
+def main() -> None:
+    from headwater.residuals import names
 
+    from .measure import provenance
+    from .residual_step import SHAPE
 
-def measure(spec: str, device: str, compiled: bool) -> dict[str, Any]:
-    """Medians over steps: forward, backward and the gradients' reset, bf16 autocast on a GPU, fp32 on a CPU."""
-    import torch
-    import torch.nn.functional as F
-
-    from headwater.models import Decoder, ModelConfig
-
-    torch.manual_seed(0)
-    batch, context = BATCHES[device]
-    model = Decoder(ModelConfig(**SHAPE, context=context, residual=spec)).to(device)
-    tokens = torch.randint(0, SHAPE["vocab_size"], (batch, context + 1)).to(device)
-    forward = torch.compile(model, dynamic=False) if compiled else model
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = forward(tokens[:, :-1])
-        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    start = time.perf_counter()
-    step()
-    first = time.perf_counter() - start
-    step()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(REPEATS[device]):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident
-    return {"ms": 1e3 * sorted(seconds)[len(seconds) // 2], "peak_mib": peak / 2**20, "first_step_s": first}
-
-
-def describe(row: dict[str, Any], base: dict[str, Any]) -> str:
-    name = row["residual"] + (" compiled" if row["compiled"] else "")
-    if "error" in row or "error" in base:
-        return f"{name:32} {row.get('error', 'the baseline failed')}"
-    time_ratio, memory_ratio = row["ms"] / base["ms"], row["peak_mib"] / base["peak_mib"]
-    return f"{name:32} {row['ms']:9.1f} ms  x {time_ratio:5.2f}   {row['peak_mib']:9.0f} MiB  x {memory_ratio:5.2f}"
+    flags = parse()
+    residuals = list(flags.residuals or names())
+    command = "python -m benchmarks.residuals " + " ".join(sys.argv[1:])
+    result = {**provenance(command, flags.device), "shape": {**SHAPE, "layers": LAYERS}, "batch": BATCHES[flags.device]}
+    rows: list[Row] = []
+    for row in run(jobs_of(residuals, flags.rule_layers, not flags.no_rule), flags):
+        rows.append(row)
+        print(describe(row), flush=True)
+        summary = [ratios(rows, residual, flags.rule_layers) for residual in residuals]
+        result |= {"rule_layers": flags.rule_layers, "limit": LIMIT, "rows": rows, "summary": summary}
+        if flags.out:
+            flags.out.parent.mkdir(parents=True, exist_ok=True)
+            flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(summary))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""The benchmark of the residuals: its plain decoder is the same network, and its table says what the rows say."""
+
+import pytest
+import torch
+from test_contract import model_of, tokens_of
+
+from benchmarks import residuals as table
+from benchmarks.residual_step import PlainDecoder
+from headwater.residuals import names
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", names())
+def test_the_plain_decoder_is_the_same_network(spec):
+    model, tokens = model_of(spec, scatter=True), tokens_of()
+    torch.testing.assert_close(PlainDecoder(model)(tokens), model(tokens), atol=2e-4, rtol=2e-4)
+
+
+def row(residual, arm, ms, layers=12, loss=6.0):
+    return {"residual": residual, "arm": arm, "layers": layers, "ms": ms, "peak_mib": ms, "loss": loss}
+
+
+def test_ratios_mark_what_is_slower_than_the_straightforward_compile():
+    rows = [row("standard", "eager", 10.0), row("standard", "compiled", 8.0)]
+    rows += [row("mhc", "eager", 30.0), row("mhc", "compiled", 20.0), row("mhc", "formula", 10.0)]
+    plain, slow = (table.ratios(rows, name, 12) for name in ("standard", "mhc"))
+    assert plain["straightforward"] == "compiled"
+    assert plain["within_limit"]
+    assert slow["eager_time"] == 3.0
+    assert slow["compiled_over_straightforward"] == 2.0
+    assert not slow["within_limit"]
+    assert "BEYOND 1.5" in table.table([plain, slow])
+    rows[3]["ms"] = 14.0
+    assert table.ratios(rows, "mhc", 12)["within_limit"]
+
+
+def test_a_red_gate_gives_no_verdict():
+    rows = [row("standard", "eager", 1.0), row("ddl", "eager", 1.0), row("ddl", "formula", 1.0, loss=7.0)]
+    verdict = table.ratios(rows, "ddl", 12)
+    assert "losses differ" in verdict["error"]
+    assert "within_limit" not in verdict
+
+
+def test_each_residual_is_compared_with_one_straightforward_compile():
+    on_gpu, on_cpu = (table.jobs_of(["standard", "mhc"], layers, True) for layers in (12, 2))
+    assert [job.arms for job in on_gpu] == [("eager", "compiled"), ("eager", "compiled"), ("formula",)]
+    assert [(job.arms, job.layers) for job in on_cpu] == [
+        (("eager",), 12),
+        (("eager", "compiled"), 2),
+        (("eager",), 12),
+        (("eager", "formula"), 2),
+    ]
