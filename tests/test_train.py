@@ -4,17 +4,19 @@ import functools
 import json
 import math
 import shutil
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tinyrun import STEPS, fingerprint, tiny, write_corpus
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names
-from headwater.train import loop
+from headwater.train import loop, shards
 from headwater.train.checkpoint import checkpoints, damage
 from headwater.train.config import OptimSettings
 from headwater.train.data import prepare
@@ -44,6 +46,7 @@ def cut_power(monkeypatch, at_step: int) -> None:
         ("standard", "adamw", {}),
         ("attnres-block:block=2", "muon", {}),
         ("attnres-full", "adamw", {"accumulate": 2, "checkpoint_activations": True}),
+        ("attnres-full", "muon", {"async_save": True, "save_every": 2}),
     ],
 )
 def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
@@ -159,6 +162,121 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path,
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+def spikes(monkeypatch, *numbers: int) -> None:
+    """Steps whose loss and gradient come out a hundred times too large."""
+    real = loop.accumulate
+
+    def accumulate(run, number):
+        loss = real(run, number)
+        if number not in numbers:
+            return loss
+        for parameter in run.model.parameters():
+            parameter.grad *= 100
+        return loss * 100
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+
+
+def test_a_loss_spike_is_left_out_and_a_resumed_run_decides_alike(tmp_path, monkeypatch):
+    config = tiny(tmp_path, save_every=1, keep=99, skip_spikes=2, spike_window=4)
+    spikes(monkeypatch, 3, 7, 8)  # the first comes before there are losses to measure it against
+    assert train(config, tmp_path / "whole")["skipped_steps"] == 2
+    whole = fingerprint(tmp_path / "whole")
+    records = [r for r in whole["metrics"] if r["kind"] == "skip"]
+    assert [(r["step"], r["reason"]) for r in records] == [(7, "spike"), (8, "spike")]
+    taken = [r["loss"] for r in whole["metrics"] if r["kind"] == "train" and r["step"] in (3, 4, 5, 6)]
+    deviation = np.median(np.abs(taken - np.median(taken)))
+    assert records[0]["threshold"] == pytest.approx(np.median(taken) + 6 * 1.4826 * deviation)
+    assert records[0]["loss"] > records[0]["threshold"] == records[1]["threshold"]
+    saved = {int(f.name[5:]): load_file(f / "model.safetensors") for f in checkpoints(tmp_path / "whole/checkpoints")}
+    for before, after, equal in ((6, 7, True), (7, 8, True), (2, 3, False), (8, 9, False)):
+        same = all(torch.equal(value, saved[after][name]) for name, value in saved[before].items())
+        assert same == equal, (before, after)
+    cause = json.loads((tmp_path / "whole" / "spike-step-7.json").read_text())
+    assert cause["batch"] == {"seed": 0, "step": 6, "size": 4}
+
+    for cut in (5, 7):  # with a window half filled, and between two spikes
+        with monkeypatch.context() as patch:
+            cut_power(patch, at_step=cut + 1)
+            with pytest.raises(PowerCut):
+                train(config, tmp_path / f"cut{cut}")
+        train(config, tmp_path / f"cut{cut}", resume=True)
+        assert fingerprint(tmp_path / f"cut{cut}") == whole
+
+
+def test_too_many_spikes_in_a_row_stop_the_run_wherever_it_was_resumed(tmp_path, monkeypatch):
+    config = tiny(tmp_path, save_every=1, keep=99, skip_spikes=2, spike_window=4)
+    spikes(monkeypatch, 7, 8, 9)
+    for resume in (False, True):  # the second time from step 8, after two spikes
+        with pytest.raises(UserError, match=r"the loss is above .* at step 9 .*step-00000008.*spike-step-9"):
+            train(config, tmp_path / "run", resume=resume)
+
+
+def slow_writes(monkeypatch, seconds: float = 0.0, failing: int | None = None) -> list[int]:
+    """Writing takes a while, or fails from a step on; returns the steps whose weights were written."""
+    real, steps = shards.write_file, []
+
+    def write_file(path, content):
+        step = int(path.parent.name.rpartition("-")[2])
+        if path.name == "model.safetensors":
+            time.sleep(seconds)
+            steps.append(step)
+            if failing is not None and step >= failing:
+                raise OSError(28, "No space left on device", str(path))
+        return real(path, content)
+
+    monkeypatch.setattr(shards, "write_file", write_file)
+    return steps
+
+
+def test_saving_in_the_background_writes_what_saving_at_once_does(tmp_path, monkeypatch):
+    """Each save takes longer than the steps meanwhile, which must neither wait for it nor change what it writes."""
+    config = tiny(tmp_path, save_every=3, keep=99)
+    train(config, tmp_path / "sync")
+    slow_writes(monkeypatch, seconds=0.5)
+    overtaken = []
+    real = loop.log_update
+
+    def log_update(run, *values):
+        real(run, *values)
+        overtaken.append(run.saver.thread is not None and run.saver.thread.is_alive())
+
+    monkeypatch.setattr(loop, "log_update", log_update)
+    train(replace(config, train=replace(config.train, async_save=True)), tmp_path / "async")
+    assert any(overtaken)
+    for one, other in zip(*(checkpoints(tmp_path / name / "checkpoints") for name in ("sync", "async")), strict=True):
+        assert damage(other) is None
+        for file in ("model.safetensors", "optimizer.safetensors", "index.json"):
+            assert (one / file).read_bytes() == (other / file).read_bytes(), (one.name, file)
+    assert fingerprint(tmp_path / "sync") == fingerprint(tmp_path / "async")
+
+
+def test_a_failing_write_in_the_background_stops_the_run_at_one_of_the_next_steps(tmp_path, monkeypatch):
+    config = tiny(tmp_path, steps=200, eval_every=200, depth_every=200, save_every=50, async_save=True)
+    slow_writes(monkeypatch, failing=100)
+    with pytest.raises(UserError, match=r"could not write .*step-00000100: No space left.*good .*step-00000050"):
+        train(config, tmp_path / "run")
+    assert fingerprint(tmp_path / "run")["metrics"][-1]["step"] < 150, "it was noticed by the next save only"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000050"]
+
+
+@pytest.mark.parametrize("steps", [5, 12])
+def test_a_failing_last_write_in_the_background_is_an_error(tmp_path, monkeypatch, steps):
+    """At the end of a run, and when another error has already ended it."""
+    config = tiny(tmp_path, steps=steps, save_every=5, async_save=True)
+    slow_writes(monkeypatch, seconds=0.3, failing=5)
+    if steps == 5:
+        with pytest.raises(UserError, match="could not write"):
+            train(config, tmp_path / "run")
+    else:
+        cut_power(monkeypatch, at_step=6)
+        with pytest.raises((PowerCut, UserError)):
+            train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert checkpoints(tmp_path / "run" / "checkpoints") == []
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
+
+
 def test_depth_records(tmp_path):
     for residual in ("standard", "attnres-full"):
         train(tiny(tmp_path, residual=residual), tmp_path / residual)
@@ -186,7 +304,7 @@ def test_depth_records(tmp_path):
 def test_summary_and_resolved_configuration(tmp_path):
     summary = train(tiny(tmp_path), tmp_path / "run")
     keys = "residual seed parameters residual_parameters flops_per_token tokens steps seconds peak_memory_bytes loss"
-    assert set(summary) == {*keys.split(), "bits_per_byte", "device", "torch", "headwater"}
+    assert set(summary) == {*keys.split(), "skipped_steps", "bits_per_byte", "device", "torch", "headwater"}
     assert summary["tokens"] == STEPS * 4 * 32
     assert summary["peak_memory_bytes"] > 50 * 2**20
     config = json.loads((tmp_path / "run" / "config.json").read_text())

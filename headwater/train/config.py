@@ -104,6 +104,12 @@ class TrainSettings:
     """Write checkpoints beside the next steps, from a copy in host memory."""
     skip_nonfinite: int = 0
     """Steps in a row to leave out because their loss or gradient is not finite, before the run stops."""
+    skip_spikes: int = 0
+    """Steps in a row to leave out because their loss is a spike, before the run stops; 0 takes every finite step."""
+    spike_sigmas: float = 6.0
+    """A spike lies this many standard deviations above the median of the last losses."""
+    spike_window: int = 64
+    """Losses that a spike is measured against; before there are as many, no step is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +214,8 @@ def check(config: Config) -> Config:
     counts = [f"train.{f.name}" for f in fields(TrainSettings) if f.type == "int"]
     positive = {**dict.fromkeys(counts, 1), "data.bpe_vocab": 257, "parallel.pipeline": 1, "parallel.chunks": 1}
     positive["parallel.tensor"] = 1
-    none = ("optim.warmup", "train.seed", "train.skip_nonfinite", "parallel.shard", "parallel.hang_timeout")
-    positive |= dict.fromkeys(none, 0)
+    none = ("optim.warmup", "train.seed", "train.skip_nonfinite", "train.skip_spikes", "parallel.shard")
+    positive |= dict.fromkeys((*none, "parallel.hang_timeout"), 0) | {"train.spike_window": 2}
     for key, low in positive.items():
         if flat[key] < low:
             raise UserError(f"{key} must be at least {low}; got {flat[key]}")
@@ -217,7 +223,7 @@ def check(config: Config) -> Config:
     for key in shares:
         if not 0 <= flat[key] <= 1 or (key in ("data.validation", "optim.beta1", "optim.beta2") and flat[key] == 1):
             raise UserError(f"{key} must lie between 0 and 1; got {flat[key]}")
-    for key in ("optim.lr", "optim.clip", "data.validation"):
+    for key in ("optim.lr", "optim.clip", "data.validation", "train.spike_sigmas"):
         if not (flat[key] > 0 and math.isfinite(flat[key])):
             raise UserError(f"{key} must be a positive number; got {flat[key]}")
     limits = {"optim.lr": 1e30, "train.seed": 2**31 - 1}  # beyond them torch cannot take the number

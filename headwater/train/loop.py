@@ -30,6 +30,7 @@ from headwater.train.optim import learning_rate, set_learning_rate
 from headwater.train.parallel import clip, defer_reduction, gather, gathered, let_go, squared_norm
 from headwater.train.progress import ProgressLine
 from headwater.train.run import Run, begin, choose_device, finish, save
+from headwater.train.skips import Reason
 from headwater.train.watchdog import Watchdog
 
 FAILED = 1000  # above every signal: a save in the background has failed
@@ -115,36 +116,35 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
     settings = run.config
     rate = learning_rate(number - 1, settings.train.steps, settings.optim)
     grad_norm = run.ranks.gradient_norm(run.model)
-    if math.isfinite(loss) and math.isfinite(grad_norm):
+    reason = run.skips.judge(loss, grad_norm, settings.train)
+    if reason is None:
         clip(run.model, grad_norm, settings.optim.clip)
         set_learning_rate(run.optimizers, rate)
         for optimizer in run.optimizers.values():
             optimizer.step()
-        run.skipped = 0
     else:
-        leave_out(run, number, loss, grad_norm)
+        leave_out(run, number, loss, grad_norm, reason)
     for optimizer in run.optimizers.values():
         optimizer.zero_grad(set_to_none=True)
     return grad_norm, rate
 
 
-def leave_out(run: Run, number: int, loss: float, grad_norm: float) -> None:
-    """Record a step that is not finite; raise unless it may be skipped. Loss and norm are sums over all ranks, so that
-    every rank comes here, or none."""
-    run.saver.wait()
-    cause = write_cause(run, number, loss, grad_norm)
-    run.skipped += 1
-    if run.skipped > run.config.train.skip_nonfinite:
+def leave_out(run: Run, number: int, loss: float, grad_norm: float, reason: Reason) -> None:
+    """Record a step that is not taken; raise if there were too many in a row. Every rank comes here, or none."""
+    cause = write_cause(run, number, loss, grad_norm, reason)
+    run.log.write("skip", number, reason=reason.kind, loss=loss, threshold=reason.threshold, grad_norm=grad_norm)
+    if run.skips.in_a_row > reason.limit:
+        run.saver.wait()  # then the last good checkpoint is the last
         raise UserError(
-            f"the loss is not finite at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
+            f"{reason.text} at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
             f"as they were. {last_good(run.folder / 'checkpoints')} What is known of the step is in {cause}. "
             "Try a lower --lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out"
         )
 
 
-def write_cause(run: Run, number: int, loss: float, grad_norm: float) -> Path:
-    """nonfinite-step-N.json: what is needed to find out which tokens, rank or depth a bad step came from."""
-    path, settings = run.folder / f"nonfinite-step-{number}.json", run.config.train
+def write_cause(run: Run, number: int, loss: float, grad_norm: float, reason: Reason) -> Path:
+    """nonfinite-step-N.json or spike-step-N.json: what helps to find out which tokens, rank or depth it came from."""
+    path, settings = run.folder / f"{reason.kind}-step-{number}.json", run.config.train
     depth = depth_gradients(run)
     losses = run.ranks.collect(run.own_loss)
     if run.ranks.main:
@@ -188,6 +188,7 @@ def evaluate(run: Run) -> float:
     let_go(run.model)
     sums = run.ranks.sums([nats, tokens, num_bytes])
     if not math.isfinite(sums[0]):  # the last update destroyed the weights: they are not saved
+        run.saver.wait()
         raise UserError(
             f"the validation loss is not finite after step {run.step}. {last_good(run.folder / 'checkpoints')} "
             "Try a lower --lr or a longer --warmup, in another --out"

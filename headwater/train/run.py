@@ -30,9 +30,10 @@ from headwater.train.optim import build_optimizers
 from headwater.train.parallel import Parts, Ranks, fill, shard
 from headwater.train.pipeline import Pipeline, Stage, assemble
 from headwater.train.saver import Saver
+from headwater.train.skips import Skips
 from headwater.train.tensor import parallelize, refuse_undivided
 
-FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}}
+FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
 
 
 @dataclass(kw_only=True)
@@ -61,10 +62,9 @@ class Run:
     """Wall-clock of the processes before this one."""
     peak_memory: int
     evaluation: dict[str, float]
+    skips: Skips
     own_loss: float = 0.0
     """This rank's share of the last step's loss."""
-    skipped: int = 0
-    """Steps just left out, in a row."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -136,6 +136,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         seconds=state["seconds"],
         peak_memory=state["peak_memory"],
         evaluation=state["evaluation"],
+        skips=Skips(**state["skips"]),
     )
 
 
@@ -241,6 +242,7 @@ def save(run: Run) -> Path:
         "seconds": run.elapsed(),
         "peak_memory": run.peak_memory,
         "evaluation": run.evaluation,
+        "skips": asdict(run.skips),
     }
     settings = run.config.train
     return run.saver.save(run.step, state, keep=settings.keep, before=run.log.sync, background=settings.async_save)
@@ -257,6 +259,7 @@ def finish(run: Run) -> dict[str, Any]:
         "flops_per_token": run.whole.flops_per_token(run.train.context),
         "tokens": run.tokens,
         "steps": run.step,
+        "skipped_steps": run.skips.total,
         "seconds": run.elapsed(),
         "peak_memory_bytes": run.ranks.highest(max(run.peak_memory, peak_memory(run.device))),
         **run.evaluation,

@@ -1,0 +1,55 @@
+"""Which steps are left out: those that are not finite and, by option, those whose loss is a spike.
+
+Everything is decided from numbers that are sums over all ranks, so that every rank decides alike, and from the losses
+of the last steps, which a checkpoint holds, so that a resumed run decides as an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+
+from headwater.train.config import TrainSettings
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a step is left out, and how many such steps in a row a run bears."""
+
+    kind: str
+    text: str
+    threshold: float | None
+    limit: int
+
+
+@dataclass
+class Skips:
+    losses: list[float] = field(default_factory=list)
+    """Of the last steps that were taken."""
+    in_a_row: int = 0
+    total: int = 0
+
+    def judge(self, loss: float, grad_norm: float, settings: TrainSettings) -> Reason | None:
+        """None, and the step is to be taken; or the reason why not."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._count()
+            return Reason("nonfinite", "the loss is not finite", None, settings.skip_nonfinite)
+        if settings.skip_spikes and len(self.losses) == settings.spike_window:
+            threshold = self._threshold(settings.spike_sigmas)
+            if loss > threshold:
+                self._count()
+                return Reason("spike", f"the loss is above {threshold:.6g}", threshold, settings.skip_spikes)
+        self.in_a_row = 0
+        self.losses = [*self.losses, loss][-settings.spike_window :]
+        return None
+
+    def _threshold(self, sigmas: float) -> float:
+        """Median and median deviation: one spike that was taken, early on, does not hide the next one. For losses that
+        are spread normally, 1.4826 times that deviation is the standard deviation."""
+        middle = median(self.losses)
+        return middle + sigmas * 1.4826 * median(abs(loss - middle) for loss in self.losses)
+
+    def _count(self) -> None:
+        self.in_a_row += 1
+        self.total += 1
