@@ -1,4 +1,4 @@
-"""What a run is: five frozen dataclasses, filled from defaults, then a TOML (or JSON) file, then flags.
+"""What a run is: six frozen dataclasses, filled from defaults, then a TOML (or JSON) file, then flags.
 
 Nothing here imports torch, so that `--help` stays fast. `model` mirrors `headwater.models.ModelConfig`: None means
 "as the named size says".
@@ -134,12 +134,23 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """Where metrics go besides metrics.jsonl."""
+
+    wandb: str = ""
+    """Project of Weights & Biases; needs headwater[wandb]."""
+    tensorboard: bool = False
+    """Write for TensorBoard into the run's folder; needs headwater[tensorboard]."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    log: LogSettings = field(default_factory=LogSettings)
 
 
 # A run may be resumed with other values of these: they change what is kept and shown and who computes it, never what.
@@ -148,6 +159,7 @@ FREE = frozenset(
         "data.cache",
         *(f"train.{name}" for name in ("log_every", "eval_every", "depth_every", "save_every", "keep", "async_save")),
         *(f"parallel.{f.name}" for f in fields(ParallelSettings)),
+        *(f"log.{f.name}" for f in fields(LogSettings)),
     }
 )
 

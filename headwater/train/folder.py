@@ -7,10 +7,10 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from headwater.errors import UserError
 
@@ -72,8 +72,17 @@ def read_record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
+class Mirror(Protocol):
+    def put(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MetricsLog:
     """metrics.jsonl: one object a line, flushed as it is written. Numbers that are not finite become null."""
+
+    mirrors: Sequence[Mirror] = ()
+    """What else is told."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
         """Records after step `keep_until` are of steps that will be taken again: they go, as do lines that are none."""
@@ -86,8 +95,11 @@ class MetricsLog:
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        self.file.write(json.dumps({"kind": kind, "step": step} | finite(values), allow_nan=False) + "\n")
+        record = {"kind": kind, "step": step} | finite(values)
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
         self.file.flush()
+        for mirror in self.mirrors:
+            mirror.put(record)
 
     def sync(self) -> None:
         """Before a checkpoint commits, the records it vouches for reach the disk."""
@@ -95,6 +107,9 @@ class MetricsLog:
 
     def close(self) -> None:
         self.file.close()
+        mirrors, self.mirrors = self.mirrors, ()
+        for mirror in mirrors:
+            mirror.close()
 
 
 def finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.train import loggers
 from headwater.train.checkpoint import last_good
 from headwater.train.config import Config, check
 from headwater.train.depth import depth_record, gradient_norms
@@ -39,6 +40,7 @@ FAILED = 1000  # above every signal: a save in the background has failed
 def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
     """Train until `config.train.steps` updates are done; returns what summary.json then holds."""
     settings = check(config).train
+    loggers.require(config.log)
     with gathered(config.parallel, choose_device(config)) as ranks, locked(out) if ranks.main else nullcontext():
         run = begin(config, out, resume=resume, ranks=ranks)
         if run.step == settings.steps and (out / "summary.json").exists():
@@ -46,7 +48,9 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
         console = Console(quiet=not ranks.main)
         watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
         progress = ProgressLine("training", run.step, settings.steps, console)
-        with Interruption() as interruption, watchdog, progress, run.saver:
+        if ranks.main:
+            run.log.mirrors = loggers.start(config.log, out, run.step, run.identity)
+        with closing(run.log), Interruption() as interruption, watchdog, progress, run.saver:
             clock = Clock(run)
             for number in range(run.step + 1, settings.steps + 1):
                 watchdog.reset()

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from headwater.models.decoder import Sublayer
 from headwater.train import checkpoint
 from headwater.train.config import Config, ModelSettings
 from headwater.train.data import SPLITS, Dataset, Windows, prepare
-from headwater.train.folder import MetricsLog, write_json
+from headwater.train.folder import MetricsLog, Mirror, write_json
 from headwater.train.optim import build_optimizers
 from headwater.train.parallel import Parts, Ranks, fill, shard
 from headwater.train.pipeline import Pipeline, Stage, assemble
@@ -77,6 +77,8 @@ class Run:
 
 class NoLog:
     """The metrics log of the ranks that do not write one."""
+
+    mirrors: Sequence[Mirror] = ()
 
     def write(self, kind: str, step: int, **values: Any) -> None: ...
 
@@ -269,7 +271,6 @@ def finish(run: Run) -> dict[str, Any]:
     }
     if run.ranks.main:
         write_json(run.folder / "summary.json", summary)
-    run.log.close()
     return summary
 
 

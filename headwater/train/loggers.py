@@ -1,0 +1,121 @@
+"""Weights & Biases and TensorBoard beside metrics.jsonl, which stays the record of a run.
+
+Each is fed by a thread of its own through a bounded queue: one that is slow loses records, one that raises is off, one
+that hangs is left behind. Nothing that they do reaches the training loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import UserError
+from headwater.train.config import LogSettings
+
+CAPACITY = 1000  # records
+PATIENCE = 5.0  # seconds to finish in, at the end of a run
+Record = dict[str, Any]
+Sink = tuple[Callable[[Record], None], Callable[[], None]]  # write, close
+
+
+def require(settings: LogSettings) -> None:
+    """Import what was asked for, before any work; in the main thread, since imports and threads do not mix."""
+    for asked, module, extra in (
+        (settings.wandb, "wandb", "wandb"),
+        (settings.tensorboard, "torch.utils.tensorboard", "tensorboard"),
+    ):
+        if asked:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise UserError(f"--{extra} cannot be used ({error}): pip install 'headwater[{extra}]'") from None
+
+
+def start(settings: LogSettings, folder: Path, step: int, config: dict[str, Any]) -> list[Logger]:
+    """The loggers of a run that goes on after `step`."""
+    found = []
+    if settings.wandb:
+        found.append(Logger("W&B", lambda: open_wandb(settings.wandb, folder, config)))
+    if settings.tensorboard:
+        found.append(Logger("TensorBoard", lambda: open_tensorboard(folder, step)))
+    return found
+
+
+class Logger(threading.Thread):
+    """`put` never waits and never raises."""
+
+    def __init__(self, label: str, open_sink: Callable[[], Sink]) -> None:
+        super().__init__(name=label, daemon=True)
+        self.label, self.open_sink = label, open_sink
+        self.queue: queue.Queue[Record | None] = queue.Queue(CAPACITY)
+        self.dropped = 0
+        self.start()
+
+    def put(self, record: Record | None) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped == 1 and self.is_alive():
+                self.warn("is too slow: records are dropped")
+
+    def run(self) -> None:
+        try:
+            write, close = self.open_sink()
+            while (record := self.queue.get()) is not None:
+                write(record)
+            close()
+        except Exception as error:  # a foreign package: whatever it raises ends here
+            self.warn(f"failed and is off for the rest of this run ({type(error).__name__}: {error})")
+
+    def close(self) -> None:
+        """Give it a moment to write what is left."""
+        self.put(None)
+        self.join(PATIENCE)
+        if self.is_alive():
+            self.warn("did not finish in time and is left behind")
+
+    def warn(self, text: str) -> None:
+        print(f"headwater: {self.label} {text}; metrics.jsonl has everything", file=sys.stderr, flush=True)
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """The numbers of a record, as "kind/name", and those of lists along the depth, as "kind/name/sublayer"."""
+    for name, value in record.items():
+        if name in ("kind", "step"):
+            continue
+        entries = enumerate(value) if isinstance(value, list) else ((None, value),)
+        for i, entry in entries:
+            if isinstance(entry, int | float):
+                yield f"{record['kind']}/{name}" + ("" if i is None else f"/{i:02d}"), float(entry)
+
+
+def open_wandb(project: str, folder: Path, config: dict[str, Any]) -> Sink:
+    """A run that is resumed goes on under the name it was given first."""
+    import wandb
+
+    known = folder / "wandb-id"
+    if not known.exists():
+        known.write_text(uuid.uuid4().hex[:8], encoding="ascii")
+    identity = {"id": known.read_text(encoding="ascii"), "resume": "allow"}
+    run = wandb.init(project=project, name=folder.name, dir=str(folder), config=config, **identity)
+    return lambda record: run.log(dict(scalars(record)), step=record["step"]), run.finish
+
+
+def open_tensorboard(folder: Path, step: int) -> Sink:
+    """What an earlier process logged of steps that are taken again is hidden."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10)
+
+    def write(record: Record) -> None:
+        for name, value in scalars(record):
+            writer.add_scalar(name, value, record["step"])
+
+    return write, writer.close
