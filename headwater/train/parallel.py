@@ -33,14 +33,15 @@ from headwater.train.config import ParallelSettings
 from headwater.train.tensor import fsdp_placement
 
 GRID = ("pipeline", "replicate", "shard", "tensor")
-TOKENS = "tokens"  # shard and tensor as one axis: all that see different tokens of a copy
+TOKENS = ("pipeline", "replicate", "tokens")  # the same ranks, with shard and tensor as one axis
 
 
 class Ranks:
-    """This process among the others. Built without arguments, it is alone."""
+    """This process among the others. Built without arguments, it is alone. `tokens`: the grid with the axes TOKENS."""
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None, tokens: DeviceMesh | None = None) -> None:
         self.mesh = mesh
+        self.tokens_mesh = tokens
         self.rank = 0 if mesh is None else dist.get_rank()
         self.world = 1 if mesh is None else dist.get_world_size()
         coordinate = (0, 0, 0, 0) if mesh is None else cast(list[int], mesh.get_coordinate())
@@ -140,8 +141,11 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
         raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
     if not dist.is_initialized():
         connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", settings.hang_timeout * 2 or 10**6)
-    shape = (settings.pipeline, data // shards, shards, settings.tensor)
-    return Ranks(init_device_mesh(device.type, shape, mesh_dim_names=GRID))
+    outer, inner = (settings.pipeline, data // shards), (shards, settings.tensor)
+    mesh = init_device_mesh(device.type, (*outer, *inner), mesh_dim_names=GRID)
+    if settings.tensor == 1:
+        return Ranks(mesh)
+    return Ranks(mesh, init_device_mesh(device.type, (*outer, math.prod(inner)), mesh_dim_names=TOKENS))
 
 
 def connect(backend: str, seconds: int) -> None:
@@ -165,20 +169,16 @@ def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks) -> Non
     policy = half if ranks.mesh.device_type == "cuda" else MixedPrecisionPolicy()
     # FSDP warns that a body returns a view, which an in-place operation would break; the decoder has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    mesh = over(ranks, "shard")
+    mesh = sharded_over(ranks, ranks.mesh, "shard")
     for sublayer in sublayers:
         fully_shard(sublayer.body, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
-    fully_shard(module, mesh=over(ranks, TOKENS))
+    fully_shard(module, mesh=mesh if ranks.tensor == 1 else sharded_over(ranks, ranks.tokens_mesh, "tokens"))
 
 
-def over(ranks: Ranks, axis: str) -> DeviceMesh:
-    """The mesh to shard over, one axis; with the copies before it where there are some."""
-    assert ranks.mesh is not None
-    if axis == TOKENS:
-        if ranks.tensor == 1:
-            return over(ranks, "shard")
-        ranks.mesh["shard", "tensor"]._flatten(TOKENS)
-    return ranks.mesh[axis] if ranks.replicas == 1 else ranks.mesh["replicate", axis]
+def sharded_over(ranks: Ranks, mesh: DeviceMesh | None, axis: str) -> DeviceMesh:
+    """One axis; before it the copies where there are some."""
+    assert mesh is not None
+    return mesh[axis] if ranks.replicas == 1 else mesh["replicate", axis]
 
 
 def defer_reduction(module: nn.Module, deferred: bool) -> None:
