@@ -38,7 +38,7 @@ def model_of(spec, seed=0, scatter=False, **settings):
     """A small decoder; `scatter` moves every parameter off its start, so that nothing is at a symmetric point."""
     torch.manual_seed(seed)
     shape = {"vocab_size": VOCAB, "dim": DIM, "layers": LAYERS, "heads": 4, "kv_heads": 2, "mlp_dim": 48, "context": 32}
-    model = Decoder(ModelConfig(**shape, residual=spec, **settings))
+    model = Decoder(ModelConfig(**{**shape, "residual": spec, **settings}))
     if scatter:
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .base import Norm, Residual, State, apply_norm, hold
 from .layerwise import layer_starts, sublayer_kinds
-from .numerics import project, rms_scale, wide
+from .numerics import project, project_normed, wide
 from .registry import register
 
 KERNEL = 4  # tokens a token convolution sees
@@ -140,12 +140,11 @@ class DeepDeltaResidual(Residual):
     def write(self, state: State, i: int, y: Tensor) -> State:
         stream, x = state
         write = cast(DeltaWrite, self.writes[str(i)])
-        normed = wide(x) * rms_scale(x)
-        beta = hold(2 * project(normed, write.beta_weight, write.beta_bias).sigmoid())  # (..., 1)
+        beta = hold(2 * (project_normed(x, write.beta_weight) + wide(write.beta_bias)).sigmoid())  # (..., 1)
         if self.bounded:
             value = VALUE_BOUND * project(x, write.value_weight, write.value_bias).sigmoid()  # (..., n)
         else:
-            value = project(normed, write.value_weight)
+            value = project_normed(x, write.value_weight)
         y = wide(y)
         length = torch.rsqrt(y.square().sum(-1, keepdim=True) + DIRECTION_EPS**2)
         direction = hold(y * length).unsqueeze(-2)  # (..., 1, D)

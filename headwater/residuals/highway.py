@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import State, hold
-from .numerics import project, rms_scale, wide
+from .numerics import project_normed, wide
 from .registry import register
 from .stream import StreamResidual
 
@@ -51,7 +51,7 @@ class HighwayResidual(StreamResidual):
     def write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
         gate = cast(Gate, self.gates[str(i)])
-        g = hold(project(wide(h) * rms_scale(h), gate.weight, gate.bias).sigmoid())
+        g = hold((project_normed(h, gate.weight) + wide(gate.bias)).sigmoid())
         return (torch.lerp(wide(h), wide(y), g.expand_as(h)).to(h.dtype),)
 
     def flops_per_token(self) -> int:

@@ -5,7 +5,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from .numerics import project, rms_scale, wide
+from .numerics import project_normed, wide
 from .registry import register
 from .streams import StreamsResidual
 
@@ -54,8 +54,7 @@ class HyperConnectionsResidual(StreamsResidual):
         post, pre, res = (p.to(dtype) for p in (connection.post, connection.pre, connection.res.mT))
         if connection.dynamic is None or connection.post_scale is None or connection.mix_scale is None:
             return pre.expand(*shape, -1), post.expand(*shape, -1), res.expand(*shape, -1, -1)
-        normed = wide(x) * rms_scale(x)
-        dynamic = project(normed, connection.dynamic).tanh()  # (..., n, n + 2)
+        dynamic = project_normed(x, connection.dynamic).tanh()  # (..., n, n + 2)
         dynamic_post, dynamic_pre, dynamic_res = dynamic.split((1, 1, self.streams), dim=-1)
         post = post + connection.post_scale.to(dtype) * dynamic_post.squeeze(-1)
         pre = pre + connection.mix_scale.to(dtype) * dynamic_pre.squeeze(-1)

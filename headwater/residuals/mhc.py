@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwater.ops import sinkhorn
 
-from .numerics import project, rms_scale, wide
+from .numerics import project, project_normed, wide
 from .registry import register
 from .streams import StreamsResidual
 
@@ -35,9 +35,8 @@ class Mapping(nn.Module):
         self.bias.data.copy_(torch.cat((one, post, res_bias)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x (..., n, D). The norm is one scalar a token, so it multiplies the logits instead of the streams."""
-        flat = x.flatten(-2)
-        logits = project(flat, self.weight) * rms_scale(flat, eps=1e-20)  # (..., 2 n + mixtures)
+        """x (..., n, D), normed over all n D numbers of a token."""
+        logits = project_normed(x.flatten(-2), self.weight, eps=1e-20)  # (..., 2 n + mixtures)
         parts = zip(logits.split(self.sizes, -1), self.bias.split(self.sizes), self.scale, strict=True)
         return tuple(scale.to(part.dtype) * part + bias.to(part.dtype) for part, bias, scale in parts)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .base import Read, State, hold
 from .layerwise import LayerwiseResidual
-from .numerics import combine, project, rms_scale, wide
+from .numerics import combine, project, project_normed
 from .registry import register
 
 
@@ -25,8 +25,7 @@ class DenseWeights(nn.Module):
 
     def forward(self, newest: Tensor) -> Tensor:
         """(..., ways, sources)"""
-        normed = wide(newest) * rms_scale(newest)
-        dynamic = project(F.gelu(project(normed, self.down)), self.up)
+        dynamic = project(F.gelu(project_normed(newest, self.down)), self.up)
         return dynamic.unflatten(-1, self.constant.shape) + self.constant.to(dynamic.dtype)
 
 

@@ -20,6 +20,11 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """weight RMSNorm(x). The norm is one scalar, so it multiplies the result: the normed x is neither made nor kept."""
+    return project(x, weight) * rms_scale(x, eps)
+
+
 def rms_scale(x: Tensor, eps: float = 1e-6) -> Tensor:
     """What RMSNorm multiplies x by, (..., 1)."""
     return torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)

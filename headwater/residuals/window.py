@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Norm, Residual, State, apply_norm, hold
-from .numerics import combine, project, rms_scale, wide
+from .numerics import combine, project, project_normed, rms_scale
 from .registry import register
 
 
@@ -67,10 +67,10 @@ class DepthWindowResidual(Residual):
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
         h = state[0]
         read = self._read(i)
-        normed = wide(h) * hold(rms_scale(h))
+        scale = hold(rms_scale(h))  # of the norm, applied to the narrow projections instead of h
         keys, values = self._window(state)
-        keys, values = (*keys, project(normed, read.key)), (*values, project(normed, read.value))
-        mixed = values[0] if read.query is None else attend(project(normed, read.query), keys, values)
+        keys, values = (*keys, project(h, read.key) * scale), (*values, project(h, read.value) * scale)
+        mixed = values[0] if read.query is None else attend(project(h, read.query) * scale, keys, values)
         x = (h + project(mixed, read.output)).to(h.dtype)
         return apply_norm(norm, x), (x, *keys, *values)
 
@@ -85,9 +85,8 @@ class DepthWindowResidual(Residual):
         h = state[0]
         if i == self.sublayers or (read := self._read(i)).query is None:
             return torch.ones(1, *h.shape[:-1], 1, device=h.device)
-        normed = wide(h) * rms_scale(h)
-        keys = (*self._window(state)[0], project(normed, read.key))
-        return window_weights(project(normed, read.query), keys)
+        keys = (*self._window(state)[0], project_normed(h, read.key))
+        return window_weights(project_normed(h, read.query), keys)
 
     def flops_per_token(self) -> int:
         matrices = sum(p.numel() for p in self.parameters())
