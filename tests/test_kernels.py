@@ -228,7 +228,7 @@ def test_operators_are_well_registered():
     ops = torch.ops.headwater
     z, rstd = ops.score(v, folded, 1e-6)
     x, r, out, lse, p = ops.mix([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)
-    merged = ops.merge(v, None, out[0], lse[1], g.clone(), None, g, 1e-6, 1e-6)[2:]
+    merged = ops.merge(v, None, out[0], lse[1], g.clone(), None, g, 1e-6, 1e-6)[2]
     checks = [
         (ops.score.default, (v, folded, 1e-6)),
         (ops.score_backward.default, (v, folded, z, rstd, z.clone(), None)),
@@ -238,7 +238,7 @@ def test_operators_are_well_registered():
         (ops.mix_backward_.default, ([v, v + 1], p, [v.clone() for _ in range(3)], None, [v.clone(), v + 2], None)),
         (ops.mix_backward_.default, ([v], p[..., :1].contiguous(), [v.clone()], None, [v + 2], rstd.clone())),
         (ops.merge.default, (v, None, out[0].clone(), lse[1].clone(), g.clone(), None, g, 1e-6, 1e-6)),
-        (ops.merge_backward.default, (v, v + 1, x, v + 2, None, lse[1].clone(), g.clone(), None, g, *merged, 1e-6)),
+        (ops.merge_backward.default, (v, v + 1, x, v + 2, None, lse[1].clone(), g.clone(), None, g, merged, 1e-6)),
         (ops.norm_backward.default, (v, x, g, r, 1e-6)),
         (ops.read.default, ([v, v.clone()], None, g.clone(), None, g, 1e-6, 1e-6, True)),
     ]

@@ -179,13 +179,13 @@ class _Merge(torch.autograd.Function):
         norm_eps: float,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        x, total, scale, logit, rstd = merge_op(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
+        x, total, stats = merge_op(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
         if partial is None:
             total = y.view_as(y)
         # Without a norm only a rounded h comes back from x, and fp16 has too small a range to undo a norm.
         kept = out if keep or norm_weight is None or y.dtype == torch.float16 else None
         ctx.opens, ctx.norm_eps = partial is None, norm_eps
-        ctx.save_for_backward(x, total, kept, lse, query, key_weight, norm_weight, scale, logit, rstd)
+        ctx.save_for_backward(x, total, kept, lse, query, key_weight, norm_weight, stats)
         ctx.set_materialize_grads(False)
         return x, total
 
@@ -193,10 +193,10 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         if dx is None:
             return (dtotal, None if ctx.opens else dtotal, *[None] * 8)
-        x, total, kept, lse, query, key_weight, norm_weight, scale, logit, rstd = ctx.saved_tensors
+        x, total, kept, lse, query, key_weight, norm_weight, stats = ctx.saved_tensors
         dp, dout, dlse, dquery, dkey, dg = merge_backward(
             dx.contiguous(), None if dtotal is None else dtotal.contiguous(), x, total, kept, lse, query, key_weight,
-            norm_weight, scale, logit, rstd, ctx.norm_eps,
+            norm_weight, stats, ctx.norm_eps,
         )  # fmt: skip
         dkey = None if key_weight is None else dkey
         dg = None if norm_weight is None else dg

@@ -6,9 +6,8 @@ Residuals, the span's own outputs. Scores are computed when a source is finished
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ FULL_SPAN = 8  # sublayers a span for Full Attention Residuals: N / span + span 
 Tensors = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The state, named.
 
     For each finished source: its tensor (..., D), and its scores for all reads to come (..., Q).
@@ -42,8 +40,8 @@ class Span:
     own: Tensors = ()
 
     def pack(self) -> State:
-        parts = (self.sources, self.scores, (self.folded,), self.outs, self.lses, self.queries, self.own)
-        return tuple(tensor for part in parts for tensor in part)
+        rest = (*self.outs, *self.lses, *self.queries, *self.own)
+        return (*self.sources, *self.scores, self.folded, *rest)
 
 
 class TwoPhase:
@@ -85,17 +83,17 @@ class TwoPhase:
 
     def write(self, state: State, i: int, y: Tensor) -> State:
         into = i % self.span
-        span = self.unpack(state, i, reading=False)
-        y = y.to(span.sources[0].dtype).contiguous()
+        y = y.to(state[0].dtype).contiguous()
         ends = into == self.span - 1 or i == self.sublayers - 1
+        if not ends and not self.full:
+            return (*state, y)
+        span = self.unpack(state, i, reading=False)
         if self.full:
             y, scores = self.operators().score(y, span.folded[i + 1 :], self.eps)
             outputs, fresh = (*span.own[:into], y), (*span.own[into:], scores)
             if ends:
                 return Span((*span.sources, *outputs), (*span.scores, *fresh), span.folded).pack()
             return (*state[: len(state) - 2 * into], *outputs, *fresh)
-        if not ends:
-            return (*state, y)
         source = span.own[0] + y if span.own else y
         source, scores = self.operators().score(source, span.folded[i + 1 :], self.eps)
         return Span((*span.sources, source), (*span.scores, scores), span.folded).pack()

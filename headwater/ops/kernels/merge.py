@@ -20,7 +20,7 @@ from .common import INTERPRETED, add3, ceil_div, launch, launches, power_of_2, p
 from .mix import gain
 
 # Of the backward: channels a warp, programs a multiprocessor at width 2048, and rows under way in a program.
-PER_WARP, PER_PROCESSOR, STAGES = 256, 2, 3
+PER_WARP, PER_PROCESSOR, STAGES = 512, 2, 3
 
 
 @triton.jit
@@ -35,10 +35,12 @@ def _sum3(a, b, c, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _merge(
-    y, partial, out, lse, query, key, g, total, x, scale, logit, rstd, D, eps, norm_eps,
+    y, partial, out, lse, query, key, g, total, x, stats, D, eps, norm_eps,
     OPENS: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    # stats (3, M): 1 / rms(P), z, 1 / rms(h)
     t = tl.program_id(0).to(tl.int64)
+    M = tl.num_programs(0)
     o_d = tl.arange(0, BD)
     m = o_d < D
     b_p = tl.load(y + t * D + o_d, mask=m, other=0.0).to(tl.float32)
@@ -54,23 +56,23 @@ def _merge(
     r = 1.0 / tl.sqrt(tl.sum(b_p * b_p, 0) / D + eps)
     z = tl.sum(b_p * b_f, 0) * r
     h = b_o + tl.sigmoid(z - tl.load(lse + t)) * (b_p - b_o)
-    tl.store(scale + t, r)
-    tl.store(logit + t, z)
+    tl.store(stats + t, r)
+    tl.store(stats + M + t, z)
     if NORM:
         r = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + norm_eps)
-        tl.store(rstd + t, r)
+        tl.store(stats + 2 * M + t, r)
         h = h * r * gain(tl.load(g + o_d, mask=m, other=1.0).to(tl.float32), x.dtype.element_ty)
     tl.store(x + t * D + o_d, h.to(x.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _merge_backward(
-    dx, dtotal, x, total, out, lse, query, key, g, scale, logit, rstd, dp, dout, dlse, parts, M, D, norm_eps,
+    dx, dtotal, x, total, out, lse, query, key, g, stats, rstd, dp, dout, dlse, parts, M, D, norm_eps,
     MERGE: tl.constexpr, GIVEN: tl.constexpr, OUT: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr,
     BD: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # MERGE: off for the read that opens a block (h = out). GIVEN: the sum has a gradient from later.
-    # OUT: h comes from out, not from x.
+    # OUT: h comes from out, not from x. rstd: 1 / rms(h) where there are no stats.
     pid = tl.program_id(0)
     o_d = tl.arange(0, BD)
     m = o_d < D
@@ -94,7 +96,7 @@ def _merge_backward(
         b = 0.0
         if MERGE:
             b_p = tl.load(total + row, mask=m, other=0.0).to(tl.float32)
-            z = tl.load(logit + t)
+            z = tl.load(stats + M + t)
             b = tl.sigmoid(z - tl.load(lse + t))
         if OUT:
             b_h = tl.load(out + row, mask=m, other=0.0).to(tl.float32)
@@ -102,7 +104,10 @@ def _merge_backward(
         else:
             b_h = tl.load(x + row, mask=m, other=0.0).to(tl.float32)
         if NORM:
-            r = tl.load(rstd + t)
+            if MERGE:
+                r = tl.load(stats + 2 * M + t)
+            else:
+                r = tl.load(rstd + t)
             if OUT:
                 b_h *= r
             else:
@@ -118,7 +123,7 @@ def _merge_backward(
         tl.store(dout + row, ((1.0 - b) * b_dx).to(dout.dtype.element_ty), mask=m)
         if MERGE:
             ds = b * (past - along)
-            r = tl.load(scale + t)
+            r = tl.load(stats + t)
             b_d = b * b_dx + ds * r * (b_f - b_p * (r * z / D))
             if GIVEN:
                 b_d += tl.load(dtotal + row, mask=m, other=0.0).to(tl.float32)
@@ -181,7 +186,7 @@ def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
 
 
 def _fake_merge(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
-    return _merge_outputs(y, partial, norm_weight)
+    return _merge_outputs(y, partial)
 
 
 @operator(_fake_merge)
@@ -195,30 +200,28 @@ def merge(
     norm_weight: Tensor | None,
     eps: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The read, the block's new sum (empty without `partial`: it is y itself), and per token 1/rms, logit, 1/rms(h)."""
     launches["merge"] += 1
     rows, width = rows_of(y)
-    x, total, scale, logit, rstd = _merge_outputs(y, partial, norm_weight)
+    x, total, stats = _merge_outputs(y, partial)
     key = query if key_weight is None else key_weight
     args = (y, y if partial is None else partial, out, lse, query, key, query if norm_weight is None else norm_weight)
     constants = {
         "OPENS": partial is None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
         "BD": power_of_2(width),
     }  # fmt: skip
-    args += (total, x, scale, logit, rstd, width, eps, norm_eps)
+    args += (total, x, stats, width, eps, norm_eps)
     launch(_merge, (rows,), args, constants, num_warps=_warps(width))
-    return x, total, scale, logit, rstd
+    return x, total, stats
 
 
-def _merge_outputs(y, partial, norm_weight):
-    like = {"dtype": torch.float32, "device": y.device}
-    total = torch.empty((0,) if partial is None else y.shape, dtype=y.dtype, device=y.device)
-    rstd = torch.empty((0,) if norm_weight is None else y.shape[:-1], **like)
-    return torch.empty_like(y), total, torch.empty(y.shape[:-1], **like), torch.empty(y.shape[:-1], **like), rstd
+def _merge_outputs(y, partial):
+    total = y.new_empty(0) if partial is None else torch.empty_like(y)
+    return torch.empty_like(y), total, torch.empty((3, *y.shape[:-1]), dtype=torch.float32, device=y.device)
 
 
-def _fake_merge_backward(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, scale, logit, rstd, norm_eps):
+def _fake_merge_backward(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, stats, norm_eps):
     return _merge_gradients(dx, query, key_weight, norm_weight)
 
 
@@ -233,9 +236,7 @@ def merge_backward(
     query: Tensor,
     key_weight: Tensor | None,
     norm_weight: Tensor | None,
-    scale: Tensor,
-    logit: Tensor,
-    rstd: Tensor,
+    stats: Tensor,
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dP (the gradient of both y and partial), dout, dlse, and the gradients of query, key weight and norm weight."""
@@ -246,7 +247,7 @@ def merge_backward(
     flags = {"MERGE": True, "KEY": key_weight is not None, "NORM": norm_weight is not None}
     args = (
         dx, dx if dtotal is None else dtotal, x, total, x if out is None else out, lse, query, key,
-        query if norm_weight is None else norm_weight, scale, logit, rstd, dp, dout, dlse,
+        query if norm_weight is None else norm_weight, stats, stats, dp, dout, dlse,
     )  # fmt: skip
     constants = {"GIVEN": dtotal is not None, "OUT": out is not None}
     _backward(args, (query, key, dquery, dkey, dg), rows, width, norm_eps, constants, flags)
@@ -254,9 +255,8 @@ def merge_backward(
 
 
 def _merge_gradients(dx, query, key_weight, norm_weight):
-    nothing = dx.new_empty(0)
-    dkey = nothing.clone() if key_weight is None else torch.empty_like(key_weight)
-    dg = nothing.clone() if norm_weight is None else torch.empty_like(norm_weight)
+    dkey = dx.new_empty(0) if key_weight is None else torch.empty_like(key_weight)
+    dg = dx.new_empty(0) if norm_weight is None else torch.empty_like(norm_weight)
     dlse = torch.empty(dx.shape[:-1], dtype=torch.float32, device=dx.device)
     return torch.empty_like(dx), torch.empty_like(dx), dlse, torch.empty_like(query), dkey, dg
 
@@ -274,6 +274,6 @@ def norm_backward(
     rows, width = rows_of(dx)
     dh, dg, along = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps)
     flags = {"MERGE": False, "KEY": False, "NORM": True}
-    args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, rstd, dh, dh, along)
+    args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, dh, dh, along)
     _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)
     return dh, dg, along

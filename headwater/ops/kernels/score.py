@@ -17,27 +17,34 @@ from torch import Tensor
 from ..operator import operator
 from .common import ceil_div, exact_dot, half, launch, launches, power_of_2, processors, rows_of
 
-FORWARD = (64, 128, 4, 3)  # tokens and channels of a tile, warps, stages
-BACKWARD = (64, 128, 4, 2, 2)  # the same, and programs a multiprocessor
+FORWARD = (64, 128, 4, 3, 1)  # tokens and channels of a tile, warps, stages, tiles summed by the matrix units
+BACKWARD = (64, 128, 4, 3, 2)  # tokens and channels of a tile, warps, stages, programs a multiprocessor
 MAX_QUERIES = 64  # per launch; more queries read the source again
 
 
 @triton.jit(do_not_specialize=["M", "Q", "ZQ"])
-def _score(v, f, z, rstd, M, D, Q, ZQ, eps, T: tl.constexpr, BD: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr):
+def _score(
+    v, f, z, rstd, M, D, Q, ZQ, eps,
+    T: tl.constexpr, BD: tl.constexpr, RUN: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     o_q = tl.arange(0, QP)
     m_t = o_t < M
     acc = tl.zeros([QP, T], tl.float32)
     squares = tl.zeros([T, BD // 8], tl.float32)
-    for c in range(0, D, BD):
-        o_d = c + tl.arange(0, BD)
-        m_d = o_d < D
-        b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
-        b_f = tl.load(f + o_q[:, None] * D + o_d[None, :], mask=(o_q < Q)[:, None] & m_d[None, :], other=0.0)
-        # each tile sums from zero: the matrix units truncate as they add, which shows after some thousand channels
-        acc += exact_dot(b_f, tl.trans(b_v), tl.zeros([QP, T], tl.float32), HALF)
-        b_v = b_v.to(tl.float32)
-        squares += tl.sum(tl.reshape(b_v * b_v, (T, BD // 8, 8)), 2)  # eight neighbours lie in one thread
+    for c in range(0, D, BD * RUN):
+        # every RUN tiles the sum starts from zero: the matrix units truncate as they add, which shows after some
+        # thousand channels
+        part = tl.zeros([QP, T], tl.float32)
+        for k in tl.static_range(RUN):
+            o_d = c + k * BD + tl.arange(0, BD)
+            m_d = o_d < D
+            b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
+            b_f = tl.load(f + o_q[:, None] * D + o_d[None, :], mask=(o_q < Q)[:, None] & m_d[None, :], other=0.0)
+            part = exact_dot(b_f, tl.trans(b_v), part, HALF)
+            b_v = b_v.to(tl.float32)
+            squares += tl.sum(tl.reshape(b_v * b_v, (T, BD // 8, 8)), 2)  # eight neighbours lie in one thread
+        acc += part
     r = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
     tl.store(rstd + o_t, r, mask=m_t)
     tl.store(z + o_t[None, :] * ZQ + o_q[:, None], acc * r[None, :], mask=m_t[None, :] & (o_q < Q)[:, None])
@@ -120,8 +127,8 @@ def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rstd = torch.empty(source.shape[:-1], dtype=torch.float32, device=source.device)
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
-        tile, channels, warps, stages = FORWARD
-        constants = {"T": tile, "BD": channels, "QP": _padded(now), "HALF": half(source)}
+        tile, channels, warps, stages, run = FORWARD
+        constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": half(source)}
         args = (source, folded[q:], z.view(rows, count)[:, q:], rstd, rows, width, now, count, eps)
         launch(_score, (ceil_div(rows, tile),), args, constants, num_warps=warps, num_stages=stages)
     return z, rstd
