@@ -26,7 +26,6 @@ from test_contract import (
 )
 
 from headwater.analyze.table import start_class
-from headwater.models.generate import generate
 from headwater.residuals import build, names
 
 SPECS = [
@@ -64,6 +63,11 @@ SPECS = [
     "depth-window:window=2,width=5",
     "depth-window:window=8",
     "delta-attnres:block=3",
+]
+LOOK_BACK = [
+    "ddl:width=2,compress=token",
+    "ddl:width=3,compress=channel,expand=token",
+    "ddl:width=2,compress=token,expand=token",
 ]
 INTRICATE = [  # their state changes its layout on the way
     "laurel:form=previous,states=3,rank=4",
@@ -108,16 +112,25 @@ def test_activation_checkpointing_changes_nothing(spec):
     check_checkpointing(spec, False)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in INTRICATE if "token" not in spec])
+@pytest.mark.parametrize("spec", [*INTRICATE, *LOOK_BACK])
 def test_decoding_with_a_cache_equals_decoding_without(spec):
     check_cached_decoding(spec)
 
 
-def test_a_cache_is_refused_where_the_stream_looks_back_along_tokens():
-    model = model_of("ddl:width=2,compress=token")
-    with pytest.raises(ValueError, match=r"'ddl:width=2,compress=token' looks back .*use_cache=False"):
-        generate(model, tokens_of(), 2)
-    assert generate(model, tokens_of(), 2, use_cache=False).shape == (2, 14)
+@torch.no_grad()
+@pytest.mark.parametrize("spec", LOOK_BACK)
+@pytest.mark.parametrize("value_residual", [False, True])
+def test_a_cache_carries_what_token_convolutions_look_back_at(spec, value_residual):
+    """Chunk by chunk, a first one shorter than the convolution included."""
+    model, tokens = model_of(spec, scatter=True, value_residual=value_residual), tokens_of(length=20)
+    cache = model.new_cache()
+    pieces = [model(tokens[:, a:b], cache) for a, b in [(0, 2), (2, 3), (3, 11), (11, 12), (12, 20)]]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), atol=1e-4, rtol=1e-4)
+    assert all(tensor.shape[1] == 3 for tensor in cache.past)
+    lost = model.new_cache()
+    model(tokens[:, :10], lost)
+    lost.past = ()
+    assert (model(tokens[:, 10:], lost) - model(tokens)[:, 10:]).abs().max() > 1e-2
 
 
 def test_token_convolutions_do_not_look_ahead():

@@ -13,7 +13,11 @@ from headwater.residuals import State, build
 from .config import ModelConfig
 from .layers import Attention, KVCache, RMSNorm, Rotary, SwiGLU
 
-Cache = list[KVCache]  # one per sublayer; only attention sublayers fill theirs
+
+class Cache(list[KVCache]):
+    """One entry a sublayer, filled by attention alone; `past` is what the residual looks back at along the tokens."""
+
+    past: State = ()
 
 
 class Sublayer(nn.Module):
@@ -79,20 +83,19 @@ class Decoder(nn.Module):
         return self.config.kinds
 
     def new_cache(self) -> Cache:
-        if not self.residual.token_local:
-            raise ValueError(
-                f"residual '{self.residual.spec}' looks back along the tokens of its stream, which a KV cache does not "
-                "keep: decode without a cache (use_cache=False)"
-            )
-        return [KVCache(self.config.shortswa if kind == "shortswa" else None) for kind in self.config.kinds]
+        return Cache(KVCache(self.config.shortswa if kind == "shortswa" else None) for kind in self.config.kinds)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         past = 0 if cache is None else max(len(entry) for entry in cache)
         rotary = self.rotary(past, tokens.shape[1])
-        state = self.residual.begin(self.embedding(tokens))
+        x = self.embedding(tokens)
+        state = self.residual.begin(x) if cache is None else self.residual.resume(x, cache.past)
         for i in range(len(self.sublayers)):
             state = self.step(i, rotary, None if cache is None else cache[i], *state)
-        return self.head(self.residual.end(self._split(len(self.sublayers), state)[0], norm=self.norm))
+        state, _ = self._split(len(self.sublayers), state)
+        if cache is not None:
+            cache.past = self.residual.past(state)
+        return self.head(self.residual.end(state, norm=self.norm))
 
     def step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
         """One sublayer: read, run, write. Activation checkpointing of both kinds wraps this from outside."""

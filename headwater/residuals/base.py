@@ -26,7 +26,7 @@ class Residual(nn.Module, ABC):
 
     at_start: str  # against the plain residual at initialisation: "exact", "scaled" or "different"
     mixes: str = "scalar"  # a source enters a read times one "scalar" a token, one per "channel", or an "operator"
-    token_local: bool = True  # False: a read looks at earlier tokens of the stream, which a KV cache does not keep
+    token_local: bool = True  # False: a read looks at earlier tokens of the stream; `resume` and `past` carry those
     weight_gain: float = 1.0  # by which a model scales value, MLP and output weights at initialisation
 
     def __init__(self, dim: int, sublayers: int) -> None:
@@ -40,6 +40,14 @@ class Residual(nn.Module, ABC):
     @abstractmethod
     def begin(self, x: Tensor) -> State:
         """The state before the first read; `x` is the token embedding, (..., D)."""
+
+    def resume(self, x: Tensor, past: State) -> State:
+        """`begin` for tokens that continue earlier ones: `past` is what those left behind, () before the first."""
+        return self.begin(x)
+
+    def past(self, state: State) -> State:
+        """What later tokens will look back at, from a resumed state before `end`: nothing, if reads are token-local."""
+        return ()
 
     @abstractmethod
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Read, State]:

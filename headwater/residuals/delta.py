@@ -53,6 +53,7 @@ class TokenCompressor(nn.Module):
         self.kernel = nn.Parameter(torch.eye(KERNEL)[-1].view(-1, 1, 1).repeat(1, width, dim))  # (taps, n, D)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., T, n, D) to (..., T, D)."""
         folded = (self.kernel * self.read.unsqueeze(-1)).to(wide(x).dtype)
         return causal_sum([(wide(x) * tap).sum(-2) for tap in folded]).to(x.dtype)
 
@@ -65,6 +66,7 @@ class TokenExpander(nn.Module):
         self.kernel = nn.Parameter(torch.eye(KERNEL)[-1].view(-1, 1, 1).repeat(1, width, dim))  # (taps, n, D)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., T, D) to (..., T, n, D)."""
         columns = [causal_sum([wide(x) * tap for tap in column]) for column in self.kernel.to(wide(x).dtype).unbind(1)]
         return torch.stack(columns, dim=-2).to(x.dtype)
 
@@ -74,6 +76,18 @@ def causal_sum(taps: Sequence[Tensor]) -> Tensor:
     length = taps[0].shape[-2]
     shifted = [F.pad(tap, (0, 0, back, 0))[..., :length, :] for back, tap in enumerate(reversed(taps))]
     return torch.stack(shifted).sum(0)
+
+
+def look_back(x: Tensor, axis: int) -> Tensor:
+    """What a convolution sees before the first token of x: zeros."""
+    shape = list(x.shape)
+    shape[axis] = KERNEL - 1
+    return x.new_zeros(shape)
+
+
+def last_tokens(x: Tensor, axis: int) -> Tensor:
+    """As many as a later token looks back at; a copy, so that the rest of x can go."""
+    return x.narrow(axis, x.shape[axis] - KERNEL + 1, KERNEL - 1).clone()
 
 
 @register("ddl")
@@ -86,7 +100,7 @@ class DeepDeltaResidual(Residual):
     At initialisation: b = `beta`, kernels the identity, different from the plain residual for every setting: b = 0 is
     the identity. The code's random kernels, which a global re-initialisation leaves behind, are not followed.
     Cost: (n + 1)(D + 1) parameters a sublayer and a compressor a layer; the state holds n D (and x until the write).
-    Token convolutions look back along the sequence, so decoding with a KV cache is refused for them.
+    Token convolutions look back three tokens: when decoding, `past` carries those of the embedding and of every read.
     Deep Delta Learning, arXiv 2601.00417.
     """
 
@@ -118,7 +132,8 @@ class DeepDeltaResidual(Residual):
         if not 0 < beta < 2:
             raise ValueError(f"beta must lie between 0 and 2, got {beta}")
         self.width, self.bounded = width, value == "bounded"
-        self.token_local = compress != "token" and expand != "token"
+        self.convolves = compress == "token"
+        self.token_local = not self.convolves and expand != "token"
         self.writes = nn.ModuleDict({str(i): DeltaWrite(dim, width, beta, self.bounded) for i in range(sublayers)})
         self.expander = TokenExpander(dim, width) if expand == "token" else None
         # One compressor a layer, named after its first sublayer and shared by the others; one more for the final read.
@@ -133,12 +148,33 @@ class DeepDeltaResidual(Residual):
             return (self.expander(x),)
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.width, self.dim),)
 
+    def resume(self, x: Tensor, past: State) -> State:
+        """Behind the stream, a queue: what reads 0 to L look back at; each takes the first and leaves its own last."""
+        left: State = ()
+        if self.expander is None:
+            (stream,) = self.begin(x)
+        else:
+            seen = torch.cat((past[0] if past else look_back(x, -2), x), dim=-2)
+            stream, left = self.expander(seen)[..., KERNEL - 1 :, :, :], (last_tokens(seen, -2),)
+        reads = self.sublayers + 1 if self.convolves else 0
+        queue = past[len(left) :] if past else (look_back(stream, -3),) * reads
+        return (stream, *queue, *left)
+
+    def past(self, state: State) -> State:
+        stream, *queue = state
+        if not (self.convolves and queue):
+            return tuple(queue)
+        return (*queue[1:], last_tokens(torch.cat((queue[0], stream), dim=-3), -3))
+
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
-        x = self._compress(state[0], i)
-        return apply_norm(norm, x), (state[0], x)
+        stream, *queue = state
+        x = self._compress(stream, i, queue)
+        if self.convolves and queue:
+            queue = [*queue[1:], last_tokens(torch.cat((queue[0], stream), dim=-3), -3)]
+        return apply_norm(norm, x), (stream, x, *queue)
 
     def write(self, state: State, i: int, y: Tensor) -> State:
-        stream, x = state
+        stream, x, *queue = state
         write = cast(DeltaWrite, self.writes[str(i)])
         beta = hold(2 * (project_normed(x, write.beta_weight) + wide(write.beta_bias)).sigmoid())  # (..., 1)
         if self.bounded:
@@ -150,10 +186,11 @@ class DeepDeltaResidual(Residual):
         direction = hold(y * length).unsqueeze(-2)  # (..., 1, D)
         overlap = (direction * wide(stream)).sum(-1, keepdim=True)  # (..., n, 1)
         written = hold(beta * value * length).unsqueeze(-1) * y.unsqueeze(-2)
-        return ((wide(stream) + written - beta.unsqueeze(-1) * overlap * direction).to(stream.dtype),)
+        return ((wide(stream) + written - beta.unsqueeze(-1) * overlap * direction).to(stream.dtype), *queue)
 
     def end(self, state: State, norm: Norm | None = None) -> Tensor:
-        return apply_norm(norm, self._compress(state[0], self.sublayers))
+        stream, *queue = state
+        return apply_norm(norm, self._compress(stream, self.sublayers, queue))
 
     def weights(self, state: State, i: int) -> Tensor:
         """Over the columns: their weights in the read, before any convolution."""
@@ -168,5 +205,10 @@ class DeepDeltaResidual(Residual):
         reads_per_compressor = (self.sublayers + 1) / max(1, len(self.compressors))
         return self.sublayers * per_write + int(2 * taps * reads_per_compressor)
 
-    def _compress(self, stream: Tensor, i: int) -> Tensor:
-        return stream.squeeze(-2) if self.width == 1 else self.compressors[self.compressor_of[i]](stream)
+    def _compress(self, stream: Tensor, i: int, queue: Sequence[Tensor]) -> Tensor:
+        if self.width == 1:
+            return stream.squeeze(-2)
+        compressor = self.compressors[self.compressor_of[i]]
+        if not (self.convolves and queue):
+            return compressor(stream)
+        return compressor(torch.cat((queue[0], stream), dim=-3))[..., KERNEL - 1 :, :]
