@@ -125,7 +125,6 @@ def generate(argv: list[str]) -> None:
             top_k=flags.top_k,
             top_p=flags.top_p,
             seed=flags.seed,
-            use_cache=model.residual.token_local,
             stop=tokenizer.end_of_text,
         )
     say(tokenizer.decode(tokens[0].tolist()))
