@@ -11,9 +11,15 @@ from headwater.residuals import names, parse
 
 FOLDER = Path(make.__file__).parent
 FILES = sorted(FOLDER.glob("*.safetensors"))
-# Their eps differ: 1e-12 on a norm where ours is 1e-6 (hyper-connections), 1e-6 in every Sinkhorn step and fp32
-# coefficients (transformers).
-PEERS = [("hyper-connections", 2e-5), ("mhc", 2e-4)]
+# Their eps differ: 1e-12 or none on a norm where ours is 1e-6 (hyper-connections, x-transformers); 1e-6 in every
+# Sinkhorn step, and fp32 coefficients (transformers).
+PEERS = [
+    ("hyper-connections", 2e-5),
+    ("mhc", 2e-4),
+    ("x-transformers-attnres", 2e-5),
+    ("x-transformers-deepnorm", 2e-5),
+    ("x-transformers-layerscale", 1e-6),
+]
 
 
 def load(path):
@@ -47,6 +53,10 @@ def test_every_residual_has_a_vector():
 def test_an_independent_implementation_gave_the_same(name, tolerance):
     spec, tensors = load(FOLDER / "peers" / f"{name}.safetensors")
     compare(spec, tensors, tolerance)
+
+
+def test_every_recorded_peer_is_compared():
+    assert {path.stem for path in (FOLDER / "peers").glob("*.safetensors")} == {name for name, _ in PEERS}
 
 
 def test_a_changed_parameter_would_be_noticed():
