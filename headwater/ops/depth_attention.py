@@ -24,7 +24,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def full_precision(x: Tensor) -> torch.autocast:
     """Matrix products inside keep the dtype of their operands: under autocast they would round the logits to bf16."""
-    return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    return torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False)  # not for meta
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -120,7 +120,7 @@ class AttentionResidual(Residual):
 
     def begin(self, x: Tensor) -> State:
         if self.two_phase is not None and not weights_held() and use_triton(self.backend, x):
-            return self.two_phase.begin(x, self._folded())
+            return self.two_phase.begin(x, self._folded(x.device))
         return (x,)
 
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
@@ -151,11 +151,14 @@ class AttentionResidual(Residual):
             return self.two_phase.settle(state, i)
         return state
 
-    def _folded(self) -> Tensor:
-        """Query times key weight of every read, fp32 (L + 1, D); read 0 has one source and a row of zeros."""
+    def _folded(self, device: torch.device | None = None) -> Tensor:
+        """Query times key weight of every read, fp32 (L + 1, D); read 0 has one source and a row of zeros.
+
+        Where layers are spread over devices, so are their queries.
+        """
         reads = [self._parameters_of(i) for i in range(1, self.sublayers + 1)]
-        queries = torch.stack([cast(Tensor, read.query) for read in reads]).float()
-        keys = torch.stack([cast(Tensor, read.key_weight) for read in reads]).float()
+        queries = torch.stack([cast(Tensor, read.query).to(device=device) for read in reads]).float()
+        keys = torch.stack([cast(Tensor, read.key_weight).to(device=device) for read in reads]).float()
         return torch.nn.functional.pad(queries * keys, (0, 0, 1, 0))
 
     def flops_per_token(self) -> int:
