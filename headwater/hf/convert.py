@@ -17,6 +17,7 @@ from headwater.errors import UserError, user_values
 from headwater.residuals import build
 
 from .classes import PREFIX, Converted, config_class, head_class
+from .devices import execution_device, place
 from .find import Found, check_parallel, find, find_sites, spell, split_inputs
 from .layers import (
     Depth,
@@ -93,9 +94,13 @@ def install(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, An
     split = split_inputs(found, groups, start.triples, settings["residual"])
     kinds = tuple(site.kind for group in groups for site in group)
     like = next(found.norm.parameters(), next(found.body.parameters()))
-    with torch.device(like.device), torch.random.fork_rng(devices=[]):
+    device = execution_device(found.layers[0], like.device)
+    with torch.device(device), torch.random.fork_rng(devices=[]):
         residual = build(settings["residual"], found.body.config.hidden_size, len(kinds), kinds).to(like.dtype)
-    if not like.is_meta:
+    layers = zip(found.layers, groups, strict=True)
+    devices = {site.sublayer: execution_device(layer, device) for layer, group in layers for site in group}
+    place(residual, {**devices, len(kinds): execution_device(found.norm, device)})
+    if device.type != "meta":
         for tensor in (*residual.parameters(), *residual.buffers()):
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark: it has its value
     depth = Depth(residual, kinds, tuple(settings["scales"]))
@@ -187,10 +192,11 @@ def replace_class(
     conversion.classes.append((module, original))
     module.__class__ = made
     module.__dict__.update({"_depth": conversion.depth, **(marks or {})})
-    hooked = module.__dict__.get("_old_forward")  # accelerate keeps the bound forward it wraps
-    if hooked is not None:
-        conversion.attributes.append((module, {"_old_forward": hooked}))
-        module.__dict__["_old_forward"] = MethodType(made.forward, module)
+    for name in ("_old_forward", "forward"):  # accelerate keeps the bound forward it wraps, and puts it back
+        bound = module.__dict__.get(name)
+        if isinstance(bound, MethodType) and bound.__func__ is original.forward:
+            conversion.attributes.append((module, {name: bound}))
+            module.__dict__[name] = MethodType(made.forward, module)
 
 
 def plain_class(module: nn.Module) -> Any:

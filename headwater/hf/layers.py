@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from headwater.residuals import Norm, Read, Residual, State, build
 
+from .devices import before_hop, bring_back, call_on, hooked
 from .layouts import Layout
 from .norms import ScaledNorm
 
@@ -54,27 +55,39 @@ class Depth:
     wanted: bool = False
     seen: DepthState | None = field(default=None, repr=False)
 
-    def begin(self, x: Tensor) -> DepthState:
+    def begin(self, x: Tensor, layer: nn.Module) -> DepthState:
+        if not torch.compiler.is_compiling():
+            bring_back(self.residual)
+        if hooked(layer):
+            return DepthState(call_on(x.device, self.residual, 0, "begin", x))
         return DepthState(self.residual.begin(x))
 
-    def read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
-        return self.residual.read(state, i, norm=self.scaled(norm, i))
+    def call(self, site: nn.Module, verb: str, state: State, i: int, *args: Any, **kwargs: Any) -> Any:
+        """`read`, `write` or `weights` of sublayer i for `site`, the module that asks: hooks may have moved it."""
+        if hooked(site):
+            return call_on(state[0].device, self.residual, i, verb, state, i, *args, **kwargs)
+        return getattr(self.residual, verb)(state, i, *args, **kwargs)
+
+    def read(self, site: nn.Module, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+        return self.call(site, "read", state, i, norm=self.scaled(norm, i))
 
     def scaled(self, norm: Norm | None, i: int) -> Norm | None:
         """The norm of read i behind the read's scale."""
         prepared = self.norms.get(i)
-        if prepared is not None and prepared.norm is norm:  # it is another where an adapter has wrapped it since
+        # It is another where an adapter has wrapped it since, and has no weight to fold in while it is offloaded.
+        if prepared is not None and prepared.norm is norm and not prepared.weight.is_meta:
             return prepared
         return norm if self.scales[i] == 1.0 else partial(_norm_scaled, norm, self.scales[i])
 
-    def end(self, state: DepthState, norm: Norm) -> Tensor:
+    def end(self, site: nn.Module, state: DepthState, norm: Norm) -> Tensor:
         last = self.residual.sublayers
         if self.wanted:
-            weights = self.residual.weights(state.tensors, last)
+            weights = self.call(site, "weights", state.tensors, last)
             self.seen = DepthState((), (*state.weights, weights), state.reads)
-        return self.residual.end(
-            state.tensors, norm=self.norms.get(last) or partial(_norm_scaled, norm, self.scales[last])
-        )
+        scaled = self.norms.get(last) or partial(_norm_scaled, norm, self.scales[last])
+        if hooked(site):
+            return call_on(state.tensors[0].device, self.residual, last, "end", state.tensors, norm=scaled)
+        return self.residual.end(state.tensors, norm=scaled)
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -145,12 +158,13 @@ class ConvertedLayer(nn.Module):
         # The state goes in and out as flat positional tensors: re-entrant checkpointing sees gradients of nothing else.
         # What is wanted goes along: a recomputation in the backward pass must do what the forward pass did.
         watched = self._depth.wanted
-        flat = super().__call__(*state.tensors, _depth_watched=watched, **kwargs)
+        tensors = before_hop(self, self._depth.residual, state.tensors, self._depth_sites[0].sublayer)
+        flat = super().__call__(*tensors, _depth_watched=watched, **kwargs)
         if not watched:
             return DepthState(flat)
-        *tensors, read = flat[: -len(self._depth_sites)]
+        *after, read = flat[: -len(self._depth_sites)]
         weights = flat[-len(self._depth_sites) :]
-        return DepthState(tuple(tensors), (*state.weights, *weights), (*state.reads, read))
+        return DepthState(tuple(after), (*state.weights, *weights), (*state.reads, read))
 
     def forward(self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any) -> State:
         state: State = tensors
@@ -159,8 +173,8 @@ class ConvertedLayer(nn.Module):
         depth = self._depth
         for site in self._depth_sites:
             if _depth_watched:
-                weights = (*weights, depth.residual.weights(state, site.sublayer))
-                x, _ = depth.read(state, site.sublayer, None)
+                weights = (*weights, depth.call(self, "weights", state, site.sublayer))
+                x, _ = depth.read(self, state, site.sublayer, None)
                 first = (x[0] if isinstance(x, tuple) else x) if first is None else first
             state = self._run(site, state, kwargs)
         return state if first is None else (*state, first, *weights)
@@ -178,11 +192,11 @@ class ConvertedLayer(nn.Module):
                 f"residual '{residual.spec}' looks back along the tokens of its stream, which a KV cache does not "
                 "keep: generate with use_cache=False"
             )
-        return self._depth.begin(x)
+        return self._depth.begin(x, self)
 
     def _run(self, site: Site, state: State, kwargs: Mapping[str, Any]) -> State:
         norm = None if site.norm is None or site.second is not None else getattr(self, site.norm)
-        x, state = self._depth.read(state, site.sublayer, norm)
+        x, state = self._depth.read(self, state, site.sublayer, norm)
         if site.second is None:
             y = self._body(site, x, kwargs)
         else:
@@ -192,7 +206,7 @@ class ConvertedLayer(nn.Module):
             y = self._body(site, normed, kwargs) + self._body(site.second, second, kwargs)
         if self._depth_multiplier is not None:
             y = y * getattr(self, self._depth_multiplier)
-        return self._depth.residual.write(state, site.sublayer, y)
+        return self._depth.call(self, "write", state, site.sublayer, y)
 
     def _body(self, site: Site, x: Read, kwargs: Mapping[str, Any]) -> Tensor:
         body = getattr(self, site.body)
@@ -219,12 +233,19 @@ def converted_layer(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
+    def call(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
+        if isinstance(hidden_states, DepthState):
+            residual = self._depth.residual
+            tensors = before_hop(self, residual, hidden_states.tensors, residual.sublayers)
+            hidden_states = DepthState(tensors, hidden_states.weights, hidden_states.reads)
+        return base.__call__(self, hidden_states)
+
     def forward(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
         if isinstance(hidden_states, DepthState):
-            return self._depth.end(hidden_states, norm=partial(base.forward, self))
+            return self._depth.end(self, hidden_states, norm=partial(base.forward, self))
         return base.forward(self, hidden_states)
 
-    return _subclass(base, forward=forward)
+    return _subclass(base, forward=forward, __call__=call)
 
 
 def converted_model(base: type[nn.Module]) -> type[nn.Module]:

@@ -70,6 +70,7 @@ def _report(model: nn.Module) -> Any:
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     device = next(model.parameters()).device
+    device = torch.device("cpu") if device.type == "meta" else device  # offloaded: a hook takes it from there
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     training = model.training
     model.eval()
