@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def run_arm(name: str, case: dict[str, Any], *, warm: bool) -> dict[str, Any]:
     kinds = {"": lambda step: step} | ({"_graph": captured} if name in ("plain-compiled", "headwater") else {})
     for suffix, prepare in kinds.items():
         for part in ("forward", "both"):
-            pair = paired(prepare(plain[part]), prepare(mine[part]))
+            pair = paired(prepare(plain[part]), prepare(mine[part]), repeats=9)
             row[part + suffix] = pair | {"extra": pair["difference_ms"] / case["pass_ms"] / sublayers}
         row["backward_ms" + suffix] = row["both" + suffix]["ms"] - row["forward" + suffix]["ms"]
     return row
@@ -142,9 +143,15 @@ def one(part: str, name: str, case: dict[str, Any], *, warm: bool) -> Any:
 
 
 def start(part: str, name: str, case: dict[str, Any], *, warm: bool = False) -> subprocess.Popen[str]:
-    """A process for one arm; its result is the last line that it prints."""
+    """A process for one arm; its result is the last line that it prints. Ours starts without any compiled kernel."""
     command = [sys.executable, "-m", "benchmarks.attnres", "--one", json.dumps([part, name, case, warm])]
-    environment = os.environ | ({"FLA_ATTNRES_GLUON": "1"} if name == "fla-gluon" else {})
+    environment = dict(os.environ)
+    if name == "fla-gluon":
+        environment["FLA_ATTNRES_GLUON"] = "1"
+    if name in OURS:
+        environment["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="headwater-cold-")
+    if warm:
+        environment["FLA_CACHE_RESULTS"] = "0"  # what is tuned side by side is tuned wrongly: keep the code alone
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -37,6 +37,14 @@ def _owned(gradient: Tensor) -> bool:
     return getattr(gradient, _MARK, False) and gradient.is_contiguous()
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """function.apply(*args), without its search for leftovers of functorch in every argument, which costs as much as a
+    launch."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -65,7 +73,7 @@ class _Score(torch.autograd.Function):
 
 def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The source, to be read in its place, and its logits (..., Q) for the fp32 queries `folded` (Q, D)."""
-    return _Score.apply(source, folded, eps)
+    return _apply(_Score, source, folded, eps)
 
 
 class _Mix(torch.autograd.Function):
@@ -158,7 +166,7 @@ def _mix(
     sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, norm_eps: float, *, rebuild: bool = False
 ) -> tuple[Tensor, ...]:
     fold = None if sources[0].dtype == torch.float16 else norm_weight  # see `_Merge`
-    first, *rest = _Mix.apply(z, fold, norm_eps, rebuild and fold is not None, *sources)
+    first, *rest = _apply(_Mix, z, fold, norm_eps, rebuild and fold is not None, *sources)
     if norm_weight is not None and fold is None:
         first = rms_norm(first.float(), norm_weight, norm_eps).to(first.dtype)
     return (first, *rest)
@@ -222,7 +230,7 @@ def merge(
     """
     partial = None if partial is None else partial.contiguous()
     y, out, lse = y.contiguous(), out.contiguous(), lse.contiguous()
-    return _Merge.apply(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)
+    return _apply(_Merge, y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)
 
 
 class _Attend(torch.autograd.Function):

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """What the kernels share: the table of source addresses, exact products on the matrix units, and sizes."""
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from headwater.ops.operator import operator as operator
-
 launches: Counter[str] = Counter()  # how often each operator ran its kernels; the routing tests read it
 
 CHUNK = 16  # addresses written by one launch
 
 
 @triton.jit(do_not_specialize=["start"])
-def _write_addresses(table, start, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15):
+def _write_addresses(table, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, start):
     p = table + start
     tl.store(p + 0, a0.to(tl.int64))
     tl.store(p + 1, a1.to(tl.int64))
@@ -45,42 +45,45 @@ INTERPRETED = isinstance(_write_addresses, InterpretedFunction)
 _compiled: dict[tuple, Any] = {}
 
 
-def launch(kernel, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], *, num_warps, num_stages=1):
-    """kernel[grid](*args, **constants), at a fraction of the cost on the host once it has been compiled.
+def launch(
+    kernel,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    numbers: tuple[float, ...],
+    constants: dict[str, Any],
+    *,
+    num_warps: int,
+    num_stages: int = 1,
+) -> None:
+    """kernel[grid](*tensors, *numbers, **constants), at a fraction of the cost on the host once it has been compiled.
 
     Triton binds and specialises every argument at every launch. Here the compiled kernel is kept under what it may have
-    been specialised for (types; addresses and integers modulo 16, which tells aligned, divisible and one) and called by
-    address. The host is what bounds an eager forward pass, so this counts microseconds.
+    been specialised for (types, numbers, and whether addresses are multiples of 16) and called by address. The host is
+    what bounds an eager forward pass, so this counts microseconds.
     """
     if INTERPRETED:
-        kernel[grid](*args, **constants)
+        kernel[grid](*tensors, *numbers, **constants)
         return
-    index = args[0].get_device()
+    index = tensors[0].get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            launch(kernel, grid, args, constants, num_warps=num_warps, num_stages=num_stages)
+            launch(kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages)
         return
-    key = [kernel, index, num_warps, num_stages, *constants.values()]
-    values, unaligned = [], 0
-    for value in args:
-        if value.__class__ is int:
-            key.append(value & 15)
-        elif value.__class__ is not float:
-            key.append(value.dtype)
-            value = value.data_ptr()
-            unaligned |= value & 15
-        values.append(value)
-    if unaligned:
-        key.extend(value & 15 for value in values if value.__class__ is int)
-    found = _compiled.get(tuple(key))
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    key: tuple = (kernel, index, num_warps, num_stages, numbers, *constants.values(), *dtypes)
+    if functools.reduce(operator.or_, addresses) & 15:
+        key += tuple(address & 15 == 0 for address in addresses)
+    found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        rest = [constants[name] for name in kernel.arg_names[len(args) :]]
-        _compiled[tuple(key)] = (compiled.run, compiled.function, compiled.packed_metadata, rest)
+        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=num_warps, num_stages=num_stages)
+        rest = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
+        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, (*numbers, *rest))
         return
     run, function, metadata, rest = found
     x, y = grid if len(grid) == 2 else (grid[0], 1)
-    run(x, y, 1, torch._C._cuda_getCurrentRawStream(index), function, metadata, None, None, None, *values, *rest)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    run(x, y, 1, stream, function, metadata, None, None, None, *addresses, *rest)
 
 
 def address_table(tensors: Sequence[Tensor]) -> Tensor:
@@ -94,7 +97,7 @@ def address_table(tensors: Sequence[Tensor]) -> Tensor:
     for start in range(0, count, CHUNK):
         chunk = list(tensors[start : start + CHUNK])
         chunk += [tensors[0]] * (CHUNK - len(chunk))
-        launch(_write_addresses, (1,), (table, start, *chunk), {}, num_warps=1)
+        launch(_write_addresses, (1,), (table, *chunk), (start,), {}, num_warps=1)
     return table
 
 

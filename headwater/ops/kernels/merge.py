@@ -177,12 +177,10 @@ def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
     parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
     fixed = {"BD": wide, "TOGETHER": not INTERPRETED, "STAGES": STAGES}
     warps = max(1, min(16, wide // PER_WARP))
-    launch(
-        _merge_backward, (programs,), (*args, parts, rows, width, norm_eps), constants | flags | fixed, num_warps=warps
-    )
-    launch(
-        _gather, (ceil_div(width, 16),), (parts, *gather, programs, width), flags | {"BD": 16, "BP": 64}, num_warps=4
-    )
+    numbers = (rows, width, norm_eps)
+    launch(_merge_backward, (programs,), (*args, parts), numbers, constants | flags | fixed, num_warps=warps)
+    sizes = {"BD": 16, "BP": 64}
+    launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), flags | sizes, num_warps=4)
 
 
 def _fake_merge(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
@@ -211,8 +209,8 @@ def merge(
         "OPENS": partial is None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
         "BD": power_of_2(width),
     }  # fmt: skip
-    args += (total, x, stats, width, eps, norm_eps)
-    launch(_merge, (rows,), args, constants, num_warps=_warps(width))
+    args += (total, x, stats)
+    launch(_merge, (rows,), args, (width, eps, norm_eps), constants, num_warps=_warps(width))
     return x, total, stats
 
 

@@ -7,7 +7,7 @@ The first query's output may leave through the RMSNorm of the sublayer that open
 
 Passes over (tokens x D): forward N reads, S writes; backward S + N reads and, into the gradient that later reads of the
 same source have begun, N reads and N writes. Forward: a program holds S sums for one token, looping over sources.
-Backward: two warps own a token and take three sources at once, so that the S rows of dout are fetched N / 3 times, from
+Backward: two warps own a token and take four sources at once, so that the S rows of dout are fetched N / 4 times, from
 cache; the S * N dot products are summed per thread first, and exchanged once per source.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..operator import operator
 from .common import address_table, ceil_div, launch, launches, power_of_2, row_pointer, rows_of, vectorised
 
-GROUP, BACKWARD_WARPS = 3, 2  # sources that a program of the backward takes at once, and its warps
+GROUP, BACKWARD_WARPS = 4, 2  # sources that a program of the backward takes at once (at most), and its warps
 MAX_QUERIES, MAX_QUERIES_BACKWARD = 16, 8  # per launch, since a token's sums stay in registers; more read again
 
 
@@ -228,13 +228,13 @@ def mix(
     x, rstd, out, lse, p = _mix_outputs(sources, z, norm_weight, exact)
     narrow = power_of_2(queries)
     grid = (ceil_div(rows, 32),)
-    launch(_softmax, grid, (z, p, lse, rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
+    launch(_softmax, grid, (z, p, lse), (rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
     table = address_table(sources)
     for s, now in _chunks(queries, MAX_QUERIES):
         normed = norm_weight is not None and s == 0
         shift = s - (norm_weight is not None and s > 0)
-        block = min(power_of_2(width), max(128, _floor_power(24576 // now)))
-        warps = min(8, power_of_2(max(ceil_div(now * block, 3072), ceil_div(block, 1024))))
+        block = min(power_of_2(width), max(128, _floor_power(16384 // now)))
+        warps = min(8, power_of_2(max(ceil_div(now * block, 1536), ceil_div(block, 1024))))
         constants = {
             "S": now,
             "NORM": normed,
@@ -249,9 +249,9 @@ def mix(
             out[shift:] if len(out) else x,
             x,
             rstd,
-            norm_weight if normed else p,
+            norm_weight if norm_weight is not None and normed else p,
         )
-        launch(_mix, (rows,), (*args, rows, count, queries, width, eps), constants, num_warps=warps)
+        launch(_mix, (rows,), args, (rows, count, queries, width, eps), constants, num_warps=warps)
     return x, rstd, out, lse, p
 
 
@@ -281,12 +281,13 @@ def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing, whole) -> l
         constants = {
             "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": not given,
             "HAS_LSE": dlse is not None,
-            "BD": 256 * BACKWARD_WARPS, "GROUP": GROUP,
+            "BD": 256 * BACKWARD_WARPS, "GROUP": min(GROUP, len(sources)),
             "VECTOR": vectorised(width, *sources, *outgoing, *douts, *incoming, *made), "REBUILD": whole is not None,
         }  # fmt: skip
         args = (table, p, p if dlse is None else dlse, dz, p if whole is None else whole)
-        args += (sources[0], outgoing[0], douts[0], rows, len(sources), queries, width, s)
-        launch(_mix_backward, (rows,), args, constants, num_warps=BACKWARD_WARPS)
+        args += (sources[0], outgoing[0], douts[0])
+        numbers = (rows, len(sources), queries, width, s)
+        launch(_mix_backward, (rows,), args, numbers, constants, num_warps=BACKWARD_WARPS)
     return [dz, *made]
 
 

@@ -109,14 +109,15 @@ def read(
     block = power_of_2(width)
     args = (
         address_table(sources), x if y is None else y, query, query if key_weight is None else key_weight,
-        query if norm_weight is None else norm_weight, x, summed, weights, rows, len(sources), width, eps, norm_eps,
+        query if norm_weight is None else norm_weight, x, summed, weights,
     )  # fmt: skip
+    numbers = (rows, len(sources), width, eps, norm_eps)
     constants = {
         "PENDING": y is not None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
         "WEIGHTS": with_weights, "BD": block, "VECTOR": vectorised(width, *sources), "TOGETHER": not INTERPRETED,
     }  # fmt: skip
     few = rows < 4 * processors(x.device)  # too few programs to fill the device: spread each over more warps
-    launch(_read, (rows,), args, constants, num_warps=max(1, min(16, block // (512 if few else 2048))))
+    launch(_read, (rows,), args, numbers, constants, num_warps=max(1, min(16, block // (512 if few else 2048))))
     return x, summed, weights
 
 

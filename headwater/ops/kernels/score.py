@@ -17,7 +17,8 @@ from torch import Tensor
 from ..operator import operator
 from .common import ceil_div, exact_dot, half, launch, launches, power_of_2, processors, rows_of
 
-FORWARD = (64, 128, 4, 3, 1)  # tokens and channels of a tile, warps, stages, tiles summed by the matrix units
+# Tokens and channels of a tile, warps, stages, tiles summed by the matrix units; in bf16, and otherwise.
+FORWARD, FORWARD_WIDE = (128, 64, 4, 4, 2), (64, 128, 4, 3, 1)
 BACKWARD = (64, 128, 4, 3, 2)  # tokens and channels of a tile, warps, stages, programs a multiprocessor
 MAX_QUERIES = 64  # per launch; more queries read the source again
 
@@ -127,10 +128,10 @@ def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rstd = torch.empty(source.shape[:-1], dtype=torch.float32, device=source.device)
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
-        tile, channels, warps, stages, run = FORWARD
+        tile, channels, warps, stages, run = FORWARD if half(source) else FORWARD_WIDE
         constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": half(source)}
-        args = (source, folded[q:], z.view(rows, count)[:, q:], rstd, rows, width, now, count, eps)
-        launch(_score, (ceil_div(rows, tile),), args, constants, num_warps=warps, num_stages=stages)
+        args, numbers = (source, folded[q:], z.view(rows, count)[:, q:], rstd), (rows, width, now, count, eps)
+        launch(_score, (ceil_div(rows, tile),), args, numbers, constants, num_warps=warps, num_stages=stages)
     return z, rstd
 
 
@@ -154,14 +155,14 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
         high, low = torch.empty(2, rows, wide, dtype=split_dtype, device=source.device).unbind(0)
         columns_of = (z.view(rows, count)[:, q:], dz.view(rows, count)[:, q:], rstd)
         constants = {"T": 32, "QP": wide, "HALF": halves}
-        args = (*columns_of, high, low, pull, rows, width, now, count)
-        launch(_prepare, (ceil_div(rows, 32),), args, constants, num_warps=4)
+        args = (*columns_of, high, low, pull)
+        launch(_prepare, (ceil_div(rows, 32),), args, (rows, width, now, count), constants, num_warps=4)
         parts = torch.empty(ranges, now, width, dtype=torch.float32, device=source.device)
         given = gradient if q == 0 else out
         constants = {"HAS_G": given is not None, "T": tile, "BD": channels, "QP": wide, "HALF": halves}
         args = (source, folded[q:], high, low, pull, source if given is None else given, out, parts)
-        args += (rows, width, now, tokens)
-        launch(_score_backward, (columns, ranges), args, constants, num_warps=warps, num_stages=stages)
+        grid, numbers = (columns, ranges), (rows, width, now, tokens)
+        launch(_score_backward, grid, args, numbers, constants, num_warps=warps, num_stages=stages)
         torch.sum(parts, 0, out=df[q : q + now])
     return df
 

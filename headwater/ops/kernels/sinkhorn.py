@@ -90,12 +90,12 @@ def backward(logits: Tensor, gradient: Tensor, iterations: int) -> Tensor:
     _launch_forward(logits, logits, history, iterations, keep=True)
     out = torch.empty_like(logits)
     constants = {"ITERATIONS": iterations, "FLOOR": FLOOR, "N": power_of_2(n), "BT": TOKENS}
-    args = (logits, gradient, history, out, rows, n)
-    launch(_backward, (ceil_div(rows, TOKENS),), args, constants, num_warps=1)
+    args = (logits, gradient, history, out)
+    launch(_backward, (ceil_div(rows, TOKENS),), args, (rows, n), constants, num_warps=1)
     return out
 
 
 def _launch_forward(logits: Tensor, out: Tensor, history: Tensor, iterations: int, *, keep: bool) -> None:
     rows, n = logits.numel() // logits.shape[-1] ** 2, logits.shape[-1]
     constants = {"ITERATIONS": iterations, "KEEP": keep, "FLOOR": FLOOR, "N": power_of_2(n), "BT": TOKENS}
-    launch(_forward, (ceil_div(rows, TOKENS),), (logits, out, history, rows, n), constants, num_warps=1)
+    launch(_forward, (ceil_div(rows, TOKENS),), (logits, out, history), (rows, n), constants, num_warps=1)
