@@ -206,9 +206,9 @@ def assemble(
     *,
     micros: int,
     windows: int,
-    prepare: Callable[[Stage], None],
+    prepare: Callable[[Decoder], object],
 ) -> tuple[Parts, Pipeline]:
-    """This rank's stages, still without weights. A micro-batch has `windows` windows; `prepare` wraps a stage."""
+    """This rank's stages, still without weights. A micro-batch has `windows` windows; `prepare` wraps a decoder."""
     assert ranks.mesh is not None
     count, tied = settings.pipeline * settings.chunks, config.tie_embeddings
     context = config.context // ranks.tensor  # tokens of a window that one rank has between sublayers
@@ -226,8 +226,8 @@ def assemble(
         model = prune(copy.deepcopy(blank), bounds[s], bounds[s + 1])
         if ranks.tensor > 1:
             parallelize(model, ranks.mesh["tensor"])
+        prepare(model)
         stage = Stage(model, (bounds[s], bounds[s + 1]), context, hop, following, cache)
-        prepare(stage)
         if ranks.token_world > 1:
             shard(stage, [cast(Sublayer, model.sublayers[i]) for i in range(bounds[s], bounds[s + 1])], ranks)
         stage.to_empty(device=device)

@@ -28,10 +28,10 @@ from headwater.train.data import SPLITS, Dataset, Windows, prepare
 from headwater.train.folder import MetricsLog, Mirror, write_json
 from headwater.train.optim import build_optimizers
 from headwater.train.parallel import Parts, Ranks, fill, shard
-from headwater.train.pipeline import Pipeline, Stage, assemble
+from headwater.train.pipeline import Pipeline, assemble
 from headwater.train.saver import Saver
 from headwater.train.skips import Skips
-from headwater.train.tensor import parallelize, refuse_undivided
+from headwater.train.tensor import bodies, parallelize, refuse_undivided
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
 
@@ -109,8 +109,13 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         checkpoint.refuse_other(latest, identity)
     device = choose_device(config)
     whole = build_model(model_config, config.train.seed, meta=not ranks.main)
-    model, pipeline = (whole.to(device), None) if ranks.alone else distribute(whole, config, ranks, device)
-    forward = wrap(model, config)
+    model: Decoder | Parts
+    if ranks.alone:
+        model, pipeline = whole.to(device), None
+        forward = wrap(model, config, alone=True)
+    else:
+        model, pipeline = distribute(whole, config, ranks, device)
+        forward = model
     optimizers = build_optimizers(model, config.optim)
     state = checkpoint.load(latest, model, optimizers, ranks) if latest else dict(FRESH)
     ranks.wait()  # until everyone has looked, nothing in the folder changes
@@ -200,13 +205,14 @@ def distribute(
             model = Decoder(whole.config)
         if ranks.tensor > 1:
             parallelize(model, cast(DeviceMesh, ranks.mesh)["tensor"])
+        wrap(model, config, alone=False)
         shard(model, cast(list[Sublayer], model.sublayers), ranks)
         model.to_empty(device=device)
     else:
         micros = config.train.accumulate
         sizes = {"micros": micros, "windows": windows_per_micro(config, ranks)}
         model, pipeline = assemble(
-            whole.config, config.parallel, ranks, device, **sizes, prepare=lambda stage: wrap_stage(stage, config)
+            whole.config, config.parallel, ranks, device, **sizes, prepare=lambda part: wrap(part, config, alone=False)
         )
     fill(model, whole if ranks.main else None)
     return model, pipeline
@@ -222,17 +228,21 @@ def windows_per_micro(config: Config, ranks: Ranks) -> int:
     return size // parts
 
 
-def wrap_stage(stage: Stage, config: Config) -> None:
-    wrap(stage.model, config)
-    if config.train.compile:
-        stage.compile()
+def wrap(model: Decoder, config: Config, *, alone: bool) -> Callable[[Tensor], Tensor]:
+    """Recomputation and compilation are applied from outside, in this order; the model knows of neither.
 
-
-def wrap(model: nn.Module, config: Config) -> Callable[[Tensor], Tensor]:
-    """Recomputation and compilation are applied from outside, in this order; the model knows of neither."""
-    if config.train.checkpoint_activations and isinstance(model, Decoder):
+    Alone, the model is compiled as one. Among ranks each attention and MLP is compiled by itself, before FSDP2 wraps
+    it: a graph over all of them would break at the hooks that fetch weights, and at every hop of a pipeline.
+    """
+    if config.train.checkpoint_activations:
         model.step = functools.partial(recompute, model.step, use_reentrant=False)  # type: ignore[method-assign]
-    return torch.compile(model) if config.train.compile else model
+    if not config.train.compile:
+        return model
+    if alone:
+        return torch.compile(model)
+    for body in bodies(model):
+        body.compile()
+    return model
 
 
 def save(run: Run) -> Path:

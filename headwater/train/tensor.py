@@ -14,8 +14,7 @@ The model knows nothing of this; residuals and their kernels get plain tensors.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,13 +26,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Sublayer
-from headwater.models.layers import Attention, RMSNorm, Rotary
+from headwater.models.layers import Attention, RMSNorm, Rotary, SwiGLU
 from headwater.residuals import build
 
 WIRE = torch.ops._c10d_functional
 ROW_DIVIDED = frozenset({"output"})  # the linear layers that end a body divide their inputs; all others their outputs
-
-Exchange = Callable[[Tensor], Tensor]
 
 
 def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
@@ -90,15 +87,75 @@ def _reduce_scatter(y: Tensor, group: str, size: int) -> Tensor:
     return WIRE.wait_tensor(WIRE.reduce_scatter_tensor(ranks, "sum", size, group))  # (B, T / N, D)
 
 
+class Exchange:
+    """How the ranks that share a window meet; outside the bodies nobody knows of it."""
+
+    def __init__(self, size: int, group: str) -> None:
+        self.size, self.group = size, group
+
+    def gather(self, x: Tensor) -> Tensor:
+        return Gather.apply(x, self.group, self.size)
+
+    def scatter(self, y: Tensor) -> Tensor:
+        return Scatter.apply(y, self.group, self.size)
+
+
+class Divided(nn.Module):
+    """A body with its share of the heads or channels, between a gather and a scatter."""
+
+    exchange: Exchange
+
+    def forward(self, x: Any, *others: Any) -> Any:
+        y = super().forward(tuple(map(self._enter, x)) if isinstance(x, tuple) else self._enter(x), *others)
+        return (self.exchange.scatter(y[0]), *y[1:]) if isinstance(y, tuple) else self.exchange.scatter(y)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        kind = x.device.type  # the body's matrices would round to bf16 anyway: half the bytes travel
+        return self.exchange.gather(x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x)
+
+
+class DividedAttention(Divided, Attention): ...
+
+
+class DividedSwiGLU(Divided, SwiGLU): ...
+
+
+class DividedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, here(self.weight))
+
+
+class DividedNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, here(self.weight).to(x.dtype), self.eps)
+
+
+class DividedRotary(Rotary):
+    """Asked by a rank for the positions of its share of a window, it answers for the whole window."""
+
+    exchange: Exchange
+
+    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        return super().forward(start * self.exchange.size, length * self.exchange.size)
+
+
+DIVIDED: dict[type[nn.Module], type[nn.Module]] = {
+    Attention: DividedAttention,
+    SwiGLU: DividedSwiGLU,
+    nn.Linear: DividedLinear,
+    RMSNorm: DividedNorm,
+    Rotary: DividedRotary,
+}
+
+
 def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
     """Divide the bodies of a decoder (or of a stage of one) that has no weights yet, before anything else wraps it."""
-    size, group = mesh.size(), mesh.get_group().group_name
     for body in bodies(model):
         for name, parameter in list(body.named_parameters()):
-            owner = body.get_submodule(name.rpartition(".")[0])
+            owner, _, own_name = name.rpartition(".")
             held = _divided(parameter, mesh, placement_of(name, parameter))
-            owner.register_parameter(name.rpartition(".")[2], nn.Parameter(held))
-    route(model, size, lambda x: Gather.apply(x, group, size), lambda y: Scatter.apply(y, group, size))
+            body.get_submodule(owner).register_parameter(own_name, nn.Parameter(held))
+    route(model, Exchange(mesh.size(), mesh.get_group().group_name))
 
 
 def placement_of(name: str, parameter: Tensor) -> Placement:
@@ -111,9 +168,8 @@ def placement_of(name: str, parameter: Tensor) -> Placement:
 def _divided(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     part = parameter.detach()
     if isinstance(placement, Shard):
-        part = part.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].clone(
-            memory_format=torch.contiguous_format
-        )
+        part = part.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+        part = part.clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(part, mesh, [placement], run_check=False)
 
 
@@ -124,43 +180,26 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     return None
 
 
-def route(model: Decoder, size: int, gather: Exchange, scatter: Exchange) -> None:
-    """Let each body gather, work on its share of heads or channels with the weights it has here, and scatter."""
-    rotary = model.rotary
-    rotary.forward = lambda start, length: Rotary.forward(rotary, start * size, length * size)  # type: ignore[method-assign]
+def route(model: Decoder, exchange: Exchange) -> None:
+    """Let each body gather, work on its share with the weights it has here, and scatter. Modules change their class, as
+    FSDP2 does it too: names stay, and the compiler meets the same code in every layer."""
+    _divide(model.rotary, exchange)
     for body in bodies(model):
+        _divide(body, exchange)
         if isinstance(body, Attention):
-            body.heads, body.kv_heads = body.heads // size, body.kv_heads // size
-        body.forward = _between(body.forward, gather, scatter)
+            body.heads, body.kv_heads = body.heads // exchange.size, body.kv_heads // exchange.size
         for layer in body.children():
-            if isinstance(layer, nn.Linear):
-                layer.forward = functools.partial(_linear, layer)  # type: ignore[method-assign]
-            elif isinstance(layer, RMSNorm):
-                layer.forward = functools.partial(_norm, layer)  # type: ignore[method-assign]
+            if type(layer) in DIVIDED:
+                layer.__class__ = DIVIDED[type(layer)]
+
+
+def _divide(module: nn.Module, exchange: Exchange) -> None:
+    module.__class__ = DIVIDED[type(module)]
+    module.exchange = exchange  # type: ignore[assignment]
 
 
 def bodies(model: Decoder) -> Iterator[nn.Module]:
     return (sublayer.body for sublayer in model.sublayers if isinstance(sublayer, Sublayer))
-
-
-def _between(forward: Callable[..., Any], gather: Exchange, scatter: Exchange) -> Callable[..., Any]:
-    def enter(x: Tensor) -> Tensor:
-        kind = x.device.type  # the body's matrices would round to bf16 anyway: half the bytes travel
-        return gather(x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x)
-
-    def exchanged(x: Any, *others: Any) -> Any:
-        y = forward(tuple(map(enter, x)) if isinstance(x, tuple) else enter(x), *others)
-        return (scatter(y[0]), *y[1:]) if isinstance(y, tuple) else scatter(y)
-
-    return exchanged
-
-
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, here(layer.weight))
-
-
-def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
-    return F.rms_norm(x, layer.weight.shape, here(layer.weight).to(x.dtype), layer.eps)
 
 
 def here(weight: Tensor) -> Tensor:
