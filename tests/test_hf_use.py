@@ -1,6 +1,7 @@
 """A converted model in use: generation, checkpointing, compilation, adapters, the Trainer, saving and loading."""
 
 import copy
+import pickle
 import subprocess
 import sys
 import time
@@ -159,12 +160,31 @@ def test_heads_other_than_the_language_model_convert_in_place():
     torch.testing.assert_close(classifier(tokens()).logits, plain(tokens()).logits)
 
 
-def test_bf16_and_copies(model):
+def test_bf16(model):
     half = copy.deepcopy(model).bfloat16()
     assert half(tokens()).logits.dtype == torch.bfloat16
     torch.testing.assert_close(half(tokens()).logits.float(), model(tokens()).logits, rtol=0.1, atol=0.05)
-    revert(half)
-    assert model(tokens(), output_depth_weights=True).depth_weights  # the original is still converted
+
+
+@pytest.mark.parametrize("residual", ["attnres-block", "muddformer"])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copied_or_pickled_model_is_a_model_of_its_own(residual, again):
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    convert(model, residual)
+    stir(model, 0.1)
+    other = again(model)
+    assert type(other) is type(model)
+    assert type(other.config) is type(model.config)
+    assert torch.equal(other(tokens()).logits, model(tokens()).logits)
+    before = model(tokens()).logits
+    stir(other)
+    assert torch.equal(model(tokens()).logits, before)
+    revert(other)
+    assert type(other) is type(plain)
+    assert verify(other, plain, tokens()).equal
+    assert torch.equal(model(tokens()).logits, before)
 
 
 def test_an_8b_shape_converts_on_the_meta_device_in_seconds():
@@ -229,7 +249,10 @@ socket.getaddrinfo = refuse
 {imports}
 import torch
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-torch.save(model(torch.load(sys.argv[1] + "/tokens.pt")).logits.detach(), sys.argv[1] + "/logits.pt")
+logits = model(torch.load(sys.argv[1] + "/tokens.pt")).logits.detach()
+torch.save(logits, sys.argv[1] + "/logits.pt")
+whole = torch.load(sys.argv[1] + "/whole.pt", weights_only=False)
+assert torch.equal(whole(torch.load(sys.argv[1] + "/tokens.pt")).logits, logits)
 """
 ORDERS = [
     "import headwater\nfrom transformers import AutoModelForCausalLM",
@@ -241,6 +264,7 @@ ORDERS = [
 def test_a_new_process_without_a_network_loads_it_bit_equal(imports, model, tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(tokens(), tmp_path / "tokens.pt")
+    torch.save(model, tmp_path / "whole.pt")  # the whole model, pickled
     script = LOAD.format(imports=imports)
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), model(tokens()).logits)

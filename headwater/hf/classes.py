@@ -15,6 +15,7 @@ from headwater.errors import UserError
 
 from .layers import Depth, converted_model, watch
 from .registration import PREFIX
+from .remake import remakable
 
 
 def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -22,7 +23,8 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     if base in _configs:
         return _configs[base]
     model_type = PREFIX + base.model_type
-    made = type(f"Headwater{base.__name__}", (base,), {"model_type": model_type, "__module__": __name__})
+    members = {"model_type": model_type, "__module__": __name__, **remakable(config_class, base)}
+    made = type(f"Headwater{base.__name__}", (base,), members)
     _configs[base] = made
     AutoConfig.register(model_type, made, exist_ok=True)
     for auto in (AutoModelForCausalLM, AutoModel):
@@ -76,7 +78,7 @@ def head_class(base: type[Any]) -> type[PreTrainedModel]:
         return outputs
 
     forward.__signature__ = _with_flag(inspect.signature(base.forward), "output_depth_weights")  # type: ignore[attr-defined]
-    members = {"plain": base, "forward": forward, "__module__": __name__}
+    members = {"plain": base, "forward": forward, "__module__": __name__, **remakable(head_class, base)}
     _heads[base] = type(f"Headwater{base.__name__}", (Converted, base), members)
     return _heads[base]
 

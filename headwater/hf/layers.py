@@ -25,6 +25,7 @@ from headwater.residuals import Norm, Read, Residual, State, build
 from .devices import before_hop, bring_back, call_on, hooked
 from .layouts import Layout
 from .norms import ScaledNorm
+from .remake import remakable
 
 
 class DepthState:
@@ -229,7 +230,7 @@ def take_input(which: int, module: nn.Module, args: tuple[Tensor, ...]) -> tuple
 
 
 def converted_layer(base: type[nn.Module]) -> type[nn.Module]:
-    return _subclass(ConvertedLayer, base)
+    return _subclass(ConvertedLayer, base, **remakable(converted_layer, base))
 
 
 def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
@@ -245,7 +246,7 @@ def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
             return self._depth.end(self, hidden_states, norm=partial(base.forward, self))
         return base.forward(self, hidden_states)
 
-    return _subclass(base, forward=forward, __call__=call)
+    return _subclass(base, forward=forward, __call__=call, **remakable(converted_norm, base))
 
 
 def converted_model(base: type[nn.Module]) -> type[nn.Module]:
@@ -263,7 +264,7 @@ def converted_model(base: type[nn.Module]) -> type[nn.Module]:
         outputs["hidden_states"] = (*seen.reads, outputs["hidden_states"][-1])
         return outputs
 
-    return _subclass(base, forward=forward)
+    return _subclass(base, forward=forward, **remakable(converted_model, base))
 
 
 def watch(depth: Depth, run: Callable[[], Any]) -> tuple[Any, DepthState]:

@@ -1,0 +1,28 @@
+"""Instances of classes that are made at run time pickle and copy: with the recipe that makes their class again."""
+
+from collections.abc import Callable
+from typing import Any
+
+Maker = Callable[[Any], type]
+
+
+def remakable(maker: Maker, base: type) -> dict[str, Any]:
+    """Members for a class that `maker(base)` makes; `maker` is a function that can be imported, and makes it once."""
+    return {"_recipe": (maker, getattr(base, "_recipe", base)), "__reduce_ex__": _reduce}
+
+
+def blank(recipe: tuple[Maker, Any]) -> Any:
+    """An instance without attributes; pickle and copy then fill it."""
+    made: Any = _make(recipe)
+    return made.__new__(made)
+
+
+def _make(recipe: Any) -> type:
+    if isinstance(recipe, type):
+        return recipe
+    maker, base = recipe
+    return maker(_make(base))
+
+
+def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+    return blank, (self._recipe,), self.__dict__
