@@ -14,6 +14,8 @@ import pytest
 import torch
 from ranks import spawn
 from tinyrun import fingerprint, tiny
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder
@@ -22,7 +24,7 @@ from headwater.train.config import Config, ParallelSettings, merge
 from headwater.train.contents import read_all
 from headwater.train.loop import train
 from headwater.train.parallel import join
-from headwater.train.run import begin, save
+from headwater.train.run import begin, named_model, save
 
 pytestmark = pytest.mark.xdist_group("parallel_checkpoints")  # one worker: its fixtures are costly
 
@@ -36,18 +38,16 @@ def settings(folder: Path, **parallel) -> Config:
 
 def run_and_resume(config: Config, folder: Path) -> None:
     """A whole run, and copies of it that lost everything after each of their steps and went on."""
+    ranks = join(config.parallel, torch.device("cpu"))  # once for all runs
     train(config, folder / "whole")
     for step in range(1, STEPS):
-        out, main = folder / f"from-{step}", os.environ["RANK"] == "0"
-        ready = folder / f"ready-{step}"
-        if main:
+        out = folder / f"from-{step}"
+        if ranks.main:
             shutil.copytree(folder / "whole", out)
             for later in checkpoint.checkpoints(out / "checkpoints")[step:]:
                 shutil.rmtree(later)
             (out / "summary.json").unlink()
-            ready.touch()
-        while not ready.exists():
-            pass
+        ranks.wait()
         train(config, out, resume=True)
 
 
@@ -55,18 +55,59 @@ def reshard(config: Config, source: Path, target: Path) -> None:
     """Load what another layout saved, and save it again."""
     ranks = join(config.parallel, torch.device("cpu"))
     run = begin(config, source, resume=True, ranks=ranks)
-    run.folder = target
+    run.saver.root = target / "checkpoints"
     save(run)
     run.log.close()
+
+
+PLACEMENTS = {  # over a grid of two by two, and over two ranks
+    "columns": ((Replicate(), Shard(1)), Shard(0)),
+    "rows-and-columns": ((Shard(0), Shard(1)), Shard(1)),
+    "rows-twice": ((Shard(0), Shard(0)), Replicate()),  # more ranks than rows: one of them has none
+    "copies": ((Replicate(), Replicate()), Shard(1)),
+}
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    sizes = {"rows-twice": (3, 5)}
+    return {f"model/{name}": torch.arange(35.0).view(7, 5)[: sizes.get(name, (7,))[0]].clone() for name in PLACEMENTS}
+
+
+def divide(grid: DeviceMesh, which: int) -> dict[str, torch.Tensor]:
+    chosen = {f"model/{name}": pair[which] for name, pair in PLACEMENTS.items()}
+    return {
+        name: distribute_tensor(value, grid, list(chosen[name]) if which == 0 else [chosen[name]])
+        for name, value in whole_tensors().items()
+    }
+
+
+def save_on_four(config: Config, folder: Path) -> None:
+    ranks = join(config.parallel, torch.device("cpu"))
+    train(config, folder / "four")
+    tensors = divide(init_device_mesh("cpu", (2, 2)), 0)
+    tensors["model/plain"] = torch.arange(4.0)  # on all four, written by one
+    model = named_model(config.model, 257)
+    checkpoint.save(folder / "grid", 1, tensors, {}, config=model, keep=1, ranks=ranks)
+
+
+def read_on_two(config: Config, folder: Path) -> None:
+    reshard(config, folder / "source", folder / "two")
+    reader = shards.Reader(folder / "grid" / "step-00000001")
+    expected, found = whole_tensors(), divide(init_device_mesh("cpu", (2,)), 1)
+    for value in found.values():
+        value.to_local().zero_()
+    shards.read(reader, found, alone=False)
+    for name, value in found.items():
+        assert torch.equal(value.full_tensor(), expected[name]), name
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Six steps on four ranks (two stages of two chunks, each on two shards), then read by two shards."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    spawn(4, train, settings(folder, pipeline=2, chunks=2), folder / "four")
+    spawn(4, save_on_four, settings(folder, pipeline=2, chunks=2), folder)
     shutil.copytree(folder / "four", folder / "source")
-    spawn(2, reshard, settings(folder), folder / "source", folder / "two")
+    spawn(2, read_on_two, settings(folder), folder)
     return folder
 
 
@@ -90,6 +131,28 @@ def test_four_ranks_to_two_to_one(folder, tmp_path):
         for name, value in values[0].items():
             assert torch.equal(value, values[1][name]), name
             assert torch.equal(value, values[2][name]), name
+
+
+@pytest.mark.slow
+def test_any_division_of_a_tensor_is_read_by_any_other(folder):
+    """Rows, columns, both and copies over a grid of four ranks: two have read them otherwise already; here one does."""
+    saved = folder / "grid" / "step-00000001"
+    assert checkpoint.damage(saved) is None
+    index = json.loads((saved / "index.json").read_text())["tensors"]
+    pieces = {name.removeprefix("model/"): len(entry["pieces"]) for name, entry in index.items()}
+    assert pieces == {"columns": 2, "rows-and-columns": 4, "rows-twice": 3, "copies": 1, "plain": 1}
+    found = read_all(saved, "model")
+    for name, value in whole_tensors().items():
+        assert torch.equal(found[name.removeprefix("model/")], value), name
+
+
+def test_an_index_that_does_not_add_up_is_refused():
+    entry = {"dtype": "F32", "shape": [4, 2], "pieces": [["model.safetensors", [0, 0], [4, 1]]]}
+    with pytest.raises(ValueError, match=r"pieces of model/x that do not make up its shape \(4, 2\)"):
+        shards.from_json({"tensors": {"model/x": entry}})
+    entry["pieces"] = [["../../elsewhere.safetensors", [0, 0], [4, 2]]]
+    with pytest.raises(ValueError, match="outside of its folder"):
+        shards.from_json({"tensors": {"model/x": entry}})
 
 
 def config_of(folder: Path) -> Config:
@@ -171,7 +234,7 @@ def test_planted_pickles_never_run(folder, tmp_path):
     assert mark.exists()
 
 
-def fill_disk_on_one_rank(config: Config, folder: Path) -> None:
+def fill_disk_on_one_rank(config: Config, folder: Path, async_save: bool) -> None:
     """The third write of rank 1 fails: every rank stops with the same message, and the last checkpoint stays."""
     real, calls = shards.write_file, []
 
@@ -182,13 +245,15 @@ def fill_disk_on_one_rank(config: Config, folder: Path) -> None:
         return real(path, content)
 
     shards.write_file = write_file
+    config = replace(config, train=replace(config.train, async_save=async_save))
     with pytest.raises(UserError, match=r"could not write .*00000003: No space left.*good .*00000002"):
         train(config, folder / "full")
 
 
 @pytest.mark.slow
-def test_a_full_disk_on_one_rank_stops_all_and_keeps_the_last_good_one(tmp_path):
-    spawn(2, fill_disk_on_one_rank, settings(tmp_path), tmp_path)
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_full_disk_on_one_rank_stops_all_and_keeps_the_last_good_one(tmp_path, async_save):
+    spawn(2, fill_disk_on_one_rank, settings(tmp_path), tmp_path, async_save)
     saved = checkpoint.checkpoints(tmp_path / "full" / "checkpoints")
     assert [path.name for path in saved] == ["step-00000001", "step-00000002"]
     assert all(checkpoint.damage(path) is None for path in saved)
