@@ -245,9 +245,8 @@ function drawScale(most, clipped, signed, paint) {
     const share = from + ((i + 0.5) / 60) * (1 - from);
     svg.append(make("rect", { x: 8 + (i * width) / 60, y: 16, width: width / 60 + 0.5, height: 9, fill: paint(Math.sign(share) * share * share * most) }));
   }
-  for (const part of [0, 0.05, 0.2, 0.5, 1]) {
-    for (const sign of signed && part > 0.1 ? [-1, 1] : [1]) {
-      if (signed && part === 0.05) continue;
+  for (const part of signed ? [0, 0.25, 1] : [0, 0.05, 0.2, 0.5, 1]) {
+    for (const sign of signed && part > 0 ? [-1, 1] : [1]) {
       svg.append(make("text", { x: X(sign * Math.sqrt(part)), y: 38, "text-anchor": "middle" }, (clipped && part === 1 && sign > 0 ? "≥ " : "") + short(sign * part * most, 2)));
     }
   }

@@ -51,7 +51,7 @@ def find_runs(folders: list[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: {EXPECTED}")
-        inside = sorted(folder.glob("runs/*/config.json"))
+        inside = sorted(folder.glob("runs/*/config.json"), key=lambda path: path.parent.name.rsplit("-seed", 1))
         if not inside and not (folder / "config.json").is_file():
             raise UserError(f"{folder} is not a run: {EXPECTED}")
         for run in [path.parent for path in inside] or [folder]:
