@@ -175,8 +175,9 @@ class ConvertedLayer(nn.Module):
         for site in self._depth_sites:
             if _depth_watched:
                 weights = (*weights, depth.call(self, "weights", state, site.sublayer))
-                x, _ = depth.read(self, state, site.sublayer, None)
-                first = (x[0] if isinstance(x, tuple) else x) if first is None else first
+                if first is None:
+                    x, _ = depth.read(self, state, site.sublayer, None)
+                    first = x[0] if isinstance(x, tuple) else x
             state = self._run(site, state, kwargs)
         return state if first is None else (*state, first, *weights)
 
