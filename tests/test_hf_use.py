@@ -136,6 +136,25 @@ def test_the_kernels_fold_scale_and_norm_into_the_read(model_type):
     assert not called  # the norms ran inside the kernels
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_hf_gpu.py covers it there")
+def test_depth_weights_and_hidden_states_of_the_kernels_with_gradients():
+    """A layer that is watched reads twice from one state: the kernels' gradients must still add up."""
+    from headwater.ops.kernels.common import launches
+
+    results = []
+    for backend in ("reference", "triton"):
+        model = tiny_model("llama", num_hidden_layers=2)
+        convert(model, "attnres-block", block=2, backend=backend)
+        stir(model)
+        launches.clear()
+        out = model(tokens(1, 4), labels=tokens(1, 4), output_depth_weights=True, output_hidden_states=True)
+        (out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)).backward()
+        assert (launches["mix"] > 0) == (backend == "triton")
+        results.append((out.depth_weights, [parameter.grad for parameter in model.parameters()]))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_compiles_to_one_graph():
     model = tiny_model("llama", num_hidden_layers=2)
     convert(model, "attnres-block", block=2)
