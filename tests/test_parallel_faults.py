@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,13 +14,13 @@ import torch
 from ranks import spawn
 from tinyrun import flags, tiny
 
-from headwater.errors import UserError
+from headwater.errors import Interrupted, UserError
 from headwater.models import Decoder
 from headwater.train import checkpoint, loop
 from headwater.train.config import Config, ParallelSettings
 from headwater.train.contents import read_all
 from headwater.train.loop import train
-from headwater.train.parallel import join
+from headwater.train.parallel import Ranks, join
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -29,8 +30,9 @@ def settings(folder: Path, **changes) -> Config:
     return replace(config, parallel=ParallelSettings(hang_timeout=60))
 
 
-def bad_numbers(config: Config, folder: Path) -> None:
-    """Rank 1 alone has a loss that is not a number, or a spike, at its fourth step."""
+def faults_on_one_rank(config: Config, folder: Path) -> None:
+    """Rank 1 alone has a loss that is not a number, or a spike, at its fourth step; rank 0 alone gets a signal, just
+    after the ranks have asked each other for one."""
     join(config.parallel, torch.device("cpu"))  # once for all runs
     real = loop.token_losses
 
@@ -57,10 +59,23 @@ def bad_numbers(config: Config, folder: Path) -> None:
     spoil(100.0)
     assert train(change(skip_spikes=1, spike_window=3, async_save=True), folder / "spike")["skipped_steps"] == 1
 
+    loop.token_losses, asked, compare = real, [], Ranks.highest
+
+    def highest(ranks, value):
+        found = compare(ranks, value)
+        asked.append(value)
+        if ranks.main and len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    Ranks.highest = highest
+    with pytest.raises(Interrupted, match="stopped by SIGTERM after step 4 of 6"):
+        train(change(save_every=6), folder / "signal")
+
 
 @pytest.mark.slow
-def test_a_bad_number_on_one_rank_stops_or_skips_on_all(tmp_path):
-    spawn(2, bad_numbers, settings(tmp_path), tmp_path)
+def test_what_happens_to_one_rank_stops_or_skips_on_all(tmp_path):
+    spawn(2, faults_on_one_rank, settings(tmp_path), tmp_path)
     cause = json.loads((tmp_path / "stops" / "nonfinite-step-4.json").read_text())
     assert cause["batch"] == {"seed": 0, "step": 3, "size": 4}
     assert [math.isnan(float(loss)) for loss in cause["loss_by_rank"]] == [False, True]
@@ -81,6 +96,9 @@ def test_a_bad_number_on_one_rank_stops_or_skips_on_all(tmp_path):
         assert [loss is None for loss in losses] == [n == 3 and reason == "nonfinite" for n in range(6)]
         own = json.loads((run / f"{reason}-step-4.json").read_text())["loss_by_rank"]
         assert not float(own[1]) <= 10 * float(own[0]), "the second rank's share stands out"
+    (saved,) = checkpoint.checkpoints(tmp_path / "signal" / "checkpoints")
+    assert saved.name == "step-00000004"
+    assert checkpoint.damage(saved) is None
 
 
 ACTS = """

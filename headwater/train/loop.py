@@ -68,15 +68,15 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
                     progress.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
                 if gradients:
                     log_depth(run, gradients)
+                # Ranks act on what they have compared: a signal that comes after it waits for the next step.
                 asked = ranks.highest(FAILED if run.saver.failed else interruption.signum)
-                if asked == FAILED:  # what happened to one rank happened to all, though some have yet to notice
+                if asked == FAILED:  # some have yet to notice
                     run.saver.wait()
-                elif asked:
-                    interruption.signum = asked
-                if last or number % settings.save_every == 0 or interruption.signum:
+                if last or number % settings.save_every == 0 or asked:
                     save(run)
-                if interruption.signum and not last:
+                if asked and not last:
                     run.saver.wait()
+                    interruption.signum = asked
                     raise interruption.error(f"step {number} of {settings.steps}", f"headwater train --out {out}")
         return finish(run)
 
