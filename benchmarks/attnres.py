@@ -28,7 +28,11 @@ STACK = {"tokens": 16384, "dim": 2048, "sublayers": 48, "spec": "attnres-block:b
 CASES = {"stack": STACK, "full": {**STACK, "spec": "attnres-full"}}
 OURS = ["headwater", "headwater-compiled"]
 PEERS = ["fla-0", "fla-1", "fla-gluon", "liger", "fast-attnres", "flash-attn-res", "pytorch-compiled"]
-ARMS = {"stack": ["plain-compiled", *OURS, *PEERS], "full": ["plain-compiled", "headwater", "fla-0", "fla-1"]}
+ARMS = {
+    "read": ["headwater", "fla-1"],
+    "stack": ["plain-compiled", *OURS, *PEERS],
+    "full": ["plain-compiled", "headwater", "fla-0", "fla-1"],
+}
 READS = [(9, 8192, 7168), (5, 1024, 7168), (9, 16384, 2048), (9, 64, 7168)]
 
 
@@ -61,45 +65,31 @@ def gate() -> list[dict[str, Any]]:
     return rows
 
 
-def read() -> dict[str, Any]:
+def read(name: str) -> dict[str, Any]:
     """One read of N sources, no norm. Forward: bytes moved over the copy bandwidth; then forward + backward."""
     bandwidth, rows = copy_bandwidth(), []
     for count, tokens, dim in READS:
-        sources = [torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-        query = torch.randn(dim, device="cuda") * 0.02
-        key_weight = torch.ones(dim, device="cuda")
-        ideal = (count + 1) * tokens * dim * 2 / bandwidth / 1e9
-        row: dict[str, Any] = {"sources": count, "tokens": tokens, "dim": dim, "ideal_ms": ideal}
+        leaves = [torch.randn(tokens, dim, device="cuda").bfloat16().requires_grad_() for _ in range(count)]
+        query, key_weight = torch.randn(dim, device="cuda").bfloat16() * 0.02, torch.ones(dim, device="cuda").bfloat16()
+        seed = torch.randn_like(leaves[0])
 
-        def ours(sources: Any = sources, query: Any = query, key_weight: Any = key_weight) -> None:
-            depth_attention(sources, query, key_weight, backend="triton")
-
-        with torch.no_grad():
-            row["headwater"] = times(captured(ours))
-            row["of_copy_bandwidth"] = ideal / row["headwater"]["ms"]
-        seed = torch.randn_like(sources[0])
-        leaves = [source.requires_grad_() for source in sources]
-
-        def both(read: Any, leaves: Any = leaves, seed: Any = seed) -> None:
-            torch.autograd.grad(read(leaves), leaves, seed)
-
-        row["headwater_both"] = times(lambda: both(lambda s: depth_attention(s, query, key_weight)))  # noqa: B023
-        try:
+        def forward(leaves: Any = leaves, query: Any = query, key_weight: Any = key_weight) -> torch.Tensor:
+            if name == "headwater":
+                return depth_attention(leaves, query, key_weight, backend="triton")
             from fla.ops.attnres import fused_attnres
 
-            low, key = query.bfloat16(), key_weight.bfloat16()
+            return fused_attnres(query, [v.unsqueeze(0) for v in leaves], key_weight, rms_eps=EPS).squeeze(0)
 
-            def fla(sources: Any, low: Any = low, key: Any = key) -> torch.Tensor:
-                return fused_attnres(low, [source.unsqueeze(0) for source in sources], key, rms_eps=EPS).squeeze(0)
+        def both(forward: Any = forward, leaves: Any = leaves, seed: Any = seed) -> None:
+            torch.autograd.grad(forward(), leaves, seed)
 
-            with torch.no_grad():
-                row["fla"] = times(lambda: fla(leaves))  # noqa: B023
-            row["fla_both"] = times(lambda: both(fla))
-        except ImportError as missing:
-            row["fla"] = {"skipped": str(missing)}
+        row: dict[str, Any] = {"sources": count, "tokens": tokens, "dim": dim}
+        with torch.no_grad():
+            row["forward"] = times(captured(forward))
+        row["both"] = times(both)
+        row["of_copy_bandwidth"] = (count + 1) * tokens * dim * 2 / bandwidth / 1e9 / row["forward"]["ms"]
         rows.append(row)
-        print(json.dumps(row), file=sys.stderr, flush=True)
-    return {"copy_tb_s": bandwidth, "rows": rows}
+    return {"arm": name, "copy_tb_s": bandwidth, "rows": rows}
 
 
 def run_arm(name: str, case: dict[str, Any], *, warm: bool) -> dict[str, Any]:
@@ -136,7 +126,7 @@ def one(part: str, name: str, case: dict[str, Any], *, warm: bool) -> Any:
     if part == "gate":
         return gate()
     if part == "read":
-        return read()
+        return read(name)
     if part == "decoder":
         return decoder(int(name))
     return run_arm(name, case, warm=warm)
@@ -202,28 +192,23 @@ def run(options: argparse.Namespace) -> None:
     result["copy_tb_s"] = copy_bandwidth()
     torch.cuda.empty_cache()
     print(json.dumps({"gate": result["gate"], "copy_tb_s": result["copy_tb_s"]}), flush=True)
-    arms = {part: [a for a in ARMS[part] if not options.arms or a in options.arms.split(",")] for part in CASES}
+    arms = {
+        part: [a for a in names if not options.arms or a in options.arms.split(",")] for part, names in ARMS.items()
+    }
     if options.warm:
-        peers = [start(part, name, CASES[part], warm=True) for part in CASES for name in arms[part] if name not in OURS]
+        asked = [(part, name) for part in CASES if part in options.parts for name in arms[part] if name not in OURS]
+        peers = [start(part, name, CASES[part], warm=True) for part, name in asked]
         deadline = time.perf_counter() + options.warm
         keep("warmed", [result_of(peer, max(1.0, deadline - time.perf_counter())) for peer in peers])
     for part in options.parts:
-        if part == "read":
-            keep(part, result_of(start(part, "", {}), options.limit))
-            print(json.dumps(result[part]), flush=True)
-        elif part == "decoder":
-            rows: list[Any] = []
-            for width in options.widths.split(","):
-                rows.append({"dim": int(width)} | result_of(start(part, width, {}), options.limit))
-                keep(part, rows)
-                print(json.dumps(rows[-1]), flush=True)
-        elif part in CASES:
-            case = CASES[part] | {"pass_ms": STACK["tokens"] * STACK["dim"] * 2 / result["copy_tb_s"] / 1e9}
-            rows = []
-            for name in arms[part]:
-                rows.append({"arm": name} | result_of(start(part, name, case), options.limit))
-                keep(part, case | {"arms": rows})
-                print(json.dumps(rows[-1]), flush=True)
+        case = CASES.get(part, {})
+        if case:
+            case = case | {"pass_ms": STACK["tokens"] * STACK["dim"] * 2 / result["copy_tb_s"] / 1e9}
+        rows: list[Any] = []
+        for name in options.widths.split(",") if part == "decoder" else arms.get(part, []):
+            rows.append({"arm": name} | result_of(start(part, name, case), options.limit))
+            keep(part, case | {"arms": rows})
+            print(json.dumps(rows[-1]), flush=True)
     print(json.dumps(result))
 
 

@@ -75,7 +75,7 @@ class Model(nn.Module):
 
 def decoder(dim: int) -> dict[str, Any]:
     """Both take turns in one process; the overhead is the median over rounds."""
-    result: dict[str, Any] = {"layers": LAYERS, "tokens": TOKENS, "context": CONTEXT, "blocks": BLOCKS}
+    result: dict[str, Any] = {"dim": dim, "layers": LAYERS, "tokens": TOKENS, "context": CONTEXT, "blocks": BLOCKS}
     steps = {}
     for name, spec in (("plain", "standard"), ("headwater", f"attnres-block:block={2 * LAYERS // BLOCKS}")):
         torch.manual_seed(0)
