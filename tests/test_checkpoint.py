@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -125,18 +124,6 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file
         save(run)
     assert [path.name for path in first.parent.iterdir()] == [first.name]
     assert checkpoint.damage(first) is None
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of one megabyte."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs needs root; the same case runs above with a write that fails")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_a_disk_that_is_really_full(tmp_path, small_disk, capfd):

@@ -92,6 +92,7 @@ def save_on_four(config: Config, folder: Path) -> None:
 
 def read_on_two(config: Config, folder: Path) -> None:
     reshard(config, folder / "source", folder / "two")
+    refuse_truncated(config, folder)
     reader = shards.Reader(folder / "grid" / "step-00000001")
     expected, found = whole_tensors(), divide(init_device_mesh("cpu", (2,)), 1)
     for value in found.values():
@@ -99,6 +100,20 @@ def read_on_two(config: Config, folder: Path) -> None:
     shards.read(reader, found, alone=False)
     for name, value in found.items():
         assert torch.equal(value.full_tensor(), expected[name]), name
+
+
+def refuse_truncated(config: Config, folder: Path) -> None:
+    """The ranks divide the files to check among them; whoever meets a short one, both refuse."""
+    ranks = join(config.parallel, torch.device("cpu"))
+    for position in range(2):
+        target = folder / f"cut-{position}" / "step-00000006"
+        if ranks.main:
+            shutil.copytree(newest(folder / "four"), target)
+            victim = target / list(json.loads((target / "manifest.json").read_text())["sha256"])[position]
+            victim.write_bytes(victim.read_bytes()[:-1])
+        ranks.wait()
+        with pytest.raises(UserError, match=r"is damaged: .*safetensors is not what was written"):
+            checkpoint.verify(target, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +273,19 @@ def test_a_full_disk_on_one_rank_stops_all_and_keeps_the_last_good_one(tmp_path,
     assert [path.name for path in saved] == ["step-00000001", "step-00000002"]
     assert all(checkpoint.damage(path) is None for path in saved)
     assert not list((tmp_path / "full" / "checkpoints").glob(".tmp-*"))
+
+
+def run_until_full(config: Config, out: Path) -> None:
+    with pytest.raises(UserError, match=r"could not write .*No space left on device.*The last good checkpoint is"):
+        train(config, out)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full_under_two_ranks(tmp_path, small_disk):
+    config = settings(tmp_path)
+    config = replace(config, train=replace(config.train, steps=100, keep=99, async_save=True))
+    spawn(2, run_until_full, config, small_disk / "run")
+    saved = checkpoint.checkpoints(small_disk / "run" / "checkpoints")
+    assert saved
+    assert all(checkpoint.damage(path) is None for path in saved)
+    assert not list((small_disk / "run" / "checkpoints").glob(".tmp-*"))
