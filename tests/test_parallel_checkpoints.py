@@ -33,7 +33,8 @@ STEPS = 6
 
 def settings(folder: Path, **parallel) -> Config:
     config = tiny(folder, batch_size=8, accumulate=2, steps=STEPS, save_every=1, keep=9, log_every=1, eval_every=3)
-    return replace(config, parallel=ParallelSettings(hang_timeout=60, **parallel))
+    model = replace(config.model, kv_heads=2)  # which two ranks can divide
+    return replace(config, model=model, parallel=ParallelSettings(hang_timeout=60, **parallel))
 
 
 def run_and_resume(config: Config, folder: Path) -> None:
@@ -84,6 +85,11 @@ def divide(grid: DeviceMesh, which: int) -> dict[str, torch.Tensor]:
 def save_on_four(config: Config, folder: Path) -> None:
     ranks = join(config.parallel, torch.device("cpu"))
     train(config, folder / "four")
+    if ranks.main:
+        shutil.copytree(folder / "four", folder / "source")
+    ranks.wait()
+    divided = replace(config, parallel=replace(config.parallel, pipeline=1, chunks=1, tensor=2))
+    reshard(divided, folder / "source", folder / "tensor")
     tensors = divide(init_device_mesh("cpu", (2, 2)), 0)
     tensors["model/plain"] = torch.arange(4.0)  # on all four, written by one
     model = named_model(config.model, 257)
@@ -118,10 +124,12 @@ def refuse_truncated(config: Config, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Six steps on four ranks (two stages of two chunks, each on two shards), then read by two shards."""
+    """Six steps on four ranks (two stages of two chunks, each on two shards), read by four that divide rows and columns
+    (tensor parallel, and two shards), and then by two shards."""
     folder = tmp_path_factory.mktemp("checkpoints")
     spawn(4, save_on_four, settings(folder, pipeline=2, chunks=2), folder)
-    shutil.copytree(folder / "four", folder / "source")
+    shutil.rmtree(folder / "source" / "checkpoints")
+    shutil.copytree(folder / "tensor" / "checkpoints", folder / "source" / "checkpoints")
     spawn(2, read_on_two, settings(folder), folder)
     return folder
 
@@ -132,7 +140,9 @@ def newest(run: Path) -> Path:
 
 @pytest.mark.slow
 def test_four_ranks_to_two_to_one(folder, tmp_path):
-    four, two = newest(folder / "four"), newest(folder / "two")
+    four, tensor, two = (newest(folder / name) for name in ("four", "tensor", "two"))
+    entries = json.loads((tensor / "index.json").read_text())["tensors"]
+    assert len(entries["model/sublayers.1.body.output.weight"]["pieces"]) == 4  # two of rows, two of columns
     assert {path.name for path in two.glob("model*")} == {"model-00000.safetensors", "model-00001.safetensors"}
     shutil.copytree(folder / "four", tmp_path / "one")
     shutil.rmtree(tmp_path / "one" / "checkpoints")
@@ -141,11 +151,11 @@ def test_four_ranks_to_two_to_one(folder, tmp_path):
     one = save(run)
     assert (one / "model.safetensors").exists()
     for kind in ("model", "optimizer"):
-        values = [read_all(path, kind) for path in (four, two, one)]
-        assert values[0].keys() == values[1].keys() == values[2].keys()
-        for name, value in values[0].items():
-            assert torch.equal(value, values[1][name]), name
-            assert torch.equal(value, values[2][name]), name
+        expected = read_all(four, kind)
+        for path in (tensor, two, one):
+            found = read_all(path, kind)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], value) for name, value in expected.items()), path
 
 
 @pytest.mark.slow
