@@ -112,8 +112,9 @@ def work(flags: argparse.Namespace) -> None:
     model = build(flags.residual, flags.layers, flags.context, flags.device)
     shape = (flags.batch, flags.context + 1)
     tokens = torch.randint(0, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(1)).to(flags.device)
-    steps, prepared = {}, {}
+    steps, rows = {}, []
     for arm in flags.arms:
+        row: dict[str, Any] = {"residual": flags.residual, "arm": arm, "layers": flags.layers}
         start = time.perf_counter()
         steps[arm] = step_of(model, arm, tokens)
         try:
@@ -121,13 +122,15 @@ def work(flags: argparse.Namespace) -> None:
             synchronize(flags.device)
         except torch.OutOfMemoryError:
             pass  # others compile on the same device; when it is this one's turn, it has it for itself
-        prepared[arm] = time.perf_counter() - start
+        except RuntimeError as error:  # the compiler's errors among them: the other arms are measured all the same
+            row["error"] = str(error).strip().splitlines()[0]
+        rows.append({**row, "first_step_s": time.perf_counter() - start})
         release(model, flags.device)
     print("ready", flush=True)
     sys.stdin.readline()
-    for arm, step in steps.items():
-        row = {"residual": flags.residual, "arm": arm, "layers": flags.layers, "first_step_s": prepared[arm]}
-        print(json.dumps(row | measure(step, flags.device, flags.repeats, before)), flush=True)
+    for row in rows:
+        measured = {} if "error" in row else measure(steps[row["arm"]], flags.device, flags.repeats, before)
+        print(json.dumps(row | measured), flush=True)
         release(model, flags.device)
 
 

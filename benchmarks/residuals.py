@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,9 @@ def run(jobs: list[Job], flags: argparse.Namespace) -> Iterator[Row]:
             processes = [job.start(flags, log) for job, log in zip(wave, logs, strict=True)]
             deadline = time.monotonic() + flags.limit
             ready = [await_line(process, deadline) == "ready" for process in processes]
+            for process, prepared in zip(processes, ready, strict=True):
+                if not prepared:
+                    process.kill()  # so that nobody compiles while others measure
             for job, process, log, prepared in zip(wave, processes, logs, ready, strict=True):
                 yield from rows_of(job, process, log, prepared, flags)
 
@@ -104,12 +108,12 @@ def rows_of(
         while remaining and (line := await_line(process, deadline)):
             yield json.loads(line)
             remaining.pop(0)
-    late = process.poll() is None and bool(remaining)
-    if late:
+    if remaining:
         process.kill()
     process.communicate()
     said = log.read_text().strip().splitlines()
-    reason = f"no result within {flags.limit:.0f} s" if late else (said[-1] if said else "it left no message")
+    late = process.returncode == -signal.SIGKILL
+    reason = f"killed: no result within {flags.limit:.0f} s" if late else (said[-1] if said else "it left no message")
     for arm in remaining:
         yield {"residual": job.residual, "arm": arm, "layers": job.layers, "error": reason}
 
@@ -161,9 +165,7 @@ def describe(row: Row) -> str:
 def table(summary: list[Row]) -> str:
     heads = ("eager_time", "eager_memory", "compiled_time", "compiled_memory")
     rule = ("eager_over_straightforward", "compiled_over_straightforward")
-    lines = [
-        "relative to the first residual: eager time, memory; compiled time, memory | to the straightforward compile"
-    ]
+    lines = ["to the first residual: eager time, memory; compiled time, memory | to the straightforward compile: both"]
     for row in summary:
         cells = [f"{row[k]:6.2f}" if k in row else "     -" for k in (*heads, *rule)]
         cells[len(heads) :] = [
