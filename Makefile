@@ -17,7 +17,7 @@ demo: $(INSTALLED)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations 15 -m 'not faults'
 
-# Workers of torchrun killed, hung and signalled by the clock: by itself, so that a busy machine does not fail the rest.
+# All faults of several ranks; the rank that hangs, which needs the clock, only here: a busy machine must not fail the rest.
 test-faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_parallel_faults.py
 

@@ -173,8 +173,9 @@ def test_any_division_of_a_tensor_is_read_by_any_other(folder):
 
 def test_an_index_that_does_not_add_up_is_refused():
     entry = {"dtype": "F32", "shape": [4, 2], "pieces": [["model.safetensors", [0, 0], [4, 1]]]}
-    with pytest.raises(ValueError, match=r"pieces of model/x that do not make up its shape \(4, 2\)"):
-        shards.from_json({"tensors": {"model/x": entry}})
+    for pieces in (entry["pieces"], entry["pieces"] * 2):  # a column is missing; the same one twice
+        with pytest.raises(ValueError, match=r"pieces of model/x that do not make up its shape \(4, 2\)"):
+            shards.from_json({"tensors": {"model/x": {**entry, "pieces": pieces}}})
     entry["pieces"] = [["../../elsewhere.safetensors", [0, 0], [4, 2]]]
     with pytest.raises(ValueError, match="outside of its folder"):
         shards.from_json({"tensors": {"model/x": entry}})

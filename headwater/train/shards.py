@@ -205,7 +205,8 @@ def from_json(index: dict[str, Any]) -> Metadata:
                 raise ValueError(f"{INDEX} puts {name} into {file!r}, outside of its folder")
             chunks.append(ChunkStorageMetadata(torch.Size(corner), torch.Size(shape)))
             files[MetadataIndex(name, corner)] = file
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or len(files) < len(chunks):
+        distinct = len({chunk.offsets for chunk in chunks}) == len(chunks)
+        if not distinct or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
             raise ValueError(f"{INDEX} has pieces of {name} that do not make up its shape {tuple(size)}")
         properties = TensorProperties(dtype=dtypes[entry["dtype"]])
         entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
