@@ -91,7 +91,7 @@ def run(jobs: list[Job], flags: argparse.Namespace) -> Iterator[Row]:
             ready = [await_line(process, deadline) == "ready" for process in processes]
             for process, prepared in zip(processes, ready, strict=True):
                 if not prepared:
-                    process.kill()  # so that nobody compiles while others measure
+                    end(process, deadline)  # so that nobody compiles while others measure
             for job, process, log, prepared in zip(wave, processes, logs, ready, strict=True):
                 yield from rows_of(job, process, log, prepared, flags)
 
@@ -100,16 +100,15 @@ def rows_of(
     job: Job, process: subprocess.Popen[str], log: Path, ready: bool, flags: argparse.Namespace
 ) -> Iterator[Row]:
     remaining = list(job.arms)
+    deadline = time.monotonic() + flags.limit
     if ready:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-        deadline = time.monotonic() + flags.limit
         while remaining and (line := await_line(process, deadline)):
             yield json.loads(line)
             remaining.pop(0)
-    if remaining:
-        process.kill()
+    end(process, deadline)
     process.communicate()
     said = log.read_text().strip().splitlines()
     late = process.returncode == -signal.SIGKILL
@@ -123,6 +122,14 @@ def await_line(process: subprocess.Popen[str], deadline: float) -> str:
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
     return process.stdout.readline().strip() if readable else ""
+
+
+def end(process: subprocess.Popen[str], deadline: float) -> None:
+    """Wait for one that has said its last, and kill one that let the deadline pass."""
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def find(rows: list[Row], residual: str, arm: str, layers: int) -> Row | None:
