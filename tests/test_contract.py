@@ -144,7 +144,6 @@ def test_recording_leaves_no_trace(spec):
 
 
 @torch.no_grad()  # only leaves of a graph can be deep-copied
-@torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_state_is_a_value(spec):
     """Two interleaved passes do not disturb each other, and a state can be kept and used again."""
