@@ -78,9 +78,9 @@ def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 class _Mix(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, z: Tensor, norm_weight: Tensor | None, norm_eps: float, rebuild: bool, *sources: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        # Not one name each: without gradients dynamo drops ctx where it counts one argument more than parameters.
+        z, norm_weight, norm_eps, rebuild, *sources = args
         x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps, False)
         normed = norm_weight is not None
         ctx.queries, ctx.normed, ctx.norm_eps, ctx.rebuild = z.shape[-1], normed, norm_eps, rebuild
@@ -237,9 +237,8 @@ class _Attend(torch.autograd.Function):
     """Score and mix in one node, for callers that keep no scores: gradients stay in fp32 until the last downcast."""
 
     @staticmethod
-    def forward(
-        ctx: Any, folded: Tensor, norm_weight: Tensor | None, eps: float, *sources: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        folded, norm_weight, eps, *sources = args  # as in _Mix
         scores, rstds = zip(*(score_op(source, folded, eps) for source in sources))
         z = torch.stack(scores, -2)
         x, rstd, out, lse, p = mix_op(sources, z, norm_weight, eps, False)
