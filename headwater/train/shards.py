@@ -89,6 +89,19 @@ class Planner(DefaultSavePlanner):
         return self.values[index.fqn]
 
 
+class Targets(DefaultLoadPlanner):
+    """Plans for tensors that it brings itself: DCP wants equal keys on all ranks, and those of a pipeline differ."""
+
+    def __init__(self, targets: Tensors) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.targets = targets
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(dict(self.targets), metadata, is_coordinator)
+
+
 class Writer(dcp.StorageWriter):
     """Every rank writes its files into `scratch`; the main one makes it before them, and commits it after them."""
 
@@ -221,9 +234,8 @@ def write(tensors: Tensors, values: Tensors, writer: Writer, *, alone: bool, gro
 
 def read(reader: Reader, targets: Tensors, *, alone: bool) -> None:
     """Fill tensors that are divided in any way."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with unwrapped():
-        dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=alone)
+        dcp.load({}, storage_reader=reader, planner=Targets(targets), no_dist=alone)
 
 
 @contextmanager
