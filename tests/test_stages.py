@@ -5,11 +5,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names
-from headwater.train.stages import cut, hops, prune, trace_states
+from headwater.residuals.two_phase import TwoPhase
+from headwater.train.pipeline import BlockCache, Stage
+from headwater.train.stages import cut, hops, plain_reads, prune, trace_states
 
 CPU = torch.device("cpu")
 
@@ -89,3 +92,47 @@ def test_bytes_of_a_hop():
     states = trace_states(shape("attnres-block:block=2"), 3, 5, CPU)
     hop = hops(states, cut(16, 4), 4, cache=True)[2]
     assert hop.bytes == (1 + math.ceil(8 / 2)) * 3 * 5 * 8 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [1, 3])
+def test_stages_with_kernels_do_what_the_whole_does_in_two_phases(block, monkeypatch):
+    """Cuts inside a block (1, 5), between two (3), and before the last sublayer. The whole keeps phase 1 of a block and
+    the queries of all depths in its state; a stage sends its sources alone and reads them one by one, by the kernel."""
+    config = shape(f"attnres-block:block={block},backend=triton", layers=3, context=2)
+    bounds, tokens = (0, 1, 3, 5, 6), torch.tensor([[3, 7]])
+    torch.manual_seed(0)
+    whole = Decoder(config)
+    with torch.no_grad():
+        for p in whole.residual.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    spans = []
+    monkeypatch.setattr(TwoPhase, "read", lambda self, *a, real=TwoPhase.read: (spans.append(1), real(self, *a))[1])
+    expected = whole(tokens)
+    assert spans, "the whole runs in two phases"
+    expected.square().mean().backward()
+
+    spans.clear()
+    plan = (*hops(trace_states(config, 1, 2, CPU), bounds, 2, cache=True), None)
+    caches, runs, arrived = (BlockCache(), BlockCache()), [], (tokens,)
+    for s, span in enumerate(pairwise(bounds)):
+        part = plain_reads(Decoder(config))
+        part.load_weights(whole.weights())
+        stage = Stage(prune(part, *span), span, 2, plan[s], plan[s + 1], caches[s % 2])
+        arrived = tuple(t.detach().requires_grad_() for t in arrived) if s else arrived
+        out = stage(*arrived, micro=torch.tensor(0))
+        runs.append((part, arrived, out))
+        arrived = out
+    assert not spans
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    wanted, owed = {name: p.grad for name, p in whole.named_parameters()}, [None]
+    for part, arrived, out in reversed(runs):
+        last = isinstance(out, Tensor)
+        torch.autograd.backward(out.square().mean() if last else out, None if last else owed)
+        owed = [t.grad for t in arrived]
+        for name, p in part.named_parameters():
+            torch.testing.assert_close(
+                p.grad, wanted.pop(name), rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert not wanted
+    assert not any(cache.tensors or cache.deposits for cache in caches)
