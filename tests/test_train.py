@@ -23,6 +23,7 @@ from headwater.train.data import prepare
 from headwater.train.loop import evaluate, train
 from headwater.train.optim import build_optimizers, learning_rate
 from headwater.train.run import begin
+from headwater.train.saver import HostBuffers
 
 
 class PowerCut(BaseException):
@@ -78,9 +79,10 @@ def test_every_residual_trains_logs_and_resumes(tmp_path, residual):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_resume_is_bitwise_on_a_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_resume_is_bitwise_on_a_gpu(tmp_path, monkeypatch, async_save):
     """In bf16 and with deterministic kernels; steps beyond the cut repeat those of the undisturbed run."""
-    config = tiny(tmp_path, device="cuda")
+    config = tiny(tmp_path, device="cuda", async_save=async_save)
     train(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         cut_power(patch, at_step=8)
@@ -249,6 +251,15 @@ def test_saving_in_the_background_writes_what_saving_at_once_does(tmp_path, monk
         for file in ("model.safetensors", "optimizer.safetensors", "index.json"):
             assert (one / file).read_bytes() == (other / file).read_bytes(), (one.name, file)
     assert fingerprint(tmp_path / "sync") == fingerprint(tmp_path / "async")
+
+
+def test_copies_for_the_background_keep_their_place(tmp_path):
+    buffers, weight = HostBuffers(), torch.arange(6.0)
+    first = buffers.take({"weight": weight})["weight"]
+    weight += 1
+    assert torch.equal(first, torch.arange(6.0))
+    assert buffers.take({"weight": weight, "later": weight})["weight"].data_ptr() == first.data_ptr()
+    assert torch.equal(first, weight)
 
 
 def test_a_failing_write_in_the_background_stops_the_run_at_one_of_the_next_steps(tmp_path, monkeypatch):

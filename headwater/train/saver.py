@@ -105,10 +105,11 @@ class HostBuffers:
         self.buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Tensors) -> Tensors:
-        self.buffers = {name: self._room(name, local(tensor)) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self.buffers[name].copy_(local(tensor), non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors.values()):
+        here = {name: local(tensor) for name, tensor in tensors.items()}
+        self.buffers = {name: self._room(name, tensor) for name, tensor in here.items()}
+        for name, tensor in here.items():
+            self.buffers[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in here.values()):
             torch.cuda.current_stream().synchronize()  # the next update must not overtake the copies
         return self.buffers
 
