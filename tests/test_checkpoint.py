@@ -1,6 +1,7 @@
 """A checkpoint is whole or absent; damage is named; a failed save takes nothing away."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -87,6 +88,20 @@ def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
 
     shutil.rmtree(newest)  # what the message says to do
     assert train(config(run_folder), run_folder / "run", resume=True)["steps"] == 12
+
+
+def test_no_file_is_read_that_the_manifest_does_not_vouch_for(run_folder):
+    """Not even if the index says so, and the manifest vouches for the index."""
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    shutil.copy(newest / "model.safetensors", newest / "other.safetensors")
+    index = (newest / "index.json").read_bytes().replace(b'"model.safetensors"', b'"other.safetensors"')
+    (newest / "index.json").write_bytes(index)
+    hashes = json.loads((newest / "manifest.json").read_text())["sha256"]
+    hashes["index.json"] = hashlib.sha256(index).hexdigest()
+    (newest / "manifest.json").write_bytes(checkpoint._seal({"step": 12, "sha256": hashes}))
+    assert checkpoint.damage(newest) is None
+    with pytest.raises(UserError, match=r"names other\.safetensors, of which manifest\.json has no hash"):
+        checkpoint.load_model(newest)
 
 
 def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):

@@ -95,7 +95,7 @@ def load(folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | 
     """Fill model and optimizers from a verified checkpoint, whatever the layout it was saved under; returns its
     state.json. Each rank reads what it holds."""
     verify(folder, ranks)
-    fill(shards.Reader(folder), model, optimizers, alone=ranks is None or ranks.alone)
+    fill(_reader(folder), model, optimizers, alone=ranks is None or ranks.alone)
     return read_state(folder)
 
 
@@ -108,8 +108,17 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
         return Decoder.load(folder, device), load_tokenizer(folder)
     verify(chosen)
     model = Decoder(ModelConfig.from_dict(json.loads((chosen / "config.json").read_text(encoding="utf-8"))))
-    fill_model(shards.Reader(chosen), model, alone=True)
+    fill_model(_reader(chosen), model, alone=True)
     return model.to(device), load_tokenizer(chosen.parent.parent)
+
+
+def _reader(folder: Path) -> shards.Reader:
+    """The tensors of a verified checkpoint; none of them in a file that the manifest does not vouch for."""
+    reader = shards.Reader(folder)
+    hashed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+    if unknown := set(reader.metadata.storage_data.values()) - set(hashed):
+        raise UserError(f"{folder / shards.INDEX} names {sorted(unknown)[0]}, of which {MANIFEST} has no hash")
+    return reader
 
 
 def read_state(folder: Path) -> dict[str, Any]:
