@@ -38,7 +38,8 @@ def settings(folder: Path, **parallel) -> Config:
 
 
 def run_and_resume(config: Config, folder: Path) -> None:
-    """A whole run, and copies of it that lost everything after each of their steps and went on."""
+    """A whole run, and copies of it that lost everything after each of their steps and went on; every other one saves in
+    the background."""
     ranks = join(config.parallel, torch.device("cpu"))  # once for all runs
     train(config, folder / "whole")
     for step in range(1, STEPS):
@@ -49,7 +50,8 @@ def run_and_resume(config: Config, folder: Path) -> None:
                 shutil.rmtree(later)
             (out / "summary.json").unlink()
         ranks.wait()
-        train(config, out, resume=True)
+        in_background = replace(config.train, async_save=step % 2 == 0)
+        train(replace(config, train=in_background), out, resume=True)
 
 
 def reshard(config: Config, source: Path, target: Path) -> None:
