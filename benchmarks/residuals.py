@@ -8,9 +8,9 @@ torch.compile; `formula`, the residual's plain formula (headwater/residuals/form
 torch.compile. No residual may take longer than 1.5 times that last one. Most residuals' own code is their formula, and
 compiling our decoder is that arm for them; APART lists the others.
 
-A GPU runs all arms at 12 layers, `--parallel` processes compiling at once and one at a time measuring. A CPU runs them
-one by one, and compares with the straightforward compile alone, at 2 layers: compiling twelve takes minutes for each
-residual there. Rows are printed and stored as they come. The last line is JSON.
+`--parallel` processes prepare at once (a core each), and one at a time measures. A GPU runs all arms at 12 layers. A CPU
+compares with the straightforward compile alone, at 2 layers: compiling twelve takes minutes for each residual there.
+Rows are printed and stored as they come. The last line is JSON.
 """
 
 import argparse
@@ -52,8 +52,9 @@ class Job:
         command = [sys.executable, "-m", "benchmarks.residual_step", "--residual", self.residual]
         command += ["--arms", *self.arms, "--device", flags.device]
         command += [str(part) for name, value in numbers.items() for part in (f"--{name}", value)]
-        # Processes that compile side by side have one core each.
-        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"} if flags.parallel > 1 else {}
+        # Processes that compile side by side have one core each; where the CPU is measured, it is measured whole.
+        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if flags.parallel > 1 else {}
+        environment |= {"OMP_NUM_THREADS": "1"} if flags.device == "cuda" else {}
         with errors.open("w") as file:
             return subprocess.Popen(
                 command,
@@ -66,18 +67,18 @@ class Job:
 
 
 def jobs_of(residuals: list[str], rule_layers: int, rule: bool) -> list[Job]:
-    """Where the rule is checked at fewer layers, it is a job of its own, against the straightforward compile alone."""
-    jobs = []
+    """All residuals, then what they are compared with: like takes as long as like, which keeps waves short."""
+    jobs, rivals = [], []
     for spec in residuals:
         depth = rule_depth(spec, rule_layers)
         apart = ("formula",) if spec.partition(":")[0] in APART else ()
         compiled = ("compiled",) if rule and rule_layers == LAYERS else ()
         jobs.append(Job(spec, ("eager", *compiled), LAYERS))
         if rule and depth < LAYERS:
-            jobs.append(Job(spec, ("eager", *(compiled if apart else ("compiled",)), *apart), depth))
+            rivals.append(Job(spec, ("eager", *(compiled if apart else ("compiled",)), *apart), depth))
         elif rule and apart:
-            jobs.append(Job(spec, apart, LAYERS))
-    return jobs
+            rivals.append(Job(spec, apart, LAYERS))
+    return jobs + rivals
 
 
 def rule_depth(spec: str, rule_layers: int) -> int:
@@ -194,7 +195,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.residuals")
     parser.add_argument("--residuals", nargs="+", help="the plain one first; every registered one by default")
     parser.add_argument("--device", choices=BATCHES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parallel", type=int, help="processes that compile at once; 1 on a CPU, one a core on a GPU")
+    parser.add_argument("--parallel", type=int, help="processes that prepare at once; one a core by default")
     parser.add_argument("--repeats", type=int, help="steps measured")
     parser.add_argument("--rule-layers", type=int, help="depth at which arms are compared with compilation")
     parser.add_argument("--no-rule", action="store_true", help="the eager arm alone: nothing is compiled")
@@ -203,7 +204,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
-    flags.parallel = flags.parallel or (1 if flags.device == "cpu" else os.cpu_count() or 1)
+    flags.parallel = flags.parallel or os.cpu_count() or 1
     flags.repeats = flags.repeats or REPEATS[flags.device]
     flags.rule_layers = flags.rule_layers or RULE_LAYERS[flags.device]
     return flags
