@@ -38,8 +38,8 @@ def settings(folder: Path, **parallel) -> Config:
 
 
 def run_and_resume(config: Config, folder: Path) -> None:
-    """A whole run, and copies of it that lost everything after each of their steps and went on; every other one saves in
-    the background."""
+    """A whole run, and copies of it that lost everything after each of their steps and went on. Every other one of them
+    saves in the background."""
     ranks = join(config.parallel, torch.device("cpu"))  # once for all runs
     train(config, folder / "whole")
     for step in range(1, STEPS):
