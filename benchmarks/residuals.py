@@ -8,9 +8,9 @@ torch.compile; `formula`, the residual's plain formula (headwater/residuals/form
 torch.compile. No residual may take longer than 1.5 times that last one. Most residuals' own code is their formula, and
 compiling our decoder is that arm for them; APART lists the others.
 
-`--parallel` processes prepare at once (a core each), and one at a time measures. A GPU runs all arms at 12 layers. A CPU
-compares with the straightforward compile alone, at 2 layers: compiling twelve takes minutes for each residual there.
-Rows are printed and stored as they come. The last line is JSON.
+`--parallel` processes prepare at once (a core each), and one at a time measures. A GPU runs all arms at 12 layers. A
+CPU compares with the straightforward compile alone, at 2 layers: compiling twelve takes minutes for each residual
+there. Rows are printed and stored as they come. The last line is JSON.
 """
 
 import argparse
