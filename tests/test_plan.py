@@ -74,6 +74,31 @@ def test_bytes_and_bubble_of_a_grid():
         make_plan(Config(train=train, parallel=parallel), model, 6, half=False, fused=False)
 
 
+def test_tensor_parallelism_divides_what_it_should():
+    """States by N; weights of bodies by N, of the rest not; a gather and a scatter of (B, T, D) in every sublayer."""
+    shape = {"vocab_size": 64, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 8}
+    model = ModelConfig(**shape, residual="attnres-block:block=2")
+    train = TrainSettings(batch_size=4)
+    alone, divided = (Config(train=train, parallel=ParallelSettings(tensor=n)) for n in (1, 2))
+    one = make_plan(alone, model, 1, half=False, fused=False).ranks[0]
+    two = make_plan(divided, model, 2, half=False, fused=False).ranks[0]
+    bodies = 4 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32)
+    assert one.parameters - two.parameters == bodies / 2
+    assert two.checkpointed == one.checkpointed / 2
+    assert one.activations / 2 < two.activations < one.activations  # the gathered inputs are whole
+    assert (one.exchanges, two.exchanges) == (0, 2 * (4 * 8 * 16 * 4) / 2)
+    assert two.head == pytest.approx(one.head / 2, rel=0.01)  # each rank has the logits of its tokens
+    for changes, message in (
+        ({"context": 9}, "must divide model.context, 9"),
+        ({"kv_heads": 1}, "must divide model.kv_heads, 1"),
+        ({"value_residual": True}, "value_residual"),
+        ({"residual": "ddl:width=2,compress=token"}, "compress=token' looks at earlier tokens"),
+    ):
+        refused = replace(model, **changes)
+        with pytest.raises(UserError, match=message):
+            make_plan(divided, refused, 2, half=False, fused=False)
+
+
 def test_passes_in_flight():
     assert [in_flight("1f1b", 4, 1, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [in_flight("gpipe", 4, 1, 8, rank) for rank in range(4)] == [8] * 4
@@ -91,3 +116,5 @@ def test_the_command_warns_before_a_run_that_will_not_fit(tmp_path, capsys):
     assert "WARNING: ranks 0, 1 need more than" in out
     assert main(["plan", str(file), "--memory", "80"]) == 0
     assert "every rank fits into 80 GiB" in capsys.readouterr().out
+    assert main(["plan", str(file), "--world", "4", "--tensor", "2", "--memory", "80"]) == 0
+    assert "tensor parallelism: a rank sends up to" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from headwater.models import Decoder, ModelConfig
 from headwater.train.config import Config
 from headwater.train.losses import nats_per_token
 from headwater.train.stages import States, cut, hops, name_states, plain_reads
+from headwater.train.tensor import Exchange, bodies, hold, refuse_undivided, route, share
 
 Kept = dict[int, int]  # storage to bytes
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments of AdamW
@@ -36,28 +37,56 @@ class Trace:
     kept: tuple[Kept, ...]
     parameters: tuple[int, ...]
     """Of each sublayer with its part of the residual; then of norm and head."""
+    bodies: tuple[int, ...]
+    """Of these, the ones of attention or MLP that one rank of tensor parallelism has; last none."""
     embedding: int
+    exchanged: tuple[int, ...]
+    """Bytes that a rank of tensor parallelism sends in each sublayer, forward."""
 
 
-def trace(config: ModelConfig, batch: int, *, half: bool, fused: bool) -> Trace:
-    """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels."""
+class Pretended(Exchange):
+    """Shapes as if ranks met, and the bytes that each would send."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, "nobody")
+        self.sent = 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.sent += x.nbytes * (self.size - 1)
+        return torch.cat([x] * self.size, 1)
+
+    def scatter(self, y: Tensor) -> Tensor:
+        self.sent += y.nbytes * (self.size - 1) // self.size
+        return y.chunk(self.size, 1)[0].clone()
+
+
+def trace(config: ModelConfig, batch: int, *, half: bool, fused: bool, tensor: int = 1) -> Trace:
+    """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels. `tensor`:
+    ranks that share a window, of which one is traced."""
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
         model = plain_reads(Decoder(config))
+        exchange = Pretended(tensor)
+        if tensor > 1:
+            hold(model, lambda parameter, placement: share(parameter, tensor, placement))
+            route(model, exchange)
         owned = {_storage(p) for p in model.parameters()}
-        tokens = torch.zeros(batch, config.context, dtype=torch.long)
-        rotary, kept = model.rotary(0, config.context), []
+        tokens = torch.zeros(batch, config.context // tensor, dtype=torch.long)
+        rotary, kept = model.rotary(0, tokens.shape[1]), []
+        sent: list[int] = []
         states = [model.residual.begin(model.embedding(tokens))]
         for i in range(len(model.sublayers)):
             with keeping(owned) as found, _reading(model, fused):
                 states.append(model.step(i, rotary, None, *states[-1]))
             kept.append(found)
+            sent.append(exchange.sent - sum(sent))
         with keeping(owned) as found:
             end = model.residual.end(model._split(len(model.sublayers), states[-1])[0], norm=model.norm)
             loss = nats_per_token(model.head(end), tokens).mean()
         kept.append(found)
         counts = _parameters(model)
         del loss
-    return Trace(name_states(states), tuple(kept), counts, model.embedding.weight.numel())
+        inside = (*(sum(p.numel() for p in body.parameters()) for body in bodies(model)), 0)
+    return Trace(name_states(states), tuple(kept), counts, inside, model.embedding.weight.numel(), tuple(sent))
 
 
 @contextmanager
@@ -125,6 +154,8 @@ class RankPlan:
     """What the head and the loss take, on the last rank."""
     sends: int
     """Bytes this rank sends forward in a step; gradients take as many back."""
+    exchanges: int
+    """Bytes of tensor parallelism in its largest sublayer, for one micro-batch; gradients take as many."""
 
     def peak(self, checkpointing: bool) -> int:
         """At the head, or, where activations are recomputed, in a sublayer's backward if that is more."""
@@ -145,14 +176,17 @@ class Plan:
 def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fused: bool) -> Plan:
     """The ranks of one pipeline row: the others do the same."""
     settings, micros = config.parallel, config.train.accumulate
-    pipeline, chunks = settings.pipeline, settings.chunks
-    data = world // pipeline
-    if world % pipeline or config.train.batch_size % (micros * data):
+    pipeline, chunks, tensor = settings.pipeline, settings.chunks, settings.tensor
+    data = world // (pipeline * tensor)
+    if world % (pipeline * tensor) or config.train.batch_size % (micros * data):
         raise UserError(
-            f"{world} ranks must be a multiple of parallel.pipeline ({pipeline}), and train.batch_size "
-            f"({config.train.batch_size}) of train.accumulate ({micros}) times the {data} ranks beside each other"
+            f"{world} ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor ({tensor}), and "
+            f"train.batch_size ({config.train.batch_size}) of train.accumulate ({micros}) times the {data} ranks that "
+            "share the batch"
         )
-    found = trace(model, config.train.batch_size // (micros * data), half=half, fused=fused)
+    if tensor > 1:
+        refuse_undivided(model, tensor, settings.shard or data)
+    found = trace(model, config.train.batch_size // (micros * data), half=half, fused=fused, tensor=tensor)
     bounds = cut(model.sublayers, pipeline * chunks, settings.cuts)
     plan = hops(found.states, bounds, pipeline, cache=settings.block_cache)
     shards = settings.shard or data
@@ -164,7 +198,7 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
         sends = micros * sum(plan[s + 1].bytes for s in stages if s + 1 < len(plan))
         flight = in_flight(settings.pipeline_schedule, pipeline, chunks, micros, rank) / chunks
         repeated = micros > 1 or chunks > 1  # a backward finds the gradients of another one
-        ranks.append(_rank_plan(found, model, rank, places, ends, shards, flight, sends, repeated))
+        ranks.append(_rank_plan(found, model, rank, places, ends, (shards, tensor), flight, sends, repeated))
     bubble = 0.0 if pipeline == 1 else (pipeline - 1) / (micros * chunks + pipeline - 1)
     naive = hops(found.states, bounds, pipeline, cache=False)
     return Plan(tuple(ranks), bubble, *(tuple(h.bytes for h in p[1:]) for p in (plan, naive)))
@@ -182,10 +216,10 @@ def in_flight(schedule: str, pipeline: int, chunks: int, micros: int, rank: int)
 
 
 def _rank_plan(
-    found: Trace, model: ModelConfig, rank: int, places: list[int], ends: tuple[bool, bool], shards: int,
+    found: Trace, model: ModelConfig, rank: int, places: list[int], ends: tuple[bool, bool], divided: tuple[int, int],
     flight: float, sends: int, repeated: bool,
 ) -> RankPlan:  # fmt: skip
-    first, last = ends
+    (first, last), (shards, tensor) = ends, divided
     parameters = sum(found.parameters[i] for i in places) + first * found.embedding
     parameters += last * (found.parameters[-1] - (first and model.tie_embeddings) * found.embedding)
     state = {slot.key: slot.bytes for i in places for slot in found.states[i]}
@@ -193,17 +227,22 @@ def _rank_plan(
     head = sum(found.kept[-1].values()) if last else 0
     largest = max(sum(found.kept[i].values()) + sum(slot.bytes for slot in found.states[i]) for i in places)
     logits = 4 * found.states[0][0].shape[:2].numel() * model.vocab_size
-    whole = 0 if shards == 1 else 4 * max(found.parameters[i] for i in places)  # one body at a time, and its gradient
+    inside = sum(found.bodies[i] for i in places)
+    outside = parameters - inside  # embedding, norms, residual, head: divided over all ranks with other tokens
+    held = inside / shards + outside / (shards * tensor)
+    # While a pass runs, what is sharded becomes whole: one body at a time, and all that lies outside, with gradients.
+    whole = 4 * max(found.bodies[i] for i in places) * (shards > 1) + 8 * outside * (shards * tensor > 1)
     return RankPlan(
         rank=rank,
         parameters=parameters,
-        static=parameters * BYTES_PER_PARAMETER // shards + whole,
-        late=0 if repeated else parameters * 4 // shards,
+        static=int(held * BYTES_PER_PARAMETER) + whole,
+        late=0 if repeated else int(held * 4),
         activations=int(flight * sum(kept.values())),
         checkpointed=int(flight * sum(state.values())),
         sublayer=largest,
         head=head + (2 * logits if last else 0),
         sends=sends,
+        exchanges=max(found.exchanged[i] for i in places),
     )
 
 
@@ -225,6 +264,11 @@ def describe(plan: Plan, memory: float, checkpointing: bool) -> str:
             f"a hop carries {min(plan.hops) / mib:.1f} to {max(plan.hops) / mib:.1f} MiB a micro-batch "
             f"(at most {max(plan.hops_without_cache) / mib:.1f} MiB without the cache, {saved:.2f}x in all); "
             f"bubble {plan.bubble:.1%}"
+        )
+    if exchanges := max(r.exchanges for r in plan.ranks):
+        lines.append(
+            f"tensor parallelism: a rank sends up to {exchanges / 2**20:.1f} MiB a sublayer and micro-batch forward, "
+            "and as much backward"
         )
     full = [r.rank for r in plan.ranks if r.peak(checkpointing) > memory * gib]
     if full:

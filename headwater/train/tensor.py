@@ -14,7 +14,7 @@ The model knows nothing of this; residuals and their kernels get plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -150,12 +150,17 @@ DIVIDED: dict[type[nn.Module], type[nn.Module]] = {
 
 def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
     """Divide the bodies of a decoder (or of a stage of one) that has no weights yet, before anything else wraps it."""
+    hold(model, lambda parameter, placement: _divided(parameter, mesh, placement))
+    route(model, Exchange(mesh.size(), mesh.get_group().group_name))
+
+
+def hold(model: Decoder, part: Callable[[Tensor, Placement], Tensor]) -> None:
+    """Put in the place of each parameter of the bodies the part that a rank has of it."""
     for body in bodies(model):
         for name, parameter in list(body.named_parameters()):
             owner, _, own_name = name.rpartition(".")
-            held = _divided(parameter, mesh, placement_of(name, parameter))
-            body.get_submodule(owner).register_parameter(own_name, nn.Parameter(held))
-    route(model, Exchange(mesh.size(), mesh.get_group().group_name))
+            held = nn.Parameter(part(parameter.detach(), placement_of(name, parameter)))
+            body.get_submodule(owner).register_parameter(own_name, held)
 
 
 def placement_of(name: str, parameter: Tensor) -> Placement:
@@ -166,11 +171,14 @@ def placement_of(name: str, parameter: Tensor) -> Placement:
 
 
 def _divided(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    part = parameter.detach()
-    if isinstance(placement, Shard):
-        part = part.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
-        part = part.clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(part, mesh, [placement], run_check=False)
+    return DTensor.from_local(share(parameter, mesh.size(), placement), mesh, [placement], run_check=False)
+
+
+def share(parameter: Tensor, size: int, placement: Placement) -> Tensor:
+    """As large as one rank's part. Weights are filled in later, so that any part will do."""
+    if not isinstance(placement, Shard):
+        return parameter
+    return parameter.chunk(size, placement.dim)[0].clone(memory_format=torch.contiguous_format)
 
 
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
