@@ -77,8 +77,8 @@ class Ranks:
         return int(top)
 
     def wait(self) -> None:
-        if not self.alone:
-            dist.barrier()
+        """For all ranks, on the host: a barrier of NCCL would wait for the GPU's queue as well."""
+        self.highest(0)
 
     def collect(self, value: Any) -> list[Any]:
         """What every rank has to say, in the order of ranks."""
@@ -107,8 +107,12 @@ class Ranks:
         if self.alone:
             return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
         skipped = counted_elsewhere(model)
-        squares = [squared_norm(p.grad) for name, p in model.named_parameters() if name not in skipped]
-        return self.sum(sum(squares)) ** 0.5
+        gradients = [p.grad for name, p in model.named_parameters() if name not in skipped and p.grad is not None]
+        held = [(local(g), copies(g)[0]) for g in gradients if local(g).numel()]  # of a small one, a rank may have none
+        if not held:
+            return self.sum(0.0) ** 0.5
+        norms = torch.stack(torch._foreach_norm([part for part, _ in held])).double().cpu()  # one wait for the GPU
+        return self.sum((norms.square() / torch.tensor([count for _, count in held])).sum().item()) ** 0.5
 
 
 @contextmanager
