@@ -190,6 +190,8 @@ def load_exported(folder: Path) -> tuple[Any, Any]:
     from headwater.hf.folder import fast_tokenizer
     from headwater.train.checkpoint import load_model
 
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: give a run, a checkpoint, or a transformers model's folder")
     model, tokenizer = load_model(folder)
     exported = hf.export(model.config.to_dict(), model.weights(), tokenizer.end_of_text)
     return exported, fast_tokenizer(tokenizer.to_json(), model.config.context)

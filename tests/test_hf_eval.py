@@ -105,6 +105,7 @@ def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, c
     assert "is not a folder" in refused(run, "--tasks", "rivers", "--include-path", tmp_path / "none")
     assert "no checkpoint in" in refused(tmp_path, "--tasks", "rivers", *include)
     assert "the data of absent is not on this machine" in refused(run, "--tasks", "absent", *include)
+    assert "none is not a folder" in refused(tmp_path / "none", "--tasks", "rivers", *include)
     assert "names no task" in refused(run, "--tasks", ",")
     assert "--device tpu" in refused(run, "--tasks", "rivers", "--device", "tpu")
     tiny_model("llama").save_pretrained(tmp_path / "bare")

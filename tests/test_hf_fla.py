@@ -4,16 +4,19 @@ On a GPU its fused operators run. On a CPU its rotary and SwiGLU kernels run und
 asks for CUDA, the depth read, is its own reference. FlashAttention, which it imports, is PyTorch's attention in both.
 """
 
+import json
+
 import pytest
 import torch
-from tinyhf import VOCAB, tokens
+from tinyhf import VOCAB, tiny_model, tokens
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headwater.cli import main
 from headwater.errors import UserError
-from headwater.hf import FLA, to_release
+from headwater.hf import FLA, convert, to_release, verify
 from headwater.hf.fla import read_fla
+from headwater.hf.registration import _stub
 
 transformer = pytest.importorskip("fla.models.transformer", reason="needs flash-linear-attention, an extra of `dev`")
 modeling = pytest.importorskip("fla.models.transformer.modeling_transformer")
@@ -114,3 +117,14 @@ def test_what_transformers_cannot_compute_is_refused(options, named):
     config = transformer.TransformerConfig(**SHAPE, attnres_block_size=2, **options).to_dict()
     with pytest.raises(UserError, match=named):
         read_fla({}, config)
+
+
+def test_types_that_it_registers_over_transformers_do_not_disturb_ours(tmp_path):
+    """Importing fla gives the type `bitnet` to a config of its own."""
+    model, plain = tiny_model("bitnet"), tiny_model("bitnet")
+    assert type(model.config) is not CONFIG_MAPPING["bitnet"]
+    convert(model)
+    model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert type(_stub("bitnet").from_dict(settings)) is type(model.config)
+    assert verify(AutoModelForCausalLM.from_pretrained(tmp_path), plain, tokens()).equal

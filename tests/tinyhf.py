@@ -6,7 +6,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from headwater.hf.registration import own_config
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -39,7 +41,7 @@ OF = {"deepseek_v2": {"num_key_value_heads": 4}, "deepseek_v3": {"num_key_value_
 
 
 def tiny_config(model_type: str, **overrides):
-    kind = CONFIG_MAPPING[model_type]
+    kind = own_config(model_type)
     default = kind()
     sizes = {name: value for name, value in (SIZES | OF.get(model_type, {})).items() if hasattr(default, name)}
     if getattr(default, "layer_types", None):

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from .layouts import LAYOUTS
 
@@ -12,8 +13,13 @@ PREFIX = "headwater-"
 
 def register_types() -> None:
     for model_type in LAYOUTS:
-        if model_type in CONFIG_MAPPING and PREFIX + model_type not in CONFIG_MAPPING:
+        if model_type in CONFIG_MAPPING_NAMES and PREFIX + model_type not in CONFIG_MAPPING:
             CONFIG_MAPPING.register(PREFIX + model_type, _stub(model_type))
+
+
+def own_config(model_type: str) -> type[PreTrainedConfig]:
+    """transformers' own class: other packages register theirs under the same type (fla does, for bitnet)."""
+    return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
 
 
 def _stub(model_type: str) -> type[PreTrainedConfig]:
@@ -22,7 +28,7 @@ def _stub(model_type: str) -> type[PreTrainedConfig]:
     def from_dict(cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         from .classes import config_class
 
-        return config_class(CONFIG_MAPPING[model_type]).from_dict(config_dict, **kwargs)
+        return config_class(own_config(model_type)).from_dict(config_dict, **kwargs)
 
     members = {"model_type": PREFIX + model_type, "from_dict": classmethod(from_dict), "__module__": __name__}
     return type("HeadwaterConfig", (PreTrainedConfig,), members)
