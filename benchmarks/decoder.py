@@ -92,6 +92,6 @@ def decoder(dim: int) -> dict[str, Any]:
         both()
         result[f"{name}_peak_gib"] = peak_gib(both)  # with the plain model's weights still there for the second
         steps[name] = both
-    result |= paired(steps["plain"], steps["headwater"], repeats=9, calls=2)
+    result |= paired(steps["plain"], steps["headwater"], repeats=5, calls=2)
     result["overhead_percent"] = 100 * result["difference_ms"] / result["plain_ms"]
     return result

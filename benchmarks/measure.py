@@ -37,7 +37,7 @@ def paired(base: Callable[[], Any], other: Callable[[], Any], repeats: int = 15,
     """`other` beside `base`, taking turns, so that a drift of the machine meets both: medians in milliseconds, and the
     median of the differences of neighbours."""
     for function in (base, other):
-        times(function, repeats=1, calls=calls)
+        times(function, repeats=1, warmup=1, calls=1)
     rounds = [[times(f, repeats=1, warmup=0, calls=calls)["ms"] for f in (base, other)] for _ in range(repeats)]
     differences = sorted(mine - plain for plain, mine in rounds)
     return {
