@@ -127,7 +127,8 @@ def work(flags: argparse.Namespace) -> None:
         rows.append({**row, "first_step_s": time.perf_counter() - start})
         release(model, flags.device)
     print("ready", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        return  # whoever asked is gone
     for row in rows:
         measured = {} if "error" in row else measure(steps[row["arm"]], flags.device, flags.repeats, before)
         print(json.dumps(row | measured), flush=True)
