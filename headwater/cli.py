@@ -110,11 +110,10 @@ def generate(argv: list[str]) -> None:
     import torch
 
     from headwater.models.generate import generate as run
-    from headwater.train.checkpoint import load_model
 
     text = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
     check_device(flags.device)
-    model, tokenizer = load_model(flags.folder.resolve(), flags.device)
+    model, tokenizer = load_run(flags.folder.resolve(), flags.device)
     prompt = tokenizer.encode(text).tolist() or [tokenizer.end_of_text]
     with user_values():
         tokens = run(
@@ -143,6 +142,9 @@ def convert(argv: list[str]) -> None:
     check_out(flags.out)
     model, tokenizer = load_exported(flags.folder)
     if flags.residual is not None:
+        trained = getattr(model.config, "headwater", None)
+        if trained is not None:
+            raise UserError(f"{flags.folder} was trained with '{trained['residual']}': leave --residual out")
         say(str(hf.convert(model, flags.residual)))
     write_model(model, tokenizer, flags.out)
     say(f"{flags.out}: a {type(model).__name__} with the weights of {flags.folder}")
@@ -188,13 +190,23 @@ def load_exported(folder: Path) -> tuple[Any, Any]:
     """The model of a run as a transformers model, and its tokenizer."""
     from headwater import hf
     from headwater.hf.folder import fast_tokenizer
-    from headwater.train.checkpoint import load_model
 
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: give a run, a checkpoint, or a transformers model's folder")
-    model, tokenizer = load_model(folder)
+    model, tokenizer = load_run(folder)
     exported = hf.export(model.config.to_dict(), model.weights(), tokenizer.end_of_text)
     return exported, fast_tokenizer(tokenizer.to_json(), model.config.context)
+
+
+def load_run(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
+    """The model and tokenizer of a run, of one of its checkpoints, or of what `headwater export` wrote."""
+    if not folder.is_dir():
+        raise UserError(
+            f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"
+        )
+    if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
+        raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater`")
+    from headwater.train.checkpoint import load_model
+
+    return load_model(folder, device)
 
 
 def plan(argv: list[str]) -> None:
@@ -215,9 +227,7 @@ def plan(argv: list[str]) -> None:
 def export(argv: list[str]) -> None:
     """Write the model of a run, whatever its layout, as one safetensors file."""
     flags = parse(ExportFlags, argv, export)
-    from headwater.train.checkpoint import load_model
-
-    model, tokenizer = load_model(flags.folder)
+    model, tokenizer = load_run(flags.folder)
     model.save(flags.out)
     tokenizer.save(flags.out)
     say(f"{flags.out}: {model.parameter_count()['total']:,} parameters in model.safetensors")

@@ -80,6 +80,16 @@ def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(run,
     perplexity = math.exp(-sum(right) / len(right))
     checkpoint = sorted((run / "checkpoints").iterdir())[-1]
     assert main(["convert", str(run), "--out", str(tmp_path / "exported")]) == 0
+    capsys.readouterr()
+    for words, message in (
+        (["generate", tmp_path / "exported"], "is a transformers model"),
+        (
+            ["convert", run, "--residual", "mhc", "--out", tmp_path / "other"],
+            "was trained with 'attnres-block:block=2'",
+        ),
+    ):
+        assert main([str(word) for word in words]) == 1
+        assert message in capsys.readouterr().err
     for folder in (run, checkpoint, tmp_path / "exported"):
         out = tmp_path / f"{folder.name}.json"
         command = ["eval", str(folder), "--tasks", "rivers,rivers_perplexity", "--include-path", str(tasks)]
@@ -105,7 +115,7 @@ def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, c
     assert "is not a folder" in refused(run, "--tasks", "rivers", "--include-path", tmp_path / "none")
     assert "no checkpoint in" in refused(tmp_path, "--tasks", "rivers", *include)
     assert "the data of absent is not on this machine" in refused(run, "--tasks", "absent", *include)
-    assert "none is not a folder" in refused(tmp_path / "none", "--tasks", "rivers", *include)
+    assert "none, which is not a folder" in refused(tmp_path / "none", "--tasks", "rivers", *include)
     assert "names no task" in refused(run, "--tasks", ",")
     assert "--device tpu" in refused(run, "--tasks", "rivers", "--device", "tpu")
     tiny_model("llama").save_pretrained(tmp_path / "bare")
