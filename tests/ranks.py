@@ -10,15 +10,15 @@ import torch
 import torch.multiprocessing
 
 
-def spawn(world: int, job: Callable[..., None], *arguments: Any) -> None:
-    """`job(*arguments)` in `world` processes at once; an error in one of them, or no end in five minutes, is raised."""
+def spawn(world: int, job: Callable[..., None], *arguments: Any, minutes: int = 5) -> None:
+    """`job(*arguments)` in `world` processes at once; an error in one of them, or no end in time, is raised."""
     context = torch.multiprocessing.spawn(enter, (world, free_port(), job, arguments), nprocs=world, join=False)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 60 * minutes
     while not context.join(timeout=5):
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{world} ranks did not end in five minutes")
+            raise TimeoutError(f"{world} ranks did not end in {minutes} minutes")
 
 
 def free_port() -> int:

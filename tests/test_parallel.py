@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from tinyrun import tiny
 
 from headwater.residuals import names
+from headwater.train.checkpoint import load_model
 from headwater.train.config import Config, ParallelSettings
 from headwater.train.loop import accumulate, evaluate, update
 from headwater.train.parallel import Ranks, gather, join
-from headwater.train.run import Run, begin
+from headwater.train.run import Run, begin, save
 
 pytestmark = pytest.mark.xdist_group("parallel")  # one worker: its fixtures are costly
 
@@ -57,14 +58,17 @@ class Case:
     residual: str
     layout: str
     cache: bool = True
+    compile: bool = False
+    """And recompute activations, as the two are applied together."""
 
     def __str__(self) -> str:
-        return f"{self.residual.replace(':', '-')} {self.layout} {'cache' if self.cache else 'plain'}"
+        compiled = " compiled" if self.compile else ""
+        return f"{self.residual.replace(':', '-')} {self.layout} {'cache' if self.cache else 'plain'}{compiled}"
 
     @property
     def steps(self) -> int:
         chosen = self.residual == RESIDUALS[2] and self.layout in ("shard", "pipeline", "interleaved", "tensor")
-        return STEPS if chosen or (EVERYTHING and self.residual in RESIDUALS) else 1
+        return STEPS if (chosen and not self.compile) or (EVERYTHING and self.residual in RESIDUALS) else 1
 
 
 def cases() -> list[Case]:
@@ -75,7 +79,13 @@ def cases() -> list[Case]:
             found += [Case(world, residual, layout) for layout in layouts if whole or layout in SHORT[world]]
     found += [Case(2, residual, "uneven", cache=False) for residual in RESIDUALS]
     found += [Case(4, "hyper-connections", "interleaved-shard"), Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
-    found += [Case(2, name, layout) for layout in ("uneven", "tensor") for name in names() if name not in RESIDUALS]
+    others = [name for name in names() if name not in RESIDUALS]
+    found += [Case(2, name, "uneven") for name in others]
+    found += [Case(2, name, "tensor") for name in others if EVERYTHING or name in ("ddl", "mhc", "muddformer")]
+    found += [Case(2, RESIDUALS[2], layout, compile=True) for layout in ("uneven", "tensor")]
+    if EVERYTHING:
+        found += [Case(2, RESIDUALS[2], "shard", compile=True)]
+        found += [Case(4, RESIDUALS[2], layout, compile=True) for layout in ("tensor-shard", "tensor-pipeline")]
     return list(dict.fromkeys(found))
 
 
@@ -108,6 +118,11 @@ def one_case(config: Config, out: Path, steps: int) -> None:
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     found |= follow(run, steps)
+    if ranks.tensor > 1:
+        weights = gather(run.model, run.whole, ranks)
+        save(run)
+        if ranks.main:
+            save_file(weights, out / "weights.safetensors")
     if ranks.main:
         save_file(gradients, out / "gradients.safetensors")
         (out / "found.json").write_text(json.dumps(found))
@@ -115,6 +130,10 @@ def one_case(config: Config, out: Path, steps: int) -> None:
 
 
 def work(jobs: list[tuple[Config, Path, int]]) -> None:
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # every layer shares the graphs of the first
+    if not EVERYTHING:  # the same graphs, of which inductor would take a minute to make machine code
+        compiled = torch.nn.Module.compile
+        torch.nn.Module.compile = lambda module: compiled(module, backend="aot_eager", fullgraph=True)
     for job in jobs:
         one_case(*job)
 
@@ -135,8 +154,10 @@ def folder(tmp_path_factory) -> Path:
         for case in (case for case in cases() if case.world == world):
             parallel = ParallelSettings(**layouts[case.layout], block_cache=case.cache, hang_timeout=60)
             model = replace(config.model, residual=case.residual)
-            jobs.append((replace(config, model=model, parallel=parallel), folder / str(case), case.steps))
-        spawn(world, work, jobs)
+            train = replace(config.train, compile=case.compile, checkpoint_activations=case.compile)
+            job = replace(config, model=model, train=train, parallel=parallel)
+            jobs.append((job, folder / str(case), case.steps))
+        spawn(world, work, jobs, minutes=60 if EVERYTHING else 5)
     return folder
 
 
@@ -172,6 +193,16 @@ def test_many_processes_do_what_one_does(folder, alone, case):
         error = (whole[key] - gradient).abs().max().item()
         assert error <= 1e-6 + 1e-4 * gradient.abs().max().item(), key
     assert found.get("left", 0) == 0  # neither a tensor nor a deposit outlives its micro-batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in cases() if "tensor" in c.layout and c.residual == RESIDUALS[2]], ids=str)
+def test_what_tensor_parallel_ranks_save_is_the_whole_model(folder, case):
+    weights = load_file(folder / str(case) / "weights.safetensors")
+    model, _ = load_model(folder / str(case))
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
 
 
 CACHED = ("interleaved", "interleaved-4", "looped", "uneven", "interleaved-wide", "interleaved-shard")
