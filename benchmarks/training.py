@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="350m")
     parser.add_argument("--residuals", nargs="+", default=RESIDUALS)
     parser.add_argument("--only", nargs="+", choices=(*STEP_ARMS, *SAVE_ARMS), help="leave out the other arms")
-    parser.add_argument("--limit", type=float, default=75, help="seconds for each arm")
+    parser.add_argument("--limit", type=float, default=90, help="seconds for each arm")
     parser.add_argument("--budget", type=float, default=235, help="seconds for all; arms beyond them are left out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
@@ -170,7 +170,7 @@ def measure(flags: argparse.Namespace, residual: str, arm: str) -> dict[str, Any
         "peak_memory_gib": peak_memory(run.device) / 2**30,
     }  # fmt: skip
     if arm in SAVE_ARMS:
-        found |= saving(run, preset.interval, median)
+        found |= saving(run, preset.interval)
     run.log.close()
     if not ranks.alone:
         torch.distributed.destroy_process_group()
@@ -212,27 +212,24 @@ def timed(run: Run) -> float:
     return time.perf_counter() - began
 
 
-def saving(run: Run, interval: int, median: float) -> dict[str, Any]:
-    """After a first checkpoint, which allocates and whose writing may go on, two intervals of steps and a save each."""
+def saving(run: Run, interval: int) -> dict[str, Any]:
+    """An interval of steps by itself; a first checkpoint, which allocates and whose writing may go on; then an interval
+    that ends with a save, and the save waits for the first one if it must."""
+    alone = sum(timed(run) for _ in range(interval))
     save(run)
-    began, blocked = time.perf_counter(), 0.0
-    for _ in range(2):
-        for _ in range(interval):
-            timed(run)
-        before = time.perf_counter()
-        save(run)
-        blocked += time.perf_counter() - before
-    total = time.perf_counter() - began
+    together = sum(timed(run) for _ in range(interval))
+    began = time.perf_counter()
+    save(run)
+    blocked = time.perf_counter() - began
     run.saver.wait()
     size = sum(file.stat().st_size for file in (run.folder / "checkpoints").rglob("*") if file.is_file())
-    alone = 2 * interval * median
     return {
         "save": {
             "interval": interval,
             "bytes": size,
-            "blocked_seconds": blocked / 2,
-            "share_of_loop": total / alone - 1,
+            "blocked_seconds": blocked,
             "share_blocked": blocked / alone,
+            "share_of_loop": (together + blocked) / alone - 1,
         }
     }
 
