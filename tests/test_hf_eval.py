@@ -116,6 +116,7 @@ def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, c
     assert "no checkpoint in" in refused(tmp_path, "--tasks", "rivers", *include)
     assert "the data of absent is not on this machine" in refused(run, "--tasks", "absent", *include)
     assert "none, which is not a folder" in refused(tmp_path / "none", "--tasks", "rivers", *include)
+    assert "limit must be at least 1, got 0" in refused(run, "--tasks", "rivers", "--limit", "0")
     assert "names no task" in refused(run, "--tasks", ",")
     assert "--device tpu" in refused(run, "--tasks", "rivers", "--device", "tpu")
     tiny_model("llama").save_pretrained(tmp_path / "bare")

@@ -26,6 +26,9 @@ def evaluate(
     device: str = "cpu",
 ) -> dict[str, Any]:
     """Results by task as lm-eval gives them, without samples. `include_path`: a folder with tasks of your own."""
+    for name, value, least in (("limit", limit, 1), ("fewshot", fewshot, 0), ("batch_size", batch_size, 1)):
+        if value is not None and value < least:
+            raise UserError(f"{name} must be at least {least}, got {value}")
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
