@@ -79,7 +79,8 @@ class AttentionResidual(Residual):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got '{value}'")
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
-        block = ceil(sublayers / 8) if block is None else block
+        if block is None:  # about eight blocks; of two sublayers at least, or it would be Full Attention Residuals
+            block = min(max(2, ceil(sublayers / 8)), sublayers)
         if not 1 <= block <= sublayers:
             raise ValueError(f"block counts sublayers and must lie between 1 and {sublayers}, got {block}")
         if heads < 1 or dim % heads:

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 DIM, SUBLAYERS, BATCH, TOKENS = 16, 6, 2, 3
 INPUTS = ("query", "key", "value")
 OPTIONS = [
-    "attnres-block:block=2",
+    "attnres-block:block=4",
     "attnres-full:heads=4",
     "highway:gate=channel",
     "denseformer:dilation=2,period=1",
