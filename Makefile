@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 	$(BIN)/headwater demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations 15 -m 'not faults'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -m 'not faults'
 
 # All faults of several ranks; the rank that hangs, which needs the clock, only here: a busy machine must not fail the rest.
 test-faults: $(INSTALLED)

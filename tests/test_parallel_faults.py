@@ -63,9 +63,10 @@ def faults_on_one_rank(config: Config, folder: Path) -> None:
 
     def highest(ranks, value):
         found = compare(ranks, value)
-        asked.append(value)
-        if ranks.main and len(asked) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if sys._getframe(1).f_code.co_name == "train":  # the loop asks for signals; others wait for all ranks with it
+            asked.append(value)
+            if ranks.main and len(asked) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
         return found
 
     Ranks.highest = highest

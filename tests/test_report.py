@@ -18,7 +18,6 @@ from headwater.analyze.report import make_page, write_report
 from headwater.analyze.runs import read_run
 from headwater.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("report")  # one worker: its fixtures are costly
 
 RESIDUALS = ["standard", "attnres-block:block=4", "attnres-full"]
 SEEDS = [0, 1, 2]
