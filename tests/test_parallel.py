@@ -21,7 +21,6 @@ from headwater.train.loop import accumulate, evaluate, update
 from headwater.train.parallel import Ranks, gather, join
 from headwater.train.run import Run, begin, save
 
-
 STEPS = 20
 RESIDUALS = ("standard", "attnres-full", "attnres-block:block=3", "hyper-connections", "denseformer")
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {

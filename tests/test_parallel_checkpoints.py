@@ -26,7 +26,6 @@ from headwater.train.loop import train
 from headwater.train.parallel import join
 from headwater.train.run import begin, named_model, save
 
-
 STEPS = 6
 
 

@@ -18,7 +18,6 @@ from headwater.analyze.report import make_page, write_report
 from headwater.analyze.runs import read_run
 from headwater.errors import UserError
 
-
 RESIDUALS = ["standard", "attnres-block:block=4", "attnres-full"]
 SEEDS = [0, 1, 2]
 HOSTILE = "<script>alert(1)</script>"
@@ -180,7 +179,6 @@ CHROMIUM = next(
 )
 in_browser = [
     pytest.mark.browser,
-    pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; install Debian's chromium to run it"),
 ]
 
