@@ -2,11 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from headwater.errors import UserError
-from headwater.train.folder import MetricsLog, locked
+from headwater.train.folder import MetricsLog, locked, write_json
 
 
 def test_lines_that_are_no_records_go_and_the_others_stay(tmp_path):
@@ -22,6 +23,19 @@ def test_lines_that_are_no_records_go_and_the_others_stay(tmp_path):
         *good[:3],
         {"kind": "train", "step": 4, "loss": None},
     ]
+
+
+def test_what_replaces_a_file_is_on_the_disk_before_it_does(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n')
+    events = []
+    sync, rename = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(os.fstat(handle).st_size), sync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda source, to: (events.append(to.name), rename(source, to)))
+    MetricsLog(path, keep_until=1).close()
+    assert events == [path.stat().st_size, "metrics.jsonl"]
+    write_json(tmp_path / "summary.json", {})
+    assert events[2:] == [3, "summary.json"]
 
 
 def test_a_second_process_learns_who_is_at_work(tmp_path):

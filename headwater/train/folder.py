@@ -16,10 +16,14 @@ from headwater.errors import UserError
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file in one rename: a reader sees the old text or the new, never half of one."""
+    replace_file(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """In one rename: a reader sees the old content or the new, never half of one."""
     scratch = path.with_name(f".tmp-{path.name}")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    with scratch.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
@@ -89,9 +93,7 @@ class MetricsLog:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last end is torn
         records = ((line, read_record(line)) for line in lines)
         kept = [line + b"\n" for line, record in records if record and record["step"] <= keep_until]
-        scratch = path.with_name(f".tmp-{path.name}")
-        scratch.write_bytes(b"".join(kept))
-        scratch.replace(path)
+        replace_file(path, b"".join(kept))
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
