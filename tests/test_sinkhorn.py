@@ -5,6 +5,12 @@ import torch
 
 from headwater.ops import sinkhorn
 
+GPU = torch.cuda.is_available()
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+]
+
 
 def draw(n, dtype=torch.float64):
     generator = torch.Generator().manual_seed(n)
@@ -39,12 +45,12 @@ def test_the_number_of_iterations_is_exact(iterations):
     assert (sinkhorn(draw(4), iterations) - by_division(draw(4), iterations + 1)).abs().max() > 1e-9
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_kernel_is_as_good_as_the_reference(n):
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernel_is_as_good_as_the_reference(n, device):
     pytest.importorskip("triton", reason="the kernel needs triton")
     from headwater.ops.kernels.common import launches
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     truth = value_and_gradient(by_division, draw(n))
     results = {}
     for backend in ("triton", "reference"):
@@ -85,7 +91,24 @@ def test_it_survives_a_row_far_below_the_others():
     torch.testing.assert_close(matrix, torch.full((2, 2), 0.5))
 
 
+def test_second_derivatives_are_refused():
+    """Also where the gradient that arrives is a constant."""
+    logits = draw(3).requires_grad_()
+    with pytest.raises(RuntimeError, match="sinkhorn has no second derivatives"):
+        torch.autograd.grad(sinkhorn(logits, 2)[..., 0].sum(), logits, create_graph=True)
+
+
+def test_it_compiles_to_one_graph_with_its_gradient():
+    """Dynamo traces the backward too, its refusal included."""
+    compiled = torch.compile(sinkhorn, backend="aot_eager", fullgraph=True)
+    for one, other in zip(value_and_gradient(compiled, draw(3)), value_and_gradient(sinkhorn, draw(3))):
+        torch.testing.assert_close(one, other)
+    torch._dynamo.reset()
+
+
 def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="iterations must be at least 1, got 0"):
+        sinkhorn(torch.zeros(2, 2), 0)
     with pytest.raises(ValueError, match=r"square matrices \(..., n, n\), got \(2, 3\)"):
         sinkhorn(torch.zeros(2, 3), 1)
     with pytest.raises(ValueError, match="up to 16 rows"):

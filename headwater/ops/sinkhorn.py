@@ -95,6 +95,8 @@ class _Sinkhorn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():  # create_graph: what follows would count as a constant, without a word
+            raise RuntimeError("sinkhorn has no second derivatives: take its gradients without create_graph")
         (logits,) = ctx.saved_tensors
         return sinkhorn_backward(logits, gradient, ctx.iterations, ctx.triton), None, None
 
@@ -103,6 +105,8 @@ def sinkhorn(logits: Tensor, iterations: int, *, backend: Backend = "auto") -> T
     """logits (..., n, n). Rows of the result sum to one exactly, columns up to convergence."""
     if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2]:
         raise ValueError(f"sinkhorn takes square matrices (..., n, n), got {tuple(logits.shape)}")
+    if iterations < 1:
+        raise ValueError(f"sinkhorn's iterations must be at least 1, got {iterations}")
     wide = logits.to(accumulation_dtype(logits.dtype))
     fits = logits.shape[-1] <= MAX_SIZE
     if backend == "triton" and not fits:
