@@ -16,6 +16,17 @@ def test_the_plain_decoder_is_the_same_network(spec):
     torch.testing.assert_close(PlainDecoder(model)(tokens), model(tokens), atol=2e-4, rtol=2e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("spec", names())
+def test_every_formula_compiles_to_one_graph(spec):
+    """Without a code generator: that the benchmark's rival can be traced whole."""
+    model, tokens = model_of(spec, scatter=True), tokens_of()
+    plain = PlainDecoder(model)
+    compiled = torch.compile(plain, backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(tokens), plain(tokens))
+    torch._dynamo.reset()
+
+
 def row(residual, arm, ms, layers=12, loss=6.0):
     return {"residual": residual, "arm": arm, "layers": layers, "ms": ms, "peak_mib": ms, "loss": loss}
 
