@@ -5,13 +5,16 @@ computes shapes alone, and refuses operands of two devices as CUDA does.
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tinyhf import stir, tiny_model, tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from headwater.hf import convert, revert, verify
+from headwater.hf.devices import execution_device
 from headwater.residuals.two_phase import TwoPhase
 
 accelerate = pytest.importorskip("accelerate")
@@ -116,6 +119,32 @@ def test_a_saved_model_loads_with_a_device_map(tmp_path):
     assert verify(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), expected, tokens()).equal
 
 
+@pytest.mark.parametrize("place", ["cuda", 0, torch.device("cuda")])
+def test_a_hook_s_device_is_the_one_that_tensors_name(place):
+    """Fake tensors are on a GPU where there is none."""
+    layer = torch.nn.Identity()
+    layer.__dict__["_hf_hook"] = SimpleNamespace(execution_device=place)
+    with FakeTensorMode():
+        assert execution_device(layer, torch.device("cpu")) == torch.ones(1, device="cuda").device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("place", ["cuda", 0])
+def test_hooked_layers_on_one_gpu_hand_on_what_the_kernels_keep(place):
+    from headwater.ops.kernels.common import launches
+
+    model, expected = tiny_model("llama"), reference("attnres-block:block=3")
+    accelerate.dispatch_model(model, layers(*[place] * 4) | dict.fromkeys(EVERYWHERE, place), force_hooks=True)
+    convert(model, "attnres-block:block=3")
+    stir(model, 0.2)
+    launches.clear()
+    result = verify(model, expected, tokens())
+    assert launches["merge"] > 0, dict(launches)
+    assert result.kl < 1e-5, str(result)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU: layers on it and on the CPU")
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_a_gpu_and_offloaded_layers(residual, tmp_path):

@@ -67,7 +67,8 @@ def execution_device(module: nn.Module, default: torch.device) -> torch.device:
     hook = _align_hook(module)
     if hook is not None and hook.execution_device is not None:
         place = hook.execution_device
-        return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+        # `cuda` is not equal to the `cuda:0` of the tensors on it; a tensor knows its device by the whole name.
+        return torch.device("cuda", place) if isinstance(place, int) else torch.empty(0, device=place).device
     tensor = next(module.parameters(), None)
     return default if tensor is None else tensor.device
 
