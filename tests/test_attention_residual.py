@@ -6,7 +6,7 @@ from test_contract import gradients_of, model_of, tokens_of
 
 from headwater.models import Decoder
 from headwater.ops import depth_attention
-from headwater.residuals import AttentionResidual, build, mixing, names, parse
+from headwater.residuals import AttentionResidual, build, mixing, names, parse, pinned
 from headwater.residuals.record import replay
 
 
@@ -97,6 +97,24 @@ def test_weights_are_what_the_read_used():
     weights = residual.weights(state, 3)
     assert weights.shape == (3, 2, 5, 1)
     torch.testing.assert_close((weights * torch.stack(state)).sum(0), residual.read(state, 3)[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "saved"),
+    [
+        ("standard", "standard"),
+        ("attnres-full", "attnres-full"),
+        ("attnres-block", "attnres-block:block=2"),
+        ("attnres-block:block=4", "attnres-block:block=4"),
+        ("attnres-block:block=none,heads=2", "attnres-block:heads=2,block=2"),
+        ("depth-window:width=8", "depth-window:width=8,window=4"),
+    ],
+)
+def test_a_saved_spec_names_the_options_that_follow_from_the_network(spec, saved):
+    residual = build(spec, 16, 8)
+    assert pinned(residual) == saved
+    assert residual.spec == spec
+    assert pinned(build(saved, 16, 8)) == saved
 
 
 @pytest.mark.parametrize(

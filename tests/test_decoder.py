@@ -47,6 +47,16 @@ def test_tied_head_is_one_tensor_before_and_after_saving(tmp_path):
     assert torch.equal(loaded(tokens_of()), model(tokens_of()))
 
 
+def test_a_saved_model_keeps_its_block_where_the_default_changes(tmp_path, monkeypatch):
+    model = model_of("attnres-block", scatter=True)
+    model.save(tmp_path)
+    monkeypatch.setattr("headwater.residuals.attention.default_block", lambda sublayers: 3)
+    assert model_of("attnres-block").residual.block == 3
+    loaded = Decoder.load(tmp_path)
+    assert loaded.residual.block == model.residual.block == 2
+    assert torch.equal(loaded(tokens_of()), model(tokens_of()))
+
+
 def test_a_file_that_does_not_fit_is_named(tmp_path):
     model = model_of("standard")
     model.save(tmp_path)

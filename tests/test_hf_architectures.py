@@ -117,7 +117,7 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
     refused("Phi3Attention has no 'q_proj'", tiny_model("phi3"), "muddformer")
     model = tiny_model("llama")
     convert(model)
-    refused("already converted, to 'attnres-block'", model)
+    refused("already converted, to 'attnres-block:block=2'", model)
     with pytest.raises(UserError, match="is not a model that headwater"):
         revert(tiny_model("llama"))
 

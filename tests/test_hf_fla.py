@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.hf import FLA, convert, to_release, verify
-from headwater.hf.fla import read_fla
+from headwater.hf.fla import DEFAULTS, read_fla
 from headwater.hf.registration import _stub
 
 transformer = pytest.importorskip("fla.models.transformer", reason="needs flash-linear-attention, an extra of `dev`")
@@ -78,6 +78,19 @@ def test_its_model_and_ours_agree(options):
         expected = theirs(ids).logits
         assert expected.std() > 0.1
         torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_config_may_leave_out_its_defaults():
+    theirs = fla_model(attnres_block_size=2)
+    whole = theirs.config.to_dict()
+    own = transformer.TransformerConfig().to_dict()
+    assert {name: own[name] for name in DEFAULTS} == DEFAULTS
+    short = {name: value for name, value in whole.items() if value != own.get(name)}
+    assert not {"pad_token_id", "qk_norm", "qkv_bias", "window_size", "norm_eps"} & short.keys()
+    models = [read_fla(theirs.state_dict(), config) for config in (whole, short)]
+    assert models[0].config.to_dict() == models[1].config.to_dict()
+    with torch.no_grad():
+        assert torch.equal(models[0](tokens()).logits, models[1](tokens()).logits)
 
 
 def test_the_command_line_reads_its_folder(tmp_path, capsys):

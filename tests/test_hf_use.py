@@ -136,7 +136,7 @@ def test_the_kernels_fold_scale_and_norm_into_the_read(model_type):
     assert not called  # the norms ran inside the kernels
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_hf_gpu.py covers it there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_hf_gpu.py has it for a GPU")
 def test_depth_weights_and_hidden_states_of_the_kernels_with_gradients():
     """A layer that is watched reads twice from one state: the kernels' gradients must still add up."""
     from headwater.ops.kernels.common import launches
@@ -264,6 +264,23 @@ def test_saved_and_loaded_is_bit_equal(model_type, tmp_path):
     revert(loaded)
     assert loaded.config.model_type == model_type
     assert type(loaded).__module__.startswith("transformers.")
+
+
+def test_what_is_saved_keeps_its_block_where_the_default_changes(tmp_path, monkeypatch):
+    model = tiny_model("llama")
+    assert convert(model).residual == "attnres-block:block=2"
+    stir(model)
+    model.save_pretrained(tmp_path)
+    save_delta(model, tmp_path / "delta.safetensors")
+    older = copy.deepcopy(model.config)
+    older.headwater["residual"] = "attnres-block"  # as nothing is saved any more: today's default is written down
+    assert type(model)(older).config.headwater == model.config.headwater
+    monkeypatch.setattr("headwater.residuals.attention.default_block", lambda sublayers: 4)
+    loaded, other = AutoModelForCausalLM.from_pretrained(tmp_path), tiny_model("llama")
+    load_delta(other, tmp_path / "delta.safetensors")
+    for each in (loaded, other):
+        assert each.model.residual.block == 2
+        assert torch.equal(each(tokens()).logits, model(tokens()).logits)
 
 
 LOAD = """

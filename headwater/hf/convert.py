@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headwater.errors import UserError, user_values
-from headwater.residuals import build
+from headwater.residuals import build, pinned
 
 from .classes import PREFIX, Converted, config_class, head_class
 from .devices import execution_device, place
@@ -79,12 +79,12 @@ def convert_with(model: nn.Module, settings: Mapping[str, Any]) -> Report:
     if settings.get("architecture", found.model_type) != found.model_type:
         raise UserError(f"made for the architecture '{settings['architecture']}', and this is '{found.model_type}'")
     kinds = tuple(site.kind for group in groups for site in group)
-    with user_values():
-        start = measure_start(settings["residual"], found.body.config.hidden_size, len(kinds), kinds)
-    if len(settings["scales"]) != len(start.scales):
+    if len(settings["scales"]) != len(kinds) + 1:
         raise UserError(
             f"made for {len(settings['scales']) - 1} sublayers, and this {type(found.head).__name__} has {len(kinds)}"
         )
+    with user_values():
+        start = measure_start(settings["residual"], found.body.config.hidden_size, len(kinds), kinds)
     kept = {name: settings[name] for name in ("residual", "scales")}
     return install(found, groups, kept, start)
 
@@ -97,6 +97,7 @@ def install(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, An
     device = execution_device(found.layers[0], like.device)
     with torch.device(device), torch.random.fork_rng(devices=[]):
         residual = build(settings["residual"], found.body.config.hidden_size, len(kinds), kinds).to(like.dtype)
+    residual.spec = pinned(residual)
     layers = zip(found.layers, groups, strict=True)
     devices = {site.sublayer: execution_device(layer, device) for layer, group in layers for site in group}
     place(residual, {**devices, len(kinds): execution_device(found.norm, device)})
@@ -106,7 +107,7 @@ def install(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, An
     depth = Depth(residual, kinds, tuple(settings["scales"]))
     depth.norms.update(_foldable_norms(found, groups, depth.scales))
     conversion = Conversion(describe(found, groups, residual, start, depth.scales), depth)
-    replace_config(found, conversion, settings)
+    replace_config(found, conversion, {**settings, "residual": residual.spec})
     found.body.add_module(RESIDUAL, residual)
     for layer, group in zip(found.layers, groups, strict=True):
         marks = {
@@ -214,7 +215,7 @@ def replace_config(found: Found, conversion: Conversion, settings: dict[str, Any
     else:
         plain, new = old, copy.deepcopy(old)
         _retype(new, config_class(type(old)))
-        new.headwater = settings
+    new.headwater = settings
     if not conversion.depth.residual.token_local:
         new.use_cache = False  # it looks at earlier tokens of the stream, which a KV cache does not keep
     for module in found.head.modules():

@@ -16,6 +16,24 @@ from headwater.errors import UserError
 from .released import FLA, load_released
 
 MODEL_TYPE = "transformer"
+DEFAULTS = {  # of its config class, for a config.json that leaves them out
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_heads": 32,
+    "num_kv_heads": None,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "window_size": None,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 HEAD_NORM_EPS = 1e-5  # of fla's query and key norms, whatever its config says; Qwen3 has one eps for all norms
 
 
@@ -33,6 +51,7 @@ def load_fla(folder: Path, config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def read_fla(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> PreTrainedModel:
+    config = {**DEFAULTS, **config}
     model = AutoModelForCausalLM.from_config(plain_config(weights, config))
     ours = dict(weights)
     if config["tie_word_embeddings"]:  # then files hold it once

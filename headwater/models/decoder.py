@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from headwater.residuals import State, build
+from headwater.residuals import State, build, pinned
 
 from .config import ModelConfig
 from .layers import Attention, KVCache, RMSNorm, Rotary, SwiGLU
@@ -134,7 +134,8 @@ class Decoder(nn.Module):
         """config.json and model.safetensors. A tied head is stored once."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+        settings = {**self.config.to_dict(), "residual": pinned(self.residual)}
+        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         save_file(self.weights(), folder / "model.safetensors")
 
     def weights(self) -> dict[str, Tensor]:

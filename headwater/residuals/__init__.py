@@ -14,7 +14,7 @@ from .laurel import LaurelResidual
 from .mhc import MHCLiteResidual, MHCResidual
 from .mudd import MUDDFormerResidual
 from .record import Trace, mixing, record
-from .registry import build, entry, names, parse, register
+from .registry import build, entry, names, parse, pinned, register
 from .scaled import LayerScaleResidual, ReZeroResidual
 from .standard import StandardResidual
 from .window import DepthWindowResidual
@@ -48,6 +48,7 @@ __all__ = [
     "mixing",
     "names",
     "parse",
+    "pinned",
     "record",
     "register",
 ]

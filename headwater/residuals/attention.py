@@ -18,6 +18,11 @@ Query = Literal["static", "projected"]
 Weights = Literal["softmax", "sigmoid", "static"]
 
 
+def default_block(sublayers: int) -> int:
+    """About eight blocks; of two sublayers at least, or it would be Full Attention Residuals."""
+    return min(max(2, ceil(sublayers / 8)), sublayers)
+
+
 class DepthRead(nn.Module):
     """The parameters of one read over `sources` sources."""
 
@@ -53,6 +58,7 @@ class AttentionResidual(Residual):
     """
 
     at_start = "scaled"
+    derived = ("block",)
 
     def __init__(
         self,
@@ -79,8 +85,8 @@ class AttentionResidual(Residual):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got '{value}'")
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
-        if block is None:  # about eight blocks; of two sublayers at least, or it would be Full Attention Residuals
-            block = min(max(2, ceil(sublayers / 8)), sublayers)
+        if block is None:
+            block = default_block(sublayers)
         if not 1 <= block <= sublayers:
             raise ValueError(f"block counts sublayers and must lie between 1 and {sublayers}, got {block}")
         if heads < 1 or dim % heads:

@@ -80,6 +80,15 @@ def build(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None = Non
     return residual
 
 
+def pinned(residual: Residual) -> str:
+    """Its spec with every derived option written out: a saved model must not change where such a default does."""
+    name, given = parse(residual.spec)
+    free = [key for key in residual.derived if key in entry(name).options and given.get(key) is None]
+    words = [word for word in residual.spec.partition(":")[2].split(",") if word and word.partition("=")[0] not in free]
+    words += [f"{key}={getattr(residual, key)}" for key in free]
+    return ":".join(filter(None, (name, ",".join(words))))
+
+
 def _convert(label: str, text: str, kind: Any) -> Any:
     choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     for choice in choices:

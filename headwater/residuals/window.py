@@ -47,6 +47,7 @@ class DepthWindowResidual(Residual):
 
     at_start = "exact"
     mixes = "operator"
+    derived = ("window", "width")
 
     def __init__(self, dim: int, sublayers: int, *, window: int | None = None, width: int | None = None) -> None:
         super().__init__(dim, sublayers)
