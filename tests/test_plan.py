@@ -72,6 +72,8 @@ def test_bytes_and_bubble_of_a_grid():
     assert len(plan.ranks) == 4
     with pytest.raises(UserError, match="must be a multiple"):
         make_plan(Config(train=train, parallel=parallel), model, 6, half=False, fused=False)
+    with pytest.raises(UserError, match=r"parallel.shard \(3\) must divide the 2 ranks"):
+        make_plan(Config(train=train, parallel=replace(parallel, shard=3)), model, 8, half=False, fused=False)
 
 
 def test_tensor_parallelism_divides_what_it_should():

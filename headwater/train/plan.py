@@ -184,12 +184,14 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
             f"train.batch_size ({config.train.batch_size}) of train.accumulate ({micros}) times the {data} ranks that "
             "share the batch"
         )
+    shards = settings.shard or data
+    if data % shards:
+        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
     if tensor > 1:
-        refuse_undivided(model, tensor, settings.shard or data)
+        refuse_undivided(model, tensor, shards)
     found = trace(model, config.train.batch_size // (micros * data), half=half, fused=fused, tensor=tensor)
     bounds = cut(model.sublayers, pipeline * chunks, settings.cuts)
     plan = hops(found.states, bounds, pipeline, cache=settings.block_cache)
-    shards = settings.shard or data
     ranks = []
     for rank in range(pipeline):
         stages = range(rank, pipeline * chunks, pipeline)
