@@ -50,8 +50,7 @@ def train(argv: list[str]) -> None:
     settings = sized(flags.settings, base, argv)
     from headwater.train.loop import train as run
 
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun started us anew after a failure
-    summary = run(settings, flags.out, resume=flags.resume or again)
+    summary = run(settings, flags.out, resume=flags.resume)
     if int(os.environ.get("RANK", "0")) == 0:
         say(
             f"{flags.out}: {summary['bits_per_byte']:.4f} bits per byte on held-out text after {summary['steps']} steps"

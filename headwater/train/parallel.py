@@ -29,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.models.decoder import Sublayer
+from headwater.train import attempts
 from headwater.train.config import ParallelSettings
 from headwater.train.tensor import fsdp_placement
 
@@ -88,6 +89,10 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def told(self, value: Any) -> Any:
+        """What the main rank has to say: two may see different things in one folder of a network file system."""
+        return self.collect(value)[0]
+
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """The main rank goes through the body alone; the others follow and find its work done."""
@@ -135,7 +140,8 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     if world % row:
         raise UserError(
             f"parallel.pipeline ({settings.pipeline}) times parallel.tensor ({settings.tensor}) must divide the number "
-            f"of processes, {world}. Start them with: torchrun --nproc-per-node {row} -m headwater.cli train ..."
+            f"of processes, {world}. Start them with: torchrun --nproc-per-node {row} -m headwater.cli train ... "
+            "A run resumed by one process needs --pipeline 1 --tensor 1"
         )
     if world == 1 and alone:
         return Ranks()
@@ -144,7 +150,7 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     if data % shards:
         raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
     if not dist.is_initialized():
-        connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", settings.hang_timeout * 2 or 10**6)
+        connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     outer, inner = (settings.pipeline, data // shards), (shards, settings.tensor)
     mesh = init_device_mesh(device.type, (*outer, *inner), mesh_dim_names=GRID)
     if settings.tensor == 1:
@@ -152,12 +158,12 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     return Ranks(mesh, init_device_mesh(device.type, (*outer, math.prod(inner)), mesh_dim_names=TOKENS))
 
 
-def connect(backend: str, seconds: int) -> None:
-    """As torch.distributed does by itself, but for a fresh corner of the store for each restart: torchrun keeps its
-    store alive, and in it the addresses of workers that have died."""
+def connect(backend: str) -> None:
+    """As torch.distributed does by itself, but for a corner of the store that no earlier attempt has used, and for
+    patience: the main rank may tokenize for hours. A step that hangs is the watchdog's."""
     store, rank, world = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    store = attempts.meet(store, rank, world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(days=7))
 
 
 def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks) -> None:

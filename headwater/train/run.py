@@ -22,7 +22,7 @@ from headwater import __version__
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Sublayer
-from headwater.train import checkpoint
+from headwater.train import attempts, checkpoint
 from headwater.train.config import Config, ModelSettings
 from headwater.train.data import SPLITS, Dataset, Windows, prepare
 from headwater.train.folder import MetricsLog, Mirror, write_json
@@ -90,8 +90,7 @@ class NoLog:
 def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None) -> Run:
     """Everything in place for the next step: the one after the newest checkpoint when resuming, else the first."""
     ranks = ranks or Ranks()
-    if (out / "config.json").exists() and not resume:
-        raise UserError(f"{out} already holds a run: continue it with --resume, or choose another --out")
+    resume = admit(out, resume, ranks)
     with ranks.main_first():
         data = prepare(config.data)
     model_config = resolve_model(config.model, data)
@@ -99,11 +98,9 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     identity = {**resolved, "corpus": data.identity}
     train, validation = (data.windows(split, model_config.context) for split in SPLITS)
     root = out / "checkpoints"
-    with ranks.main_first():
-        if ranks.main:
-            checkpoint.sweep(root)
-        found = checkpoint.checkpoints(root) if resume else []
-    latest = found[-1] if found else None
+    if ranks.main:
+        checkpoint.sweep(root)
+    latest = ranks.told(checkpoint.newest(root) if ranks.main and resume else None)
     if latest:
         checkpoint.verify(latest, ranks)
         checkpoint.refuse_other(latest, identity)
@@ -145,6 +142,17 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         evaluation=state["evaluation"],
         skips=Skips(**state["skips"]),
     )
+
+
+def admit(out: Path, resume: bool, ranks: Ranks) -> bool:
+    """Whether the run in this folder goes on, from what the main rank finds: one that is not ours is refused."""
+    launch = attempts.launch() if ranks.main else ""
+    goes_on, taken = ranks.told((resume or attempts.began(out, launch), (out / "config.json").exists()))
+    if taken and not goes_on:
+        raise UserError(f"{out} already holds a run: continue it with --resume, or choose another --out")
+    if ranks.main:
+        attempts.claim(out, launch)
+    return goes_on
 
 
 def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:

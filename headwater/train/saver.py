@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from headwater.errors import UserError
 from headwater.models import ModelConfig
 from headwater.train import checkpoint
 from headwater.train.contents import Optimizers, contents
@@ -63,12 +64,16 @@ class Saver:
         return self.thread is not None and self.thread.error is not None
 
     def wait(self) -> None:
-        """Until the save in the background has ended; its error is raised."""
+        """Until the save in the background has ended on all ranks; they raise its error, or that there was one."""
         thread, self.thread = self.thread, None
-        if thread is not None:
-            thread.join()
-            if thread.error is not None:
-                raise thread.error
+        if thread is None:
+            return
+        thread.join()
+        failed = self.ranks.highest(int(thread.error is not None))
+        if thread.error is not None:
+            raise thread.error
+        if failed:
+            raise UserError("a checkpoint could not be written on another rank: see its message")
 
     def __enter__(self) -> Saver:
         return self
