@@ -169,7 +169,7 @@ def test_bad_input_ends_with_one_message(tmp_path, capsys):
 
 def test_an_exploding_run_ends_with_one_message(tmp_path, capsys):
     message = fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"), "--lr", "1e30", "--warmup", "0")
-    assert "the loss is not finite at step" in message
+    assert "the loss or gradient is not finite at step" in message
     assert "lower --lr" in message
 
 

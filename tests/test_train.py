@@ -18,12 +18,13 @@ from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names
 from headwater.train import loop, shards
 from headwater.train.checkpoint import checkpoints, damage
-from headwater.train.config import OptimSettings
+from headwater.train.config import OptimSettings, TrainSettings
 from headwater.train.data import prepare
 from headwater.train.loop import evaluate, train
 from headwater.train.optim import build_optimizers, learning_rate
 from headwater.train.run import begin
 from headwater.train.saver import HostBuffers
+from headwater.train.skips import Skips
 
 
 class PowerCut(BaseException):
@@ -164,17 +165,48 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path,
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def spikes(monkeypatch, *numbers: int) -> None:
+def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_path, monkeypatch):
+    spikes(monkeypatch, 8, factor=math.nan)
+    with pytest.raises(UserError, match=r"loss or gradient is not finite at step 8 .*--resume and --skip-nonfinite 1"):
+        train(tiny(tmp_path), tmp_path / "run")
+    assert train(tiny(tmp_path, skip_nonfinite=1), tmp_path / "run", resume=True)["skipped_steps"] == 1
+
+    config = tiny(tmp_path, skip_spikes=1, spike_window=4)
+    spikes(monkeypatch, 7, 8)
+    with pytest.raises(UserError, match=r"above .* at step 8 .*--resume and --skip-spikes 2"):
+        train(config, tmp_path / "spikes")
+    more = replace(config.train, skip_spikes=2, spike_sigmas=5.0)
+    assert train(replace(config, train=more), tmp_path / "spikes", resume=True)["skipped_steps"] == 2
+
+
+def test_each_kind_of_bad_step_has_its_own_count():
+    settings = TrainSettings(skip_nonfinite=2, skip_spikes=2, spike_window=2)
+    skips = Skips(losses=[1.0, 1.1])
+    counted = []
+    for loss, norm in ((99.0, 1.0), (99.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (99.0, 1.0), (1.0, 1.0)):
+        reason = skips.judge(loss, norm, settings)
+        counted.append((reason and reason.kind, skips.in_a_row))
+    steps = [("spike", 1), ("spike", 2), ("nonfinite", 1), ("nonfinite", 2), ("spike", 1), (None, 0)]
+    assert counted == steps
+    assert skips.total == 5
+
+
+def test_after_equal_losses_a_small_rise_is_no_spike():
+    settings = TrainSettings(skip_spikes=1, spike_window=3)
+    assert Skips(losses=[2.0] * 3).judge(2.001, 1.0, settings) is None
+    assert Skips(losses=[2.0] * 3).judge(2.1, 1.0, settings).threshold == pytest.approx(2.0 + 6 * 0.002)
+
+
+def spikes(monkeypatch, *numbers: int, factor: float = 100, real=loop.accumulate) -> None:
     """Steps whose loss and gradient come out a hundred times too large."""
-    real = loop.accumulate
 
     def accumulate(run, number):
         loss = real(run, number)
         if number not in numbers:
             return loss
         for parameter in run.model.parameters():
-            parameter.grad *= 100
-        return loss * 100
+            parameter.grad *= factor
+        return loss * factor
 
     monkeypatch.setattr(loop, "accumulate", accumulate)
 
@@ -281,7 +313,7 @@ def test_a_failing_last_write_in_the_background_is_an_error(tmp_path, monkeypatc
             train(config, tmp_path / "run")
     else:
         cut_power(monkeypatch, at_step=6)
-        with pytest.raises((PowerCut, UserError)):
+        with pytest.raises(PowerCut):  # which ended it; the write has yet to fail
             train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()
     assert checkpoints(tmp_path / "run" / "checkpoints") == []

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from headwater.errors import UserError
-from headwater.train.config import Config, check, differences
+from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data import SPLITS, Dataset, prepare
 from headwater.train.folder import locked, read_json, read_record, write_json
 from headwater.train.interrupt import PARENT, Interruption
@@ -162,7 +162,7 @@ def plan(
         if not resume:
             raise UserError(f"{out} already holds a comparison: continue it with --resume, or choose another --out")
         saved = read_json(path)
-        differing = differences(saved["config"], asdict(config))
+        differing = differences(saved["config"], asdict(config), OUTER)  # its times and memory are compared too
         if differing:
             listing = "\n  ".join(differing)
             raise UserError(f"{out} holds a comparison of another configuration:\n  {listing}\nChoose another --out")

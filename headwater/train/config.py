@@ -153,8 +153,8 @@ class Config:
     log: LogSettings = field(default_factory=LogSettings)
 
 
-# A run may be resumed with other values of these: they change what is kept and shown and who computes it, never what.
-FREE = frozenset(
+# Other values of these change what is kept and shown and who computes it, never what.
+OUTER = frozenset(
     {
         "data.cache",
         *(f"train.{name}" for name in ("log_every", "eval_every", "depth_every", "save_every", "keep", "async_save")),
@@ -162,6 +162,12 @@ FREE = frozenset(
         *(f"log.{f.name}" for f in fields(LogSettings)),
     }
 )
+# A run may be resumed with other values of these as well: of how a step is computed, which changes rounding alone, and
+# of which steps to leave out, so that a run which one bad batch has stopped can go on.
+FREE = OUTER | {
+    *(f"train.{name}" for name in ("accumulate", "checkpoint_activations", "compile")),
+    *(f"train.{name}" for name in ("skip_nonfinite", "skip_spikes", "spike_sigmas")),
+}
 
 
 def load_file(path: str | Path, base: Config | None = None) -> Config:
@@ -259,8 +265,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+def differences(saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE) -> list[str]:
     """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists)."""
     old, new = (flatten(json.loads(json.dumps(values))) for values in (saved, asked))
-    keys = [key for key in sorted(old.keys() | new.keys()) if key not in FREE and old.get(key) != new.get(key)]
+    keys = [key for key in sorted(old.keys() | new.keys()) if key not in free and old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]

@@ -43,8 +43,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
     loggers.require(config.log)
     with gathered(config.parallel, choose_device(config)) as ranks, locked(out) if ranks.main else nullcontext():
         run = begin(config, out, resume=resume, ranks=ranks)
-        if run.step == settings.steps and (out / "summary.json").exists():
-            return read_json(out / "summary.json")
+        if run.step == settings.steps and (summary := ranks.told(summary_in(out) if ranks.main else None)):
+            return summary
         console = Console(quiet=not ranks.main)
         watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
         progress = ProgressLine("training", run.step, settings.steps, console)
@@ -79,6 +79,10 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
                     interruption.signum = asked
                     raise interruption.error(f"step {number} of {settings.steps}", f"headwater train --out {out}")
         return finish(run)
+
+
+def summary_in(out: Path) -> dict[str, Any] | None:
+    return read_json(out / "summary.json") if (out / "summary.json").exists() else None
 
 
 def accumulate(run: Run, number: int) -> float:
@@ -142,7 +146,8 @@ def leave_out(run: Run, number: int, loss: float, grad_norm: float, reason: Reas
         raise UserError(
             f"{reason.text} at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
             f"as they were. {last_good(run.folder / 'checkpoints')} What is known of the step is in {cause}. "
-            "Try a lower --lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out"
+            f"Go on without such steps with --resume and {reason.flag} {run.skips.in_a_row} (or more), or try a lower "
+            "--lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out"
         )
 
 

@@ -21,6 +21,7 @@ class Reason:
     text: str
     threshold: float | None
     limit: int
+    flag: str
 
 
 @dataclass
@@ -28,28 +29,35 @@ class Skips:
     losses: list[float] = field(default_factory=list)
     """Of the last steps that were taken."""
     in_a_row: int = 0
+    """Of one kind: each has its own limit."""
+    kind: str = ""
     total: int = 0
 
     def judge(self, loss: float, grad_norm: float, settings: TrainSettings) -> Reason | None:
         """None, and the step is to be taken; or the reason why not."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._count()
-            return Reason("nonfinite", "the loss is not finite", None, settings.skip_nonfinite)
+            self._count("nonfinite")
+            text = "the loss or gradient is not finite"
+            return Reason("nonfinite", text, None, settings.skip_nonfinite, "--skip-nonfinite")
         if settings.skip_spikes and len(self.losses) == settings.spike_window:
             threshold = self._threshold(settings.spike_sigmas)
             if loss > threshold:
-                self._count()
-                return Reason("spike", f"the loss is above {threshold:.6g}", threshold, settings.skip_spikes)
-        self.in_a_row = 0
+                self._count("spike")
+                text = f"the loss is above {threshold:.6g}"
+                return Reason("spike", text, threshold, settings.skip_spikes, "--skip-spikes")
+        self.in_a_row, self.kind = 0, ""
         self.losses = [*self.losses, loss][-settings.spike_window :]
         return None
 
     def _threshold(self, sigmas: float) -> float:
         """Median and median deviation: one spike that was taken, early on, does not hide the next one. For losses that
-        are spread normally, 1.4826 times that deviation is the standard deviation."""
+        are spread normally, 1.4826 times that deviation is the standard deviation. Equal losses have none: at least a
+        thousandth of the median is taken, or any rise would be a spike."""
         middle = median(self.losses)
-        return middle + sigmas * 1.4826 * median(abs(loss - middle) for loss in self.losses)
+        deviation = 1.4826 * median(abs(loss - middle) for loss in self.losses)
+        return middle + sigmas * max(deviation, abs(middle) / 1000)
 
-    def _count(self) -> None:
-        self.in_a_row += 1
+    def _count(self, kind: str) -> None:
+        self.in_a_row = self.in_a_row + 1 if kind == self.kind else 1
+        self.kind = kind
         self.total += 1
