@@ -1,6 +1,7 @@
 """A checkpoint is whole or absent; damage is named; a failed save takes nothing away."""
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tinyrun import flags, tiny
 
 from headwater.cli import main
@@ -90,15 +91,99 @@ def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
     assert train(config(run_folder), run_folder / "run", resume=True)["steps"] == 12
 
 
+def vouch(folder: Path, *names: str, without: str = "") -> None:
+    """A manifest of whoever has changed these files, sealed like any other."""
+    hashes = json.loads((folder / "manifest.json").read_text())["sha256"]
+    hashes |= {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    hashes.pop(without, None)
+    (folder / "manifest.json").write_bytes(checkpoint._seal({"step": 12, "sha256": hashes}))
+
+
+@pytest.mark.parametrize("place", ["..", "sub", "absolute"])
+def test_a_manifest_with_files_elsewhere_is_refused(run_folder, place):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    (newest / "sub").mkdir()
+    name = str(run_folder / "file.json") if place == "absolute" else f"{place}/file.json"
+    (newest / name).write_text("{}")
+    vouch(newest, name)
+    with pytest.raises(UserError, match=r"manifest.json names '.*', outside of its folder"):
+        checkpoint.load_model(newest)
+
+
+@pytest.mark.parametrize("name", ["state.json", "config.json", "index.json"])
+def test_a_manifest_must_vouch_for_every_text(run_folder, name):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    vouch(newest, without=name)
+    with pytest.raises(UserError, match=f"manifest.json has no hash of {name}"):
+        checkpoint.load_model(newest)
+    (newest / name).unlink()  # nor is it then taken for a model that was saved by itself
+    with pytest.raises(UserError, match=f"manifest.json has no hash of {name}"):
+        checkpoint.load_model(newest)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("index.json", {}, "does not describe a checkpoint"),
+        ("index.json", {"tensors": {"model/x": {"dtype": "F32", "shape": [-1], "pieces": []}}}, "list of counts"),
+        ("index.json", {"tensors": {"model/x": {"dtype": "F1", "shape": [], "pieces": []}}}, "make up its shape"),
+        ("index.json", {"tensors": {}}, "weights do not fit the model: missing"),
+        ("config.json", {"dim": "wide"}, "does not describe a model"),
+        ("state.json", [], "is not the state of a run"),
+        ("state.json", {"step": 12}, "is not the state of a run"),
+    ],
+)
+def test_texts_that_are_vouched_for_and_make_no_sense_are_refused(run_folder, name, content, message):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    (newest / name).write_text(json.dumps(content))
+    vouch(newest, name)
+    resume = functools.partial(train, config(run_folder), run_folder / "run", resume=True)
+    load = functools.partial(checkpoint.load_model, newest)
+    with pytest.raises(UserError, match=message):
+        (resume if name == "state.json" else load)()
+
+
+def test_a_file_with_other_tensors_than_the_index_says_is_refused(run_folder):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    weights = load_file(newest / "model.safetensors")
+    for change in ({"norm.weight": weights["norm.weight"][:1]}, {"norm.weight": None}):
+        tensors = {name: tensor for name, tensor in (weights | change).items() if tensor is not None}
+        save_file(tensors, newest / "model.safetensors")
+        vouch(newest, "model.safetensors")
+        with pytest.raises(UserError, match=r"model.safetensors .*norm.weight.*it is not read"):
+            checkpoint.load_model(newest)
+
+
+def test_every_file_is_hashed_once(run_folder, monkeypatch):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    read, real = [], hashlib.file_digest
+
+    def file_digest(file, kind):
+        read.append(Path(file.name))
+        return real(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    files = sorted(path for path in newest.iterdir() if path.name != "manifest.json")
+    checkpoint.load_model(run_folder / "run")
+    assert sorted(read) == files
+    read.clear()
+    train(config(run_folder), run_folder / "run", resume=True)
+    assert sorted(read) == files
+    read.clear()
+    (newest / files[0].name).write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"good checkpoint is .*step-00000010"):
+        checkpoint.load_model(run_folder / "run")
+    older = [path for path in read if path.parent != newest]
+    assert len(older) == len(set(older)) == len(files)
+
+
 def test_no_file_is_read_that_the_manifest_does_not_vouch_for(run_folder):
     """Not even if the index says so, and the manifest vouches for the index."""
     newest = run_folder / "run" / "checkpoints" / "step-00000012"
     shutil.copy(newest / "model.safetensors", newest / "other.safetensors")
     index = (newest / "index.json").read_bytes().replace(b'"model.safetensors"', b'"other.safetensors"')
     (newest / "index.json").write_bytes(index)
-    hashes = json.loads((newest / "manifest.json").read_text())["sha256"]
-    hashes["index.json"] = hashlib.sha256(index).hexdigest()
-    (newest / "manifest.json").write_bytes(checkpoint._seal({"step": 12, "sha256": hashes}))
+    vouch(newest, "index.json")
     assert checkpoint.damage(newest) is None
     with pytest.raises(UserError, match=r"names other\.safetensors, of which manifest\.json has no hash"):
         checkpoint.load_model(newest)
@@ -111,7 +196,8 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):
     assert "train.seed: 0 there, 5 asked for" in message
     assert "train.batch_size: 4 there, 8 asked for" in message
     assert "train.steps" not in message
-    train(config(run_folder, save_every=7, log_every=3), run_folder / "run", resume=True)  # these are free to change
+    free = {"save_every": 7, "log_every": 3, "accumulate": 2, "checkpoint_activations": True, "compile": True}
+    train(config(run_folder, **free), run_folder / "run", resume=True)
 
 
 def fill_disk(monkeypatch, file_name: str) -> None:

@@ -6,19 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import spawn
-from tinyrun import flags, tiny
+from ranks import free_port, spawn
+from tinyrun import flags, read_all, tiny
 
 from headwater.errors import Interrupted, UserError
 from headwater.models import Decoder
-from headwater.train import checkpoint, loop
+from headwater.train import checkpoint, loop, run
 from headwater.train.config import Config, ParallelSettings
-from headwater.train.contents import read_all
 from headwater.train.loop import train
 from headwater.train.parallel import Ranks, join
 
@@ -72,6 +72,21 @@ def faults_on_one_rank(config: Config, folder: Path) -> None:
     Ranks.highest = highest
     with pytest.raises(Interrupted, match="stopped by SIGTERM after step 4 of 6"):
         train(change(save_every=6), folder / "signal")
+    Ranks.highest = compare
+
+    written = checkpoint.save
+
+    def save(*arguments, **options):
+        path = written(*arguments, **options)
+        if os.environ["RANK"] == "1":
+            raise UserError("nobody else has noticed")
+        return path
+
+    checkpoint.save = save
+    message = "nobody else" if os.environ["RANK"] == "1" else "could not be written on another rank"
+    for save_every in (1, 3):  # noticed by the next save, or by a step before it
+        with pytest.raises(UserError, match=message):
+            train(change(save_every=save_every, async_save=True), folder / f"elsewhere-{save_every}")
 
 
 @pytest.mark.slow
@@ -100,6 +115,26 @@ def test_what_happens_to_one_rank_stops_or_skips_on_all(tmp_path):
     (saved,) = checkpoint.checkpoints(tmp_path / "signal" / "checkpoints")
     assert saved.name == "step-00000004"
     assert checkpoint.damage(saved) is None
+
+
+def start_slowly(config: Config, out: Path) -> None:
+    """The main rank prepares the data for longer than a step may hang; machines have counted restarts differently."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    real = run.prepare
+
+    def prepare(settings):
+        time.sleep(5 if os.environ["RANK"] == "0" else 0)
+        return real(settings)
+
+    run.prepare = prepare
+    ranks = join(config.parallel, torch.device("cpu"))
+    run.begin(config, out, resume=False, ranks=ranks).log.close()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_slow_start_and_meet_whatever_they_have_counted(tmp_path):
+    spawn(2, start_slowly, replace(settings(tmp_path), parallel=ParallelSettings(hang_timeout=1)), tmp_path / "run")
+    assert (tmp_path / "run" / "config.json").exists()
 
 
 ACTS = """
@@ -134,6 +169,55 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "exitcode: -9" in result.stderr  # torchrun's word on the first attempt
     assert json.loads((out / "summary.json").read_text())["steps"] == 8
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
+
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
+    result = under_torchrun(settings(tmp_path, steps=8), out, "pass", "--max-restarts", "1")
+    assert result.returncode != 0
+    assert "already holds a run" in result.stderr  # and again after the restart, which would else have ended well
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"} == before
+
+
+MACHINES = """
+import os, signal, sys, time
+from pathlib import Path
+from headwater.cli import main
+from headwater.train import loop
+
+real = loop.accumulate
+rank, count = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+def accumulate(run, number):
+    if number == 4 and count == "0":
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3)  # long enough for the other machine to ask for a restart, which is then not counted here
+    if number == 5:
+        (run.folder / f"restarts-of-{rank}").write_text(count)
+    return real(run, number)
+loop.accumulate = accumulate
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_two_machines_that_count_restarts_differently_go_on(tmp_path):
+    """Two agents of torchrun on this machine; one joins the restart of the other without counting it."""
+    out, script = tmp_path / "run", tmp_path / "machines.py"
+    script.write_text(MACHINES)
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "machines"]
+    shape = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *shape, *meeting, str(script)]
+    command += flags(settings(tmp_path, steps=8), out)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    try:
+        messages = [agent.communicate(timeout=150)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(messages)
+    assert [(out / f"restarts-of-{rank}").read_text() for rank in range(2)] == ["0", "1"]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
 

@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headwater.train.config import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings
+from headwater.train.shards import Reader, Tensors, read
 
 STEPS = 12
 
@@ -48,3 +51,12 @@ def fingerprint(run: Path) -> dict[str, Any]:
     clocks = ("seconds", "tokens_per_second")
     kept = [{key: value for key, value in record.items() if key not in clocks} for record in records]
     return {"step": last.name, "files": files, "metrics": kept}
+
+
+def read_all(checkpoint: Path, kind: str) -> Tensors:
+    """Every tensor of a kind, whole, in this process."""
+    reader = Reader(checkpoint)
+    dtypes = {name: entry.properties.dtype for name, entry in reader.metadata.state_dict_metadata.items()}
+    found = {name: torch.empty(shape, dtype=dtypes[f"{kind}/{name}"]) for name, shape in reader.shapes(kind).items()}
+    read(reader, {f"{kind}/{name}": value for name, value in found.items()}, alone=True)
+    return found

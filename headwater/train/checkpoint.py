@@ -23,12 +23,15 @@ from headwater.models.tokenizer import Tokenizer, load_tokenizer
 from headwater.train import shards
 from headwater.train.config import differences
 from headwater.train.contents import Optimizers, fill, fill_model
+from headwater.train.folder import read_json
 from headwater.train.parallel import Ranks, local
 from headwater.train.shards import Hashes, Tensors
 
 PREFIX = "step-"
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
+CONFIG, STATE = "config.json", "state.json"
+STATE_KEYS = ("step", "config", "seconds", "peak_memory", "evaluation", "skips")
 
 
 def save(
@@ -60,7 +63,7 @@ def save(
         scratch.mkdir(parents=True)
 
     def commit(index: dict[str, Any], hashes: Hashes) -> None:
-        texts = {shards.INDEX: index, "config.json": config.to_dict(), "state.json": {"step": step, **state}}
+        texts = {shards.INDEX: index, CONFIG: config.to_dict(), STATE: {"step": step, **state}}
         _commit(scratch, final, step, texts, hashes)
         for old in checkpoints(root)[:-keep]:
             _remove(old)
@@ -92,9 +95,8 @@ def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes
 
 
 def load(folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Fill model and optimizers from a verified checkpoint, whatever the layout it was saved under; returns its
-    state.json. Each rank reads what it holds."""
-    verify(folder, ranks)
+    """Fill model and optimizers from a checkpoint that has passed `verify`, whatever the layout it was saved under;
+    returns its state.json. Each rank reads what it holds."""
     fill(_reader(folder), model, optimizers, alone=ranks is None or ranks.alone)
     return read_state(folder)
 
@@ -104,10 +106,14 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     chosen = folder if (folder / MODEL).is_file() or (folder / MANIFEST).is_file() else newest(folder / "checkpoints")
     if chosen is None:
         raise UserError(f"no checkpoint in {folder}: give the folder of a run that has saved one, or of a checkpoint")
-    if chosen == folder and not (folder / "state.json").is_file():  # a model saved by itself, its tokenizer beside it
-        return Decoder.load(folder, device), load_tokenizer(folder)
+    if chosen == folder and not any((folder / name).is_file() for name in (STATE, MANIFEST)):
+        return Decoder.load(folder, device), load_tokenizer(folder)  # a model saved by itself, its tokenizer beside it
     verify(chosen)
-    model = Decoder(ModelConfig.from_dict(json.loads((chosen / "config.json").read_text(encoding="utf-8"))))
+    settings = read_json(chosen / CONFIG)
+    try:
+        model = Decoder(ModelConfig.from_dict(settings))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{chosen / CONFIG} does not describe a model: {error}") from None
     fill_model(_reader(chosen), model, alone=True)
     return model.to(device), load_tokenizer(chosen.parent.parent)
 
@@ -122,7 +128,10 @@ def _reader(folder: Path) -> shards.Reader:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state = read_json(folder / STATE)
+    if not isinstance(state, dict) or any(key not in state for key in STATE_KEYS):
+        raise UserError(f"{folder / STATE} is not the state of a run, which has {', '.join(STATE_KEYS)}")
+    return state
 
 
 def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
@@ -142,12 +151,10 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def newest(root: Path) -> Path | None:
-    """The checkpoint to resume from. A damaged one is never skipped in silence: the user decides what to lose."""
+    """The checkpoint to resume from, once it has passed `verify`. A damaged one is never skipped in silence: the user
+    decides what to lose."""
     found = checkpoints(root)
-    if not found:
-        return None
-    verify(found[-1])
-    return found[-1]
+    return found[-1] if found else None
 
 
 def damage(folder: Path, share: slice = slice(None)) -> str | None:
@@ -156,11 +163,15 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
         raw = (folder / MANIFEST).read_bytes()
         manifest = json.loads(raw)
         hashes = manifest["sha256"]
-        sealed = raw == _seal({"step": manifest["step"], "sha256": hashes})
+        sealed = raw == _seal({"step": manifest["step"], "sha256": dict(hashes)})
     except (OSError, ValueError, KeyError, TypeError):
         return f"{MANIFEST} is missing or unreadable"
     if not sealed:
         return f"{MANIFEST} is not what was written"
+    if elsewhere := [name for name in hashes if Path(name).name != name]:
+        return f"{MANIFEST} names {elsewhere[0]!r}, outside of its folder"
+    if missing := {shards.INDEX, CONFIG, STATE} - set(hashes):
+        return f"{MANIFEST} has no hash of {sorted(missing)[0]}"
     for name, expected in list(hashes.items())[share]:
         path = folder / name
         if not path.is_file():
@@ -177,10 +188,11 @@ def verify(folder: Path, ranks: Ranks | None = None) -> None:
     found = ranks.collect(damage(folder, slice(ranks.rank, None, ranks.world)))
     problem = next(filter(None, found), None)
     if problem:
+        known = ranks.told(good(folder.parent) if ranks.main else None)
         advice = "Start again in another --out"
-        if good(folder.parent):
+        if known:
             advice = f"To go on from there, delete the damaged folder (rm -r {folder}) and pass --resume"
-        raise UserError(f"the checkpoint {folder} is damaged: {problem}. {last_good(folder.parent)} {advice}")
+        raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(known)} {advice}")
 
 
 def sweep(root: Path) -> None:
@@ -195,7 +207,11 @@ def good(root: Path) -> Path | None:
 
 
 def last_good(root: Path) -> str:
-    return f"The last good checkpoint is {path}." if (path := good(root)) else "There is no good checkpoint."
+    return _named(good(root))
+
+
+def _named(path: Path | None) -> str:
+    return f"The last good checkpoint is {path}." if path else "There is no good checkpoint."
 
 
 def _encode(value: Any) -> bytes:

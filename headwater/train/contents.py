@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from headwater.errors import UserError
 from headwater.train.parallel import counted_elsewhere
-from headwater.train.shards import Reader, Tensors, read
+from headwater.train.shards import Reader, read
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
@@ -53,10 +53,10 @@ def model_targets(reader: Reader, model: nn.Module, *, whole: bool) -> dict[str,
     missing = sorted(mine.keys() - there.keys())
     surplus = sorted(there.keys() - mine.keys()) if whole else []
     if missing or surplus:
-        raise ValueError(f"weights do not fit the model: missing {missing[:5]}, not expected {surplus[:5]}")
+        raise UserError(f"weights do not fit the model: missing {missing[:5]}, not expected {surplus[:5]}")
     for name, parameter in mine.items():
         if tuple(parameter.shape) != there[name]:
-            raise ValueError(f"{name} is {tuple(parameter.shape)} in the model and {there[name]} in the file")
+            raise UserError(f"{name} is {tuple(parameter.shape)} in the model and {there[name]} in the file")
     return {f"model/{name}": parameter.detach() for name, parameter in mine.items()}
 
 
@@ -80,12 +80,3 @@ def empty_slots(
         }
         for parameter in parameters
     }
-
-
-def read_all(folder: Path, kind: str) -> Tensors:
-    """Every tensor of a kind, whole, in this process."""
-    reader = Reader(folder)
-    dtypes = {name: entry.properties.dtype for name, entry in reader.metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
-    found = {name: torch.empty(shape, dtype=dtypes[f"{kind}/{name}"]) for name, shape in reader.shapes(kind).items()}
-    read(reader, {f"{kind}/{name}": value for name, value in found.items()}, alone=True)
-    return found

@@ -17,7 +17,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,7 +146,10 @@ class Reader(dcp.StorageReader):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.metadata = from_json(json.loads((folder / INDEX).read_text(encoding="utf-8")))
+        try:
+            self.metadata = from_json(json.loads((folder / INDEX).read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{folder / INDEX} does not describe a checkpoint ({error}): it is not read") from None
         self.opened: dict[str, Any] = {}
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
@@ -170,23 +173,28 @@ class Reader(dcp.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            name = item.storage_index.fqn.partition("/")[2]
-            file = self._open(self.metadata.storage_data[item.storage_index])
-            part = tuple(slice(at, at + length) for at, length in zip(item.storage_offsets, item.lengths))
+            file, name = self.metadata.storage_data[item.storage_index], item.storage_index.fqn.partition("/")[2]
             target = planner.resolve_tensor(item)
-            target.copy_(file.get_slice(name)[part] if part else file.get_tensor(name))
+            found = self._read(file, name, item.storage_offsets, item.lengths)
+            if found.shape != target.shape:  # copy_ would stretch it
+                raise UserError(f"{self.folder / file} has less of {name} than {INDEX} says: it is not read")
+            target.copy_(found)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _open(self, file: str) -> Any:
-        if file not in self.opened:
-            try:
+    def _read(self, file: str, name: str, corner: Iterable[int], shape: Iterable[int]) -> Tensor:
+        part = tuple(slice(at, at + length) for at, length in zip(corner, shape))
+        try:
+            if file not in self.opened:
                 self.opened[file] = safe_open(self.folder / file, "pt")
-            except SafetensorError as error:
-                raise UserError(f"{self.folder / file} is not a safetensors file ({error}): it is not read") from None
-        return self.opened[file]
+            tensors = self.opened[file]
+            return tensors.get_slice(name)[part] if part else tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise UserError(
+                f"{self.folder / file} is not a safetensors file with {name} ({error}): it is not read"
+            ) from None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -207,23 +215,49 @@ def to_json(metadata: Metadata, pieces: Mapping[MetadataIndex, Piece]) -> dict[s
 
 
 def from_json(index: dict[str, Any]) -> Metadata:
-    """The metadata again. Pieces must fill their tensor and lie in this folder: the file may be anybody's."""
+    """The metadata again. Pieces must make up their tensor and lie in this folder: the file may be anybody's."""
     dtypes = {text: dtype for dtype, text in DTYPES.items()}
     entries, files = {}, {}
     for name, entry in index["tensors"].items():
-        size = torch.Size(entry["shape"])
-        chunks = []
+        size, chunks = counts(entry["shape"]), []
         for file, corner, shape in entry["pieces"]:
             if Path(file).name != file:
                 raise ValueError(f"{INDEX} puts {name} into {file!r}, outside of its folder")
-            chunks.append(ChunkStorageMetadata(torch.Size(corner), torch.Size(shape)))
+            chunks.append(ChunkStorageMetadata(counts(corner), counts(shape)))
             files[MetadataIndex(name, corner)] = file
-        distinct = len({chunk.offsets for chunk in chunks}) == len(chunks)
-        if not distinct or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        if not make_up(size, chunks):
             raise ValueError(f"{INDEX} has pieces of {name} that do not make up its shape {tuple(size)}")
         properties = TensorProperties(dtype=dtypes[entry["dtype"]])
         entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
     return Metadata(cast(Any, entries), storage_data=files)
+
+
+def counts(values: Any) -> torch.Size:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ValueError(f"{INDEX} has {values!r} where a list of counts should be")
+    return torch.Size(values)
+
+
+def make_up(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
+    """Inside of the tensor, apart from one another and as many elements as it has, pieces leave nothing out."""
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+            return False
+        if not all(n > 0 and at + n <= end for at, n, end in zip(chunk.offsets, chunk.sizes, size)):
+            return False
+    return sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size) and not overlap(chunks)
+
+
+def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """In the order of their first rows, a piece can only meet those that begin before it ends."""
+    boxes = sorted((chunk.offsets, chunk.sizes) for chunk in chunks)
+    for i, (one, lengths) in enumerate(boxes):
+        for other, others in islice(boxes, i + 1, None):
+            if one and other[0] >= one[0] + lengths[0]:
+                break
+            if all(a < b + n and b < a + m for a, m, b, n in zip(one, lengths, other, others)):
+                return True
+    return False
 
 
 def write(tensors: Tensors, values: Tensors, writer: Writer, *, alone: bool, group: Any = None) -> None:
