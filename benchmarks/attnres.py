@@ -40,25 +40,29 @@ def error(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
 
 
+def worst_of(spec: str, dim: int, tokens: int, dtype: torch.dtype, device: str = "cuda") -> float:
+    """Output and every gradient of eight sublayers against fp64, over twice plain PyTorch's error in the same dtype."""
+    results: dict[str, list[torch.Tensor]] = {}
+    draw = torch.Generator(device).manual_seed(1)
+    x, seed = (torch.randn(tokens, dim, device=device, generator=draw).to(dtype) for _ in range(2))
+    for name, wide in (("truth", torch.float64), ("pytorch", dtype), ("headwater", dtype)):
+        kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, reference_read)
+        fill(kind)
+        stack = kind.to(device).to(dtype).to(wide)
+        leaf = x.to(wide).requires_grad_()
+        out = stack(leaf)
+        out.backward(seed.to(wide))
+        assert leaf.grad is not None
+        results[name] = [out.detach(), leaf.grad, *(p.grad for p in stack.parameters() if p.grad is not None)]
+    pairs = list(zip(results["pytorch"], results["headwater"], results["truth"], strict=True))
+    return max(error(ours, truth) / (2 * error(plain, truth) + 1e-5) for plain, ours, truth in pairs)
+
+
 def gate() -> list[dict[str, Any]]:
-    """Output and every gradient of a stack against fp64: at most twice the error of plain PyTorch in the same dtype."""
     rows = []
     for spec, dim, tokens in [("attnres-block:block=3", 1000, 15), ("attnres-full", 256, 64)]:
         for dtype in (torch.float32, torch.bfloat16):
-            results: dict[str, list[torch.Tensor]] = {}
-            draw = torch.Generator(device="cuda").manual_seed(1)
-            x, seed = (torch.randn(tokens, dim, device="cuda", generator=draw).to(dtype) for _ in range(2))
-            for name, wide in (("truth", torch.float64), ("pytorch", dtype), ("headwater", dtype)):
-                kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, reference_read)
-                fill(kind)
-                stack = kind.cuda().to(dtype).to(wide)
-                leaf = x.to(wide).requires_grad_()
-                out = stack(leaf)
-                out.backward(seed.to(wide))
-                assert leaf.grad is not None
-                results[name] = [out.detach(), leaf.grad, *(p.grad for p in stack.parameters() if p.grad is not None)]
-            pairs = list(zip(results["pytorch"], results["headwater"], results["truth"], strict=True))
-            worst = max(error(ours, truth) / (2 * error(plain, truth) + 1e-5) for plain, ours, truth in pairs)
+            worst = worst_of(spec, dim, tokens, dtype)
             rows.append({"spec": spec, "dim": dim, "tokens": tokens, "dtype": str(dtype), "worst": round(worst, 3)})
             if not worst <= 1:
                 raise SystemExit(f"gate: error beyond twice plain PyTorch's: {rows[-1]}")

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from headwater.ops import attend_blocks, decode_read, depth_attention, fused
+from benchmarks.attnres import worst_of
+from headwater.ops import attend_blocks, decode_read, depth_attention, fused, two_phase
 from headwater.ops.kernels.common import launches
 from headwater.residuals import build
 
@@ -32,6 +33,53 @@ def test_error_is_at_most_twice_plain_pytorchs(function, count, dim, tokens, dty
 
 def test_a_merge_without_a_norm_does_not_rebuild_its_input_from_a_rounded_output():
     assert worst(two_phases, 2, 100, 1, torch.float16, "cpu", seed=11) <= 1
+
+
+@pytest.mark.parametrize("seed_of", ["permuted", "expanded"])
+def test_gradients_may_lie_in_memory_as_they_like(seed_of):
+    sources, queries, keys, _ = draw(3, 24, 2, torch.float32, "cpu")
+    leaves = [t.requires_grad_() for t in (*sources, queries, keys)]
+    draws = {"permuted": torch.randn(2, 24, 2).movedim(-1, 0), "expanded": torch.tensor(0.7).expand(2, 2, 24)}
+    results = []
+    for backend in ("triton", "reference"):
+        out, _ = attend_blocks(sources, queries, keys, backend=backend)
+        results.append(torch.autograd.grad(out, leaves, draws[seed_of]))
+    for mine, other in zip(*results):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+def test_queries_and_weights_may_be_columns_and_must_be_vectors():
+    sources, queries, keys, norm = draw(3, 24, 2, torch.float32, "cpu")
+    columns = [torch.stack([v, -v], 1)[:, 0] for v in (queries[0], keys[0], norm)]
+    read = depth_attention(sources, columns[0], columns[1], norm_weight=columns[2], backend="triton")
+    torch.testing.assert_close(
+        read, depth_attention(sources, queries[0], keys[0], norm_weight=norm), atol=1e-6, rtol=1e-5
+    )
+    with pytest.raises(ValueError, match="one query for all tokens"):
+        decode_read(sources, torch.randn(2, 24), torch.randn(2, 24), backend="triton")
+    with pytest.raises(ValueError, match="norm_weight must be"):
+        decode_read(sources, torch.randn(2, 24), queries[0], norm_weight=norm[:4], backend="triton")
+    with pytest.raises(ValueError, match="the query is on meta, the sources are on cpu"):
+        depth_attention(sources, queries[0].to("meta"), backend="triton")
+
+
+def test_a_second_derivative_is_refused():
+    sources, queries, *_ = draw(2, 24, 2, torch.float32, "cpu")
+    leaf = sources[0].requires_grad_()
+    read = depth_attention(sources, queries[0], backend="triton")
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(read.sum(), leaf, create_graph=True)
+
+
+def test_rows_that_do_not_fit_are_summed_again_for_the_norm():
+    """Sixteen queries leave room for 1024 channels a program."""
+    torch.manual_seed(0)
+    sources, norm, z = [torch.randn(2, 1100) for _ in range(3)], torch.randn(1100), torch.randn(2, 3, 16)
+    with poisoned():
+        ours = fused.mix(sources, z, norm)
+    expected = two_phase.mix(sources, z, norm)
+    for mine, other in zip((*ours[0], *ours[1]), (*expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
 def test_the_inference_read_agrees_and_gives_weights():
@@ -163,6 +211,11 @@ def test_the_fused_residual_equals_the_reference(spec):
     for reentrant in (False, True):
         net.step = lambda *a, reentrant=reentrant: checkpoint(step, *a, use_reentrant=reentrant)
         assert all(torch.equal(a, b) for a, b in zip(ours, results_of(net)))
+
+
+@pytest.mark.parametrize("spec", ["attnres-block:block=3,backend=triton", "attnres-full:backend=triton"])
+def test_the_schedule_of_training_is_as_exact(spec):
+    assert worst_of(spec, 40, 2, torch.float32, "cpu") <= 1
 
 
 @pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])

@@ -24,7 +24,7 @@ def decode_read(
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The read, and the last source with `y` added, which takes its place. Nothing is written in place."""
-    check_sources((*sources, y), query, heads=1)
+    check_sources((*sources, y), query, heads=1, key_weight=key_weight, norm_weight=norm_weight)
     if use_triton(backend, *sources, y):
         from . import fused
 

@@ -129,3 +129,6 @@ def check_sources(sources: Sequence[Tensor], query: Tensor, heads: int, **weight
     for name, weight in weights.items():
         if weight is not None and weight.shape != shape[-1:]:
             raise ValueError(f"{name} must be {tuple(shape[-1:])}, got {tuple(weight.shape)}")
+    for name, value in (("the query", query), *weights.items()):
+        if value is not None and value.device != sources[0].device:
+            raise ValueError(f"{name} is on {value.device}, the sources are on {sources[0].device}")

@@ -45,6 +45,23 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+def _first_order() -> None:
+    """Raise where a backward is to be differentiated: the kernels would leave the second derivative out in silence."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("the kernels have no second derivative: pass backend='reference' for create_graph=True")
+
+
+def _vector(name: str, value: Tensor) -> Tensor:
+    """Kernels take queries and weights by address: one vector for all tokens, its numbers side by side."""
+    if value.dim() != 1:
+        raise ValueError(f"backend='triton' takes one {name} for all tokens, (D,), got {tuple(value.shape)}")
+    return value.contiguous()
+
+
+def _optional(name: str, value: Tensor | None) -> Tensor | None:
+    return None if value is None else _vector(name, value)
+
+
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -55,6 +72,7 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        _first_order()
         if dz is None:
             return gradient, None, None
         source, folded, z, rstd = ctx.saved_tensors
@@ -91,6 +109,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _first_order()
         p, *saved = ctx.saved_tensors
         queries = ctx.queries
         douts, dlses, later = gradients[:queries], gradients[queries : 2 * queries], gradients[2 * queries :]
@@ -199,6 +218,7 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        _first_order()
         if dx is None:
             return (dtotal, None if ctx.opens else dtotal, *[None] * 8)
         x, total, kept, lse, query, key_weight, norm_weight, stats = ctx.saved_tensors
@@ -229,7 +249,8 @@ def merge(
     The backward undoes the norm to find its input, whose rounding it then carries; `keep` keeps `out` alive instead.
     """
     partial = None if partial is None else partial.contiguous()
-    y, out, lse = y.contiguous(), out.contiguous(), lse.contiguous()
+    y, out, lse, query = y.contiguous(), out.contiguous(), lse.contiguous(), _vector("query", query)
+    key_weight, norm_weight = _optional("key weight", key_weight), _optional("norm weight", norm_weight)
     return _apply(_Merge, y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)
 
 
@@ -249,6 +270,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _first_order()
         dx, dout, dlse, dz_given = gradients
         folded, norm_weight, rstd, p, *rest = ctx.saved_tensors
         count = ctx.count
@@ -256,7 +278,7 @@ class _Attend(torch.autograd.Function):
         queries, dg = p.shape[-1], None
         douts = [torch.zeros_like(sources[0], dtype=torch.float32) for _ in range(queries)]
         if dout is not None:
-            douts[ctx.normed :] = dout.float().unbind(0)
+            douts[ctx.normed :] = dout.float().contiguous().unbind(0)
         if ctx.normed and dx is not None:
             douts[0], dg = _norm_backward(dx, rstd, norm_weight, ctx.eps, sources, scores)
         dlse = None if dlse is None else dlse.contiguous()
@@ -301,9 +323,8 @@ def depth_attention(
     eps: float,
     return_weights: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if query.dim() != 1:
-        raise ValueError(f"backend='triton' takes one query for all tokens, (D,), got {tuple(query.shape)}")
-    contiguous = [source.contiguous() for source in sources]
+    query, contiguous = _vector("query", query), [source.contiguous() for source in sources]
+    key_weight, norm_weight = _optional("key weight", key_weight), _optional("norm weight", norm_weight)
     inputs = [*sources, query, *(t for t in (key_weight, norm_weight) if t is not None)]
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         x, _, weights = read_op(contiguous, None, query, key_weight, norm_weight, eps, eps, return_weights)
@@ -326,6 +347,7 @@ def decode_read(
 ) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*sources, y, query)):
         raise ValueError("decode_read has no backward: call it under torch.no_grad(), or use depth_attention")
-    contiguous = [source.contiguous() for source in sources]
+    query, contiguous = _vector("query", query), [source.contiguous() for source in sources]
+    key_weight, norm_weight = _optional("key weight", key_weight), _optional("norm weight", norm_weight)
     x, summed, _ = read_op(contiguous, y.contiguous(), query, key_weight, norm_weight, eps, norm_eps, False)
     return x, summed

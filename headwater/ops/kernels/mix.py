@@ -270,6 +270,7 @@ def _mix_outputs(sources, z, norm_weight, exact):
 def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing, whole) -> list[Tensor]:
     """Writes `outgoing` = `incoming` (may be the same tensors, or empty: none) + dv, and returns dz (..., N, S), and
     with `whole` the gradient of the source that was not kept."""
+    assert whole is None or (dlse is None and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
     launches["mix_backward"] += 1
     rows, width = rows_of(sources[0])
     queries = p.shape[-1]
