@@ -17,8 +17,8 @@ from tinyrun import tiny
 from headwater.residuals import names
 from headwater.train.checkpoint import load_model
 from headwater.train.config import Config, ParallelSettings
-from headwater.train.loop import accumulate, evaluate, update
-from headwater.train.parallel import Ranks, gather, join
+from headwater.train.loop import accumulate, depth_gradients, evaluate, update
+from headwater.train.parallel import Ranks, clip, gather, join
 from headwater.train.run import Run, begin, save
 
 STEPS = 20
@@ -94,13 +94,20 @@ def settings(folder: Path, residual: str, **changes: Any) -> Config:
 
 
 def follow(run: Run, steps: int) -> dict[str, Any]:
-    """Losses of some steps, and the evaluation after them."""
-    losses = []
+    """Losses and gradient norms of some steps, and the evaluation after them."""
+    losses, norms = [], []
     for number in range(1, steps + 1):
         losses.append(accumulate(run, number))
-        update(run, number, losses[-1])
+        norms.append(update(run, number, losses[-1])[0])
         run.step = number
-    return {"losses": losses, "bits": evaluate(run)}
+    return {"losses": losses, "norms": norms, "bits": evaluate(run)}
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Of gradients that are there: the norm, that of each sublayer, and what clipping to half of it leaves."""
+    norm, depth = run.ranks.gradient_norm(run.model), depth_gradients(run)
+    clip(run.model, norm, norm / 2)
+    return {"norm": norm, "depth": depth, "clipped": run.ranks.gradient_norm(run.model)}
 
 
 def one_case(config: Config, out: Path, steps: int) -> None:
@@ -108,6 +115,7 @@ def one_case(config: Config, out: Path, steps: int) -> None:
     run = begin(config, out, resume=False, ranks=ranks)
     found: dict[str, Any] = {"loss": accumulate(run, 1)}
     gradients = gather(run.model, run.whole, ranks, gradients=True)
+    found |= measure(run)
     if run.pipeline is not None:
         counted = [(s.stage_index, s.forward_bytes, s.backward_bytes) for s in run.pipeline.stages]
         found["bytes"] = [hop for one in ranks.collect(counted if ranks.data_rank == 0 else []) for hop in one]
@@ -170,8 +178,9 @@ def alone(tmp_path_factory):
             run = begin(settings(folder, case.residual), folder / str(len(known)), resume=False)
             loss = accumulate(run, 1)
             gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+            measured = measure(run)
             run.model.zero_grad()
-            known[key] = gradients, {"loss": loss, **follow(run, case.steps)}
+            known[key] = gradients, {"loss": loss, **measured, **follow(run, case.steps)}
         return known[key]
 
     return follow_alone
@@ -185,6 +194,10 @@ def test_many_processes_do_what_one_does(folder, alone, case):
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
     assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
     assert found["bits"] == pytest.approx(expected["bits"], abs=1e-5)
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    assert found["depth"] == pytest.approx(expected["depth"], rel=1e-5)
+    assert found["clipped"] == pytest.approx(found["norm"] / 2, rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     whole = load_file(folder / str(case) / "gradients.safetensors")
     assert whole.keys() == gradients.keys()
     for key, gradient in gradients.items():
