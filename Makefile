@@ -15,7 +15,8 @@ demo: $(INSTALLED)
 	$(BIN)/headwater demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -m 'not faults'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -m 'not faults and not alone'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone  # what takes the time: other tests would stretch it
 
 # All faults of several ranks; the rank that hangs, which needs the clock, only here: a busy machine must not fail the rest.
 test-faults: $(INSTALLED)

@@ -321,7 +321,8 @@ def parse(
     """`name`: of the command, where it cannot be the function's."""
     settings = {"prog": f"headwater {name or command.__name__}", "description": command.__doc__, "args": argv}
     extra = {} if default is None else {"default": default}
-    return tyro.cli(flags, config=(tyro.conf.OmitArgPrefixes,), **settings, **extra)  # type: ignore[call-overload]
+    shape = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)  # comments are for readers of the code
+    return tyro.cli(flags, config=shape, **settings, **extra)  # type: ignore[call-overload]
 
 
 def needs(module: str, extra: str) -> None:

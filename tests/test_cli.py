@@ -33,10 +33,10 @@ def processor_seconds_of_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["compare", "--help"], ["generate", "--help"]])
 def test_help_is_fast_and_does_not_import_torch(argv):
-    """Half a second is promised to a user; here it is held in processor time, at the best of three: other tests on the
-    same machine take from its caches."""
+    """Half a second is promised to a user; here it is held in processor time, at the best of three."""
     program = (
         "import sys\n"
         "from headwater.cli import main\n"
