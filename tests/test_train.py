@@ -15,9 +15,9 @@ from tinyrun import STEPS, fingerprint, tiny, write_corpus
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
-from headwater.residuals import names
+from headwater.residuals import names, pinned
 from headwater.train import loop, shards
-from headwater.train.checkpoint import checkpoints, damage
+from headwater.train.checkpoint import checkpoints, damage, load_model
 from headwater.train.config import OptimSettings, TrainSettings
 from headwater.train.data import prepare
 from headwater.train.loop import evaluate, train
@@ -76,6 +76,8 @@ def test_every_residual_trains_logs_and_resumes(tmp_path, residual):
     (out / "summary.json").unlink()
     train(config, out, resume=True)
     assert fingerprint(out) == whole
+    model, _ = load_model(out)
+    assert model.config.residual == pinned(model.residual)  # options that follow from the network are written out
 
 
 @pytest.mark.gpu

@@ -162,16 +162,18 @@ class DeepDeltaResidual(Residual):
 
     def past(self, state: State) -> State:
         stream, *queue = state
-        if not (self.convolves and queue):
-            return tuple(queue)
-        return (*queue[1:], last_tokens(torch.cat((queue[0], stream), dim=-3), -3))
+        return self._turn(stream, queue)
 
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
         stream, *queue = state
         x = self._compress(stream, i, queue)
-        if self.convolves and queue:
-            queue = [*queue[1:], last_tokens(torch.cat((queue[0], stream), dim=-3), -3)]
-        return apply_norm(norm, x), (stream, x, *queue)
+        return apply_norm(norm, x), (stream, x, *self._turn(stream, queue))
+
+    def _turn(self, stream: Tensor, queue: Sequence[Tensor]) -> State:
+        """The queue after a read: what it looked back at is gone, what later tokens will see of it stands last."""
+        if not (self.convolves and queue):
+            return tuple(queue)
+        return (*queue[1:], last_tokens(torch.cat((queue[0], stream), dim=-3), -3))
 
     def write(self, state: State, i: int, y: Tensor) -> State:
         stream, x, *queue = state

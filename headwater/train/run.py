@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from headwater import __version__
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Sublayer
+from headwater.residuals import pinned
 from headwater.train import attempts, checkpoint
 from headwater.train.config import Config, ModelSettings
 from headwater.train.data import SPLITS, Dataset, Windows, prepare
@@ -114,6 +115,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         model, pipeline = distribute(whole, config, ranks, device)
         forward = model
     optimizers = build_optimizers(model, config.optim)
+    saved = replace(model_config, residual=pinned(whole.residual))
     state = checkpoint.load(latest, model, optimizers, ranks) if latest else dict(FRESH)
     ranks.wait()  # until everyone has looked, nothing in the folder changes
     if ranks.main:
@@ -135,7 +137,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         token_bytes=torch.from_numpy(data.tokenizer.token_bytes),
         identity=identity,
         log=MetricsLog(out / "metrics.jsonl", keep_until=state["step"]) if ranks.main else NoLog(),
-        saver=Saver(root, model, optimizers, model_config, ranks, timeout=config.parallel.hang_timeout * 2 or 10**6),
+        saver=Saver(root, model, optimizers, saved, ranks, timeout=config.parallel.hang_timeout * 2 or 10**6),
         step=state["step"],
         seconds=state["seconds"],
         peak_memory=state["peak_memory"],
