@@ -1,14 +1,14 @@
 """Tokens per second and peak memory of real training steps on one GPU, and what a checkpoint costs the loop.
 
-    python -m benchmarks.training --out FILE                  # about 350 million parameters, bf16, within four minutes
+    python -m benchmarks.training --out FILE                  # about 350 million parameters, bf16, within six minutes
     python -m benchmarks.training --preset tiny --out FILE    # the same on a CPU in a minute: numbers mean nothing
 
 The functions measured are the trainer's own (begin, accumulate, update, save), over the trainer's own data path. Arms,
 for the plain residual and Block Attention Residuals: `plain`, one process as `headwater train` runs it; `fsdp`, wrapped
-by FSDP2 in a grid of one process, which shows what the wrapping costs by itself; `recompute`, activation checkpointing;
-`fsdp-recompute`, both. Then `save` and `async-save`: a checkpoint every `interval` steps, and the share of the loop's
-time that it takes. Each arm is a process with its own time limit; results are stored after each. An arm whose first
-loss differs from `plain`'s shows no speed.
+by FSDP2 in a grid of one process, which shows what the wrapping costs by itself; `compiled`, by torch.compile;
+`recompute`, activation checkpointing; `fsdp-recompute`, both. Then `save` and `async-save`: a checkpoint every
+`interval` steps, and the share of the loop's time that it takes. Each arm is a process with its own time limit; results
+are stored after each. An arm whose first loss differs from `plain`'s shows no speed.
 """
 
 import argparse
@@ -37,6 +37,7 @@ RESIDUALS = ("standard", "attnres-block")
 STEP_ARMS: dict[str, dict[str, bool]] = {  # what TrainSettings changes
     "plain": {},
     "fsdp": {},
+    "compiled": {"compile": True},
     "recompute": {"checkpoint_activations": True},
     "fsdp-recompute": {"checkpoint_activations": True},
 }
@@ -100,7 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--residuals", nargs="+", default=RESIDUALS)
     parser.add_argument("--only", nargs="+", choices=(*STEP_ARMS, *SAVE_ARMS), help="leave out the other arms")
     parser.add_argument("--limit", type=float, default=90, help="seconds for each arm")
-    parser.add_argument("--budget", type=float, default=235, help="seconds for all; arms beyond them are left out")
+    parser.add_argument("--budget", type=float, default=350, help="seconds for all; arms beyond them are left out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
