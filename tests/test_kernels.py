@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from benchmarks.attnres import worst_of
+from headwater.models import Decoder, ModelConfig
 from headwater.ops import attend_blocks, decode_read, depth_attention, fused, two_phase
 from headwater.ops.kernels.common import launches
 from headwater.residuals import build
@@ -213,6 +214,29 @@ def test_the_fused_residual_equals_the_reference(spec):
         assert all(torch.equal(a, b) for a, b in zip(ours, results_of(net)))
 
 
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+def test_under_autocast_a_bf16_stream_meets_fp32_weights(spec):
+    shape = {"vocab_size": 13, "dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 24, "context": 9}
+
+    def results(backend, half):
+        torch.manual_seed(0)
+        model = Decoder(ModelConfig(**shape, residual=f"{spec}{',' if ':' in spec else ':'}backend={backend}"))
+        with torch.no_grad():
+            for parameter in model.residual.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        before = sum(launches.values())
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = model(torch.arange(9).view(1, 9)).float().square().mean()
+        loss.backward()
+        assert (sum(launches.values()) > before) == (backend == "triton")
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    truth = [t.double() for t in results("reference", half=False)]
+    for mine, other, exact in zip(results("triton", half=True), results("reference", half=True), truth, strict=True):
+        assert mine.dtype == torch.float32
+        assert error(mine, exact) < 4 * error(other, exact) + 0.01  # the interpreter truncates to bf16
+
+
 @pytest.mark.parametrize("spec", ["attnres-block:block=3,backend=triton", "attnres-full:backend=triton"])
 def test_the_schedule_of_training_is_as_exact(spec):
     assert worst_of(spec, 40, 2, torch.float32, "cpu") <= 1
@@ -236,8 +260,9 @@ def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec
     assert len(kept) <= inputs_and_outputs + 2  # the embedding, and the final norm's output
 
 
-def test_the_fused_residual_compiles_without_a_break():
-    net = Net("attnres-block:block=3,backend=triton")
+@pytest.mark.parametrize("spec", ["attnres-block:block=3,backend=triton", "attnres-full:backend=triton"])
+def test_the_fused_residual_compiles_without_a_break(spec):
+    net = Net(spec)
     ours = results_of(net)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     for mine, other in zip(results_of(net, compiled), ours, strict=True):

@@ -123,7 +123,7 @@ class _Mix(torch.autograd.Function):
             return (None, None, None, None, None, *later)
         filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
         dlse = None
-        if any(d is not None for d in dlses):
+        if not ctx.rebuild and any(d is not None for d in dlses):  # no one sees that of a rebuilt read
             dlse = torch.stack([p.new_zeros(p.shape[:-2]) if d is None else d for d in dlses])
         dz, dsources = _gather_into(sources, p, filled, dlse, later, along if ctx.rebuild else None)
         return (dz, dg, None, None, *dsources)
