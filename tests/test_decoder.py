@@ -33,6 +33,19 @@ def test_flops_agree_with_pytorchs_counter():
     assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32 - causal_half + adds, rel=1e-6)
 
 
+@pytest.mark.parametrize(("wide", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_under_autocast_the_stream_has_the_sublayers_dtype_unless_fp32_is_asked_for(wide, dtype):
+    model, seen = model_of("standard", fp32_stream=wide), []
+    for sublayer in model.sublayers:
+        sublayer.body.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        state = model.residual.begin(model.embed(tokens_of()))
+        assert model(tokens_of()).dtype == torch.bfloat16
+    assert state[0].dtype == dtype
+    assert set(seen) == {dtype}
+    assert model.embed(tokens_of()).dtype == torch.float32
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_named_sizes_are_valid(size):
     assert ModelConfig.named(size, vocab_size=257).sublayers == 2 * SIZES[size]["layers"]

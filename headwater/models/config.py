@@ -21,7 +21,8 @@ class ModelConfig:
 
     `shortswa`: each layer begins with attention over the last so many tokens, the sequence-axis rival of a depth
     window (arXiv 2603.16039); its output projection starts at zero. `value_residual`: every attention mixes the first
-    one's values into its own, learned weights from 1/2 each (ResFormer, arXiv 2410.17897).
+    one's values into its own, learned weights from 1/2 each (ResFormer, arXiv 2410.17897). `fp32_stream`: under
+    autocast the residual stays in fp32; else it has the dtype of the sublayers' outputs.
     """
 
     vocab_size: int
@@ -36,6 +37,7 @@ class ModelConfig:
     value_residual: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
+    fp32_stream: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-8  # small: a read that averages n sources has an n^2 smaller mean square than their sum
 

@@ -88,7 +88,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         past = 0 if cache is None else max(len(entry) for entry in cache)
         rotary = self.rotary(past, tokens.shape[1])
-        x = self.embedding(tokens)
+        x = self.embed(tokens)
         state = self.residual.begin(x) if cache is None else self.residual.resume(x, cache.past)
         for i in range(len(self.sublayers)):
             state = self.step(i, rotary, None if cache is None else cache[i], *state)
@@ -96,6 +96,13 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.past = self.residual.past(state)
         return self.head(self.residual.end(state, norm=self.norm))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the residual begins with; under autocast in the dtype that sublayers compute in, unless told not to."""
+        x = self.embedding(tokens)
+        if self.config.fp32_stream or not torch.is_autocast_enabled(x.device.type):
+            return x
+        return x.to(torch.get_autocast_dtype(x.device.type))
 
     def step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
         """One sublayer: read, run, write. Activation checkpointing of both kinds wraps this from outside."""

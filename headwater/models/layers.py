@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwater.ops.depth_attention import full_precision
 from headwater.residuals import Read
 
 from .config import ModelConfig
@@ -13,13 +14,18 @@ from .window import window_attention
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with the weight cast to the input's dtype; a residual's kernel can fold it into a read."""
+    """torch's, in the input's dtype (under autocast torch's would return fp32, to be rounded by every projection); a
+    residual's kernel can fold it into a read."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__(dim, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return self.apply_weight(x, self.weight)
+
+    def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        with full_precision(x):
+            return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
 
 
 @dataclass

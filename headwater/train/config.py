@@ -40,6 +40,8 @@ class ModelSettings:
     """Mix the first attention's values into every other's."""
     qk_norm: bool | None = None
     tie_embeddings: bool | None = None
+    fp32_stream: bool | None = None
+    """On a GPU, keep the residual in fp32: more exact sums, twice the bytes. By default it is bf16 as the sublayers."""
     rope_theta: float | None = None
     norm_eps: float | None = None
 

@@ -30,13 +30,14 @@ def build_optimizers(model: nn.Module, settings: OptimSettings) -> dict[str, tor
     plain = [{"params": group, "weight_decay": 0.0} for group in by_mesh(others)]
     decayed = {"params": matrices, "weight_decay": settings.weight_decay}
     betas = (settings.beta1, settings.beta2)
+    fused = all(parameter.is_cuda for parameter in model.parameters())
     if settings.optimizer == "adamw":
-        return {"adamw": torch.optim.AdamW([decayed, *plain], lr=settings.lr, betas=betas)}
+        return {"adamw": torch.optim.AdamW([decayed, *plain], lr=settings.lr, betas=betas, fused=fused)}
     # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
     muon = torch.optim.Muon(
         matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    return {"muon": muon, "adamw": torch.optim.AdamW(plain, lr=settings.lr, betas=betas)}
+    return {"muon": muon, "adamw": torch.optim.AdamW(plain, lr=settings.lr, betas=betas, fused=fused)}
 
 
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

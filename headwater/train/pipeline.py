@@ -107,7 +107,7 @@ class Stage(nn.Module):
     def forward(self, *arrived: Tensor, micro: Tensor) -> Tensor | tuple[Tensor, ...]:
         model, number = self.model, int(micro)
         with half_precision(arrived[0].device):
-            state = self._assemble(arrived, number) if self.start else model.residual.begin(model.embedding(arrived[0]))
+            state = self._assemble(arrived, number) if self.start else model.residual.begin(model.embed(arrived[0]))
             rotary = model.rotary(0, self.context)
             for i in range(self.start, self.stop):
                 state = model.step(i, rotary, None, *state)

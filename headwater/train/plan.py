@@ -73,7 +73,7 @@ def trace(config: ModelConfig, batch: int, *, half: bool, fused: bool, tensor: i
         tokens = torch.zeros(batch, config.context // tensor, dtype=torch.long)
         rotary, kept = model.rotary(0, tokens.shape[1]), []
         sent: list[int] = []
-        states = [model.residual.begin(model.embedding(tokens))]
+        states = [model.residual.begin(model.embed(tokens))]
         for i in range(len(model.sublayers)):
             with keeping(owned) as found, _reading(model, fused):
                 states.append(model.step(i, rotary, None, *states[-1]))

@@ -199,6 +199,7 @@ def choose_device(config: Config) -> torch.device:
     if device.type == "cuda" and config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a launch a tensor
     return device
 
 

@@ -43,7 +43,7 @@ def trace_states(config: ModelConfig, batch: int, context: int, device: torch.de
         model = plain_reads(Decoder(config))
         tokens = torch.zeros(batch, context, dtype=torch.long)
         rotary = model.rotary(0, context)
-        states = [model.residual.begin(model.embedding(tokens))]
+        states = [model.residual.begin(model.embed(tokens))]
         for i in range(len(model.sublayers)):
             states.append(model.step(i, rotary, None, *states[-1]))
     return name_states(states)

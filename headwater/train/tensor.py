@@ -127,7 +127,7 @@ class DividedLinear(nn.Linear):
 
 class DividedNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, here(self.weight).to(x.dtype), self.eps)
+        return self.apply_weight(x, here(self.weight))
 
 
 class DividedRotary(Rotary):
