@@ -62,7 +62,7 @@ PRESETS = {
             dim=1024, layers=24, heads=16, kv_heads=16, mlp_dim=2816, context=2048, vocab_size=32768,
             tie_embeddings=True,
         ),
-        windows=8, device="cuda", warmup=4, steps=12, interval=50,
+        windows=8, device="cuda", warmup=4, steps=12, interval=100,
     ),
     "tiny": Preset(
         ModelSettings(dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64, context=32), windows=4, device="cpu",
@@ -81,11 +81,7 @@ def main() -> None:
     result |= {"preset": flags.preset, "tokens_per_step": tokens_of(PRESETS[flags.preset]), "arms": []}
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus")
-        arms = [f"{residual}/{arm}" for residual in flags.residuals for arm in (*STEP_ARMS, *SAVE_ARMS)]
-        arms.sort(key=lambda arm: arm.split("/")[1] in SAVE_ARMS)  # the longest come last
-        for arm in arms:
-            if flags.only and arm.split("/")[1] not in flags.only:
-                continue
+        for arm in arms_of(flags):
             left = flags.budget - (time.monotonic() - began)
             result["arms"].append({"arm": arm, **run_arm(arm, folder, flags, min(flags.limit, left))})
             check(result["arms"])
@@ -99,13 +95,23 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="350m")
     parser.add_argument("--residuals", nargs="+", default=RESIDUALS)
-    parser.add_argument("--only", nargs="+", choices=(*STEP_ARMS, *SAVE_ARMS), help="leave out the other arms")
+    parser.add_argument("--only", nargs="+", help="leave out other arms; a name, or residual/name")
     parser.add_argument("--limit", type=float, default=90, help="seconds for each arm")
     parser.add_argument("--budget", type=float, default=350, help="seconds for all; arms beyond them are left out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def arms_of(flags: argparse.Namespace) -> list[str]:
+    """residual/arm; the longest come last."""
+    arms = [f"{residual}/{arm}" for residual in flags.residuals for arm in (*STEP_ARMS, *SAVE_ARMS)]
+    names = {arm: {arm, arm.split("/")[1]} for arm in arms}
+    if unknown := set(flags.only or ()) - set().union(*names.values()):
+        raise SystemExit(f"unknown arms {', '.join(sorted(unknown))}. Valid arms: {', '.join(arms)}")
+    asked = [arm for arm in arms if not flags.only or names[arm] & set(flags.only)]
+    return sorted(asked, key=lambda arm: arm.split("/")[1] in SAVE_ARMS)
 
 
 def device_of(flags: argparse.Namespace) -> str:

@@ -128,6 +128,7 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
     if reason is None:
         clip(run.model, grad_norm, settings.optim.clip)
         set_learning_rate(run.optimizers, rate)
+        run.saver.before_update()
         for optimizer in run.optimizers.values():
             optimizer.step()
     else:

@@ -1,7 +1,8 @@
 """The checkpoints of a run, written at once or in the background.
 
-In the background, a save costs training one copy of this rank's tensors into host memory; writing, hashing, syncing and
-committing then go on beside the next steps, over connections of their own. One save at a time: the next one waits.
+In the background, a save costs training one copy of this rank's tensors into host memory, which on a GPU runs beside
+the next step until that updates them; writing, hashing, syncing and committing then go on beside further steps, over
+connections of their own. One save at a time: the next one waits.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ class Saver:
         if not background:
             return checkpoint.save(self.root, step, tensors, state, **options)
         options |= {"values": self.buffers.take(tensors), "group": self._connect()}
-        self.thread = Outcome(lambda: checkpoint.save(self.root, step, tensors, state, **options))
+        arrived = self.buffers.copied
+
+        def write() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            checkpoint.save(self.root, step, tensors, state, **options)
+
+        self.thread = Outcome(write)
         self.thread.start()
         return checkpoint.place(self.root, step)
 
@@ -57,6 +65,12 @@ class Saver:
         if self.group is None and not self.ranks.alone:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         return self.group
+
+    def before_update(self) -> None:
+        """Work that changes the tensors comes after this: it must not overtake a copy."""
+        if self.buffers.copied is not None:
+            torch.cuda.current_stream().wait_event(self.buffers.copied)
+            self.buffers.copied = None
 
     @property
     def failed(self) -> bool:
@@ -104,18 +118,26 @@ class Outcome(threading.Thread):
 
 
 class HostBuffers:
-    """Copies in host memory, in the same place for every save; pinned where they come from a GPU."""
+    """Copies in host memory, in the same place for every save; pinned where they come from a GPU, and then complete
+    only when `copied` has happened."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
+        self.stream: torch.cuda.Stream | None = None
+        self.copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Tensors) -> Tensors:
         here = {name: local(tensor) for name, tensor in tensors.items()}
         self.buffers = {name: self._room(name, tensor) for name, tensor in here.items()}
-        for name, tensor in here.items():
-            self.buffers[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in here.values()):
-            torch.cuda.current_stream().synchronize()  # the next update must not overtake the copies
+            self.stream = self.stream or torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # None: nothing changes
+            for name, tensor in here.items():
+                self.buffers[name].copy_(tensor, non_blocking=True)
+                if self.stream is not None and tensor.is_cuda:
+                    tensor.record_stream(self.stream)
+        self.copied = None if self.stream is None else self.stream.record_event()
         return self.buffers
 
     def _room(self, name: str, tensor: Tensor) -> Tensor:
