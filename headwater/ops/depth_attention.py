@@ -24,8 +24,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def full_precision(x: Tensor) -> torch.autocast:
     """Matrix products inside keep the dtype of their operands: under autocast they would round the logits to bf16."""
-    kind = x.device.type
-    return torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False)  # not for meta
+    kind = x.device.type  # asking torch whether a device has autocast breaks the graph before torch 2.13
+    return torch.autocast("cpu" if kind == "meta" else kind, enabled=False)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
