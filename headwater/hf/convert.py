@@ -95,8 +95,10 @@ def install(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, An
     kinds = tuple(site.kind for group in groups for site in group)
     like = next(found.norm.parameters(), next(found.body.parameters()))
     device = execution_device(found.layers[0], like.device)
-    with torch.device(device), torch.random.fork_rng(devices=[]):
-        residual = build(settings["residual"], found.body.config.hidden_size, len(kinds), kinds).to(like.dtype)
+    drawn = device if device.type == "meta" else torch.device("cpu")  # from one seed the same start on any device
+    with drawn, torch.random.fork_rng(devices=[]):
+        residual = build(settings["residual"], found.body.config.hidden_size, len(kinds), kinds)
+    residual = residual.to(device, like.dtype)
     residual.spec = pinned(residual)
     layers = zip(found.layers, groups, strict=True)
     devices = {site.sublayer: execution_device(layer, device) for layer, group in layers for site in group}
