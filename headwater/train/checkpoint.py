@@ -88,7 +88,10 @@ def place(root: Path, step: int) -> Path:
 
 def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes: Hashes) -> None:
     """The manifest is written last and the rename follows it: a checkpoint has both, or it is none."""
-    hashes = hashes | {name: shards.write_file(scratch / name, [_encode(text)]) for name, text in texts.items()}
+    hashes = hashes | {
+        name: shards.write_file(scratch / name, [_encode(text, indent=None if name == shards.INDEX else 1)])
+        for name, text in texts.items()
+    }
     shards.write_file(scratch / MANIFEST, [_seal({"step": step, "sha256": hashes})])
     _sync_folder(scratch)
     _put_in_place(scratch, final)
@@ -214,8 +217,9 @@ def _named(path: Path | None) -> str:
     return f"The last good checkpoint is {path}." if path else "There is no good checkpoint."
 
 
-def _encode(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+def _encode(value: Any, indent: int | None = 1) -> bytes:
+    """Without an indent it is C that writes, which counts for the thousands of entries of an index."""
+    return (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
 
 
 def _seal(manifest: dict[str, Any]) -> bytes:
