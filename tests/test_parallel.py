@@ -141,6 +141,7 @@ def work(jobs: list[tuple[Config, Path, int]]) -> None:
         compiled = torch.nn.Module.compile
         torch.nn.Module.compile = lambda module: compiled(module, backend="aot_eager", fullgraph=True)
     for job in jobs:
+        torch.compiler.reset()  # each is a run of its own
         one_case(*job)
 
 
