@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from headwater.residuals import build
 
-from .measure import paired, peak_gib
+from .measure import device_ms, paired, peak_gib
 
 LAYERS, TOKENS, CONTEXT, BLOCKS, HEAD = 24, 16384, 4096, 8, 128
+OWN = ("_score", "_score_backward", "_mix", "_mix_backward", "_merge", "_merge_backward")  # our kernels
 
 
 class Body(nn.Module):
@@ -91,7 +92,8 @@ def decoder(dim: int) -> dict[str, Any]:
 
         both()
         result[f"{name}_peak_gib"] = peak_gib(both)  # with the plain model's weights still there for the second
+        result[f"{name}_device_ms"] = device_ms(both, OWN)
         steps[name] = both
-    result |= paired(steps["plain"], steps["headwater"], repeats=5, calls=2)
+    result |= paired(steps["plain"], steps["headwater"], repeats=9, calls=2)
     result["overhead_percent"] = 100 * result["difference_ms"] / result["plain_ms"]
     return result

@@ -5,7 +5,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -48,6 +48,17 @@ def paired(base: Callable[[], Any], other: Callable[[], Any], repeats: int = 15,
         "difference_p20": differences[repeats // 5],
         "difference_p80": differences[-repeats // 5],
     }
+
+
+def device_ms(function: Callable[[], Any], own: Collection[str]) -> dict[str, float]:
+    """What the GPU itself works in one call, whatever the host does; and of it, in kernels of these names."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    kernels = [(event.name, event.time_range.elapsed_us() / 1e3) for event in profile.events() or ()]
+    return {"all": sum(ms for _, ms in kernels), "own": sum(ms for name, ms in kernels if name in own)}
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], None]:

@@ -64,15 +64,16 @@ class Job:
             )
 
 
-def jobs_of(residuals: list[str], rule_layers: int, rule: bool) -> list[Job]:
+def jobs_of(residuals: list[str], rule_layers: int, rule: bool = True, table: bool = True) -> list[Job]:
     """All residuals, then what they are compared with: like takes as long as like, which keeps waves short."""
     jobs, rivals = [], []
     for spec in residuals:
         depth = rule_depth(spec, rule_layers)
         compiled = ("compiled",) if rule and rule_layers == LAYERS else ()
-        jobs.append(Job(spec, ("eager", *compiled), LAYERS))
+        if table:
+            jobs.append(Job(spec, ("eager", *compiled), LAYERS))
         if rule:
-            ours = () if depth == LAYERS else ("eager", "compiled")  # at 12 layers the first job has them
+            ours = () if table and depth == LAYERS else ("eager", "compiled")  # else the first job has them
             rivals.append(Job(spec, (*ours, "formula"), depth))
     return jobs + rivals
 
@@ -192,7 +193,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parallel", type=int, help="processes that prepare at once; one a core by default")
     parser.add_argument("--repeats", type=int, help="steps measured")
     parser.add_argument("--rule-layers", type=int, help="depth at which arms are compared with compilation")
-    parser.add_argument("--no-rule", action="store_true", help="the eager arm alone: nothing is compiled")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--no-rule", action="store_true", help="the eager arm alone: nothing is compiled")
+    only.add_argument("--rule-only", action="store_true", help="the comparison with compilation alone")
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds a process may take to prepare, or to measure"
     )
@@ -215,7 +218,7 @@ def main() -> None:
     command = "python -m benchmarks.residuals " + " ".join(sys.argv[1:])
     result = {**provenance(command, flags.device), "shape": {**SHAPE, "layers": LAYERS}, "batch": BATCHES[flags.device]}
     rows: list[Row] = []
-    for row in run(jobs_of(residuals, flags.rule_layers, not flags.no_rule), flags):
+    for row in run(jobs_of(residuals, flags.rule_layers, not flags.no_rule, not flags.rule_only), flags):
         rows.append(row)
         print(describe(row), flush=True)
         summary = [ratios(rows, residual, flags.rule_layers) for residual in residuals]

@@ -221,19 +221,22 @@ def timed(run: Run) -> float:
 
 def saving(run: Run, interval: int) -> dict[str, Any]:
     """An interval of steps by itself; a first checkpoint, which allocates and whose writing may go on; then an interval
-    that ends with a save, and the save waits for the first one if it must."""
-    alone = sum(timed(run) for _ in range(interval))
+    that ends with a save, and the save waits for the first one if it must; and an interval by itself again."""
+    before = sum(timed(run) for _ in range(interval))
     save(run)
     together = sum(timed(run) for _ in range(interval))
     began = time.perf_counter()
     save(run)
     blocked = time.perf_counter() - began
     run.saver.wait()
+    after = sum(timed(run) for _ in range(interval))
+    alone = (before + after) / 2
     size = sum(file.stat().st_size for file in (run.folder / "checkpoints").rglob("*") if file.is_file())
     return {
         "save": {
             "interval": interval,
             "bytes": size,
+            "interval_seconds": {"before": before, "with": together, "after": after},
             "blocked_seconds": blocked,
             "share_blocked": blocked / alone,
             "share_of_loop": (together + blocked) / alone - 1,
