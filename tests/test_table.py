@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.tables import MARKS, PAGE, table
 from headwater.analyze.table import markdown, residual_table
 from headwater.residuals import names
 
@@ -44,3 +45,10 @@ def test_markdown_has_a_line_for_every_residual(rows):
     lines = markdown(list(rows.values())).splitlines()
     assert len(lines) == len(rows) + 2
     assert all(line.count(" | ") == 6 for line in lines[2:])
+
+
+def test_the_page_has_the_costs_of_the_result_files():
+    """Else: python -m benchmarks.tables"""
+    found = MARKS.search(PAGE.read_text())
+    assert found is not None
+    assert found[0] == table()
