@@ -57,13 +57,14 @@ def test_converted_in_bf16_it_is_as_near_to_fp32_as_the_plain_model(residual):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_trained_it_follows_the_reference(residual):
-    """In fp32, queries off zero, a few steps of Adam: the losses of the kernels and of plain PyTorch."""
+    """In fp32, queries off zero, a few steps: the losses of the kernels and of plain PyTorch. Momentum, since Adam divides
+    small gradients by themselves: with it plain PyTorch itself is 2e-3 from fp64 after these steps, without it 2e-4."""
 
     def losses(**options):
         model = llama().train()
         convert(model, residual, **options)
         stir(model, 0.1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         seen = []
         for _ in range(8):
             loss = model(rows(), labels=rows()).loss
