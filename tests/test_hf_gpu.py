@@ -57,8 +57,8 @@ def test_converted_in_bf16_it_is_as_near_to_fp32_as_the_plain_model(residual):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_trained_it_follows_the_reference(residual):
-    """In fp32, queries off zero, a few steps: the losses of the kernels and of plain PyTorch. Momentum, since Adam divides
-    small gradients by themselves: with it plain PyTorch itself is 2e-3 from fp64 after these steps, without it 2e-4."""
+    """In fp32, queries off zero, a few steps: the losses of the kernels and of plain PyTorch. With momentum: Adam
+    divides small gradients by themselves, and plain PyTorch itself ends 2e-3 from fp64; so it is 2e-4."""
 
     def losses(**options):
         model = llama().train()
