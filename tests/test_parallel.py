@@ -4,6 +4,8 @@ import functools
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 EVERYTHING = bool(os.environ.get("HEADWATER_ALL_LAYOUTS"))
 SHORT = {2: ("shard", "uneven", "tensor"), 4: ()}  # for the other residuals, one step
 
+MUON = {
+    "fp32": ((2, "shard"), (2, "tensor"), (4, "replicate-shard"), (4, "interleaved-shard"), (4, "tensor-shard")),
+    "bf16": ((2, "shard"), (4, "tensor-shard")),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -58,13 +65,18 @@ class Case:
     cache: bool = True
     compile: bool = False
     """And recompute activations, as the two are applied together."""
+    muon: str = ""
+    """Else AdamW: Muon, with its iteration in bf16, as it is, or in fp32, to be compared."""
 
     def __str__(self) -> str:
         compiled = " compiled" if self.compile else ""
-        return f"{self.residual.replace(':', '-')} {self.layout} {'cache' if self.cache else 'plain'}{compiled}"
+        muon = f" muon {self.muon}" if self.muon else ""
+        return f"{self.residual.replace(':', '-')} {self.layout} {'cache' if self.cache else 'plain'}{compiled}{muon}"
 
     @property
     def steps(self) -> int:
+        if self.muon:
+            return 3 if self.muon == "fp32" else 1
         chosen = self.residual == RESIDUALS[2] and self.layout in ("shard", "pipeline", "interleaved", "tensor")
         return STEPS if (chosen and not self.compile) or (EVERYTHING and self.residual in RESIDUALS) else 1
 
@@ -81,6 +93,8 @@ def cases() -> list[Case]:
     found += [Case(2, name, "uneven") for name in others]
     found += [Case(2, name, "tensor") for name in others if EVERYTHING or name in ("ddl", "mhc", "muddformer")]
     found += [Case(2, RESIDUALS[2], layout, compile=True) for layout in ("uneven", "tensor")]
+    for muon, pairs in MUON.items():
+        found += [Case(world, RESIDUALS[2], layout, muon=muon) for world, layout in pairs]
     if EVERYTHING:
         found += [Case(2, RESIDUALS[2], "shard", compile=True)]
         found += [Case(4, RESIDUALS[2], layout, compile=True) for layout in ("tensor-shard", "tensor-pipeline")]
@@ -91,6 +105,26 @@ def settings(folder: Path, residual: str, **changes: Any) -> Config:
     """Eight sublayers, micro-batches of one window at most."""
     config = tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **changes)
     return replace(config, model=replace(config.model, layers=4, context=8, heads=4, kv_heads=2, qk_norm=True))
+
+
+def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = None) -> Config:
+    """Muon gets three layers: three or six matrices of each shape, which four ranks do not share evenly."""
+    layers, optimizer = (3, "muon") if case.muon else (config.model.layers, "adamw")
+    return replace(
+        config,
+        model=replace(config.model, residual=case.residual, layers=layers),
+        optim=replace(config.optim, optimizer=optimizer),
+        train=replace(config.train, compile=case.compile, checkpoint_activations=case.compile),
+        parallel=parallel or config.parallel,
+    )
+
+
+@contextmanager
+def precise() -> Iterator[None]:
+    """Muon in fp32: rounded to bf16, gradients that differ in the last bit may end in different updates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        yield
 
 
 def follow(run: Run, steps: int) -> dict[str, Any]:
@@ -124,7 +158,7 @@ def one_case(config: Config, out: Path, steps: int) -> None:
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     found |= follow(run, steps)
-    if ranks.tensor > 1:
+    if ranks.tensor > 1 or config.optim.optimizer == "muon":
         weights = gather(run.model, run.whole, ranks)
         save(run)
         if ranks.main:
@@ -135,14 +169,15 @@ def one_case(config: Config, out: Path, steps: int) -> None:
     run.log.close()
 
 
-def work(jobs: list[tuple[Config, Path, int]]) -> None:
+def work(jobs: list[tuple[Case, Config, Path]]) -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # every layer shares the graphs of the first
     if not EVERYTHING:  # the same graphs, of which inductor would take a minute to make machine code
         compiled = torch.nn.Module.compile
         torch.nn.Module.compile = lambda module: compiled(module, backend="aot_eager", fullgraph=True)
-    for job in jobs:
+    for case, config, out in jobs:
         torch.compiler.reset()  # each is a run of its own
-        one_case(*job)
+        with precise() if case.muon == "fp32" else nullcontext():
+            one_case(config, out, case.steps)
 
 
 @functools.cache
@@ -160,10 +195,7 @@ def folder(tmp_path_factory) -> Path:
         jobs = []
         for case in (case for case in cases() if case.world == world):
             parallel = ParallelSettings(**layouts[case.layout], block_cache=case.cache, hang_timeout=60)
-            model = replace(config.model, residual=case.residual)
-            train = replace(config.train, compile=case.compile, checkpoint_activations=case.compile)
-            job = replace(config, model=model, train=train, parallel=parallel)
-            jobs.append((job, folder / str(case), case.steps))
+            jobs.append((case, settings_of(case, config, parallel), folder / str(case)))
         spawn(world, work, jobs, minutes=60 if EVERYTHING else 5)
     return folder
 
@@ -174,21 +206,24 @@ def alone(tmp_path_factory):
     folder, known = tmp_path_factory.mktemp("alone"), {}
 
     def follow_alone(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        key = case.residual, case.steps
+        key = case.residual, case.steps, case.muon
         if key not in known:
-            run = begin(settings(folder, case.residual), folder / str(len(known)), resume=False)
+            config = settings_of(replace(case, compile=False), settings(folder, case.residual))
+            run = begin(config, folder / str(len(known)), resume=False)
             loss = accumulate(run, 1)
             gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
             measured = measure(run)
             run.model.zero_grad()
-            known[key] = gradients, {"loss": loss, **measured, **follow(run, case.steps)}
+            with precise() if case.muon == "fp32" else nullcontext():
+                known[key] = gradients, {"loss": loss, **measured, **follow(run, case.steps)}
+            known[key][1]["weights"] = run.whole.weights()
         return known[key]
 
     return follow_alone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", [case for case in cases() if case.muon != "bf16"], ids=str)
 def test_many_processes_do_what_one_does(folder, alone, case):
     found = json.loads((folder / str(case) / "found.json").read_text())
     gradients, expected = alone(case)
@@ -207,6 +242,28 @@ def test_many_processes_do_what_one_does(folder, alone, case):
     assert found.get("left", 0) == 0  # neither a tensor nor a deposit outlives its micro-batch
 
 
+def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max((found[name] - value).abs().max().item() for name, value in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in cases() if case.muon], ids=str)
+def test_muon_orthogonalises_whole_matrices(folder, alone, case):
+    """In fp32 the weights are those of one process; in bf16 they are as close to what fp32 gives as its weights are."""
+    weights, expected = load_file(folder / str(case) / "weights.safetensors"), alone(case)[1]["weights"]
+    if case.muon == "fp32":
+        assert furthest(weights, expected) < 1e-5
+        return
+    with precise():
+        config = settings_of(case, settings(folder / str(case), case.residual))
+        run = begin(config, folder / str(case) / "fp32", resume=False)
+        start = {name: value.clone() for name, value in run.whole.weights().items()}
+        follow(run, case.steps)
+    error, moved = furthest(expected, run.whole.weights()), furthest(expected, start)
+    assert 0 < furthest(weights, run.whole.weights()) <= 2 * error < moved / 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in cases() if "tensor" in c.layout and c.residual == RESIDUALS[2]], ids=str)
 def test_what_tensor_parallel_ranks_save_is_the_whole_model(folder, case):
@@ -221,7 +278,9 @@ CACHED = ("interleaved", "interleaved-4", "looped", "uneven", "interleaved-wide"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in cases() if c.residual == RESIDUALS[2] and c.layout in CACHED], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if c.residual == RESIDUALS[2] and c.layout in CACHED and not c.muon], ids=str
+)
 def test_bytes_are_those_of_the_derivation(folder, case):
     """docs/pipeline-cache.md: before sublayer c there are 1 + ceil(c / S) sources; a rank that has been at depth d
     already has 1 + floor(d / S) of them."""

@@ -30,7 +30,9 @@ STEPS = 6
 
 
 def settings(folder: Path, **parallel) -> Config:
-    config = tiny(folder, batch_size=8, accumulate=2, steps=STEPS, save_every=1, keep=9, log_every=1, eval_every=3)
+    """Muon for the matrices, AdamW for the rest: both optimizers are in every checkpoint."""
+    sizes = {"batch_size": 8, "accumulate": 2, "steps": STEPS, "save_every": 1, "keep": 9}
+    config = tiny(folder, optimizer="muon", **sizes, log_every=1, eval_every=3)
     model = replace(config.model, kv_heads=2)  # which two ranks can divide
     return replace(config, model=model, parallel=ParallelSettings(hang_timeout=60, **parallel))
 

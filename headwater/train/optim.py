@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headwater.train.config import OptimSettings
+from headwater.train.muon import DividedMuon
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -34,9 +35,8 @@ def build_optimizers(model: nn.Module, settings: OptimSettings) -> dict[str, tor
     if settings.optimizer == "adamw":
         return {"adamw": torch.optim.AdamW([decayed, *plain], lr=settings.lr, betas=betas, fused=fused)}
     # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
-    muon = torch.optim.Muon(
-        matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
+    kind = DividedMuon if any(isinstance(matrix, DTensor) for matrix in matrices) else torch.optim.Muon
+    muon = kind(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
     return {"muon": muon, "adamw": torch.optim.AdamW(plain, lr=settings.lr, betas=betas, fused=fused)}
 
 

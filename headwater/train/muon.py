@@ -1,0 +1,71 @@
+"""Muon for matrices of which every rank has a part.
+
+An update is the orthogonalised momentum of a whole matrix; a part must not be orthogonalised by itself. Left to
+DTensor, every product of the iteration would be a collective, with the same work done on all ranks. Here as many
+matrices of one shape as there are ranks change hands at once: each rank gets one of them whole, orthogonalises it and
+deals it out again. Both ways they travel in bf16, which the iteration begins by rounding to.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+
+class DividedMuon(torch.optim.Muon):
+    """torch.optim.Muon for parameters that are DTensors: the same step, and a state of the same names."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody passes one
+        for group in self.param_groups:
+            for batch in batches(p for p in group["params"] if p.grad is not None):
+                updates = [self._advance(parameter, group) for parameter in batch]
+                for parameter, update in zip(batch, self._orthogonalise(batch[0], updates, group)):
+                    part, rate = parameter.to_local(), group["lr"]
+                    part.mul_(1 - rate * group["weight_decay"])
+                    part.add_(update, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape))
+
+    def _advance(self, parameter: DTensor, group: dict[str, Any]) -> Tensor:
+        """This rank's part of the momentum, one step on."""
+        gradient, state = cast(DTensor, parameter.grad), self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        part, momentum = gradient.to_local(), state["momentum_buffer"].to_local()
+        momentum.lerp_(part, 1 - group["momentum"])
+        return part.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+    def _orthogonalise(self, like: DTensor, updates: list[Tensor], group: dict[str, Any]) -> Iterable[Tensor]:
+        """Parts of matrices that are divided as `like` is, to the same parts of their orthogonalised wholes."""
+        mesh, size = like.device_mesh, (len(updates), *like.shape)
+        by_part = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
+        by_matrix = [Shard(0)] * mesh.ndim
+        parts = torch.stack([update.bfloat16() for update in updates])  # (N, m / ranks, n)
+        matrices = redistribute(parts, like, size, by_part, by_matrix)  # (N / ranks, m, n)
+        for matrix in matrices:  # none, where there are fewer matrices than ranks
+            matrix.copy_(_zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]))
+        return redistribute(matrices, like, size, by_matrix, by_part)
+
+
+def redistribute(
+    part: Tensor, like: DTensor, size: tuple[int, ...], before: Sequence[Placement], after: Sequence[Placement]
+) -> Tensor:
+    """From one division of a tensor over the ranks of `like` to another."""
+    stride = torch.empty(size, device="meta").stride()
+    whole = DTensor.from_local(part, like.device_mesh, before, run_check=False, shape=torch.Size(size), stride=stride)
+    return whole.redistribute(placements=after).to_local()
+
+
+def batches(parameters: Iterable[DTensor]) -> Iterator[list[DTensor]]:
+    """Matrices that are alike in shape and division, as many at once as there are ranks to take one each."""
+    alike: dict[object, list[DTensor]] = defaultdict(list)
+    for parameter in parameters:
+        alike[parameter.shape, parameter.device_mesh, parameter.placements].append(parameter)
+    for found in alike.values():
+        ranks = found[0].device_mesh.size()
+        yield from (found[first : first + ranks] for first in range(0, len(found), ranks))
