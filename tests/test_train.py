@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import shutil
+import threading
 import time
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinyrun import STEPS, fingerprint, tiny, write_corpus
+from tinyrun import STEPS, fingerprint, read_all, tiny, write_corpus
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
@@ -20,9 +21,10 @@ from headwater.train import loop, shards
 from headwater.train.checkpoint import checkpoints, damage, load_model
 from headwater.train.config import OptimSettings, TrainSettings
 from headwater.train.data import prepare
-from headwater.train.loop import evaluate, train
+from headwater.train.loop import accumulate, evaluate, train, update
 from headwater.train.optim import build_optimizers, learning_rate
-from headwater.train.run import begin
+from headwater.train.parallel import local
+from headwater.train.run import begin, save
 from headwater.train.saver import HostBuffers
 from headwater.train.skips import Skips
 
@@ -294,6 +296,42 @@ def test_copies_for_the_background_keep_their_place(tmp_path):
     assert torch.equal(first, torch.arange(6.0))
     assert buffers.take({"weight": weight, "later": weight})["weight"].data_ptr() == first.data_ptr()
     assert torch.equal(first, weight)
+
+
+class LateBuffers(HostBuffers):
+    """Copies as a GPU makes them: they happen when another stream gets to them, here when the update asks for them."""
+
+    def take(self, tensors):
+        self.live = {name: local(tensor) for name, tensor in tensors.items()}
+        self.buffers = {name: torch.zeros_like(tensor) for name, tensor in self.live.items()}
+        self.happened, self.copied = threading.Event(), self
+        return self.buffers
+
+    def wait_event(self, event):
+        assert event is self
+        for name, tensor in self.live.items():
+            self.buffers[name].copy_(tensor)
+        self.happened.set()
+
+    def synchronize(self):
+        assert self.happened.wait(10), "no update asked for the copies"
+
+
+def test_a_copy_that_takes_its_time_is_waited_for_by_the_next_update_and_by_the_file(tmp_path, monkeypatch):
+    run = begin(tiny(tmp_path, async_save=True), tmp_path / "run", resume=False)
+    run.saver.buffers = LateBuffers()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: run.saver.buffers)
+    for number in (1, 2):
+        update(run, number, accumulate(run, number))
+        run.step = number
+        if number == 1:
+            saved = {name: tensor.clone() for name, tensor in run.model.named_parameters()}
+            save(run)
+    run.saver.wait()
+    run.log.close()
+    written = read_all(tmp_path / "run" / "checkpoints" / "step-00000001", "model")
+    assert all(torch.equal(written[name], tensor) for name, tensor in saved.items())
+    assert not all(torch.equal(tensor, saved[name]) for name, tensor in run.model.named_parameters())
 
 
 def test_a_failing_write_in_the_background_stops_the_run_at_one_of_the_next_steps(tmp_path, monkeypatch):

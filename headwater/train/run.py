@@ -192,7 +192,8 @@ def choose_device(config: Config) -> torch.device:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:  # set by torchrun: one GPU each
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # where kernels are launched and streams are made
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -69,7 +70,7 @@ class Saver:
     def before_update(self) -> None:
         """Work that changes the tensors comes after this: it must not overtake a copy."""
         if self.buffers.copied is not None:
-            torch.cuda.current_stream().wait_event(self.buffers.copied)
+            torch.cuda.current_stream(self.buffers.device).wait_event(self.buffers.copied)
             self.buffers.copied = None
 
     @property
@@ -123,16 +124,18 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
+        self.device: torch.device | None = None
         self.stream: torch.cuda.Stream | None = None
         self.copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Tensors) -> Tensors:
         here = {name: local(tensor) for name, tensor in tensors.items()}
         self.buffers = {name: self._room(name, tensor) for name, tensor in here.items()}
-        if any(tensor.is_cuda for tensor in here.values()):
-            self.stream = self.stream or torch.cuda.Stream()
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # None: nothing changes
+        if on_gpu := [tensor.device for tensor in here.values() if tensor.is_cuda]:
+            self.device = on_gpu[0]
+            self.stream = self.stream or torch.cuda.Stream(self.device)
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             for name, tensor in here.items():
                 self.buffers[name].copy_(tensor, non_blocking=True)
                 if self.stream is not None and tensor.is_cuda:
