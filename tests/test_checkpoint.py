@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,18 @@ def test_no_file_is_read_that_the_manifest_does_not_vouch_for(run_folder):
     assert checkpoint.damage(newest) is None
     with pytest.raises(UserError, match=r"names other\.safetensors, of which manifest\.json has no hash"):
         checkpoint.load_model(newest)
+
+
+def test_a_run_from_before_the_bf16_stream_goes_on_in_fp32(run_folder):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    state = json.loads((newest / "state.json").read_text())
+    assert state["config"]["model"].pop("fp32_stream") is False
+    (newest / "state.json").write_text(json.dumps(state))
+    vouch(newest, "state.json")
+    asked = config(run_folder)
+    with pytest.raises(UserError, match=r"model\.fp32_stream: True there, False asked for"):
+        train(asked, run_folder / "run", resume=True)
+    train(replace(asked, model=replace(asked.model, fp32_stream=True)), run_folder / "run", resume=True)
 
 
 def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):

@@ -35,15 +35,23 @@ def test_flops_agree_with_pytorchs_counter():
 
 @pytest.mark.parametrize(("wide", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_under_autocast_the_stream_has_the_sublayers_dtype_unless_fp32_is_asked_for(wide, dtype):
-    model, seen = model_of("standard", fp32_stream=wide), []
+    model, seen = model_of("attnres-block:block=4", fp32_stream=wide), []
     for sublayer in model.sublayers:
         sublayer.body.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         state = model.residual.begin(model.embed(tokens_of()))
+        for i in range(len(model.sublayers)):
+            state = model.step(i, model.rotary(0, tokens_of().shape[1]), None, *state)
         assert model(tokens_of()).dtype == torch.bfloat16
-    assert state[0].dtype == dtype
+    assert len(state) > 2
+    assert {source.dtype for source in state} == {dtype}
     assert set(seen) == {dtype}
     assert model.embed(tokens_of()).dtype == torch.float32
+
+
+def test_a_decoder_on_the_meta_device_computes_shapes():
+    with torch.device("meta"):
+        assert model_of("standard")(tokens_of().to("meta")).is_meta
 
 
 @pytest.mark.parametrize("size", SIZES)

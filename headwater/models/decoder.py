@@ -98,11 +98,14 @@ class Decoder(nn.Module):
         return self.head(self.residual.end(state, norm=self.norm))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What the residual begins with; under autocast in the dtype that sublayers compute in, unless told not to."""
-        x = self.embedding(tokens)
-        if self.config.fp32_stream or not torch.is_autocast_enabled(x.device.type):
+        """What the residual begins with."""
+        return self._for_stream(self.embedding(tokens))
+
+    def _for_stream(self, x: Tensor) -> Tensor:
+        """Under autocast the residual has the dtype that sublayers compute in, or fp32 if the configuration says so."""
+        if x.is_meta or not torch.is_autocast_enabled(x.device.type):
             return x
-        return x.to(torch.get_autocast_dtype(x.device.type))
+        return x.to(torch.float32 if self.config.fp32_stream else torch.get_autocast_dtype(x.device.type))
 
     def step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
         """One sublayer: read, run, write. Activation checkpointing of both kinds wraps this from outside."""
@@ -114,7 +117,7 @@ class Decoder(nn.Module):
             kept = (values,) if i == self.values_from else kept
         else:
             y = sublayer.body(x)
-        return (*self.residual.write(state, i, y), *kept)
+        return (*self.residual.write(state, i, self._for_stream(y)), *kept)
 
     def _split(self, i: int, state: State) -> tuple[State, State]:
         """The residual's state before sublayer i, and behind it the first attention's values where they are kept."""

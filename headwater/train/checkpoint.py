@@ -31,6 +31,7 @@ PREFIX = "step-"
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 CONFIG, STATE = "config.json", "state.json"
+BEFORE = {"model.fp32_stream": True}  # what runs did that were begun before there was a choice
 STATE_KEYS = ("step", "config", "seconds", "peak_memory", "evaluation", "skips")
 
 
@@ -139,7 +140,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
     """A run continues only under the configuration, and on the tokens, that it began with."""
-    differing = differences(read_state(folder)["config"], asked)
+    differing = differences(read_state(folder)["config"], asked, before=BEFORE)
     if differing:
         listing = "\n  ".join(differing)
         raise UserError(

@@ -10,6 +10,7 @@ import json
 import math
 import tomllib
 import types
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -267,8 +268,12 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE) -> list[str]:
-    """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists)."""
+def differences(
+    saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE, before: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists).
+    `before`: values of keys that the saved configuration may be too old to have."""
     old, new = (flatten(json.loads(json.dumps(values))) for values in (saved, asked))
+    old = {**(before or {}), **old}
     keys = [key for key in sorted(old.keys() | new.keys()) if key not in free and old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]
