@@ -8,9 +8,9 @@ torch.compile; `formula`, the residual's plain formula (headwater/residuals/form
 torch.compile. The better of the first two may take 1.5 times the last one. Every residual has its formula compiled
 apart from its class, so the comparison can fail for each of them; for `standard` it shows the noise.
 
-`--parallel` processes prepare at once (a core each), and one at a time measures. A GPU runs all arms at 12 layers. A
-CPU compares at 2 layers: compiling twelve takes minutes for each residual there. Rows are printed and stored as they
-come, with what they say so far. The last line is JSON.
+`--parallel` processes prepare at once (a core each), and one at a time measures. A GPU runs all arms at 12 layers
+unless --rule-layers says otherwise. A CPU compares at 2: compiling twelve takes minutes for each residual there. Rows
+are printed and stored as they come, with what they say so far. The last line is JSON.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def jobs_of(residuals: list[str], rule_layers: int, rule: bool = True, table: bo
         if table:
             jobs.append(Job(spec, ("eager", *compiled), LAYERS))
         if rule:
-            ours = () if table and depth == LAYERS else ("eager", "compiled")  # else the first job has them
+            ours = () if table and depth == LAYERS else ("eager", "compiled")  # the table has them at 12 layers
             rivals.append(Job(spec, (*ours, "formula"), depth))
     return jobs + rivals
 

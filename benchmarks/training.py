@@ -223,7 +223,9 @@ def saving(run: Run, interval: int) -> dict[str, Any]:
     """An interval of steps by itself; a first checkpoint, which allocates and whose writing may go on; then an interval
     that ends with a save, and the save waits for the first one if it must; and an interval by itself again."""
     before = sum(timed(run) for _ in range(interval))
+    began = time.perf_counter()
     save(run)
+    first = time.perf_counter() - began
     together = sum(timed(run) for _ in range(interval))
     began = time.perf_counter()
     save(run)
@@ -237,6 +239,7 @@ def saving(run: Run, interval: int) -> dict[str, Any]:
             "interval": interval,
             "bytes": size,
             "interval_seconds": {"before": before, "with": together, "after": after},
+            "first_blocked_seconds": first,
             "blocked_seconds": blocked,
             "share_blocked": blocked / alone,
             "share_of_loop": (together + blocked) / alone - 1,
