@@ -21,9 +21,10 @@ COLUMNS = (
     "compiled / formula",
 )
 HEAD = f"""\
-Steps relative to `standard` at 12 layers, eager, on two cores (`cpu-residuals.json`) and on one H200 in bf16
-(`h200-residuals.json`); then relative to the compiled formula, at 2 layers on the CPU (and `cpu-residuals-rest.json`)
-and at 3 on the H200 (`h200-residuals-rule.json`). A dash: not measured.
+Steps relative to `standard` at 12 layers, eager, on two cores (`cpu-residuals.json`) and on one H200 with products in
+bf16 and the stream in fp32 (`h200-residuals.json`); then relative to the compiled formula, at 2 layers on the CPU (and
+`cpu-residuals-rest.json`) and at 3 on the H200 (`h200-residuals-rule.json`). Dashes: on the H200, 19 processes compiled
+on 16 cores, and these were not ready after 85 seconds.
 
 | {" | ".join(COLUMNS)} |
 |{"---|" * len(COLUMNS)}
