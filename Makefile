@@ -7,9 +7,13 @@ INSTALLED := $(VENV)/.installed
 # The releases of transformers before the pinned one: make test-hf, or make test-hf TRANSFORMERS=5.21.1
 TRANSFORMERS ?= 5.20.2 5.21.1
 
+# The oldest torch that pyproject.toml allows: make test-torch, or make test-torch TORCH=2.11.0
+TORCH ?= 2.10.0
+TORCH_TESTS := residuals_compile contract decoder ops kernels train checkpoint stages parallel_checkpoints
+
 KILLS ?= 100
 
-.PHONY: demo test test-crash test-faults test-hf lint format clean
+.PHONY: demo test test-crash test-faults test-hf test-torch lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
@@ -30,9 +34,21 @@ test-hf: $(INSTALLED)
 	set -e; for version in $(TRANSFORMERS); do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	    --target build/transformers-$$version transformers==$$version; \
-	  export PYTHONPATH=build/transformers-$$version OMP_NUM_THREADS=1; \
+	  export PYTHONPATH=$(CURDIR)/build/transformers-$$version OMP_NUM_THREADS=1; \
 	  $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
 	  $(BIN)/python -m pytest tests/test_hf_*.py; \
+	done
+
+# Tracing, autocast, saving and sharding are what changes between releases. The folder shadows the torch that is installed,
+# in the processes that tests start too. A wheel built with CUDA brings its libraries as dependencies, which are not
+# installed here: pip has to find a CPU wheel, or the import fails.
+test-torch: $(INSTALLED)
+	set -e; for version in $(TORCH); do \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target build/torch-$$version torch==$$version; \
+	  export PYTHONPATH=$(CURDIR)/build/torch-$$version OMP_NUM_THREADS=1; \
+	  $(BIN)/python -c "import torch; print('torch', torch.__version__)"; \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile $(TORCH_TESTS:%=tests/test_%.py); \
 	done
 
 lint: $(INSTALLED)
