@@ -31,7 +31,7 @@ def build_optimizers(model: nn.Module, settings: OptimSettings) -> dict[str, tor
     plain = [{"params": group, "weight_decay": 0.0} for group in by_mesh(others)]
     decayed = {"params": matrices, "weight_decay": settings.weight_decay}
     betas = (settings.beta1, settings.beta2)
-    fused = all(parameter.is_cuda for parameter in model.parameters())
+    fused = all(parameter.is_cuda for parameter in model.parameters()) or None  # None: torch decides
     if settings.optimizer == "adamw":
         return {"adamw": torch.optim.AdamW([decayed, *plain], lr=settings.lr, betas=betas, fused=fused)}
     # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
