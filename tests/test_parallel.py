@@ -16,11 +16,12 @@ from ranks import spawn
 from safetensors.torch import load_file, save_file
 from tinyrun import tiny
 
+from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names
 from headwater.train.checkpoint import load_model
 from headwater.train.config import Config, ParallelSettings
 from headwater.train.loop import accumulate, depth_gradients, evaluate, update
-from headwater.train.parallel import Ranks, clip, gather, join
+from headwater.train.parallel import Ranks, clip, fetched_together, gather, join
 from headwater.train.run import Run, begin, save
 
 STEPS = 20
@@ -64,12 +65,12 @@ class Case:
     layout: str
     cache: bool = True
     compile: bool = False
-    """And recompute activations, as the two are applied together."""
+    recompute: bool = False
     muon: str = ""
     """Else AdamW: Muon, with its iteration in bf16, as it is, or in fp32, to be compared."""
 
     def __str__(self) -> str:
-        compiled = " compiled" if self.compile else ""
+        compiled = " compiled" * self.compile + " recomputed" * self.recompute
         muon = f" muon {self.muon}" if self.muon else ""
         return f"{self.residual.replace(':', '-')} {self.layout} {'cache' if self.cache else 'plain'}{compiled}{muon}"
 
@@ -78,7 +79,11 @@ class Case:
         if self.muon:
             return 3 if self.muon == "fp32" else 1
         chosen = self.residual == RESIDUALS[2] and self.layout in ("shard", "pipeline", "interleaved", "tensor")
-        return STEPS if (chosen and not self.compile) or (EVERYTHING and self.residual in RESIDUALS) else 1
+        return (
+            STEPS
+            if (chosen and not self.compile and not self.recompute) or (EVERYTHING and self.residual in RESIDUALS)
+            else 1
+        )
 
 
 def cases() -> list[Case]:
@@ -92,11 +97,13 @@ def cases() -> list[Case]:
     others = [name for name in names() if name not in RESIDUALS]
     found += [Case(2, name, "uneven") for name in others]
     found += [Case(2, name, "tensor") for name in others if EVERYTHING or name in ("ddl", "mhc", "muddformer")]
-    found += [Case(2, RESIDUALS[2], layout, compile=True) for layout in ("uneven", "tensor")]
+    found += [Case(2, RESIDUALS[2], layout, compile=True, recompute=True) for layout in ("uneven", "tensor")]
+    found += [Case(2, RESIDUALS[2], "shard", compile=True), Case(2, "hyper-connections", "shard", recompute=True)]
     for muon, pairs in MUON.items():
         found += [Case(world, RESIDUALS[2], layout, muon=muon) for world, layout in pairs]
     if EVERYTHING:
-        found += [Case(2, RESIDUALS[2], "shard", compile=True)]
+        deep = ((2, "shard"), (4, "tensor-shard"), (4, "tensor-pipeline"))
+        found += [Case(world, RESIDUALS[2], layout, compile=True, recompute=True) for world, layout in deep]
         found += [Case(4, RESIDUALS[2], layout, compile=True) for layout in ("tensor-shard", "tensor-pipeline")]
     return list(dict.fromkeys(found))
 
@@ -114,7 +121,7 @@ def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = 
         config,
         model=replace(config.model, residual=case.residual, layers=layers),
         optim=replace(config.optim, optimizer=optimizer),
-        train=replace(config.train, compile=case.compile, checkpoint_activations=case.compile),
+        train=replace(config.train, compile=case.compile, checkpoint_activations=case.recompute),
         parallel=parallel or config.parallel,
     )
 
@@ -208,7 +215,7 @@ def alone(tmp_path_factory):
     def follow_alone(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         key = case.residual, case.steps, case.muon
         if key not in known:
-            config = settings_of(replace(case, compile=False), settings(folder, case.residual))
+            config = settings_of(replace(case, compile=False, recompute=False), settings(folder, case.residual))
             run = begin(config, folder / str(len(known)), resume=False)
             loss = accumulate(run, 1)
             gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
@@ -272,6 +279,15 @@ def test_what_tensor_parallel_ranks_save_is_the_whole_model(folder, case):
     assert weights.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, weights[name]), name
+
+
+def test_a_layer_is_fetched_at_once_unless_forwards_are_repeated():
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.named("tiny", vocab_size=64, layers=3))
+    held = list(model.sublayers)[1:5]  # of a stage that begins and ends inside a layer
+    groups = fetched_together(held, recompute=False)
+    assert groups == [[held[0].body], [held[1].body, held[2].body], [held[3].body]]
+    assert fetched_together(held, recompute=True) == [[sublayer.body] for sublayer in held]
 
 
 CACHED = ("interleaved", "interleaved-4", "looped", "uneven", "interleaved-wide", "interleaved-shard")

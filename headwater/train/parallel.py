@@ -166,8 +166,8 @@ def connect(backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(days=7))
 
 
-def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks) -> None:
-    """FSDP2 from outside: one group per attention or MLP, one for all that is left (norms, residual, embedding, head).
+def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks, *, recompute: bool) -> None:
+    """FSDP2 from outside: one group per layer, one for all that is left (norms, residual, embedding, head).
 
     The rest stays whole while a pass runs, since a residual may read its parameters at any depth. On a GPU the bodies
     travel and multiply in bf16; the rest keeps fp32, and gradients are summed in fp32. To the rest, which works token
@@ -180,9 +180,24 @@ def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks) -> Non
     # FSDP warns that a body returns a view, which an in-place operation would break; the decoder has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = sharded_over(ranks, ranks.mesh, "shard")
-    for sublayer in sublayers:
-        fully_shard(sublayer.body, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
+    for bodies in fetched_together(sublayers, recompute):
+        fully_shard(bodies, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
     fully_shard(module, mesh=mesh if ranks.tensor == 1 else sharded_over(ranks, ranks.tokens_mesh, "tokens"))
+
+
+def fetched_together(sublayers: Iterable[Sublayer], recompute: bool) -> list[list[nn.Module]]:
+    """The bodies of a layer, as far as they are here: FSDP2's hooks cost the host time by the group.
+
+    Where forwards are recomputed, each body by itself: a backward then runs them one at a time, and in torch 2.10 (no
+    longer in 2.13) a group that is left half done so passes for the root of the next forward, whose first weights
+    would be fetched without waiting for the optimizer.
+    """
+    groups: list[list[nn.Module]] = [[]]
+    for sublayer in sublayers:
+        groups[-1].append(sublayer.body)
+        if recompute or sublayer.kind == "mlp":
+            groups.append([])
+    return [group for group in groups if group]
 
 
 def sharded_over(ranks: Ranks, mesh: DeviceMesh | None, axis: str) -> DeviceMesh:

@@ -206,9 +206,11 @@ def assemble(
     *,
     micros: int,
     windows: int,
+    recompute: bool,
     prepare: Callable[[Decoder], object],
 ) -> tuple[Parts, Pipeline]:
-    """This rank's stages, still without weights. A micro-batch has `windows` windows; `prepare` wraps a decoder."""
+    """This rank's stages, still without weights. A micro-batch has `windows` windows; `prepare` wraps a decoder, and
+    lets the backward repeat forwards if `recompute`."""
     assert ranks.mesh is not None
     count, tied = settings.pipeline * settings.chunks, config.tie_embeddings
     context = config.context // ranks.tensor  # tokens of a window that one rank has between sublayers
@@ -229,7 +231,8 @@ def assemble(
         prepare(model)
         stage = Stage(model, (bounds[s], bounds[s + 1]), context, hop, following, cache)
         if ranks.token_world > 1:
-            shard(stage, [cast(Sublayer, model.sublayers[i]) for i in range(bounds[s], bounds[s + 1])], ranks)
+            held = [cast(Sublayer, model.sublayers[i]) for i in range(bounds[s], bounds[s + 1])]
+            shard(stage, held, ranks, recompute=recompute)
         stage.to_empty(device=device)
         if tied and following is None and ranks.token_world == 1:  # FSDP2 keeps the tie, to_empty alone does not
             model.head.weight = model.embedding.weight

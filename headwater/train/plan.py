@@ -10,6 +10,7 @@ counted. So grids of any size can be asked about from a laptop. A rank's peak is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -232,8 +233,11 @@ def _rank_plan(
     inside = sum(found.bodies[i] for i in places)
     outside = parameters - inside  # embedding, norms, residual, head: divided over all ranks with other tokens
     held = inside / shards + outside / (shards * tensor)
-    # While a pass runs, what is sharded becomes whole: one body at a time, and all that lies outside, with gradients.
-    whole = 4 * max(found.bodies[i] for i in places) * (shards > 1) + 8 * outside * (shards * tensor > 1)
+    # While a pass runs, what is sharded becomes whole: one layer at a time, and all that lies outside, with gradients.
+    layers = Counter[int]()
+    for i in places:
+        layers[i * model.layers // model.sublayers] += found.bodies[i]
+    whole = 4 * max(layers.values()) * (shards > 1) + 8 * outside * (shards * tensor > 1)
     return RankPlan(
         rank=rank,
         parameters=parameters,

@@ -218,13 +218,19 @@ def distribute(
         if ranks.tensor > 1:
             parallelize(model, cast(DeviceMesh, ranks.mesh)["tensor"])
         wrap(model, config, alone=False)
-        shard(model, cast(list[Sublayer], model.sublayers), ranks)
+        shard(model, cast(list[Sublayer], model.sublayers), ranks, recompute=config.train.checkpoint_activations)
         model.to_empty(device=device)
     else:
         micros = config.train.accumulate
         sizes = {"micros": micros, "windows": windows_per_micro(config, ranks)}
         model, pipeline = assemble(
-            whole.config, config.parallel, ranks, device, **sizes, prepare=lambda part: wrap(part, config, alone=False)
+            whole.config,
+            config.parallel,
+            ranks,
+            device,
+            **sizes,
+            recompute=config.train.checkpoint_activations,
+            prepare=lambda part: wrap(part, config, alone=False),
         )
     fill(model, whole if ranks.main else None)
     return model, pipeline
