@@ -63,14 +63,12 @@ class BlockCache:
         owed = self.deposits[micro]
         owed[key] = owed[key] + gradient if key in owed else gradient
 
-    def withdraw(self, micro: int, key: int, gradient: Tensor | None) -> Tensor | None:
+    def withdraw(self, micro: int, key: int, gradient: Tensor) -> Tensor:
         """The gradient of a tensor with what later stages of this rank have deposited for it."""
         deposit = self.deposits[micro].pop(key, None)
         if not self.deposits[micro]:
             del self.deposits[micro]
-        if deposit is None or gradient is None:
-            return gradient if deposit is None else deposit
-        return gradient + deposit
+        return gradient if deposit is None else gradient + deposit
 
     def forget(self, micro: int) -> None:
         """After the rank's last stage has borrowed, the graph alone decides how long a tensor lives."""
@@ -78,17 +76,16 @@ class BlockCache:
 
 
 class Settle(torch.autograd.Function):
-    """The identity, whose backward adds the deposits. All tensors at once: one alone might get no gradient here, and
-    then nothing would fetch what was deposited for it."""
+    """The identity, whose backward adds the deposits. All tensors at once: one that this stage does not use
+    then gets zeros. Alone it would get None: nothing would fetch its deposit, and torch 2.10 refuses to send it."""
 
     @staticmethod
     def forward(ctx: Any, cache: BlockCache, micro: int, keys: tuple[int, ...], *tensors: Tensor) -> Any:
         ctx.cache, ctx.micro, ctx.keys = cache, micro, keys
-        ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         settled = (ctx.cache.withdraw(ctx.micro, key, g) for key, g in zip(ctx.keys, gradients))
         return None, None, None, *settled
 
@@ -134,9 +131,7 @@ class Stage(nn.Module):
         return self._share(keys, tensors, micro)
 
     def _share(self, keys: tuple[int, ...], tensors: tuple[Tensor, ...], micro: int) -> tuple[Tensor, ...]:
-        """Leave in the cache what this stage has first and a later one needs; nothing to do where none does."""
-        if not self.hop.keeps.intersection(keys):
-            return tensors
+        """Leave in the cache what this stage has first and a later one needs."""
         for key, tensor in zip(keys, tensors):
             if key in self.hop.keeps:
                 self.cache.keep(micro, key, tensor)
