@@ -9,7 +9,7 @@ TRANSFORMERS ?= 5.20.2 5.21.1
 
 # The oldest torch that pyproject.toml allows: make test-torch, or make test-torch TORCH=2.11.0
 TORCH ?= 2.10.0
-TORCH_TESTS := residuals_compile contract decoder ops kernels train checkpoint stages parallel_checkpoints
+TORCH_TESTS := residuals_compile contract decoder ops kernels train checkpoint stages parallel parallel_checkpoints
 
 KILLS ?= 100
 
