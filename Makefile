@@ -30,26 +30,25 @@ test-faults: $(INSTALLED)
 test-crash: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_crash.py -k kill_nine --kills $(KILLS) -rP
 
-test-hf: $(INSTALLED)
-	set -e; for version in $(TRANSFORMERS); do \
+# $(call on_releases,package,versions,arguments of pytest). A folder shadows what is installed, in the processes that tests
+# start too.
+define on_releases
+	set -e; for version in $(2); do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-	    --target build/transformers-$$version transformers==$$version; \
-	  export PYTHONPATH=$(CURDIR)/build/transformers-$$version OMP_NUM_THREADS=1; \
-	  $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	  $(BIN)/python -m pytest tests/test_hf_*.py; \
+	    --target build/$(1)-$$version $(1)==$$version; \
+	  export PYTHONPATH=$(CURDIR)/build/$(1)-$$version OMP_NUM_THREADS=1; \
+	  $(BIN)/python -c "import $(1); print('$(1)', $(1).__version__)"; \
+	  $(BIN)/python -m pytest $(3); \
 	done
+endef
 
-# Tracing, autocast, saving and sharding are what changes between releases. The folder shadows the torch that is installed,
-# in the processes that tests start too. A wheel built with CUDA brings its libraries as dependencies, which are not
-# installed here: pip has to find a CPU wheel, or the import fails.
+test-hf: $(INSTALLED)
+	$(call on_releases,transformers,$(TRANSFORMERS),tests/test_hf_*.py)
+
+# Tracing, autocast, saving and sharding are what changes between releases. A wheel built with CUDA brings its libraries as
+# dependencies, which are not installed here: pip has to find a CPU wheel, or the import fails.
 test-torch: $(INSTALLED)
-	set -e; for version in $(TORCH); do \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-	    --target build/torch-$$version torch==$$version; \
-	  export PYTHONPATH=$(CURDIR)/build/torch-$$version OMP_NUM_THREADS=1; \
-	  $(BIN)/python -c "import torch; print('torch', torch.__version__)"; \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile $(TORCH_TESTS:%=tests/test_%.py); \
-	done
+	$(call on_releases,torch,$(TORCH),-n 2 --dist loadfile $(TORCH_TESTS:%=tests/test_%.py))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

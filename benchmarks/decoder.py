@@ -15,7 +15,8 @@ from headwater.residuals import build
 from .measure import device_ms, paired, peak_gib
 
 LAYERS, TOKENS, CONTEXT, BLOCKS, HEAD = 24, 16384, 4096, 8, 128
-OWN = ("_score", "_score_backward", "_mix", "_mix_backward", "_merge", "_merge_backward")  # our kernels
+READS = ("_write_addresses", "_prepare", "_score", "_score_backward", "_softmax", "_mix", "_mix_backward")
+OWN = (*READS, "_merge", "_merge_backward", "_gather")  # our kernels
 
 
 class Body(nn.Module):

@@ -7,10 +7,6 @@ import torch
 from headwater.ops import attend_blocks, depth_attention, merge_partial
 
 
-def error(value, truth):
-    return ((value.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
-
-
 def draw(count, dim, tokens, dtype, device, seed=0, scale=1.0):
     generator = torch.Generator(device).manual_seed(seed)
 

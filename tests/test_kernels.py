@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from kernel_cases import draw, error, poisoned, read, run, two_phases, worst
+from kernel_cases import draw, poisoned, read, run, two_phases, worst
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from benchmarks.attnres import worst_of
+from benchmarks.attnres import error, worst_of
 from headwater.models import Decoder, ModelConfig
 from headwater.ops import attend_blocks, decode_read, depth_attention, fused, two_phase
 from headwater.ops.kernels.common import launches

@@ -10,12 +10,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from kernel_cases import draw, error, read, run, two_phases, worst
+from kernel_cases import draw, read, run, two_phases, worst
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.attnres import worst_of
+from benchmarks.attnres import error, worst_of
 from headwater.models import Decoder, ModelConfig
 
 if torch.cuda.is_available():  # else the interpreter's variable may come after triton

@@ -233,7 +233,7 @@ def _rank_plan(
     inside = sum(found.bodies[i] for i in places)
     outside = parameters - inside  # embedding, norms, residual, head: divided over all ranks with other tokens
     held = inside / shards + outside / (shards * tensor)
-    # While a pass runs, what is sharded becomes whole: one layer at a time, and all that lies outside, with gradients.
+    # While a pass runs, what is sharded becomes whole: at most a layer at a time, and the outside, with gradients.
     layers = Counter[int]()
     for i in places:
         layers[i * model.layers // model.sublayers] += found.bodies[i]
