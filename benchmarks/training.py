@@ -1,14 +1,14 @@
 """Tokens per second and peak memory of real training steps on one GPU, and what a checkpoint costs the loop.
 
-    python -m benchmarks.training --out FILE                  # about 350 million parameters, bf16, within six minutes
+    python -m benchmarks.training --out FILE                  # about 350 million parameters, bf16, about 20 minutes
     python -m benchmarks.training --preset tiny --out FILE    # the same on a CPU in a minute: numbers mean nothing
 
 The functions measured are the trainer's own (begin, accumulate, update, save), over the trainer's own data path. Arms,
 for the plain residual and Block Attention Residuals: `plain`, one process as `headwater train` runs it; `fsdp`, wrapped
 by FSDP2 in a grid of one process, which shows what the wrapping costs by itself; `compiled`, by torch.compile;
-`recompute`, activation checkpointing; `fsdp-recompute`, both. Then `save` and `async-save`: a checkpoint every
-`interval` steps, and the share of the loop's time that it takes. Each arm is a process with its own time limit; results
-are stored after each. An arm whose first loss differs from `plain`'s shows no speed.
+`recompute`, activation checkpointing; `fsdp-recompute`, both. Then `save`, `async-save` and `compiled-async-save`: a
+checkpoint every `interval` steps, and the share of the loop's time that it takes. Each arm is a process with its own
+time limit; results are stored after each. An arm whose first loss differs from `plain`'s shows no speed.
 """
 
 import argparse
@@ -41,7 +41,12 @@ STEP_ARMS: dict[str, dict[str, bool]] = {  # what TrainSettings changes
     "recompute": {"checkpoint_activations": True},
     "fsdp-recompute": {"checkpoint_activations": True},
 }
-SAVE_ARMS: dict[str, dict[str, bool]] = {"save": {}, "async-save": {"async_save": True}}
+SAVE_ARMS: dict[str, dict[str, bool]] = {
+    "save": {},
+    "async-save": {"async_save": True},
+    "compiled-async-save": {"compile": True, "async_save": True},
+}
+ROUNDS = 5  # of an interval with a save and one without
 GATE = 0.01  # relative difference allowed between first losses: they are sums in bf16
 
 
@@ -96,8 +101,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="350m")
     parser.add_argument("--residuals", nargs="+", default=RESIDUALS)
     parser.add_argument("--only", nargs="+", help="leave out other arms; a name, or residual/name")
-    parser.add_argument("--limit", type=float, default=90, help="seconds for each arm")
-    parser.add_argument("--budget", type=float, default=350, help="seconds for all; arms beyond them are left out")
+    parser.add_argument("--limit", type=float, default=200, help="seconds for each arm")
+    parser.add_argument("--budget", type=float, default=1500, help="seconds for all; arms beyond them are left out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -220,29 +225,36 @@ def timed(run: Run) -> float:
 
 
 def saving(run: Run, interval: int) -> dict[str, Any]:
-    """An interval of steps by itself; a first checkpoint, which allocates and whose writing may go on; then an interval
-    that ends with a save, and the save waits for the first one if it must; and an interval by itself again."""
-    before = sum(timed(run) for _ in range(interval))
+    """A checkpoint at the start of an interval of steps, which ends when it is written, beside an interval without one,
+    in turns: steps vary by more than a save costs. The first checkpoint, which allocates, is apart."""
     began = time.perf_counter()
     save(run)
     first = time.perf_counter() - began
-    together = sum(timed(run) for _ in range(interval))
-    began = time.perf_counter()
-    save(run)
-    blocked = time.perf_counter() - began
     run.saver.wait()
-    after = sum(timed(run) for _ in range(interval))
-    alone = (before + after) / 2
+    rounds: list[dict[str, float]] = []
+    for number in range(ROUNDS):
+        found: dict[str, float] = {}
+        for kind in ("alone", "with") if number % 2 == 0 else ("with", "alone"):
+            began = time.perf_counter()
+            if kind == "with":
+                save(run)
+                found["blocked"] = time.perf_counter() - began
+            for _ in range(interval):
+                timed(run)
+            run.saver.wait()
+            found[kind] = time.perf_counter() - began
+        rounds.append(found)
+    alone, together, blocked = (sum(found[kind] for found in rounds) for kind in ("alone", "with", "blocked"))
     size = sum(file.stat().st_size for file in (run.folder / "checkpoints").rglob("*") if file.is_file())
     return {
         "save": {
             "interval": interval,
             "bytes": size,
-            "interval_seconds": {"before": before, "with": together, "after": after},
             "first_blocked_seconds": first,
-            "blocked_seconds": blocked,
+            "seconds": rounds,
             "share_blocked": blocked / alone,
-            "share_of_loop": (together + blocked) / alone - 1,
+            "share_of_loop": together / alone - 1,
+            "share_by_round": [found["with"] / found["alone"] - 1 for found in rounds],
         }
     }
 
