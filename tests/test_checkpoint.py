@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinyrun import flags, tiny
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from headwater.cli import main
 from headwater.errors import UserError
-from headwater.models import Decoder
+from headwater.models import Decoder, ModelConfig
 from headwater.train import checkpoint, shards
 from headwater.train.loop import accumulate, train, update
 from headwater.train.run import begin, save
@@ -54,6 +55,28 @@ def test_layout_and_what_is_kept(run_folder):
     assert "head.weight" not in weights  # tied, stored once
     kinds = {name.split("/")[0] for name in load_file(kept[-1] / "optimizer.safetensors")}
     assert kinds == {"muon", "adamw"}
+
+
+def test_one_planner_serves_many_saves(tmp_path, monkeypatch):
+    """Plans are made once for the same names, shapes and types, and again when there is more to save."""
+    made, real = [], DefaultSavePlanner.create_local_plan
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", lambda planner: made.append(1) or real(planner))
+    planner, model = shards.Planner(), ModelConfig.named("tiny", vocab_size=8)
+    tensors = {"model/weight": torch.zeros(3, 2)}
+    for step, (change, expected) in enumerate([({}, 1), ({}, 1), ({"optimizer/adamw/weight/step": torch.ones(())}, 2)]):
+        tensors |= change
+        tensors["model/weight"] = torch.full((3, 2), float(step))
+        folder = checkpoint.save(tmp_path, step, tensors, {}, config=model, keep=1, planner=planner)
+        assert len(made) == expected
+        assert checkpoint.damage(folder) is None
+        files = {
+            kind: load_file(path)
+            for kind in ("model", "optimizer")
+            if (path := folder / f"{kind}.safetensors").exists()
+        }
+        found = {f"{kind}/{name}": value for kind, values in files.items() for name, value in values.items()}
+        assert found.keys() == tensors.keys() == shards.Reader(folder).metadata.state_dict_metadata.keys()
+        assert all(torch.equal(found[name], value) for name, value in tensors.items())
 
 
 def test_a_checkpoint_folder_is_a_model(run_folder):

@@ -46,13 +46,14 @@ def save(
     ranks: Ranks | None = None,
     values: Tensors | None = None,
     group: Any = None,
+    planner: shards.Planner | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write `root/step-N`, then drop all but the newest `keep`. A failed write leaves what was there as it was.
 
     Several ranks write side by side into the same scratch folder; the main one renames it when all have succeeded.
     `values` are copies of the tensors' local data, taken earlier; `group` connects the ranks if they save beside their
-    work; `before` is what must have reached the disk before the checkpoint does.
+    work; `planner` is one that has served earlier saves; `before` is what must be on the disk before the checkpoint is.
     """
     ranks = ranks or Ranks()
     final = place(root, step)
@@ -70,9 +71,10 @@ def save(
             _remove(old)
 
     writer = shards.Writer(scratch, "" if ranks.alone else f"-{ranks.rank:05d}", prepare, commit)
-    values = values or {name: local(tensor) for name, tensor in tensors.items()}
+    planner = planner or shards.Planner()
+    planner.bring(tensors, values or {name: local(tensor) for name, tensor in tensors.items()})
     try:
-        shards.write(tensors, values, writer, alone=ranks.alone, group=group)
+        shards.write(planner, writer, alone=ranks.alone, group=group)
     except OSError as error:
         if ranks.main:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -24,7 +24,7 @@ from headwater.models import ModelConfig
 from headwater.train import checkpoint
 from headwater.train.contents import Optimizers, contents
 from headwater.train.parallel import Ranks, local
-from headwater.train.shards import Tensors
+from headwater.train.shards import Planner, Tensors, in_file_order
 
 
 class Saver:
@@ -37,7 +37,7 @@ class Saver:
         """`timeout`: seconds that ranks wait for one another in the background."""
         self.root, self.model, self.optimizers, self.config, self.ranks = root, model, optimizers, config, ranks
         self.timeout = timeout
-        self.buffers = HostBuffers()
+        self.buffers, self.planner = HostBuffers(), Planner()
         self.group: Any = None
         self.thread: Outcome | None = None
 
@@ -47,6 +47,7 @@ class Saver:
         self.wait()
         tensors = contents(self.model, self.optimizers)
         options: dict[str, Any] = {"config": self.config, "keep": keep, "ranks": self.ranks, "before": before}
+        options |= {"planner": self.planner}
         if not background:
             return checkpoint.save(self.root, step, tensors, state, **options)
         options |= {"values": self.buffers.take(tensors), "group": self._connect()}
@@ -120,7 +121,13 @@ class Outcome(threading.Thread):
 
 class HostBuffers:
     """Copies in host memory, in the same place for every save; pinned where they come from a GPU, and then complete
-    only when `copied` has happened."""
+    only when `copied` has happened.
+
+    They lie side by side in a few large blocks, in the order of a file: written and hashed tensor by tensor, a save
+    would take the interpreter from the training loop twice for each.
+    """
+
+    BLOCK = 1 << 28
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
@@ -130,8 +137,10 @@ class HostBuffers:
 
     def take(self, tensors: Tensors) -> Tensors:
         here = {name: local(tensor) for name, tensor in tensors.items()}
-        self.buffers = {name: self._room(name, tensor) for name, tensor in here.items()}
-        if on_gpu := [tensor.device for tensor in here.values() if tensor.is_cuda]:
+        on_gpu = [tensor.device for tensor in here.values() if tensor.is_cuda]
+        if _layout(here) != _layout(self.buffers):
+            self.buffers = self._rooms(here, pinned=bool(on_gpu))
+        if on_gpu:
             self.device = on_gpu[0]
             self.stream = self.stream or torch.cuda.Stream(self.device)
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -143,8 +152,18 @@ class HostBuffers:
         self.copied = None if self.stream is None else self.stream.record_event()
         return self.buffers
 
-    def _room(self, name: str, tensor: Tensor) -> Tensor:
-        known = self.buffers.get(name)
-        if known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype):
-            return known
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    def _rooms(self, tensors: Tensors, *, pinned: bool) -> dict[str, Tensor]:
+        self.buffers = {}  # not beside the new ones
+        left = sum(tensor.nbytes for tensor in tensors.values())
+        rooms, block, used = {}, torch.empty(0, dtype=torch.uint8), 0
+        for name, tensor in in_file_order(tensors):
+            if used + tensor.nbytes > len(block):
+                size = max(tensor.nbytes, min(self.BLOCK, left))
+                block, used = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
+            rooms[name] = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            used, left = used + tensor.nbytes, left - tensor.nbytes
+        return rooms
+
+
+def _layout(tensors: Tensors) -> dict[str, Any]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -67,12 +67,21 @@ class Piece:
 class Planner(DefaultSavePlanner):
     """Plans for `tensors` by shape and placement; their data are `values`, this rank's part or an earlier copy of it.
 
-    It brings the tensors itself: DCP spends milliseconds on every hundred entries of a state dict that it is given.
+    It brings the tensors itself: DCP spends milliseconds on every hundred entries of a state dict that it is given. And
+    it may serve many saves: plans are made anew only for tensors that have changed in more than their data.
     """
 
-    def __init__(self, tensors: Tensors, values: Tensors) -> None:
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.layout: dict[str, Any] = {}
+        self.own: SavePlan | None = None
+        self.of_all: tuple[list[SavePlan], tuple[list[SavePlan], Metadata]] | None = None
+
+    def bring(self, tensors: Tensors, values: Tensors) -> None:
         self.tensors, self.values = tensors, values
+        layout = {name: (value.shape, value.dtype, getattr(value, "placements", ())) for name, value in tensors.items()}
+        if layout != self.layout:
+            self.layout, self.own, self.of_all = layout, None, None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -81,9 +90,16 @@ class Planner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """A rank that holds no rows of a small tensor has nothing to write."""
-        plan = super().create_local_plan()
-        items = [item for item in plan.items if item.tensor_data and math.prod(item.tensor_data.chunk.sizes)]
-        return dataclasses.replace(plan, items=items)
+        if self.own is None:
+            plan = super().create_local_plan()
+            items = [item for item in plan.items if item.tensor_data and math.prod(item.tensor_data.chunk.sizes)]
+            self.own = dataclasses.replace(plan, items=items)
+        return self.own
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if self.of_all is None or self.of_all[0] != all_plans:
+            self.of_all = all_plans, super().create_global_plan(all_plans)
+        return self.of_all[1]
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.values[index.fqn]
@@ -260,10 +276,10 @@ def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
     return False
 
 
-def write(tensors: Tensors, values: Tensors, writer: Writer, *, alone: bool, group: Any = None) -> None:
-    """Save on all ranks of the group together; an error on one of them is raised on all."""
+def write(planner: Planner, writer: Writer, *, alone: bool, group: Any = None) -> None:
+    """Save what the planner has brought, on all ranks of the group together; an error on one is raised on all."""
     with unwrapped():
-        dcp.save({}, storage_writer=writer, planner=Planner(tensors, values), process_group=group, no_dist=alone)
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
 
 
 def read(reader: Reader, targets: Tensors, *, alone: bool) -> None:
@@ -282,10 +298,14 @@ def unwrapped() -> Iterator[None]:
         raise first from None
 
 
+def in_file_order(tensors: Tensors) -> list[tuple[str, Tensor]]:
+    """Wide types come first, which keeps every tensor of a file aligned."""
+    return sorted(tensors.items(), key=lambda entry: (-entry[1].dtype.itemsize, entry[0]))
+
+
 def encode(tensors: Tensors) -> Iterator[bytes | memoryview]:
-    """A safetensors file piece by piece, so that no second copy of the model is made. Wide types come first, which
-    keeps every tensor aligned."""
-    ordered = dict(sorted(tensors.items(), key=lambda entry: (-entry[1].dtype.itemsize, entry[0])))
+    """A safetensors file piece by piece, so that no second copy of the model is made."""
+    ordered = dict(in_file_order(tensors))
     header, end = {}, 0
     for name, tensor in ordered.items():
         start, end = end, end + tensor.numel() * tensor.dtype.itemsize
@@ -293,8 +313,21 @@ def encode(tensors: Tensors) -> Iterator[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
-    for tensor in ordered.values():
-        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    yield from neighbours_joined(tensor.detach().cpu().contiguous() for tensor in ordered.values())
+
+
+def neighbours_joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The bytes of tensors in a row; of those that follow one another in one piece of memory, as one."""
+    region = torch.empty(0, dtype=torch.uint8)
+    for tensor in tensors:
+        piece = tensor.view(-1).view(torch.uint8)
+        together = region.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+        if together and piece.storage_offset() == region.storage_offset() + len(region):
+            region = region.as_strided((len(region) + len(piece),), (1,))
+        else:
+            yield region.numpy().data
+            region = piece
+    yield region.numpy().data
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
