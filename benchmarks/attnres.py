@@ -49,7 +49,7 @@ def worst_of(spec: str, dim: int, tokens: int, dtype: torch.dtype, device: str =
         kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, reference_read)
         fill(kind)
         stack = kind.to(device).to(dtype).to(wide)
-        leaf = x.to(wide).requires_grad_()
+        leaf = x.to(wide, copy=True).requires_grad_()  # one each, or their gradients add up
         out = stack(leaf)
         out.backward(seed.to(wide))
         assert leaf.grad is not None

@@ -319,7 +319,7 @@ def test_operators_are_well_registered():
         (ops.mix_backward_.default, ([v], p[..., :1].contiguous(), [v.clone()], None, [v + 2], rstd.clone())),
         (ops.merge.default, (v, None, out[0].clone(), lse[1].clone(), g.clone(), None, g, 1e-6, 1e-6)),
         (ops.merge_backward.default, (v, v + 1, x, v + 2, None, lse[1].clone(), g.clone(), None, g, merged, 1e-6)),
-        (ops.norm_backward.default, (v, x, g, r, 1e-6)),
+        (ops.norm_backward.default, (v, x, g, r, 1e-6, True)),
         (ops.read.default, ([v, v.clone()], None, g.clone(), None, g, 1e-6, 1e-6, True)),
     ]
     for operator, arguments in checks:

@@ -98,8 +98,8 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         # Not one name each: without gradients dynamo drops ctx where it counts one argument more than parameters.
-        z, norm_weight, norm_eps, rebuild, *sources = args
-        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps, False)
+        z, norm_weight, norm_eps, rebuild, exact, *sources = args
+        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps, exact)
         normed = norm_weight is not None
         ctx.queries, ctx.normed, ctx.norm_eps, ctx.rebuild = z.shape[-1], normed, norm_eps, rebuild
         ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources[rebuild:])
@@ -117,16 +117,17 @@ class _Mix(torch.autograd.Function):
         dg, along = None, None
         if ctx.normed and douts[0] is not None:
             x, rstd, norm_weight = saved[:3]
-            dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps)
+            exact = queries == 1  # as plain PyTorch: a read by itself takes its shares from dh in fp32
+            dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps, exact)
             douts = (dh, *douts[1:])
         if ctx.rebuild and along is None:  # this read was not used
-            return (None, None, None, None, None, *later)
+            return (None, None, None, None, None, None, *later)
         filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
         dlse = None
         if not ctx.rebuild and any(d is not None for d in dlses):  # no one sees that of a rebuilt read
             dlse = torch.stack([p.new_zeros(p.shape[:-2]) if d is None else d for d in dlses])
         dz, dsources = _gather_into(sources, p, filled, dlse, later, along if ctx.rebuild else None)
-        return (dz, dg, None, None, *dsources)
+        return (dz, dg, None, None, None, *dsources)
 
 
 def _gather_into(
@@ -184,11 +185,11 @@ def merge_outputs(
 def _mix(
     sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, norm_eps: float, *, rebuild: bool = False
 ) -> tuple[Tensor, ...]:
-    fold = None if sources[0].dtype == torch.float16 else norm_weight  # see `_Merge`
-    first, *rest = _apply(_Mix, z, fold, norm_eps, rebuild and fold is not None, *sources)
-    if norm_weight is not None and fold is None:
-        first = rms_norm(first.float(), norm_weight, norm_eps).to(first.dtype)
-    return (first, *rest)
+    dtype = sources[0].dtype
+    if norm_weight is None or dtype != torch.float16:
+        return _apply(_Mix, z, norm_weight, norm_eps, rebuild and norm_weight is not None, False, *sources)
+    first, *rest = _apply(_Mix, z, None, norm_eps, False, z.shape[-1] == 1, *sources)  # see `_Merge`
+    return (rms_norm(first.float(), norm_weight, norm_eps).to(dtype), *rest)
 
 
 class _Merge(torch.autograd.Function):

@@ -259,18 +259,20 @@ def _merge_gradients(dx, query, key_weight, norm_weight):
     return torch.empty_like(dx), torch.empty_like(dx), dlse, torch.empty_like(query), dkey, dg
 
 
-def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps):
-    return torch.empty_like(dx), torch.empty_like(norm_weight), torch.empty_like(rstd)
+def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact):
+    dh = torch.empty_like(dx, dtype=torch.float32 if exact else dx.dtype)
+    return dh, torch.empty_like(norm_weight), torch.empty_like(rstd)
 
 
 @operator(_fake_norm_backward)
 def norm_backward(
-    dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float
+    dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From a folded RMSNorm's output: the gradients dh of its input and of its weight, and <dh, h> of each token."""
+    """From a folded RMSNorm's output: the gradients dh of its input and of its weight, and <dh, h> of each token.
+    exact: dh in fp32."""
     launches["norm_backward"] += 1
     rows, width = rows_of(dx)
-    dh, dg, along = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps)
+    dh, dg, along = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact)
     flags = {"MERGE": False, "KEY": False, "NORM": True}
     args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, dh, dh, along)
     _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)
