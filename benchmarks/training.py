@@ -46,7 +46,7 @@ SAVE_ARMS: dict[str, dict[str, bool]] = {
     "async-save": {"async_save": True},
     "compiled-async-save": {"compile": True, "async_save": True},
 }
-ROUNDS = 5  # of an interval with a save and one without
+ROUNDS = 6  # of an interval with a save and one without; an even number, as their order matters
 GATE = 0.01  # relative difference allowed between first losses: they are sums in bf16
 
 

@@ -1,11 +1,13 @@
 """Training: resuming is bitwise, the numbers in the log are right, and parameters meet the optimizer they should."""
 
 import functools
+import gc
 import json
 import math
 import shutil
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -308,8 +310,27 @@ def test_copies_for_the_background_are_written_in_few_pieces(monkeypatch):
     copies = HostBuffers().take(tensors)
     parts = list(shards.encode(copies))
     assert b"".join(parts) == b"".join(shards.encode(tensors))
-    assert [len(part) for part in parts[2:]] == [24 + 24 + 20, 160, 6]  # count, a and b; large; half
-    assert len(list(shards.encode(tensors))) == 7
+    assert [len(part) for part in parts[1:]] == [24 + 24 + 20, 160, 6]  # count, a and b; large, by itself; half
+    assert len(list(shards.encode(tensors))) == 6
+    assert copies["half"].untyped_storage().data_ptr() == copies["count"].untyped_storage().data_ptr()
+
+
+def test_a_save_keeps_plans_and_no_tensors(tmp_path):
+    run = begin(tiny(tmp_path, async_save=True), tmp_path / "run", resume=False)
+    save(run)  # before the optimizer has any state
+    run.saver.wait()
+    before = weakref.ref(next(iter(run.saver.buffers.buffers.values())))
+    update(run, 1, accumulate(run, 1))
+    run.step = 1
+    save(run)
+    run.saver.wait()
+    gc.collect()
+    assert before() is None
+    assert run.saver.planner.own is not None
+    moment = weakref.ref(next(iter(run.optimizers["adamw"].state.values()))["exp_avg"])
+    run.optimizers["adamw"].state.clear()
+    gc.collect()
+    assert moment() is None
 
 
 class LateBuffers(HostBuffers):

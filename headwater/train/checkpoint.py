@@ -71,10 +71,9 @@ def save(
             _remove(old)
 
     writer = shards.Writer(scratch, "" if ranks.alone else f"-{ranks.rank:05d}", prepare, commit)
-    planner = planner or shards.Planner()
-    planner.bring(tensors, values or {name: local(tensor) for name, tensor in tensors.items()})
+    values = values or {name: local(tensor) for name, tensor in tensors.items()}
     try:
-        shards.write(planner, writer, alone=ranks.alone, group=group)
+        shards.write(tensors, values, writer, planner or shards.Planner(), alone=ranks.alone, group=group)
     except OSError as error:
         if ranks.main:
             shutil.rmtree(scratch, ignore_errors=True)

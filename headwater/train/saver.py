@@ -154,14 +154,18 @@ class HostBuffers:
 
     def _rooms(self, tensors: Tensors, *, pinned: bool) -> dict[str, Tensor]:
         self.buffers = {}  # not beside the new ones
-        left = sum(tensor.nbytes for tensor in tensors.values())
-        rooms, block, used = {}, torch.empty(0, dtype=torch.uint8), 0
+        left = sum(tensor.nbytes for tensor in tensors.values() if tensor.nbytes < self.BLOCK)
+        rooms, shared, used = {}, torch.empty(0, dtype=torch.uint8), 0
         for name, tensor in in_file_order(tensors):
-            if used + tensor.nbytes > len(block):
-                size = max(tensor.nbytes, min(self.BLOCK, left))
-                block, used = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
-            rooms[name] = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            used, left = used + tensor.nbytes, left - tensor.nbytes
+            size = tensor.nbytes
+            if size >= self.BLOCK:
+                room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            else:
+                if used + size > len(shared):
+                    shared, used = torch.empty(min(self.BLOCK, left), dtype=torch.uint8, pin_memory=pinned), 0
+                room = shared[used : used + size]
+                used, left = used + size, left - size
+            rooms[name] = room.view(tensor.dtype).view(tensor.shape)
         return rooms
 
 

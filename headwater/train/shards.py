@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from headwater.errors import UserError
@@ -79,9 +80,13 @@ class Planner(DefaultSavePlanner):
 
     def bring(self, tensors: Tensors, values: Tensors) -> None:
         self.tensors, self.values = tensors, values
-        layout = {name: (value.shape, value.dtype, getattr(value, "placements", ())) for name, value in tensors.items()}
+        layout = {name: _division(tensor) for name, tensor in tensors.items()}
         if layout != self.layout:
             self.layout, self.own, self.of_all = layout, None, None
+
+    def let_go(self) -> None:
+        """Plans outlive a save, tensors do not."""
+        self.tensors, self.values, self.state_dict = {}, {}, {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -103,6 +108,11 @@ class Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.values[index.fqn]
+
+
+def _division(tensor: Tensor) -> tuple[Any, ...]:
+    among = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
+    return tensor.shape, tensor.dtype, *among
 
 
 class Targets(DefaultLoadPlanner):
@@ -276,10 +286,16 @@ def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
     return False
 
 
-def write(planner: Planner, writer: Writer, *, alone: bool, group: Any = None) -> None:
-    """Save what the planner has brought, on all ranks of the group together; an error on one is raised on all."""
-    with unwrapped():
-        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+def write(
+    tensors: Tensors, values: Tensors, writer: Writer, planner: Planner, *, alone: bool, group: Any = None
+) -> None:
+    """Save on all ranks of the group together; an error on one of them is raised on all."""
+    planner.bring(tensors, values)
+    try:
+        with unwrapped():
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    finally:
+        planner.let_go()
 
 
 def read(reader: Reader, targets: Tensors, *, alone: bool) -> None:
@@ -313,21 +329,27 @@ def encode(tensors: Tensors) -> Iterator[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
-    yield from neighbours_joined(tensor.detach().cpu().contiguous() for tensor in ordered.values())
+    yield from neighbours_joined(ordered.values())
 
 
 def neighbours_joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of tensors in a row; of those that follow one another in one piece of memory, as one."""
-    region = torch.empty(0, dtype=torch.uint8)
+    """The bytes of tensors in a row; of those that follow one another in one piece of host memory, as one."""
+    region: Tensor | None = None
     for tensor in tensors:
-        piece = tensor.view(-1).view(torch.uint8)
-        together = region.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
-        if together and piece.storage_offset() == region.storage_offset() + len(region):
-            region = region.as_strided((len(region) + len(piece),), (1,))
-        else:
+        if region is not None:
+            if tensor.is_cpu and tensor.is_contiguous() and follows(tensor, region):
+                region = region.as_strided((len(region) + tensor.nbytes,), (1,))
+                continue
             yield region.numpy().data
-            region = piece
-    yield region.numpy().data
+            region = None  # before another copy is made
+        region = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    if region is not None:
+        yield region.numpy().data
+
+
+def follows(tensor: Tensor, region: Tensor) -> bool:
+    together = tensor.untyped_storage().data_ptr() == region.untyped_storage().data_ptr()
+    return together and tensor.storage_offset() * tensor.itemsize == region.storage_offset() + len(region)
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
