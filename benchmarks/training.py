@@ -1,14 +1,15 @@
 """Tokens per second and peak memory of real training steps on one GPU, and what a checkpoint costs the loop.
 
-    python -m benchmarks.training --out FILE                  # about 350 million parameters, bf16, about 20 minutes
+    python -m benchmarks.training --out FILE                  # about 350 million parameters, bf16, about 25 minutes
     python -m benchmarks.training --preset tiny --out FILE    # the same on a CPU in a minute: numbers mean nothing
 
 The functions measured are the trainer's own (begin, accumulate, update, save), over the trainer's own data path. Arms,
 for the plain residual and Block Attention Residuals: `plain`, one process as `headwater train` runs it; `fsdp`, wrapped
 by FSDP2 in a grid of one process, which shows what the wrapping costs by itself; `compiled`, by torch.compile;
-`recompute`, activation checkpointing; `fsdp-recompute`, both. Then `save`, `async-save` and `compiled-async-save`: a
-checkpoint every `interval` steps, and the share of the loop's time that it takes. Each arm is a process with its own
-time limit; results are stored after each. An arm whose first loss differs from `plain`'s shows no speed.
+`recompute`, activation checkpointing; `fsdp-compiled` and `fsdp-recompute`, both of each. Then `save`, `async-save` and
+`compiled-async-save`: a checkpoint every `interval` steps, and the share of the loop's time that it takes. An arm is a
+process with its own time limit; results are stored after each. An arm whose first loss differs from `plain`'s shows no
+speed.
 """
 
 import argparse
@@ -38,6 +39,7 @@ STEP_ARMS: dict[str, dict[str, bool]] = {  # what TrainSettings changes
     "plain": {},
     "fsdp": {},
     "compiled": {"compile": True},
+    "fsdp-compiled": {"compile": True},
     "recompute": {"checkpoint_activations": True},
     "fsdp-recompute": {"checkpoint_activations": True},
 }
@@ -102,7 +104,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--residuals", nargs="+", default=RESIDUALS)
     parser.add_argument("--only", nargs="+", help="leave out other arms; a name, or residual/name")
     parser.add_argument("--limit", type=float, default=200, help="seconds for each arm")
-    parser.add_argument("--budget", type=float, default=1500, help="seconds for all; arms beyond them are left out")
+    parser.add_argument("--budget", type=float, default=2000, help="seconds for all; arms beyond them are left out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
