@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tinyrun import flags, tiny
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from headwater.cli import main
 from headwater.errors import UserError
@@ -77,6 +81,22 @@ def test_one_planner_serves_many_saves(tmp_path, monkeypatch):
         found = {f"{kind}/{name}": value for kind, values in files.items() for name, value in values.items()}
         assert found.keys() == tensors.keys() == shards.Reader(folder).metadata.state_dict_metadata.keys()
         assert all(torch.equal(found[name], value) for name, value in tensors.items())
+
+
+def test_a_plan_is_made_again_for_another_mesh():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        planner = shards.Planner()
+        for ranks, known in ([0, 1], False), ([0, 1], True), ([1, 0], False):
+            mesh = DeviceMesh("cpu", ranks)
+            rows = DTensor.from_local(torch.zeros(1, 2), mesh, [Shard(0)], run_check=False)
+            planner.bring({"model/weight": rows}, {})
+            assert (planner.own is not None) == known, ranks
+            planner.set_up_planner({})
+            planner.create_local_plan()
+            planner.let_go()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_checkpoint_folder_is_a_model(run_folder):
