@@ -15,8 +15,10 @@ from headwater.residuals import build
 from .measure import device_ms, paired, peak_gib, times
 
 LAYERS, TOKENS, CONTEXT, BLOCKS, HEAD = 24, 16384, 4096, 8, 128
-READS = ("_write_addresses", "_prepare", "_score", "_score_backward", "_softmax", "_mix", "_mix_backward")
-OWN = (*READS, "_merge", "_merge_backward", "_gather")  # our kernels
+OWN = (  # our kernels
+    "_write_addresses", "_prepare", "_score", "_score_backward", "_softmax", "_mix", "_mix_backward", "_merge",
+    "_merge_backward", "_gather",
+)  # fmt: skip
 
 
 class Body(nn.Module):

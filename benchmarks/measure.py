@@ -51,13 +51,13 @@ def paired(base: Callable[[], Any], other: Callable[[], Any], repeats: int = 15,
 
 
 def device_ms(function: Callable[[], Any], own: Collection[str]) -> dict[str, float]:
-    """What the GPU itself works in one call, whatever the host does; and of it, in kernels of these names. Without what
-    the host does, which the profiler lists too."""
+    """What the GPU itself works in one call, whatever the host does; and of it, in kernels of these names."""
     function()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
         torch.cuda.synchronize()
+    # The profiler lists the host's calls too.
     events = [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
     return {"all": sum(ms for _, ms in kernels), "own": sum(ms for name, ms in kernels if name in own)}

@@ -188,7 +188,8 @@ def _mix(
     dtype = sources[0].dtype
     if norm_weight is None or dtype != torch.float16:
         return _apply(_Mix, z, norm_weight, norm_eps, rebuild and norm_weight is not None, False, *sources)
-    first, *rest = _apply(_Mix, z, None, norm_eps, False, z.shape[-1] == 1, *sources)  # see `_Merge`
+    # fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it unrounded.
+    first, *rest = _apply(_Mix, z, None, norm_eps, False, z.shape[-1] == 1, *sources)
     return (rms_norm(first.float(), norm_weight, norm_eps).to(dtype), *rest)
 
 

@@ -46,8 +46,8 @@ class Saver:
     ) -> Path:
         self.wait()
         tensors = contents(self.model, self.optimizers)
-        options: dict[str, Any] = {"config": self.config, "keep": keep, "ranks": self.ranks, "before": before}
-        options |= {"planner": self.planner}
+        options: dict[str, Any] = {"config": self.config, "keep": keep, "ranks": self.ranks, "planner": self.planner}
+        options["before"] = before
         if not background:
             return checkpoint.save(self.root, step, tensors, state, **options)
         options |= {"values": self.buffers.take(tensors), "group": self._connect()}
