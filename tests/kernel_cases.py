@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from headwater.ops import attend_blocks, depth_attention, merge_partial
+from headwater.ops import attend_blocks, depth_attention, merge_partial, two_phase
 
 
 def draw(count, dim, tokens, dtype, device, seed=0, scale=1.0):
@@ -35,6 +35,18 @@ def two_phases(sources, queries, keys, norm, backend):
         for q, o, m, k, w in zip(queries, out, lse, keys, (norm, None))
     )
     return (*merged, out, lse)
+
+
+def growing(sources, queries, keys, norm, backend):
+    """An output joins its block's sum, which a later read sees as well: the sum's gradient comes from both."""
+    y, partial, out = sources
+    lse = torch.zeros(out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
+    given = (y, partial, out, lse, queries[0], keys[0], norm)
+    if backend == "reference":
+        return two_phase.merge(*given)
+    from headwater.ops import fused
+
+    return fused.merge(*given, keep=True)
 
 
 def run(function, inputs, backend, dtype, seeds=None):

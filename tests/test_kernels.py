@@ -2,16 +2,18 @@
 
 import pytest
 import torch
-from kernel_cases import draw, poisoned, read, run, two_phases, worst
+from kernel_cases import draw, growing, poisoned, read, run, two_phases, worst
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from triton.runtime.errors import OutOfResources
+
 from benchmarks.attnres import error, worst_of
 from headwater.models import Decoder, ModelConfig
 from headwater.ops import attend_blocks, decode_read, depth_attention, fused, two_phase
-from headwater.ops.kernels.common import launches
+from headwater.ops.kernels.common import launch_that_fits, launches
 from headwater.residuals import build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the grid of test_kernels_gpu instead")
@@ -34,6 +36,11 @@ def test_error_is_at_most_twice_plain_pytorchs(function, count, dim, tokens, dty
 
 def test_a_merge_without_a_norm_does_not_rebuild_its_input_from_a_rounded_output():
     assert worst(two_phases, 2, 100, 1, torch.float16, "cpu", seed=11) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_sum_of_a_block_passes_its_own_gradient_on(dtype):
+    assert worst(growing, 3, 100, 3, dtype, "cpu") <= 1
 
 
 @pytest.mark.parametrize("seed_of", ["permuted", "expanded"])
@@ -324,3 +331,32 @@ def test_operators_are_well_registered():
     ]
     for operator, arguments in checks:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+class Hungry:
+    """Stands in for a compiled kernel whose shared memory grows with the rows under way."""
+
+    def __init__(self, arg_names, limit):
+        self.arg_names, self.limit, self.tried = arg_names, limit, []
+        self.__name__ = "_hungry"
+
+    def __getitem__(self, grid):
+        return self.run
+
+    def run(self, *arguments, num_warps, **constants):
+        self.tried.append(constants["STAGES" if "STAGES" in self.arg_names else "num_stages"])
+        if self.tried[-1] > self.limit:
+            raise OutOfResources(100 * self.tried[-1], 100 * self.limit, "shared memory")
+        return "compiled"
+
+
+@pytest.mark.parametrize("names", [["x", "STAGES"], ["x"]])
+def test_wide_rows_run_with_fewer_stages_or_are_refused_by_shape(names):
+    x = torch.zeros(3, 7168)
+    kernel = Hungry(names, limit=2)
+    compiled, constants = launch_that_fits(kernel, (1,), (x,), (), {"BD": 8}, 4, 3)
+    assert (compiled, kernel.tried) == ("compiled", [3, 2])
+    assert constants == {"BD": 8, "STAGES" if len(names) > 1 else "num_stages": 2}
+    refusal = r"_hungry: \(3, 7168\) in torch.float32 takes 100 of shared memory, this GPU has 0"
+    with pytest.raises(RuntimeError, match=refusal):
+        launch_that_fits(Hungry(names, limit=0), (1,), (x,), (), {}, 4, 3)

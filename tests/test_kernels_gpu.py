@@ -10,13 +10,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from kernel_cases import draw, read, run, two_phases, worst
+from kernel_cases import draw, growing, read, run, two_phases, worst
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.attnres import error, worst_of
 from headwater.models import Decoder, ModelConfig
+from headwater.ops.routing import MAX_WIDTH
 
 if torch.cuda.is_available():  # else the interpreter's variable may come after triton
     from headwater.ops.kernels.common import launches
@@ -53,6 +54,13 @@ def test_many_tokens(function, dim, dtype):
 def test_the_schedule_of_training_is_as_exact(spec, dim, dtype):
     """Gradients added in place, norms undone, sums too wide for one program: what the operators alone do not meet."""
     assert worst_of(spec, dim, 33, dtype) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [7168, 12288, MAX_WIDTH])
+def test_rows_as_wide_as_allowed(dim, dtype):
+    for function, count in ((growing, 3), (two_phases, 9), (read, 9)):
+        assert worst(function, count, dim, 15, dtype, "cuda") <= 1, function
 
 
 def test_repeats_are_bit_equal():

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 
 launches: Counter[str] = Counter()  # how often each operator ran its kernels; the routing tests read it
@@ -62,7 +63,7 @@ def launch(
     what bounds an eager forward pass, so this counts microseconds.
     """
     if INTERPRETED:
-        kernel[grid](*tensors, *numbers, **constants)
+        launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
         return
     index = tensors[0].get_device()
     if index != torch._C._cuda_getDevice():
@@ -76,7 +77,7 @@ def launch(
         key += tuple(address & 15 == 0 for address in addresses)
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=num_warps, num_stages=num_stages)
+        compiled, constants = launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
         rest = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
         _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, (*numbers, *rest))
         return
@@ -84,6 +85,25 @@ def launch(
     x, y = grid if len(grid) == 2 else (grid[0], 1)
     stream = torch._C._cuda_getCurrentRawStream(index)
     run(x, y, 1, stream, function, metadata, None, None, None, *addresses, *rest)
+
+
+def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int) -> tuple[Any, dict]:
+    """Compile and run with `num_stages` rows or tiles under way, or as many fewer as the GPU's shared memory holds.
+
+    A kernel that pipelines a loop of its own takes the number as the constant STAGES.
+    """
+    name = "STAGES" if "STAGES" in kernel.arg_names else "num_stages"
+    for stages in range(num_stages, 0, -1):
+        fixed = constants | {name: stages}
+        try:
+            return kernel[grid](*tensors, *numbers, **fixed, num_warps=num_warps), fixed
+        except OutOfResources as error:
+            short = error
+    first = tensors[0]
+    raise RuntimeError(
+        f"{kernel.__name__}: {tuple(first.shape)} in {first.dtype} takes {short.required} of {short.name}, "
+        f"this GPU has {short.limit}; choose backend='reference'"
+    ) from short
 
 
 def address_table(tensors: Sequence[Tensor]) -> Tensor:

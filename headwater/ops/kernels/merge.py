@@ -175,10 +175,11 @@ def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
     wide = power_of_2(width)
     programs = min(rows, max(1, PER_PROCESSOR * 2048 // wide) * processors(dx.device))
     parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
-    fixed = {"BD": wide, "TOGETHER": not INTERPRETED, "STAGES": STAGES}
+    fixed = {"BD": wide, "TOGETHER": not INTERPRETED}
     warps = max(1, min(16, wide // PER_WARP))
     numbers = (rows, width, norm_eps)
-    launch(_merge_backward, (programs,), (*args, parts), numbers, constants | flags | fixed, num_warps=warps)
+    constants = constants | flags | fixed
+    launch(_merge_backward, (programs,), (*args, parts), numbers, constants, num_warps=warps, num_stages=STAGES)
     sizes = {"BD": 16, "BP": 64}
     launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), flags | sizes, num_warps=4)
 
