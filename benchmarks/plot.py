@@ -1,4 +1,4 @@
-"""The stack's times as SVG: `python -m benchmarks.plot benchmarks/results/h200-attnres.json docs/performance.svg`."""
+"""The stack's times as SVG: `python -m benchmarks.plot RESULT.json... OUT.svg`; the first file with an arm counts."""
 
 import json
 import sys
@@ -8,15 +8,14 @@ from typing import Any
 ROW, LEFT, WIDTH = 34, 220, 720
 
 
-def bars(result: dict[str, Any]) -> list[tuple[str, float, float]]:
+def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """(label, forward ms, forward + backward ms) per arm: medians with the host in the loop, and graph replays."""
-    rows = []
-    for arm in result["stack"]["arms"]:
-        if "both" in arm:
-            rows.append((arm["arm"], arm["forward"]["ms"], arm["both"]["ms"]))
+    rows: dict[str, tuple[float, float]] = {}
+    for arm in (arm for result in results for arm in result["stack"]["arms"] if "both" in arm):
+        rows.setdefault(arm["arm"], (arm["forward"]["ms"], arm["both"]["ms"]))
         if "both_graph" in arm:
-            rows.append((f"{arm['arm']}, CUDA graph", 0.0, arm["both_graph"]["ms"]))
-    return rows
+            rows.setdefault(f"{arm['arm']}, CUDA graph", (arm["forward_graph"]["ms"], arm["both_graph"]["ms"]))
+    return [(label, *times) for label, times in rows.items()]
 
 
 def svg(rows: list[tuple[str, float, float]]) -> str:
@@ -42,8 +41,8 @@ def svg(rows: list[tuple[str, float, float]]) -> str:
 
 
 def main() -> None:
-    source, target = sys.argv[1:]
-    Path(target).write_text(svg(bars(json.loads(Path(source).read_text()))))
+    *sources, target = sys.argv[1:]
+    Path(target).write_text(svg(bars([json.loads(Path(source).read_text()) for source in sources])))
 
 
 if __name__ == "__main__":
