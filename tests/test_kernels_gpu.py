@@ -15,7 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.arms import Stack
 from benchmarks.attnres import error, worst_of
+from benchmarks.measure import peak_gib
 from headwater.models import Decoder, ModelConfig
 from headwater.ops.routing import MAX_WIDTH
 
@@ -95,6 +97,18 @@ def test_a_decoder_compiles_without_a_break(step):
     expected = [t.clone() for t in run()]
     for mine, other in zip(run(torch.compile(model, fullgraph=True)), expected, strict=True):
         assert (mine - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
+
+
+def test_a_compiled_step_adds_gradients_in_place_too():
+    """Its copies of them, of which there are as many as sources, must not be there at all."""
+    x = torch.randn(4096, 512, device="cuda").bfloat16()
+    stack = Stack("attnres-block:block=2", 512, 24).to("cuda", torch.bfloat16)
+    forwards = [stack, torch.compile(stack)]
+    peaks = []
+    for forward in [*forwards, *forwards]:  # compiled first, measured then
+        stack.zero_grad(set_to_none=True)
+        peaks.append(peak_gib(lambda forward=forward: forward(x).sum().backward()))
+    assert peaks[-1] <= peaks[-2] + 3 * x.nbytes / 2**30
 
 
 def test_a_step_can_be_captured(step):

@@ -7,7 +7,8 @@ buffer that the later read's backward made, and adds its own share to that buffe
 Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark, and a gradient without
 the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied. Assumed: no tensor
 hook and no `autograd.grad` on a threaded source keeps a gradient and reads it after the backward has gone on.
-Under torch.compile the functional operators are used, and the compiler plans the memory.
+Under torch.compile there are no marks: every gradient is copied, and the compiler drops the copies of values that
+nothing else uses, which are nearly all.
 """
 
 from collections.abc import Sequence
@@ -29,12 +30,16 @@ _MARK = "_headwater_buffer"
 
 
 def _own(gradient: Tensor) -> Tensor:
-    setattr(gradient, _MARK, True)
+    if not torch.compiler.is_compiling():
+        setattr(gradient, _MARK, True)
     return gradient
 
 
-def _owned(gradient: Tensor) -> bool:
-    return getattr(gradient, _MARK, False) and gradient.is_contiguous()
+def _to_add_to(gradient: Tensor) -> Tensor:
+    """The gradient itself if it is a buffer of ours, otherwise a copy."""
+    if not torch.compiler.is_compiling() and getattr(gradient, _MARK, False) and gradient.is_contiguous():
+        return gradient
+    return gradient.clone(memory_format=torch.contiguous_format)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -77,16 +82,12 @@ class _Score(torch.autograd.Function):
             return gradient, None, None
         source, folded, z, rstd = ctx.saved_tensors
         dz = dz.contiguous()
-        if torch.compiler.is_compiling():
-            gradient = None if gradient is None else gradient.contiguous()
-            gradient, df = score_backward(source, folded, z, rstd, dz, gradient)
-        elif gradient is not None and _owned(gradient):
-            df = score_backward_(source, folded, z, rstd, dz, gradient)
+        if gradient is None:
+            gradient, df = score_backward(source, folded, z, rstd, dz, None)
         else:
-            gradient = None if gradient is None else gradient.contiguous()
-            gradient, df = score_backward(source, folded, z, rstd, dz, gradient)
-            _own(gradient)
-        return gradient, df, None
+            gradient = _to_add_to(gradient)
+            df = score_backward_(source, folded, z, rstd, dz, gradient)
+        return _own(gradient), df, None
 
 
 def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -142,20 +143,11 @@ def _gather_into(
     source that was not kept."""
     if all(g is None for g in later):
         dz, *made = mix_backward(sources, p, douts, dlse, [], False, whole)
-    elif torch.compiler.is_compiling():
-        given = [torch.zeros_like(v) if g is None else g.contiguous() for g, v in zip(later, sources)]
-        dz, *made = mix_backward(sources, p, douts, dlse, given, False, whole)
-        return dz, made
     else:
-        given = [
-            torch.zeros_like(v) if g is None else g if _owned(g) else g.clone(memory_format=torch.contiguous_format)
-            for g, v in zip(later, sources)
-        ]
-        dz, *first = mix_backward_(sources, p, douts, dlse, given, whole)
-        made = [*first, *given]
-    if not torch.compiler.is_compiling():
-        made = [_own(g) for g in made]
-    return dz, made
+        given = [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
+        dz, first = mix_backward_(sources, p, douts, dlse, given, whole)
+        made = [*([] if whole is None else [first]), *given]
+    return dz, [_own(g) for g in made]
 
 
 def mix(

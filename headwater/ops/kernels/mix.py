@@ -267,15 +267,15 @@ def _mix_outputs(sources, z, norm_weight, exact):
     return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=first.device)
 
 
-def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing, whole) -> list[Tensor]:
+def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing, whole) -> tuple[Tensor, Tensor]:
     """Writes `outgoing` = `incoming` (may be the same tensors, or empty: none) + dv, and returns dz (..., N, S), and
-    with `whole` the gradient of the source that was not kept."""
+    the gradient of the source that was not kept (without `whole`: empty)."""
     assert whole is None or (dlse is None and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
     launches["mix_backward"] += 1
     rows, width = rows_of(sources[0])
     queries = p.shape[-1]
-    dz = torch.empty_like(p)
-    made = [] if whole is None else [torch.empty_like(outgoing[0])]
+    dz, first = _fake_mix_backward_(sources, p, douts, dlse, outgoing, whole)
+    made = [] if whole is None else [first]
     for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
         given = incoming if s == 0 else outgoing
         table = address_table([*sources, *(given or outgoing), *outgoing, *douts, *made])
@@ -289,7 +289,7 @@ def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing, whole) -> l
         args += (sources[0], outgoing[0], douts[0])
         numbers = (rows, len(sources), queries, width, s)
         launch(_mix_backward, (rows,), args, numbers, constants, num_warps=BACKWARD_WARPS)
-    return [dz, *made]
+    return dz, first
 
 
 def _fake_mix_backward(sources, p, douts, dlse, gradients, exact, whole):
@@ -314,11 +314,12 @@ def mix_backward(
     `sources`, and its gradient comes first all the same.
     """
     outgoing = _fake_mix_backward(sources, p, douts, dlse, gradients, exact, None)[1:]
-    return [*launch_mix_backward(sources, p, douts, dlse, gradients, outgoing, whole), *outgoing]
+    dz, first = launch_mix_backward(sources, p, douts, dlse, gradients, outgoing, whole)
+    return [dz, *([] if whole is None else [first]), *outgoing]
 
 
 def _fake_mix_backward_(sources, p, douts, dlse, gradients, whole):
-    return [torch.empty_like(p), *([] if whole is None else [torch.empty_like(gradients[0])])]
+    return torch.empty_like(p), p.new_empty(0) if whole is None else torch.empty_like(gradients[0])
 
 
 @operator(_fake_mix_backward_, mutates=("gradients",))
@@ -329,6 +330,6 @@ def mix_backward_(
     dlse: Tensor | None,
     gradients: Sequence[Tensor],
     whole: Tensor | None,
-) -> list[Tensor]:
-    """As `mix_backward`, adding into `gradients` in place; returns dz, and with `whole` the first gradient."""
+) -> tuple[Tensor, Tensor]:
+    """As `mix_backward`, adding into `gradients` in place; returns dz, and the first gradient (else: empty)."""
     return launch_mix_backward(sources, p, douts, dlse, gradients, gradients, whole)
