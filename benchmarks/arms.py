@@ -5,6 +5,7 @@ weights. Peers read all sources at every sublayer, as their interfaces ask.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from headwater.ops import depth_attention
 from headwater.residuals import build
 
 EPS = 1e-6
+Reader = Callable[..., Tensor]
 
 
 class Stack(nn.Module):
@@ -34,9 +36,9 @@ class Stack(nn.Module):
 
 
 class ReadEverySublayer(Stack):
-    """The same network where each sublayer reads all its sources through `read(sources, query, key_weight, norm)`."""
+    """The same network where each sublayer reads all its sources through a reader."""
 
-    def __init__(self, spec: str, dim: int, sublayers: int, read: Callable[..., Tensor]) -> None:
+    def __init__(self, spec: str, dim: int, sublayers: int, read: Reader) -> None:
         super().__init__(spec, dim, sublayers)
         self.read_sources = read
 
@@ -44,7 +46,7 @@ class ReadEverySublayer(Stack):
         if len(sources) == 1:
             return self.norms[i](sources[0])
         parameters = self.residual.reads[str(i)]
-        return self.read_sources(sources, parameters.query, parameters.key_weight, self.norms[i].weight)
+        return self.read_sources(sources, parameters.query, parameters.key_weight, norm_weight=self.norms[i].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         block = self.residual.block
@@ -84,10 +86,21 @@ class FlashAttnRes(Stack):
         raise AssertionError("the final norm ends the loop")
 
 
-def fla_read(level: int) -> Callable[..., Tensor]:
+# Readers: (sources, query, key_weight, norm_weight or None) to the read, normed if a weight is given.
+
+
+def normed(mixed: Tensor, norm_weight: Tensor | None) -> Tensor:
+    return mixed if norm_weight is None else F.rms_norm(mixed, mixed.shape[-1:], norm_weight, EPS)
+
+
+def headwater_read(backend: str) -> Reader:
+    return partial(depth_attention, eps=EPS, backend=backend)
+
+
+def fla_read(level: int) -> Reader:
     from fla.ops.attnres import fused_attnres
 
-    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor) -> Tensor:
+    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
         shaped = [source.unsqueeze(0) for source in sources]  # (B, T, D)
         read = fused_attnres(query, shaped, key_weight, norm_weight, rms_eps=EPS, checkpoint_level=level)
         return (read[0] if isinstance(read, tuple) else read).squeeze(0)
@@ -95,49 +108,64 @@ def fla_read(level: int) -> Callable[..., Tensor]:
     return read
 
 
-def liger_read() -> Callable[..., Tensor]:
+def liger_read() -> Reader:
     from liger_kernel.transformers.functional import liger_attn_res
 
-    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor) -> Tensor:
+    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
         stack = torch.stack(sources).unsqueeze(1)  # (N, B, T, D)
-        mixed = liger_attn_res(stack, query, key_weight, EPS).squeeze(0)
-        return F.rms_norm(mixed, mixed.shape[-1:], norm_weight, EPS)
+        return normed(liger_attn_res(stack, query, key_weight, EPS).squeeze(0), norm_weight)
 
     return read
 
 
-def fast_attnres_read() -> Callable[..., Tensor]:
+def fast_attnres_read() -> Reader:
     from attnres import attnres
 
-    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor) -> Tensor:
-        mixed = attnres([source.unsqueeze(0) for source in sources], query * key_weight, eps=EPS).squeeze(0)
-        return F.rms_norm(mixed, mixed.shape[-1:], norm_weight, EPS)
+    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
+        mixed = attnres([source.unsqueeze(0) for source in sources], query * key_weight, eps=EPS)
+        return normed(mixed.squeeze(0), norm_weight)
 
     return read
 
 
-def reference_read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor) -> Tensor:
-    return depth_attention(sources, query, key_weight, norm_weight=norm_weight, eps=EPS, backend="reference")
+def flash_attn_res_read() -> Reader:
+    from flash_attn_res import phase_1_batched_attention_triton_op as phase_1
+
+    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
+        stack = torch.stack(sources).unsqueeze(1)  # (N, B, T, D)
+        return normed(phase_1(stack, (query * key_weight).unsqueeze(0), EPS)[0][0].squeeze(0), norm_weight)
+
+    return read
+
+
+READERS: dict[str, Callable[[], Reader]] = {
+    "headwater": lambda: headwater_read("triton"),
+    "pytorch": lambda: headwater_read("reference"),
+    "fla-0": lambda: fla_read(0),
+    "fla-1": lambda: fla_read(1),
+    "fla-gluon": lambda: fla_read(1),  # the process that runs it has FLA_ATTNRES_GLUON set
+    "liger": liger_read,
+    "fast-attnres": fast_attnres_read,
+    "flash-attn-res": flash_attn_res_read,
+}
+
+
+def reader(name: str) -> Reader:
+    """One read by its name; '-compiled' goes through torch.compile."""
+    read = READERS[name.removesuffix("-compiled")]()
+    return torch.compile(read, dynamic=False) if name.endswith("-compiled") else read
 
 
 def arm(name: str, spec: str, dim: int, sublayers: int) -> nn.Module:
     """A module in bf16 on the GPU; names ending in '-compiled' go through torch.compile."""
     base, compiled = name.removesuffix("-compiled"), name.endswith("-compiled")
-    peers = {
-        "fla-0": lambda: fla_read(0),
-        "fla-1": lambda: fla_read(1),
-        "fla-gluon": lambda: fla_read(1),  # the process that runs it has FLA_ATTNRES_GLUON set
-        "liger": liger_read,
-        "fast-attnres": fast_attnres_read,
-        "pytorch": lambda: reference_read,
-    }
     module: nn.Module
     if base in ("plain", "headwater"):
         module = Stack("standard" if base == "plain" else spec, dim, sublayers)
     elif base == "flash-attn-res":
         module = FlashAttnRes(spec, dim, sublayers)
     else:
-        module = ReadEverySublayer(spec, dim, sublayers, peers[base]())
+        module = ReadEverySublayer(spec, dim, sublayers, READERS[base]())
     fill(module)
     module = module.to("cuda", torch.bfloat16)
     return torch.compile(module) if compiled else module

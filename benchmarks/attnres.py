@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headwater.ops import depth_attention
-
-from .arms import EPS, ReadEverySublayer, Stack, arm, fill, reference_read
+from .arms import READERS, ReadEverySublayer, Stack, arm, fill, reader
 from .decoder import decoder
 from .measure import captured, cold_start, copy_bandwidth, paired, peak_gib, provenance, times
 
@@ -29,7 +29,7 @@ CASES = {"stack": STACK, "full": {**STACK, "spec": "attnres-full"}}
 OURS = ["headwater", "headwater-compiled"]
 PEERS = ["fla-0", "fla-1", "fla-gluon", "liger", "fast-attnres", "flash-attn-res", "pytorch-compiled"]
 ARMS = {
-    "read": ["headwater", "fla-1"],
+    "read": ["headwater", *PEERS],
     "stack": ["plain-compiled", *OURS, *PEERS],
     "full": ["plain-compiled", "headwater", "fla-0", "fla-1"],
 }
@@ -46,7 +46,7 @@ def worst_of(spec: str, dim: int, tokens: int, dtype: torch.dtype, device: str =
     draw = torch.Generator(device).manual_seed(1)
     x, seed = (torch.randn(tokens, dim, device=device, generator=draw).to(dtype) for _ in range(2))
     for name, wide in (("truth", torch.float64), ("pytorch", dtype), ("headwater", dtype)):
-        kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, reference_read)
+        kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, READERS["pytorch"]())
         fill(kind)
         stack = kind.to(device).to(dtype).to(wide)
         leaf = x.to(wide, copy=True).requires_grad_()  # one each, or their gradients add up
@@ -70,30 +70,26 @@ def gate() -> list[dict[str, Any]]:
 
 
 def read(name: str) -> dict[str, Any]:
-    """One read of N sources, no norm. Forward: bytes moved over the copy bandwidth; then forward + backward."""
-    bandwidth, rows = copy_bandwidth(), []
+    """One read of N sources, no norm. By CUDA graph: bytes moved over the copy bandwidth; then as it is called."""
+    bandwidth, rows, mix = copy_bandwidth(), [], reader(name)
     for count, tokens, dim in READS:
         leaves = [torch.randn(tokens, dim, device="cuda").bfloat16().requires_grad_() for _ in range(count)]
         query, key_weight = torch.randn(dim, device="cuda").bfloat16() * 0.02, torch.ones(dim, device="cuda").bfloat16()
-        seed = torch.randn_like(leaves[0])
-
-        def forward(leaves: Any = leaves, query: Any = query, key_weight: Any = key_weight) -> torch.Tensor:
-            if name == "headwater":
-                return depth_attention(leaves, query, key_weight, backend="triton")
-            from fla.ops.attnres import fused_attnres
-
-            return fused_attnres(query, [v.unsqueeze(0) for v in leaves], key_weight, rms_eps=EPS).squeeze(0)
-
-        def both(forward: Any = forward, leaves: Any = leaves, seed: Any = seed) -> None:
-            torch.autograd.grad(forward(), leaves, seed)
-
+        forward = partial(mix, leaves, query, key_weight, norm_weight=None)
+        both = partial(gradients, forward, leaves, torch.randn_like(leaves[0]))
         row: dict[str, Any] = {"sources": count, "tokens": tokens, "dim": dim}
         with torch.no_grad():
             row["forward"] = times(captured(forward))
+            row["forward_eager"] = times(forward)
         row["both"] = times(both)
+        row["backward_ms"] = row["both"]["ms"] - row["forward_eager"]["ms"]
         row["of_copy_bandwidth"] = (count + 1) * tokens * dim * 2 / bandwidth / 1e9 / row["forward"]["ms"]
         rows.append(row)
     return {"arm": name, "copy_tb_s": bandwidth, "rows": rows}
+
+
+def gradients(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor) -> Any:
+    return torch.autograd.grad(forward(), leaves, seed)
 
 
 def run_arm(name: str, case: dict[str, Any], *, warm: bool) -> dict[str, Any]:
