@@ -93,8 +93,14 @@ def normed(mixed: Tensor, norm_weight: Tensor | None) -> Tensor:
     return mixed if norm_weight is None else F.rms_norm(mixed, mixed.shape[-1:], norm_weight, EPS)
 
 
-def headwater_read(backend: str) -> Reader:
-    return partial(depth_attention, eps=EPS, backend=backend)
+reference_read: Reader = partial(depth_attention, eps=EPS, backend="reference")
+
+
+def formula_read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
+    """The paper's formula as one would type it in, in the dtype of the sources; for the compiler to fuse."""
+    stack = torch.stack(sources)  # (N, T, D)
+    logits = F.rms_norm(stack, stack.shape[-1:], key_weight, EPS) @ query
+    return normed(torch.einsum("nt,ntd->td", logits.softmax(0), stack), norm_weight)
 
 
 def fla_read(level: int) -> Reader:
@@ -139,8 +145,8 @@ def flash_attn_res_read() -> Reader:
 
 
 READERS: dict[str, Callable[[], Reader]] = {
-    "headwater": lambda: headwater_read("triton"),
-    "pytorch": lambda: headwater_read("reference"),
+    "headwater": lambda: partial(depth_attention, eps=EPS, backend="triton"),
+    "pytorch": lambda: formula_read,
     "fla-0": lambda: fla_read(0),
     "fla-1": lambda: fla_read(1),
     "fla-gluon": lambda: fla_read(1),  # the process that runs it has FLA_ATTNRES_GLUON set

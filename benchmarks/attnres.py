@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .arms import READERS, ReadEverySublayer, Stack, arm, fill, reader
+from .arms import ReadEverySublayer, Stack, arm, fill, reader, reference_read
 from .decoder import decoder
 from .measure import captured, cold_start, copy_bandwidth, paired, peak_gib, provenance, times
 
@@ -46,7 +46,7 @@ def worst_of(spec: str, dim: int, tokens: int, dtype: torch.dtype, device: str =
     draw = torch.Generator(device).manual_seed(1)
     x, seed = (torch.randn(tokens, dim, device=device, generator=draw).to(dtype) for _ in range(2))
     for name, wide in (("truth", torch.float64), ("pytorch", dtype), ("headwater", dtype)):
-        kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, READERS["pytorch"]())
+        kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, reference_read)
         fill(kind)
         stack = kind.to(device).to(dtype).to(wide)
         leaf = x.to(wide, copy=True).requires_grad_()  # one each, or their gradients add up

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from triton.runtime import interpreter
 
-from benchmarks.arms import READERS, ReadEverySublayer, Stack, fill
+from benchmarks.arms import ReadEverySublayer, Stack, fill, reference_read
 from benchmarks.attnres import error
 
 TOKENS = 33
@@ -69,7 +69,7 @@ def case(spec: str, dim: int, dtype: torch.dtype) -> list[tuple[float, float, fl
     results, names = {}, []
     x, seed = (cuda_randn(TOKENS * dim, 1, call).view(TOKENS, dim).to(dtype) for call in range(2))
     for name, wide in (("truth", torch.float64), ("pytorch", dtype), ("headwater", dtype)):
-        kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, READERS["pytorch"]())
+        kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, reference_read)
         fill(kind)
         stack = kind.to(dtype).to(wide)
         leaf = x.to(wide, copy=True).requires_grad_()
