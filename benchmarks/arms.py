@@ -97,10 +97,10 @@ reference_read: Reader = partial(depth_attention, eps=EPS, backend="reference")
 
 
 def formula_read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
-    """The paper's formula as one would type it in, in the dtype of the sources; for the compiler to fuse."""
+    """The paper's formula as one would type it in; with sums, not matrix products, so that the compiler fuses it."""
     stack = torch.stack(sources)  # (N, T, D)
-    logits = F.rms_norm(stack, stack.shape[-1:], key_weight, EPS) @ query
-    return normed(torch.einsum("nt,ntd->td", logits.softmax(0), stack), norm_weight)
+    logits = (F.rms_norm(stack, stack.shape[-1:], key_weight, EPS) * query).sum(-1, keepdim=True, dtype=torch.float32)
+    return normed((logits.softmax(0).to(stack.dtype) * stack).sum(0), norm_weight)
 
 
 def fla_read(level: int) -> Reader:

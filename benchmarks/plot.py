@@ -11,9 +11,9 @@ ROW, LEFT, WIDTH = 34, 220, 720
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """(label, forward ms, forward + backward ms) per arm: medians with the host in the loop, and graph replays."""
     rows: dict[str, tuple[float, float]] = {}
-    for arm in (arm for result in results for arm in result["stack"]["arms"] if "both" in arm):
+    for arm in (arm for result in results for arm in result.get("stack", {}).get("arms", []) if "both" in arm):
         rows.setdefault(arm["arm"], (arm["forward"]["ms"], arm["both"]["ms"]))
-        if "both_graph" in arm:
+        if "forward_graph" in arm:
             rows.setdefault(f"{arm['arm']}, CUDA graph", (arm["forward_graph"]["ms"], arm["both_graph"]["ms"]))
     return [(label, *times) for label, times in rows.items()]
 

@@ -7,8 +7,8 @@ buffer that the later read's backward made, and adds its own share to that buffe
 Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark, and a gradient without
 the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied. Assumed: no tensor
 hook and no `autograd.grad` on a threaded source keeps a gradient and reads it after the backward has gone on.
-Under torch.compile there are no marks: every gradient is copied, and the compiler drops the copies of values that
-nothing else uses, which are nearly all.
+Under torch.compile there are no marks: every gradient is copied, and inductor drops the copies of values that nothing
+else uses, which are nearly all. (The backend "aot_eager" makes them.)
 """
 
 from collections.abc import Sequence
@@ -35,11 +35,12 @@ def _own(gradient: Tensor) -> Tensor:
     return gradient
 
 
+def _owned(gradient: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and getattr(gradient, _MARK, False) and gradient.is_contiguous()
+
+
 def _to_add_to(gradient: Tensor) -> Tensor:
-    """The gradient itself if it is a buffer of ours, otherwise a copy."""
-    if not torch.compiler.is_compiling() and getattr(gradient, _MARK, False) and gradient.is_contiguous():
-        return gradient
-    return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient if _owned(gradient) else gradient.clone(memory_format=torch.contiguous_format)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -82,11 +83,12 @@ class _Score(torch.autograd.Function):
             return gradient, None, None
         source, folded, z, rstd = ctx.saved_tensors
         dz = dz.contiguous()
-        if gradient is None:
-            gradient, df = score_backward(source, folded, z, rstd, dz, None)
-        else:
+        if gradient is not None and (_owned(gradient) or torch.compiler.is_compiling()):
             gradient = _to_add_to(gradient)
             df = score_backward_(source, folded, z, rstd, dz, gradient)
+        else:
+            gradient = None if gradient is None else gradient.contiguous()
+            gradient, df = score_backward(source, folded, z, rstd, dz, gradient)
         return _own(gradient), df, None
 
 
@@ -142,7 +144,7 @@ def _gather_into(
     """dz, and for each source its gradient from later reads plus this one's share; with `whole`, first that of the
     source that was not kept."""
     if all(g is None for g in later):
-        dz, *made = mix_backward(sources, p, douts, dlse, [], False, whole)
+        dz, *made = mix_backward(sources, p, douts, dlse, False, whole)
     else:
         given = [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
         dz, first = mix_backward_(sources, p, douts, dlse, given, whole)
@@ -276,7 +278,7 @@ class _Attend(torch.autograd.Function):
         if ctx.normed and dx is not None:
             douts[0], dg = _norm_backward(dx, rstd, norm_weight, ctx.eps, sources, scores)
         dlse = None if dlse is None else dlse.contiguous()
-        dz, *dsources = mix_backward(sources, p, douts, dlse, [], True, None)
+        dz, *dsources = mix_backward(sources, p, douts, dlse, True, None)
         dz = dz if dz_given is None else dz + dz_given
         df = torch.zeros_like(folded)
         results = []

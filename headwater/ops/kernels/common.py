@@ -94,16 +94,16 @@ def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps: int, 
     """
     name = "STAGES" if "STAGES" in kernel.arg_names else "num_stages"
     for stages in range(num_stages, 0, -1):
-        fixed = constants | {name: stages}
+        fixed = {"num_stages": 1} | constants | {name: stages}
         try:
             return kernel[grid](*tensors, *numbers, **fixed, num_warps=num_warps), fixed
         except OutOfResources as error:
-            short = error
-    first = tensors[0]
+            shortage = error.with_traceback(None)  # which would keep the tensors alive
+    largest = max(tensors, key=Tensor.numel)
     raise RuntimeError(
-        f"{kernel.__name__}: {tuple(first.shape)} in {first.dtype} takes {short.required} of {short.name}, "
-        f"this GPU has {short.limit}; choose backend='reference'"
-    ) from short
+        f"{kernel.__name__}: {tuple(largest.shape)} in {largest.dtype} takes {shortage.required} of {shortage.name}, "
+        f"this GPU has {shortage.limit}; choose backend='reference'"
+    ) from shortage
 
 
 def address_table(tensors: Sequence[Tensor]) -> Tensor:

@@ -123,7 +123,7 @@ def _mix_backward(
     S: tl.constexpr, SP: tl.constexpr, LEVELS: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
     BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr, REBUILD: tl.constexpr,
 ):  # fmt: skip
-    # table: the addresses of N sources, N incoming gradients (with FRESH: none), N outgoing ones, and all PS douts.
+    # table: the addresses of N sources, of their N gradients (FRESH: not yet begun), and of all PS douts.
     # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
     # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
     # REBUILD: one query, and before the N sources another that was not kept; `whole` (M,) is <dout, out>, from which
@@ -139,19 +139,17 @@ def _mix_backward(
         dz += 1
     douts = ()
     for s in tl.static_range(S):
-        douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, dout, VECTOR),)
+        douts = douts + (row_pointer(table, 2 * N + s0 + s, t, D, dout, VECTOR),)
     delta = tl.zeros([SP], tl.float32)
     for n0 in range(0, N, GROUP):
         p_v = ()
-        p_in = ()
-        p_out = ()
+        p_g = ()
         dots = ()
         weights = ()
         for k in tl.static_range(GROUP):
             n = tl.minimum(n0 + k, N - 1)
             p_v = p_v + (row_pointer(table, n, t, D, like, VECTOR),)
-            p_in = p_in + (row_pointer(table, N + n, t, D, grad, VECTOR),)
-            p_out = p_out + (row_pointer(table, 2 * N + n, t, D, grad, VECTOR),)
+            p_g = p_g + (row_pointer(table, N + n, t, D, grad, VECTOR),)
             for s in tl.static_range(S):
                 dots = dots + (tl.zeros([BD // 8], tl.float32),)
                 weights = weights + (tl.load(p + n * PS + s),)
@@ -165,12 +163,12 @@ def _mix_backward(
                 if FRESH:
                     g = g + (tl.zeros([BD], tl.float32),)
                 else:
-                    g = g + (tl.load(p_in[k] + o_d, mask=m, other=0.0).to(tl.float32),)
+                    g = g + (tl.load(p_g[k] + o_d, mask=m, other=0.0).to(tl.float32),)
             grown = ()
             for s in tl.static_range(S):
                 d = tl.load(douts[s] + o_d, mask=o_d < D, other=0.0).to(tl.float32)
                 if REBUILD:
-                    first = row_pointer(table, 3 * N + 1, t, D, grad, VECTOR)
+                    first = row_pointer(table, 2 * N + 1, t, D, grad, VECTOR)
                     tl.store(first + o_d, (w_0 * d).to(grad.dtype.element_ty), mask=(o_d < D) & (n0 == 0))
                 shared = ()
                 for k in tl.static_range(GROUP):
@@ -181,7 +179,7 @@ def _mix_backward(
             dots = grown
             for k in tl.static_range(GROUP):
                 m = (o_d < D) & (n0 + k < N)
-                tl.store(p_out[k] + o_d, g[k].to(grad.dtype.element_ty), mask=m)
+                tl.store(p_g[k] + o_d, g[k].to(grad.dtype.element_ty), mask=m)
         for k in tl.static_range(GROUP):
             parts = ()
             for s in tl.static_range(SP):
@@ -267,32 +265,35 @@ def _mix_outputs(sources, z, norm_weight, exact):
     return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=first.device)
 
 
-def launch_mix_backward(sources, p, douts, dlse, incoming, outgoing, whole) -> tuple[Tensor, Tensor]:
-    """Writes `outgoing` = `incoming` (may be the same tensors, or empty: none) + dv, and returns dz (..., N, S), and
-    the gradient of the source that was not kept (without `whole`: empty)."""
+def launch_mix_backward(sources, p, douts, dlse, gradients, whole, *, fresh: bool) -> tuple[Tensor, Tensor]:
+    """Adds dv to `gradients` (fresh: writes it there), and returns dz (..., N, S), and the gradient of the source that
+    was not kept (without `whole`: empty)."""
     assert whole is None or (dlse is None and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
     launches["mix_backward"] += 1
     rows, width = rows_of(sources[0])
     queries = p.shape[-1]
-    dz, first = _fake_mix_backward_(sources, p, douts, dlse, outgoing, whole)
+    dz, first = _mix_gradients(p, gradients, whole)
     made = [] if whole is None else [first]
+    table = address_table([*sources, *gradients, *douts, *made])
+    vector = vectorised(width, *sources, *gradients, *douts, *made)
     for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
-        given = incoming if s == 0 else outgoing
-        table = address_table([*sources, *(given or outgoing), *outgoing, *douts, *made])
         constants = {
-            "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": not given,
-            "HAS_LSE": dlse is not None,
-            "BD": 256 * BACKWARD_WARPS, "GROUP": min(GROUP, len(sources)),
-            "VECTOR": vectorised(width, *sources, *outgoing, *douts, *incoming, *made), "REBUILD": whole is not None,
+            "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": fresh and s == 0,
+            "HAS_LSE": dlse is not None, "BD": 256 * BACKWARD_WARPS, "GROUP": min(GROUP, len(sources)),
+            "VECTOR": vector, "REBUILD": whole is not None,
         }  # fmt: skip
         args = (table, p, p if dlse is None else dlse, dz, p if whole is None else whole)
-        args += (sources[0], outgoing[0], douts[0])
+        args += (sources[0], gradients[0], douts[0])
         numbers = (rows, len(sources), queries, width, s)
         launch(_mix_backward, (rows,), args, numbers, constants, num_warps=BACKWARD_WARPS)
     return dz, first
 
 
-def _fake_mix_backward(sources, p, douts, dlse, gradients, exact, whole):
+def _mix_gradients(p, gradients, whole):
+    return torch.empty_like(p), p.new_empty(0) if whole is None else torch.empty_like(gradients[0])
+
+
+def _fake_mix_backward(sources, p, douts, dlse, exact, whole):
     dtype = torch.float32 if exact else sources[0].dtype
     like = sources if whole is None else [sources[0], *sources]
     return [torch.empty_like(p), *(torch.empty_like(source, dtype=dtype) for source in like)]
@@ -304,22 +305,21 @@ def mix_backward(
     p: Tensor,
     douts: Sequence[Tensor],
     dlse: Tensor | None,
-    gradients: Sequence[Tensor],
     exact: bool,
     whole: Tensor | None,
 ) -> list[Tensor]:
-    """[dz, *dv]. `gradients`: what the sources have gathered from later reads; empty means none. exact: dv in fp32.
+    """[dz, *dv]. exact: dv in fp32.
 
     `whole`: for one query, <dout, out> of each token (...): then the first of the sources that were mixed is not among
     `sources`, and its gradient comes first all the same.
     """
-    outgoing = _fake_mix_backward(sources, p, douts, dlse, gradients, exact, None)[1:]
-    dz, first = launch_mix_backward(sources, p, douts, dlse, gradients, outgoing, whole)
-    return [dz, *([] if whole is None else [first]), *outgoing]
+    gradients = _fake_mix_backward(sources, p, douts, dlse, exact, None)[1:]
+    dz, first = launch_mix_backward(sources, p, douts, dlse, gradients, whole, fresh=True)
+    return [dz, *([] if whole is None else [first]), *gradients]
 
 
 def _fake_mix_backward_(sources, p, douts, dlse, gradients, whole):
-    return torch.empty_like(p), p.new_empty(0) if whole is None else torch.empty_like(gradients[0])
+    return _mix_gradients(p, gradients, whole)
 
 
 @operator(_fake_mix_backward_, mutates=("gradients",))
@@ -332,4 +332,4 @@ def mix_backward_(
     whole: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `mix_backward`, adding into `gradients` in place; returns dz, and the first gradient (else: empty)."""
-    return launch_mix_backward(sources, p, douts, dlse, gradients, gradients, whole)
+    return launch_mix_backward(sources, p, douts, dlse, gradients, whole, fresh=False)
