@@ -123,7 +123,7 @@ def _mix_backward(
     S: tl.constexpr, SP: tl.constexpr, LEVELS: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
     BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr, REBUILD: tl.constexpr,
 ):  # fmt: skip
-    # table: the addresses of N sources, of their N gradients (FRESH: not yet begun), and of all PS douts.
+    # table: the addresses of N sources, N gradients to add to (FRESH: none), N to write, and all PS douts.
     # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
     # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
     # REBUILD: one query, and before the N sources another that was not kept; `whole` (M,) is <dout, out>, from which
@@ -139,17 +139,19 @@ def _mix_backward(
         dz += 1
     douts = ()
     for s in tl.static_range(S):
-        douts = douts + (row_pointer(table, 2 * N + s0 + s, t, D, dout, VECTOR),)
+        douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, dout, VECTOR),)
     delta = tl.zeros([SP], tl.float32)
     for n0 in range(0, N, GROUP):
         p_v = ()
-        p_g = ()
+        p_in = ()
+        p_out = ()
         dots = ()
         weights = ()
         for k in tl.static_range(GROUP):
             n = tl.minimum(n0 + k, N - 1)
             p_v = p_v + (row_pointer(table, n, t, D, like, VECTOR),)
-            p_g = p_g + (row_pointer(table, N + n, t, D, grad, VECTOR),)
+            p_in = p_in + (row_pointer(table, N + n, t, D, grad, VECTOR),)
+            p_out = p_out + (row_pointer(table, 2 * N + n, t, D, grad, VECTOR),)
             for s in tl.static_range(S):
                 dots = dots + (tl.zeros([BD // 8], tl.float32),)
                 weights = weights + (tl.load(p + n * PS + s),)
@@ -163,12 +165,12 @@ def _mix_backward(
                 if FRESH:
                     g = g + (tl.zeros([BD], tl.float32),)
                 else:
-                    g = g + (tl.load(p_g[k] + o_d, mask=m, other=0.0).to(tl.float32),)
+                    g = g + (tl.load(p_in[k] + o_d, mask=m, other=0.0).to(tl.float32),)
             grown = ()
             for s in tl.static_range(S):
                 d = tl.load(douts[s] + o_d, mask=o_d < D, other=0.0).to(tl.float32)
                 if REBUILD:
-                    first = row_pointer(table, 2 * N + 1, t, D, grad, VECTOR)
+                    first = row_pointer(table, 3 * N + 1, t, D, grad, VECTOR)
                     tl.store(first + o_d, (w_0 * d).to(grad.dtype.element_ty), mask=(o_d < D) & (n0 == 0))
                 shared = ()
                 for k in tl.static_range(GROUP):
@@ -179,7 +181,7 @@ def _mix_backward(
             dots = grown
             for k in tl.static_range(GROUP):
                 m = (o_d < D) & (n0 + k < N)
-                tl.store(p_g[k] + o_d, g[k].to(grad.dtype.element_ty), mask=m)
+                tl.store(p_out[k] + o_d, g[k].to(grad.dtype.element_ty), mask=m)
         for k in tl.static_range(GROUP):
             parts = ()
             for s in tl.static_range(SP):
@@ -274,7 +276,7 @@ def launch_mix_backward(sources, p, douts, dlse, gradients, whole, *, fresh: boo
     queries = p.shape[-1]
     dz, first = _mix_gradients(p, gradients, whole)
     made = [] if whole is None else [first]
-    table = address_table([*sources, *gradients, *douts, *made])
+    table = address_table([*sources, *gradients, *gradients, *douts, *made])
     vector = vectorised(width, *sources, *gradients, *douts, *made)
     for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
         constants = {
