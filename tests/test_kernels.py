@@ -177,6 +177,24 @@ def test_a_source_that_others_use_keeps_its_gradient():
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
 
 
+def test_two_sources_may_share_one_gradient():
+    """Which neither may add to alone; compiled, inductor must find out by itself which copies to keep."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(2)]
+    folded, weight = torch.randn(3, 16) * 0.3, torch.randn(4, 16)
+
+    def loss(ops):
+        (a1, za), (b1, zb) = (ops.score(leaf * 1.0, folded, 1e-6) for leaf in leaves)
+        outs, lses, (a2, b2) = ops.mix([a1, b1], torch.stack([za, zb], -2))
+        shared = a2 + b2 + weight * leaves[0].sum()  # one gradient for a2, b2 and a third
+        return (shared.square() * weight).sum() + sum(o.square().sum() for o in outs) + sum(m.sum() for m in lses)
+
+    expected = torch.autograd.grad(loss(two_phase), leaves)
+    for ours in (loss(fused), torch.compile(lambda: loss(fused))()):
+        for mine, other in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-5)
+
+
 class Net(nn.Module):
     def __init__(self, spec, dim=24, sublayers=7):
         super().__init__()
