@@ -73,7 +73,7 @@ def read(name: str) -> dict[str, Any]:
     """One read of N sources, no norm. By CUDA graph: bytes moved over the copy bandwidth. Then as training calls it."""
     bandwidth, rows = copy_bandwidth(), []
     for count, tokens, dim in READS:
-        torch._dynamo.reset()  # a shape that is compiled late would be compiled for any shape
+        torch._dynamo.reset()  # which after some recompilations of one function would run it as it is
         leaves = [torch.randn(tokens, dim, device="cuda").bfloat16().requires_grad_() for _ in range(count)]
         query, key_weight = torch.randn(dim, device="cuda").bfloat16() * 0.02, torch.ones(dim, device="cuda").bfloat16()
         inputs = (leaves, query, key_weight)

@@ -62,6 +62,13 @@ def run(function, inputs, backend, dtype, seeds=None):
     return [*outputs, *(g for g in grads if g is not None)], seeds
 
 
+def extremes(value, dtype, device):
+    """Results over sources of norm zero, large and tiny ones, with logits of at least plus or minus `value`."""
+    hostile = [torch.zeros(2, 16), torch.full((2, 16), 1e4), torch.randn(2, 16) * 1e-4, torch.randn(2, 16)]
+    inputs = [*hostile, torch.full((2, 16), value / 4), torch.ones(2, 16), torch.ones(16)]
+    return run(two_phases, [t.to(device, dtype) for t in inputs], "triton", dtype)[0]
+
+
 def worst(function, count, dim, tokens, dtype, device, **options):
     """max over outputs and gradients of  error / (2 * plain PyTorch's error + 1e-5); at most 1 is allowed."""
     sources, *parameters = draw(count, dim, tokens, dtype, device, **options)

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from kernel_cases import draw, growing, read, run, two_phases, worst
+from kernel_cases import draw, extremes, growing, read, run, two_phases, worst
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +63,12 @@ def test_the_schedule_of_training_is_as_exact(spec, dim, dtype):
 def test_rows_as_wide_as_allowed(dim, dtype):
     for function, count in ((growing, 3), (two_phases, 9), (read, 9)):
         assert worst(function, count, dim, 15, dtype, "cuda") <= 1, function
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [80.0, -80.0])
+def test_extremes_stay_finite(value, dtype):
+    assert all(t.isfinite().all() for t in extremes(value, dtype, "cuda"))
 
 
 def test_repeats_are_bit_equal():

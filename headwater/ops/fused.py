@@ -83,10 +83,10 @@ class _Score(torch.autograd.Function):
             return gradient, None, None
         source, folded, z, rstd = ctx.saved_tensors
         dz = dz.contiguous()
-        if gradient is not None and (_owned(gradient) or torch.compiler.is_compiling()):
+        if gradient is not None and (torch.compiler.is_compiling() or _owned(gradient)):
             gradient = _to_add_to(gradient)
             df = score_backward_(source, folded, z, rstd, dz, gradient)
-        else:
+        else:  # none, or one that is not ours: written anew, which is less than to copy it and add
             gradient = None if gradient is None else gradient.contiguous()
             gradient, df = score_backward(source, folded, z, rstd, dz, gradient)
         return _own(gradient), df, None

@@ -19,7 +19,7 @@ from ..operator import operator
 from .common import INTERPRETED, add3, ceil_div, launch, launches, power_of_2, processors, rows_of
 from .mix import gain
 
-# Of the backward: channels a warp, programs a multiprocessor at width 2048, and rows under way in a program.
+# Of the backward: channels a warp, programs a multiprocessor at width 2048, and rows under way in a program (at most).
 PER_WARP, PER_PROCESSOR, STAGES = 512, 2, 3
 
 
@@ -175,10 +175,9 @@ def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
     wide = power_of_2(width)
     programs = min(rows, max(1, PER_PROCESSOR * 2048 // wide) * processors(dx.device))
     parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
-    fixed = {"BD": wide, "TOGETHER": not INTERPRETED}
     warps = max(1, min(16, wide // PER_WARP))
     numbers = (rows, width, norm_eps)
-    constants = constants | flags | fixed
+    constants = constants | flags | {"BD": wide, "TOGETHER": not INTERPRETED}
     launch(_merge_backward, (programs,), (*args, parts), numbers, constants, num_warps=warps, num_stages=STAGES)
     sizes = {"BD": 16, "BP": 64}
     launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), flags | sizes, num_warps=4)
