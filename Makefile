@@ -9,7 +9,7 @@ TRANSFORMERS ?= 5.20.2 5.21.1
 
 # The oldest torch that pyproject.toml allows: make test-torch, or make test-torch TORCH=2.11.0
 TORCH ?= 2.10.0
-TORCH_TESTS := residuals_compile contract decoder ops kernels train checkpoint stages parallel parallel_checkpoints
+TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/test_decoder ops/test_ops ops/test_kernels train/test_train train/test_checkpoint train/test_stages train/test_parallel train/test_parallel_checkpoints
 
 KILLS ?= 100
 
@@ -24,11 +24,11 @@ test: lint
 
 # All faults of several ranks; the rank that hangs, which needs the clock, only here: a busy machine must not fail the rest.
 test-faults: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_parallel_faults.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/train/test_parallel_faults.py
 
 # Runs killed with kill -9 in each of four ways: one process and two, saving at once and in the background.
 test-crash: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_crash.py -k kill_nine --kills $(KILLS) -rP
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/train/test_crash.py -k kill_nine --kills $(KILLS) -rP
 
 # $(call on_releases,package,versions,arguments of pytest). A folder shadows what is installed, in the processes that tests
 # start too.
@@ -43,12 +43,12 @@ define on_releases
 endef
 
 test-hf: $(INSTALLED)
-	$(call on_releases,transformers,$(TRANSFORMERS),tests/test_hf_*.py)
+	$(call on_releases,transformers,$(TRANSFORMERS),tests/hf)
 
 # Tracing, autocast, saving and sharding are what changes between releases. A wheel built with CUDA brings its libraries as
 # dependencies, which are not installed here: pip has to find a CPU wheel, or the import fails.
 test-torch: $(INSTALLED)
-	$(call on_releases,torch,$(TORCH),-n 2 --dist loadfile $(TORCH_TESTS:%=tests/test_%.py))
+	$(call on_releases,torch,$(TORCH),-n 2 --dist loadfile $(TORCH_TESTS:%=tests/%.py))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

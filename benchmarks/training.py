@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from headwater.train.config import Config, DataSettings, ModelSettings, OptimSettings, ParallelSettings, TrainSettings
+from headwater.train.distributed.ranks import Ranks, join
 from headwater.train.loop import accumulate, update
-from headwater.train.parallel import Ranks, join
 from headwater.train.run import Run, begin, choose_device, peak_memory, save
 
 from .measure import provenance

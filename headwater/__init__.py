@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 from ._transformers import register_or_wait
 
 if TYPE_CHECKING:
-    from .hf import convert, revert, verify
+    from headwater.hf import convert
+    from headwater.ops import depth_attention
+
+    from .hf import revert, verify
     from .models import Decoder, ModelConfig
     from .models.generate import generate
-    from .ops import depth_attention
     from .residuals import AttentionResidual, Residual, StandardResidual, build, mixing, record
 
 __version__ = "0.1.0"

@@ -40,7 +40,7 @@ class _AwaitAutoModels(MetaPathFinder):
 
 
 def register() -> None:
-    from headwater.hf.registration import register_types
+    from headwater.hf.convert.registration import register_types
 
     register_types()
 

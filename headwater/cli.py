@@ -35,7 +35,7 @@ from headwater.flags import (
 )
 from headwater.models.config import SIZES
 from headwater.train.config import Config, load_file
-from headwater.train.folder import read_json, write_json
+from headwater.train.files import read_json, write_json
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ def convert(argv: list[str]) -> None:
     flags = parse(ConvertFlags, argv, convert)
     needs("transformers", "hf")
     from headwater import hf
-    from headwater.hf.folder import check_out, convert_folder, is_transformers, write_model
+    from headwater.hf.formats.folder import check_out, convert_folder, is_transformers, write_model
 
     if is_transformers(flags.folder):
         say(str(convert_folder(flags.folder, flags.out, flags.residual)))
@@ -153,7 +153,7 @@ def verify(argv: list[str]) -> None:
     """Compare two Hugging Face checkpoints: KL, largest logit difference. Fails if they are not equal."""
     flags = parse(VerifyFlags, argv, verify)
     needs("transformers", "hf")
-    from headwater.hf.folder import verify_folders
+    from headwater.hf.formats.folder import verify_folders
 
     result = verify_folders(*flags.folders, flags.tokens, flags.seed)
     if not result.equal:
@@ -172,7 +172,7 @@ def evaluate(argv: list[str]) -> None:
     check_device(flags.device)
     from headwater.hf.evaluate import evaluate as run
     from headwater.hf.evaluate import table
-    from headwater.hf.folder import is_transformers, load_with_tokenizer
+    from headwater.hf.formats.folder import is_transformers, load_with_tokenizer
 
     model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else load_exported)(flags.folder)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about how it is called, which is our doing
@@ -188,7 +188,7 @@ def evaluate(argv: list[str]) -> None:
 def load_exported(folder: Path) -> tuple[Any, Any]:
     """The model of a run as a transformers model, and its tokenizer."""
     from headwater import hf
-    from headwater.hf.folder import fast_tokenizer
+    from headwater.hf.formats.folder import fast_tokenizer
 
     model, tokenizer = load_run(folder)
     exported = hf.export(model.config.to_dict(), model.weights(), tokenizer.end_of_text)
@@ -203,7 +203,7 @@ def load_run(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
         )
     if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
         raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater`")
-    from headwater.train.checkpoint import load_model
+    from headwater.train.checkpoint.folder import load_model
 
     return load_model(folder, device)
 
@@ -213,7 +213,7 @@ def plan(argv: list[str]) -> None:
     argv = ["--config", *argv] if argv and not argv[0].startswith("-") else argv
     where = peek(argv, Where())
     flags = parse(PlanFlags, argv, plan, PlanFlags(settings=base_config(where, where.out / "config.json")))
-    from headwater.train.plan import describe, make_plan
+    from headwater.train.distributed.plan import describe, make_plan
     from headwater.train.run import named_model
 
     settings = flags.settings

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, help="runs that tests/test_crash.py kills in each way; `make test-crash`")
+    parser.addoption("--kills", type=int, help="runs that test_crash.py kills in each way; `make test-crash`")
 
 
 @pytest.fixture

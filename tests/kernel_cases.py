@@ -4,7 +4,8 @@ from contextlib import contextmanager
 
 import torch
 
-from headwater.ops import attend_blocks, depth_attention, merge_partial, two_phase
+from headwater.ops import attend_blocks, depth_attention, merge_partial
+from headwater.ops.depth import reference as two_phase
 
 
 def draw(count, dim, tokens, dtype, device, seed=0, scale=1.0):
@@ -44,9 +45,9 @@ def growing(sources, queries, keys, norm, backend):
     given = (y, partial, out, lse, queries[0], keys[0], norm)
     if backend == "reference":
         return two_phase.merge(*given)
-    from headwater.ops import fused
+    from headwater.ops.depth import autograd
 
-    return fused.merge(*given, keep=True)
+    return autograd.merge(*given, keep=True)
 
 
 def run(function, inputs, backend, dtype, seeds=None):

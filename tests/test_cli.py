@@ -13,7 +13,7 @@ from headwater.cli import DEMO, main, sized
 from headwater.errors import UserError
 from headwater.models import ModelConfig
 from headwater.train import loop
-from headwater.train.checkpoint import checkpoints, load_model
+from headwater.train.checkpoint.folder import checkpoints, load_model
 from headwater.train.config import Config, ModelSettings, check, load_file
 
 

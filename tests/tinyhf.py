@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from headwater.hf.registration import own_config
+from headwater.hf.convert.registration import own_config
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from headwater.train.checkpoint.storage import Reader, Tensors, read
 from headwater.train.config import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings
-from headwater.train.shards import Reader, Tensors, read
 
 STEPS = 12
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from headwater.analyze.runs import Record, Run, number
+from headwater.analyze.runs import Record, RecordedRun, number
 
 BASELINE = "standard"
 # Settings that may differ inside a group: they say where and how a run was carried out, not what was computed.
@@ -38,16 +38,16 @@ def stat(values: Sequence[float | None]) -> Stat | None:
 class Group:
     residual: str
     settings: dict[str, str]
-    runs: list[Run] = field(default_factory=list)
+    runs: list[RecordedRun] = field(default_factory=list)
     label: str = ""
     baseline: "Group | None" = None
 
     @property
-    def finished(self) -> list[Run]:
+    def finished(self) -> list[RecordedRun]:
         return [run for run in self.runs if run.summary is not None]
 
     @property
-    def results(self) -> list[Run]:
+    def results(self) -> list[RecordedRun]:
         """The runs a table row speaks of: finished ones, or every run when none has finished."""
         return self.finished or self.runs
 
@@ -69,7 +69,7 @@ class Group:
         return stat([a - b for a, b in pairs if a is not None and b is not None])
 
 
-def group_runs(runs: list[Run], baseline: str = BASELINE) -> list[Group]:
+def group_runs(runs: list[RecordedRun], baseline: str = BASELINE) -> list[Group]:
     """Groups in order of appearance, the baseline first; each knows the baseline trained with the same settings."""
     groups: dict[tuple, Group] = {}
     for run in runs:

@@ -17,7 +17,7 @@ from string import Template
 from typing import Any
 
 from headwater.analyze.groups import BASELINE, Group, Stat, differing, draw_curves, draw_depth, group_runs
-from headwater.analyze.runs import Run, find_baseline, find_runs, read_run
+from headwater.analyze.runs import RecordedRun, find_baseline, find_runs, read_run
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
 # Less and less detail, until a page fits: points per curve, depth records per residual, significant digits.
@@ -34,7 +34,7 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
     return out
 
 
-def make_page(runs: list[Run], baseline: str = BASELINE) -> str:
+def make_page(runs: list[RecordedRun], baseline: str = BASELINE) -> str:
     groups = group_runs(runs, baseline)
     for points, frames, digits in DETAILS:
         page = fill_template(groups, payload(groups, points, frames, digits))
@@ -189,7 +189,7 @@ def plain_range(counts: set[int]) -> str:
     return str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 
-def model_size(run: Run) -> str:
+def model_size(run: RecordedRun) -> str:
     model = run.config["model"]
     return f"{model.get('layers', '?')} layers, width {model.get('dim', '?')}"
 

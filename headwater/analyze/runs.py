@@ -17,7 +17,7 @@ EXPECTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RecordedRun:
     name: str
     residual: str
     seed: int | None
@@ -69,7 +69,7 @@ def find_baseline(folders: list[Path]) -> str:
     return "standard"
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     config = read_object(folder / "config.json")
     model = config.get("model")
     if not isinstance(model, dict):
@@ -86,7 +86,7 @@ def read_run(folder: Path) -> Run:
         notes.append("no metrics were recorded")
     train = config.get("train")
     seed = (summary or {}).get("seed", train.get("seed") if isinstance(train, dict) else None)
-    return Run(
+    return RecordedRun(
         name=folder.resolve().name,
         residual=str((summary or {}).get("residual") or model.get("residual") or "unnamed"),
         seed=seed if isinstance(seed, int) else None,

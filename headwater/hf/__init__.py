@@ -1,12 +1,13 @@
 """Hugging Face: swap the residual of a transformers model, verify it, save it, load it."""
 
-from .convert import convert, revert
-from .delta import load_delta, reset, save_delta, trainable
-from .export import export
-from .fla import read_fla
-from .layouts import LAYOUTS, Layout
-from .released import FLA, KIMI_K3, from_release, load_released, to_release
-from .report import Report
+from headwater.hf.convert.install import convert, revert
+from headwater.hf.convert.layouts import LAYOUTS, Layout
+from headwater.hf.convert.report import Report
+from headwater.hf.formats.delta import load_delta, reset, save_delta, trainable
+from headwater.hf.formats.export import export
+from headwater.hf.formats.fla import read_fla
+from headwater.hf.formats.released import FLA, KIMI_K3, from_release, load_released, to_release
+
 from .verify import Verification, verify
 
 __all__ = [

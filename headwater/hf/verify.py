@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import UserError
-
-from .convert import conversion_of
+from headwater.hf.convert.install import conversion_of
 
 KL_LIMIT = 1e-6  # nats per token, fp32
 

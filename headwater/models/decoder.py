@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from headwater.residuals import State, build, pinned
 
+from .attention import Attention, KVCache, Rotary
 from .config import ModelConfig
-from .layers import Attention, KVCache, RMSNorm, Rotary, SwiGLU
+from .mlp import SwiGLU
+from .norm import RMSNorm
 
 
 class Cache(list[KVCache]):

@@ -1,10 +1,9 @@
-"""Pure tensor functions: each operator's fp32 reference beside its kernel, one signature."""
+"""Pure tensor functions: one folder an operator, its fp32 reference beside its kernels, one signature."""
 
-from .decode import decode_read
-from .depth_attention import depth_attention, depth_logits, mix_sources, rms_norm
+from .depth import attend_blocks, decode_read, depth_attention, depth_logits, merge_partial, mix_sources
+from .numerics import rms_norm
 from .routing import Backend
 from .sinkhorn import sinkhorn
-from .two_phase import attend_blocks, merge_partial
 
 __all__ = [
     "Backend",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.ops import Backend, depth_attention, depth_logits, mix_sources
-from headwater.ops.depth_attention import accumulation_dtype, full_precision, rms_norm
+from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm
 from headwater.ops.routing import use_triton
 
 from .base import Norm, Residual, State, apply_norm, hold, weights_held

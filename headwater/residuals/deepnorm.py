@@ -9,7 +9,7 @@ from .base import State, hold
 from .layerwise import layer_starts, sublayer_kinds
 from .numerics import rms_scale, wide
 from .registry import register
-from .stream import StreamResidual
+from .standard import StreamResidual
 
 
 @register("deepnorm")

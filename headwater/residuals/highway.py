@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .base import State, hold
 from .numerics import project_normed, wide
 from .registry import register
-from .stream import StreamResidual
+from .standard import StreamResidual
 
 CARRY_BIAS = -2.0  # sigmoid(-2) = 0.12: the stream is mostly carried
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.ops.depth_attention import accumulation_dtype, full_precision
+from headwater.ops.numerics import accumulation_dtype, full_precision
 
 
 def wide(x: Tensor) -> Tensor:

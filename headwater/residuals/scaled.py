@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .base import State
 from .registry import register
-from .stream import StreamResidual
+from .standard import StreamResidual
 
 
 class GainResidual(StreamResidual):

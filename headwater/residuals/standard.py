@@ -1,4 +1,4 @@
-"""The plain residual: the baseline runs through the same interface as everything else."""
+"""Residuals that keep one running stream, the plain residual first: the baseline runs through the same interface."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,8 @@ from .base import Norm, Residual, State, apply_norm
 from .registry import register
 
 
-@register("standard")
-class StandardResidual(Residual):
-    """h_{i+1} = h_i + f_i(h_i): every output, weight one.
-
-    At initialisation: it is the plain residual. Cost: no parameters; 3 passes over the stream per sublayer.
-    """
-
-    at_start = "exact"
+class StreamResidual(Residual):
+    """Every read is the stream; a subclass says in `write` how a sublayer's output joins it."""
 
     def begin(self, x: Tensor) -> State:
         return (x,)
@@ -22,11 +16,21 @@ class StandardResidual(Residual):
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
         return apply_norm(norm, state[0]), state
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
-        return (state[0] + y,)
-
     def end(self, state: State, norm: Norm | None = None) -> Tensor:
         return apply_norm(norm, state[0])
 
     def weights(self, state: State, i: int) -> Tensor:
         return torch.ones(1, *state[0].shape[:-1], 1, device=state[0].device)
+
+
+@register("standard")
+class StandardResidual(StreamResidual):
+    """h_{i+1} = h_i + f_i(h_i): every output, weight one.
+
+    At initialisation: it is the plain residual. Cost: no parameters; 3 passes over the stream per sublayer.
+    """
+
+    at_start = "exact"
+
+    def write(self, state: State, i: int, y: Tensor) -> State:
+        return (state[0] + y,)

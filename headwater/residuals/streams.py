@@ -5,7 +5,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from headwater.ops.depth_attention import full_precision
+from headwater.ops.numerics import full_precision
 
 from .base import Norm, Residual, State, apply_norm, hold
 from .numerics import wide

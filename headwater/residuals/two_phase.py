@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwater.ops import two_phase as reference
+from headwater.ops.depth import reference
 
 from .base import Norm, State, apply_norm
 
@@ -57,9 +57,9 @@ class TwoPhase:
         """The module that has `score`, `mix` and `merge`: the kernels, or with the same signatures their references."""
         if self.reference:
             return reference
-        from headwater.ops import fused
+        from headwater.ops.depth import autograd
 
-        return fused
+        return autograd
 
     def unpack(self, state: State, i: int, *, reading: bool = True) -> Span:
         """The state before read `i`; with reading=False before write `i`, when read `i` has taken its part away."""

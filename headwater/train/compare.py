@@ -26,9 +26,10 @@ from rich.table import Table
 
 from headwater.errors import UserError
 from headwater.train.config import OUTER, Config, check, differences
-from headwater.train.data import SPLITS, Dataset, prepare
-from headwater.train.folder import locked, read_json, read_record, write_json
-from headwater.train.interrupt import PARENT, Interruption
+from headwater.train.data.dataset import SPLITS, Dataset, prepare
+from headwater.train.files import locked, read_json, write_json
+from headwater.train.monitor.interrupts import PARENT, Interruption
+from headwater.train.monitor.metrics import read_record
 
 POLL_SECONDS = 0.2
 MEANS = ("loss", "bits_per_byte", "seconds", "peak_memory_bytes")

@@ -183,10 +183,10 @@ def load_file(path: str | Path, base: Config | None = None) -> Config:
         raise UserError(f"no configuration file at {path}") from None
     except (ValueError, OSError) as error:
         raise UserError(f"cannot read the configuration {path}: {error}") from None
-    return merge(base or Config(), values, str(path))
+    return override(base or Config(), values, str(path))
 
 
-def merge(base: T, values: Any, where: str) -> T:
+def override(base: T, values: Any, where: str) -> T:
     """`base`, a dataclass, with the keys of a mapping over it. An unknown key or a wrong type is an error."""
     if not isinstance(values, dict):
         raise UserError(f"{where}: expected a section of keys, got {values!r}")
@@ -197,7 +197,7 @@ def merge(base: T, values: Any, where: str) -> T:
             raise UserError(f"{where}: unknown key {key!r}; {nearest(key, hints)}")
         current = getattr(base, key)
         inside = f"{where}: {key}"
-        changes[key] = merge(current, value, inside) if is_dataclass(current) else convert(value, hints[key], inside)
+        changes[key] = override(current, value, inside) if is_dataclass(current) else convert(value, hints[key], inside)
     return replace(base, **changes)  # type: ignore[type-var]
 
 

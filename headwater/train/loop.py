@@ -20,19 +20,21 @@ from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder
-from headwater.train import loggers
-from headwater.train.checkpoint import last_good
+from headwater.train.checkpoint.folder import last_good
 from headwater.train.config import Config, check
-from headwater.train.depth import depth_record, gradient_norms
-from headwater.train.folder import locked, read_json, write_json
-from headwater.train.interrupt import Interruption
+from headwater.train.distributed.fsdp import clip, defer_reduction, gather, reshard
+from headwater.train.distributed.parts import squared_norm
+from headwater.train.distributed.ranks import gathered
+from headwater.train.files import locked, read_json, write_json
 from headwater.train.losses import half_precision, nats_per_token
+from headwater.train.monitor import loggers
+from headwater.train.monitor.bad_steps import Reason
+from headwater.train.monitor.depth import depth_record, gradient_norms
+from headwater.train.monitor.interrupts import Interruption
+from headwater.train.monitor.progress import ProgressLine
+from headwater.train.monitor.watchdog import Watchdog
 from headwater.train.optim import learning_rate, set_learning_rate
-from headwater.train.parallel import clip, defer_reduction, gather, gathered, let_go, squared_norm
-from headwater.train.progress import ProgressLine
 from headwater.train.run import Run, begin, choose_device, finish, save
-from headwater.train.skips import Reason
-from headwater.train.watchdog import Watchdog
 
 FAILED = 1000  # above every signal: a save in the background has failed
 
@@ -43,7 +45,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
     loggers.require(config.log)
     with gathered(config.parallel, choose_device(config)) as ranks, locked(out) if ranks.main else nullcontext():
         run = begin(config, out, resume=resume, ranks=ranks)
-        if run.step == settings.steps and (summary := ranks.told(summary_in(out) if ranks.main else None)):
+        if run.step == settings.steps and (summary := ranks.broadcast_object(summary_in(out) if ranks.main else None)):
             return summary
         console = Console(quiet=not ranks.main)
         watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
@@ -69,7 +71,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
                 if gradients:
                     log_depth(run, gradients)
                 # Ranks act on what they have compared: a signal that comes after it waits for the next step.
-                asked = ranks.highest(FAILED if run.saver.failed else interruption.signum)
+                asked = ranks.max(FAILED if run.saver.failed else interruption.signum)
                 if asked == FAILED:  # some have yet to notice
                     run.saver.wait()
                 if last or number % settings.save_every == 0 or asked:
@@ -156,7 +158,7 @@ def write_cause(run: Run, number: int, loss: float, grad_norm: float, reason: Re
     """nonfinite-step-N.json or spike-step-N.json: what helps to find out which tokens, rank or depth it came from."""
     path, settings = run.folder / f"{reason.kind}-step-{number}.json", run.config.train
     depth = depth_gradients(run)
-    losses = run.ranks.collect(run.own_loss)
+    losses = run.ranks.all_gather_object(run.own_loss)
     if run.ranks.main:
         batch = {"seed": settings.seed, "step": number - 1, "size": settings.batch_size}
         values = {"loss": [loss], "grad_norm": [grad_norm], "loss_by_rank": losses, "grad_norm_by_sublayer": depth}
@@ -195,7 +197,7 @@ def evaluate(run: Run) -> float:
         tokens += losses.numel()
         num_bytes += int(run.token_bytes[windows[: len(losses), 1:]].sum())
     run.model.train()
-    let_go(run.model)
+    reshard(run.model)
     sums = run.ranks.sums([nats, tokens, num_bytes])
     if not math.isfinite(sums[0]):  # the last update destroyed the weights: they are not saved
         run.saver.wait()

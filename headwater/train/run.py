@@ -23,16 +23,20 @@ from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Sublayer
 from headwater.residuals import pinned
-from headwater.train import attempts, checkpoint
+from headwater.train.checkpoint import folder as checkpoint
+from headwater.train.checkpoint.saver import Saver
 from headwater.train.config import Config, ModelSettings
-from headwater.train.data import SPLITS, Dataset, Windows, prepare
-from headwater.train.folder import MetricsLog, Mirror, write_json
+from headwater.train.data.dataset import SPLITS, Dataset, Windows, prepare
+from headwater.train.distributed import rendezvous as attempts
+from headwater.train.distributed.fsdp import fill, shard
+from headwater.train.distributed.parts import Parts
+from headwater.train.distributed.pipeline import Pipeline, assemble
+from headwater.train.distributed.ranks import Ranks
+from headwater.train.distributed.tensor_parallel import bodies, parallelize, refuse_undivided
+from headwater.train.files import write_json
+from headwater.train.monitor.bad_steps import Skips
+from headwater.train.monitor.metrics import MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
-from headwater.train.parallel import Parts, Ranks, fill, shard
-from headwater.train.pipeline import Pipeline, assemble
-from headwater.train.saver import Saver
-from headwater.train.skips import Skips
-from headwater.train.tensor import bodies, parallelize, refuse_undivided
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
 
@@ -101,7 +105,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     root = out / "checkpoints"
     if ranks.main:
         checkpoint.sweep(root)
-    latest = ranks.told(checkpoint.newest(root) if ranks.main and resume else None)
+    latest = ranks.broadcast_object(checkpoint.newest(root) if ranks.main and resume else None)
     if latest:
         checkpoint.verify(latest, ranks)
         checkpoint.refuse_other(latest, identity)
@@ -117,7 +121,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     optimizers = build_optimizers(model, config.optim)
     saved = replace(model_config, residual=pinned(whole.residual))
     state = checkpoint.load(latest, model, optimizers, ranks) if latest else dict(FRESH)
-    ranks.wait()  # until everyone has looked, nothing in the folder changes
+    ranks.barrier()  # until everyone has looked, nothing in the folder changes
     if ranks.main:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "config.json", resolved)
@@ -149,7 +153,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
 def admit(out: Path, resume: bool, ranks: Ranks) -> bool:
     """Whether the run in this folder goes on, from what the main rank finds: one that is not ours is refused."""
     launch = attempts.launch() if ranks.main else ""
-    goes_on, taken = ranks.told((resume or attempts.began(out, launch), (out / "config.json").exists()))
+    goes_on, taken = ranks.broadcast_object((resume or attempts.began(out, launch), (out / "config.json").exists()))
     if taken and not goes_on:
         raise UserError(f"{out} already holds a run: continue it with --resume, or choose another --out")
     if ranks.main:
@@ -291,7 +295,7 @@ def finish(run: Run) -> dict[str, Any]:
         "steps": run.step,
         "skipped_steps": run.skips.total,
         "seconds": run.elapsed(),
-        "peak_memory_bytes": run.ranks.highest(max(run.peak_memory, peak_memory(run.device))),
+        "peak_memory_bytes": run.ranks.max(max(run.peak_memory, peak_memory(run.device))),
         **run.evaluation,
         "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
         "torch": torch.__version__,

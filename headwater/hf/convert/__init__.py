@@ -1,0 +1,1 @@
+"""Swapping the residual of a transformers model in place."""

@@ -1,0 +1,104 @@
+"""Config and model classes of converted models, made from the plain ones on demand, and known to the Auto classes.
+
+`LlamaConfig` becomes `HeadwaterLlamaConfig` of model type `headwater-llama`, a namespace transformers does not use.
+Its extra field `headwater` says which residual, and is all that is needed to convert a freshly built plain model.
+"""
+
+import inspect
+from functools import partial, wraps
+from typing import Any
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+from headwater.errors import UserError
+
+from .layers import Depth, converted_model, watch
+from .registration import PREFIX
+from .remake import remakable
+
+
+def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The config class of converted models whose plain config is of class `base`, and its models, made known."""
+    if base in _configs:
+        return _configs[base]
+    model_type = PREFIX + base.model_type
+    members = {"model_type": model_type, "__module__": __name__, **remakable(config_class, base)}
+    made = type(f"Headwater{base.__name__}", (base,), members)
+    _configs[base] = made
+    AutoConfig.register(model_type, made, exist_ok=True)
+    for auto in (AutoModelForCausalLM, AutoModel):
+        plain = auto._model_mapping.get(base, None)
+        if isinstance(plain, type):
+            model = head_class(converted_model(plain) if auto is AutoModel else plain)
+            model.config_class = made
+            auto.register(made, model, exist_ok=True)
+    mapping = get_checkpoint_conversion_mapping(base.model_type)
+    if mapping is not None:  # how a released checkpoint's tensors become parameters, for example fused experts
+        register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
+    return made
+
+
+_configs: dict[type, type[PreTrainedConfig]] = {}
+_heads: dict[type, type[PreTrainedModel]] = {}
+
+
+class Converted:
+    """Mixed in before a plain model class. Built from a config, the model is converted as the config says."""
+
+    plain: type[PreTrainedModel]
+    _depth: Depth
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        from .install import convert_with
+
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        convert_with(self, saved_settings(config))  # type: ignore[arg-type]
+
+    def initialize_weights(self) -> None:
+        """Parameters that a checkpoint did not bring get their start values: the added ones from their residual."""
+        if "_depth" in self.__dict__:
+            self._depth.fill()
+        super().initialize_weights()  # type: ignore[misc]
+
+
+def head_class(base: type[Any]) -> type[PreTrainedModel]:
+    """The class of converted models whose plain class is `base`; its forward can return depth weights."""
+    if base in _heads:
+        return _heads[base]
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, output_depth_weights: bool = False, **kwargs: Any) -> Any:
+        if not output_depth_weights:
+            return base.forward(self, *args, **kwargs)
+        outputs, seen = watch(self._depth, partial(base.forward, self, *args, **kwargs))
+        if isinstance(outputs, tuple):
+            return (*outputs, seen.weights)
+        outputs["depth_weights"] = seen.weights
+        return outputs
+
+    forward.__signature__ = _with_flag(inspect.signature(base.forward), "output_depth_weights")  # type: ignore[attr-defined]
+    members = {"plain": base, "forward": forward, "__module__": __name__, **remakable(head_class, base)}
+    _heads[base] = type(f"Headwater{base.__name__}", (Converted, base), members)
+    return _heads[base]
+
+
+def plain_type(config: PreTrainedConfig) -> str:
+    return config.model_type.removeprefix(PREFIX)
+
+
+def _with_flag(signature: inspect.Signature, name: str) -> inspect.Signature:
+    flag = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    *first, last = signature.parameters.values()
+    order = (*first, flag, last) if last.kind is last.VAR_KEYWORD else (*first, last, flag)
+    return signature.replace(parameters=order)
+
+
+def saved_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    settings = getattr(config, "headwater", None)
+    if not isinstance(settings, dict) or not {"residual", "scales"} <= settings.keys():
+        raise UserError(
+            f"a config of type '{config.model_type}' needs a field 'headwater' with 'residual' and 'scales', "
+            f"got {settings}"
+        )
+    return settings

@@ -1,0 +1,1 @@
+"""Files: transformers folders, exports, released layouts, delta files."""

@@ -1,0 +1,56 @@
+"""The added parameters alone: a small file beside a checkpoint that stays as it was."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from headwater.errors import UserError
+from headwater.hf.convert.classes import saved_settings
+from headwater.hf.convert.install import conversion_of, convert_with, load_added
+from headwater.hf.convert.report import Report
+
+
+def save_delta(model: nn.Module, path: str | Path) -> None:
+    """Write what the conversion added to `model`, and how, to one safetensors file."""
+    conversion, body = conversion_of(model)
+    weights = {name: p.detach().cpu().contiguous() for name, p in conversion.depth.residual.state_dict().items()}
+    about = {"architecture": conversion.report.architecture, **saved_settings(body.config)}
+    save_file(weights, path, metadata={"headwater": json.dumps(about)})
+
+
+def load_delta(model: nn.Module, path: str | Path) -> Report:
+    """Convert a plain `model` as the file says, and give it the file's parameters."""
+    with safe_open(path, "pt") as file:
+        about = _read_about(file.metadata(), path)
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    report = convert_with(model, about)
+    residual = conversion_of(model)[0].depth.residual
+    load_added(model, residual, weights, f"{path} does not fit the residual '{report.residual}'")
+    return report
+
+
+def _read_about(metadata: dict[str, str] | None, path: str | Path) -> dict[str, Any]:
+    if not metadata or "headwater" not in metadata:
+        raise UserError(f"{path} is not a delta file of headwater: its header has no field 'headwater'")
+    return json.loads(metadata["headwater"])
+
+
+def reset(model: nn.Module) -> None:
+    """Give the added parameters their start values: for a model converted on the meta device, after `to_empty`."""
+    depth = conversion_of(model)[0].depth
+    for tensor in (*depth.residual.parameters(), *depth.residual.buffers()):
+        tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+    depth.fill()
+
+
+def trainable(model: nn.Module, only: bool = False) -> int:
+    """Let the added parameters train, also where PEFT froze them; `only`: and nothing else. Their number."""
+    if only:
+        model.requires_grad_(False)
+    residual = conversion_of(model)[0].depth.residual
+    residual.requires_grad_(True)
+    return sum(p.numel() for p in residual.parameters())

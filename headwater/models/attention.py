@@ -1,0 +1,115 @@
+"""Grouped-query attention with rotary positions and a KV cache."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwater.residuals import Read
+
+from .config import ModelConfig
+from .norm import RMSNorm
+from .window import window_attention
+
+
+@dataclass
+class KVCache:
+    """Keys and values of one attention sublayer for the positions seen so far, (B, kv_heads, T, head_dim).
+
+    With a window, only the positions that the next token can see are kept.
+    """
+
+    window: int | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is not None and self.values is not None:
+            keys = torch.cat((self.keys, keys), dim=-2)
+            values = torch.cat((self.values, values), dim=-2)
+        kept = slice(None) if self.window is None else slice(1 - self.window, None)
+        self.keys, self.values = keys[..., kept, :], values[..., kept, :]
+        return keys, values
+
+
+class Rotary(nn.Module):
+    """Rotary position tables up to `context` positions; made for any length asked, never saved."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, context: int, theta: float) -> None:
+        super().__init__()
+        frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)  # (T, head_dim / 2)
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        if start + length > len(self.cos):
+            raise ValueError(f"{start + length} positions exceed the model's context of {len(self.cos)}")
+        return self.cos[start : start + length], self.sin[start : start + length]
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each channel pair (c, c + head_dim / 2) of x, (B, H, T, head_dim), by its position's angle."""
+    cos, sin = (table.to(x.dtype) for table in rotary)  # (T, head_dim / 2)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, over all earlier tokens or a window of them. Takes one input, or separate query,
+    key and value inputs; `mixes_values`: also the values of the network's first attention."""
+
+    def __init__(self, config: ModelConfig, window: int | None = None, mixes_values: bool = False) -> None:
+        super().__init__()
+        self.window = window
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.query = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
+        self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.output = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
+        self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.value_mix = nn.Parameter(torch.full((2,), 0.5)) if mixes_values else None
+
+    def forward(
+        self,
+        x: Read,
+        rotary: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
+        first_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the values of the tokens given."""
+        for_query, for_key, for_value = x if isinstance(x, tuple) else (x, x, x)
+        q = self.query(for_query).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, T, d)
+        k = self.key(for_key).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        v = self.value(for_value).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        if self.value_mix is not None and first_values is not None:
+            first_share, own_share = self.value_mix.to(v.dtype)
+            v = first_share * first_values + own_share * v
+        q, k = rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary)
+        new_values = v
+        past = 0 if cache is None else len(cache)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = self._attend(q, k, v, past)
+        return self.output(y.transpose(1, 2).flatten(2)), new_values
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
+        if self.window is not None:
+            return window_attention(q, k, v, self.window)
+        mask = _continuation_mask(q.shape[-2], past, q.device) if past and q.shape[-2] > 1 else None
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=past == 0, enable_gqa=self.heads != self.kv_heads
+        )
+
+
+def _continuation_mask(length: int, past: int, device: torch.device) -> Tensor:
+    """True where a new token (row) may look: at everything past and at new tokens up to itself."""
+    return torch.ones(length, past + length, dtype=torch.bool, device=device).tril(diagonal=past)

@@ -1,0 +1,21 @@
+"""RMSNorm as the decoder uses it."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwater.ops.numerics import full_precision
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, in the input's dtype (under autocast torch's would return fp32, to be rounded by every projection); a
+    residual's kernel can fold it into a read."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_weight(x, self.weight)
+
+    def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        with full_precision(x):
+            return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)

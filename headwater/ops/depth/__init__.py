@@ -1,0 +1,6 @@
+"""Attention over depth: references, kernels (score, mix, merge, read), the kernels under autograd, and the doors."""
+
+from .operators import attend_blocks, decode_read, depth_attention, merge_partial
+from .reference import depth_logits, mix_sources
+
+__all__ = ["attend_blocks", "decode_read", "depth_attention", "depth_logits", "merge_partial", "mix_sources"]

@@ -1,0 +1,281 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
+"""Phase 2 in one kernel: add the sublayer's output to the block's sum, merge it with phase 1's output, RMSNorm.
+
+    P = partial + y;  r = 1 / rms(P);  z = r <f, P>;  b = sigmoid(z - lse);  h = out + b (P - out);  x = h / rms(h) * g
+    ds = b (dh.P - dh.h);  dP += b dh + ds r (f - (z r / D) P);  dout = (1 - b) dh;  dlse = -ds;  df = sum_t ds r P
+with f = query * key_weight. The backward never sees `out`: h comes back as x rms(h) / g (see `gain` for weights of
+zero), and dh.h = eps / rms(h)^2 <dx g, h / rms(h)>, since a normed vector does not feel its input's length.
+
+Passes over (tokens x D): forward 3 reads, 2 writes; backward 4 reads, 2 writes. df and dg: one partial per program,
+then a sum; no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.ops.triton.launch import launch, launches
+from headwater.ops.triton.registration import operator
+from headwater.ops.triton.tiles import INTERPRETED, add3, ceil_div, power_of_2, processors, rows_of
+
+from .mix import gain
+
+# Of the backward: channels a warp, programs a multiprocessor at width 2048, and rows under way in a program (at most).
+PER_WARP, PER_PROCESSOR, STAGES = 512, 2, 3
+
+
+@triton.jit
+def _sum3(a, b, c, TOGETHER: tl.constexpr):
+    """Three sums over one axis; together they cost one exchange between warps."""
+    if TOGETHER:
+        a, b, c = tl.reduce((a, b, c), 0, add3)
+    else:
+        a, b, c = tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
+    return a, b, c
+
+
+@triton.jit
+def _merge(
+    y, partial, out, lse, query, key, g, total, x, stats, D, eps, norm_eps,
+    OPENS: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    # stats (3, M): 1 / rms(P), z, 1 / rms(h)
+    t = tl.program_id(0).to(tl.int64)
+    M = tl.num_programs(0)
+    o_d = tl.arange(0, BD)
+    m = o_d < D
+    b_p = tl.load(y + t * D + o_d, mask=m, other=0.0).to(tl.float32)
+    if not OPENS:
+        b_p += tl.load(partial + t * D + o_d, mask=m, other=0.0).to(tl.float32)
+        low = b_p.to(total.dtype.element_ty)
+        tl.store(total + t * D + o_d, low, mask=m)
+        b_p = low.to(tl.float32)
+    b_o = tl.load(out + t * D + o_d, mask=m, other=0.0).to(tl.float32)
+    b_f = tl.load(query + o_d, mask=m, other=0.0).to(tl.float32)
+    if KEY:
+        b_f *= tl.load(key + o_d, mask=m, other=0.0).to(tl.float32)
+    r = 1.0 / tl.sqrt(tl.sum(b_p * b_p, 0) / D + eps)
+    z = tl.sum(b_p * b_f, 0) * r
+    h = b_o + tl.sigmoid(z - tl.load(lse + t)) * (b_p - b_o)
+    tl.store(stats + t, r)
+    tl.store(stats + M + t, z)
+    if NORM:
+        r = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + norm_eps)
+        tl.store(stats + 2 * M + t, r)
+        h = h * r * gain(tl.load(g + o_d, mask=m, other=1.0).to(tl.float32), x.dtype.element_ty)
+    tl.store(x + t * D + o_d, h.to(x.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _merge_backward(
+    dx, dtotal, x, total, out, lse, query, key, g, stats, rstd, dp, dout, dlse, parts, M, D, norm_eps,
+    MERGE: tl.constexpr, GIVEN: tl.constexpr, OUT: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr,
+    BD: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # MERGE: off for the read that opens a block (h = out). GIVEN: the sum has a gradient from later.
+    # OUT: h comes from out, not from x. rstd: 1 / rms(h) where there are no stats.
+    pid = tl.program_id(0)
+    o_d = tl.arange(0, BD)
+    m = o_d < D
+    b_f = tl.zeros([BD], tl.float32)
+    b_g = tl.full([BD], 1.0, tl.float32)
+    if MERGE:
+        b_f = tl.load(query + o_d, mask=m, other=0.0).to(tl.float32)
+        if KEY:
+            b_f *= tl.load(key + o_d, mask=m, other=0.0).to(tl.float32)
+    if NORM:
+        b_g = gain(tl.load(g + o_d, mask=m, other=1.0).to(tl.float32), x.dtype.element_ty)
+    undo = 1.0 / b_g
+    df = tl.zeros([BD], tl.float32)
+    dg = tl.zeros([BD], tl.float32)
+    programs = tl.num_programs(0)
+    for i in tl.range(tl.cdiv(M - pid, programs), num_stages=STAGES):
+        t = (pid + i * programs).to(tl.int64)
+        row = t * D + o_d
+        b_dx = tl.load(dx + row, mask=m, other=0.0).to(tl.float32)
+        b_p = tl.zeros([BD], tl.float32)
+        b = 0.0
+        if MERGE:
+            b_p = tl.load(total + row, mask=m, other=0.0).to(tl.float32)
+            z = tl.load(stats + M + t)
+            b = tl.sigmoid(z - tl.load(lse + t))
+        if OUT:
+            b_h = tl.load(out + row, mask=m, other=0.0).to(tl.float32)
+            b_h += b * (b_p - b_h)
+        else:
+            b_h = tl.load(x + row, mask=m, other=0.0).to(tl.float32)
+        if NORM:
+            if MERGE:
+                r = tl.load(stats + 2 * M + t)
+            else:
+                r = tl.load(rstd + t)
+            if OUT:
+                b_h *= r
+            else:
+                b_h *= undo  # both: the normed input, h r
+            dg += b_dx * b_h
+            b_dx *= b_g
+            along, past, between = _sum3(b_dx * b_h, b_dx * b_p, b_h * b_p, TOGETHER)
+            b_dx = (b_dx - b_h * (along / D)) * r
+            past = (past - between * (along / D)) * r
+            along *= norm_eps * r * r
+        else:
+            along, past, between = _sum3(b_dx * b_h, b_dx * b_p, b_h * b_p, TOGETHER)
+        tl.store(dout + row, ((1.0 - b) * b_dx).to(dout.dtype.element_ty), mask=m)
+        if MERGE:
+            ds = b * (past - along)
+            r = tl.load(stats + t)
+            b_d = b * b_dx + ds * r * (b_f - b_p * (r * z / D))
+            if GIVEN:
+                b_d += tl.load(dtotal + row, mask=m, other=0.0).to(tl.float32)
+            tl.store(dp + row, b_d.to(dp.dtype.element_ty), mask=m)
+            df += ds * r * b_p
+            along = -ds
+        tl.store(dlse + t, along)
+    if MERGE:
+        tl.store(parts + (pid * 2) * D + o_d, df, mask=m)
+    if NORM:
+        tl.store(parts + (pid * 2 + 1) * D + o_d, dg, mask=m)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gather(
+    parts, query, key, dquery, dkey, dg, count, D,
+    MERGE: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    df = tl.zeros([BP, BD], tl.float32)
+    gg = tl.zeros([BP, BD], tl.float32)
+    for i in range(0, count, BP):
+        o_p = i + tl.arange(0, BP)
+        m = (o_p < count)[:, None] & m_d[None, :]
+        if MERGE:
+            df += tl.load(parts + (o_p[:, None] * 2) * D + o_d[None, :], mask=m, other=0.0)
+        if NORM:
+            gg += tl.load(parts + (o_p[:, None] * 2 + 1) * D + o_d[None, :], mask=m, other=0.0)
+    if MERGE:
+        b_df = tl.sum(df, 0)
+        if KEY:
+            b_q = tl.load(query + o_d, mask=m_d, other=0.0).to(tl.float32)
+            b_k = tl.load(key + o_d, mask=m_d, other=0.0).to(tl.float32)
+            tl.store(dkey + o_d, (b_df * b_q).to(dkey.dtype.element_ty), mask=m_d)
+            b_df *= b_k
+        tl.store(dquery + o_d, b_df.to(dquery.dtype.element_ty), mask=m_d)
+    if NORM:
+        tl.store(dg + o_d, tl.sum(gg, 0).to(dg.dtype.element_ty), mask=m_d)
+
+
+def _warps(width: int) -> int:
+    return max(1, min(16, power_of_2(width) // 256))
+
+
+def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
+    """The pass over tokens on a fixed number of programs, then the sum of their partials."""
+    dx = args[0]
+    wide = power_of_2(width)
+    programs = min(rows, max(1, PER_PROCESSOR * 2048 // wide) * processors(dx.device))
+    parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
+    warps = max(1, min(16, wide // PER_WARP))
+    numbers = (rows, width, norm_eps)
+    constants = constants | flags | {"BD": wide, "TOGETHER": not INTERPRETED}
+    launch(_merge_backward, (programs,), (*args, parts), numbers, constants, num_warps=warps, num_stages=STAGES)
+    sizes = {"BD": 16, "BP": 64}
+    launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), flags | sizes, num_warps=4)
+
+
+def _fake_merge(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
+    return _merge_outputs(y, partial)
+
+
+@operator(_fake_merge)
+def merge(
+    y: Tensor,
+    partial: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The read, the block's new sum (empty without `partial`: it is y itself), and per token 1/rms, logit, 1/rms(h)."""
+    launches["merge"] += 1
+    rows, width = rows_of(y)
+    x, total, stats = _merge_outputs(y, partial)
+    key = query if key_weight is None else key_weight
+    args = (y, y if partial is None else partial, out, lse, query, key, query if norm_weight is None else norm_weight)
+    constants = {
+        "OPENS": partial is None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
+        "BD": power_of_2(width),
+    }  # fmt: skip
+    args += (total, x, stats)
+    launch(_merge, (rows,), args, (width, eps, norm_eps), constants, num_warps=_warps(width))
+    return x, total, stats
+
+
+def _merge_outputs(y, partial):
+    total = y.new_empty(0) if partial is None else torch.empty_like(y)
+    return torch.empty_like(y), total, torch.empty((3, *y.shape[:-1]), dtype=torch.float32, device=y.device)
+
+
+def _fake_merge_backward(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, stats, norm_eps):
+    return _merge_gradients(dx, query, key_weight, norm_weight)
+
+
+@operator(_fake_merge_backward)
+def merge_backward(
+    dx: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    total: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    stats: Tensor,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dP (the gradient of both y and partial), dout, dlse, and the gradients of query, key weight and norm weight."""
+    launches["merge_backward"] += 1
+    rows, width = rows_of(dx)
+    dp, dout, dlse, dquery, dkey, dg = _merge_gradients(dx, query, key_weight, norm_weight)
+    key = query if key_weight is None else key_weight
+    flags = {"MERGE": True, "KEY": key_weight is not None, "NORM": norm_weight is not None}
+    args = (
+        dx, dx if dtotal is None else dtotal, x, total, x if out is None else out, lse, query, key,
+        query if norm_weight is None else norm_weight, stats, stats, dp, dout, dlse,
+    )  # fmt: skip
+    constants = {"GIVEN": dtotal is not None, "OUT": out is not None}
+    _backward(args, (query, key, dquery, dkey, dg), rows, width, norm_eps, constants, flags)
+    return dp, dout, dlse, dquery, dkey, dg
+
+
+def _merge_gradients(dx, query, key_weight, norm_weight):
+    dkey = dx.new_empty(0) if key_weight is None else torch.empty_like(key_weight)
+    dg = dx.new_empty(0) if norm_weight is None else torch.empty_like(norm_weight)
+    dlse = torch.empty(dx.shape[:-1], dtype=torch.float32, device=dx.device)
+    return torch.empty_like(dx), torch.empty_like(dx), dlse, torch.empty_like(query), dkey, dg
+
+
+def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact):
+    dh = torch.empty_like(dx, dtype=torch.float32 if exact else dx.dtype)
+    return dh, torch.empty_like(norm_weight), torch.empty_like(rstd)
+
+
+@operator(_fake_norm_backward)
+def norm_backward(
+    dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float, exact: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From a folded RMSNorm's output: the gradients dh of its input and of its weight, and <dh, h> of each token.
+    exact: dh in fp32."""
+    launches["norm_backward"] += 1
+    rows, width = rows_of(dx)
+    dh, dg, along = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact)
+    flags = {"MERGE": False, "KEY": False, "NORM": True}
+    args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, dh, dh, along)
+    _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)
+    return dh, dg, along

@@ -1,0 +1,338 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
+"""Phase 1: S queries mix N finished sources, given their scores; softmax over sources in fp32, one downcast.
+
+    p_ns = softmax_n(z_ns);  out_s = sum_n p_ns v_n;  lse_s = log sum_n exp(z_ns)      v_n (tokens, D), z (tokens, N, S)
+    u_ns = <dout_s, v_n>;   dz_ns = p_ns (u_ns - sum_m p_ms u_ms + dlse_s);   dv_n = sum_s p_ns dout_s
+The first query's output may leave through the RMSNorm of the sublayer that opens the block.
+
+Passes over (tokens x D): forward N reads, S writes; backward S + N reads and, into the gradient that later reads of the
+same source have begun, N reads and N writes. Forward: a program holds S sums for one token, looping over sources.
+Backward: two warps own a token and take four sources at once, so that the S rows of dout are fetched N / 4 times, from
+cache; the S * N dot products are summed per thread first, and exchanged once per source.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.ops.triton.launch import address_table, launch, launches
+from headwater.ops.triton.registration import operator
+from headwater.ops.triton.tiles import ceil_div, power_of_2, row_pointer, rows_of, vectorised
+
+GROUP, BACKWARD_WARPS = 4, 2  # sources that a program of the backward takes at once (at most), and its warps
+MAX_QUERIES, MAX_QUERIES_BACKWARD = 16, 8  # per launch, since a token's sums stay in registers; more read again
+
+
+@triton.jit(do_not_specialize=["M", "N", "S"])
+def _softmax(z, p, lse, M, N, S, T: tl.constexpr, SP: tl.constexpr):
+    o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    o_s = tl.arange(0, SP)
+    m = (o_t < M)[:, None] & (o_s < S)[None, :]
+    o = o_t[:, None] * N * S + o_s[None, :]
+    top = tl.full([T, SP], float("-inf"), tl.float32)
+    for n in range(N):
+        top = tl.maximum(top, tl.load(z + o + n * S, mask=m, other=0.0))
+    total = tl.zeros([T, SP], tl.float32)
+    for n in range(N):
+        total += tl.exp(tl.load(z + o + n * S, mask=m, other=0.0) - top)
+    log = top + tl.log(total)
+    tl.store(lse + o_s[None, :] * M + o_t[:, None], log, mask=m)
+    for n in range(N):
+        tl.store(p + o + n * S, tl.exp(tl.load(z + o + n * S, mask=m, other=0.0) - log), mask=m)
+
+
+@triton.jit
+def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.constexpr):
+    """S sums over the sources of token t, for channels o_d. The next source is under way while one is used."""
+    sums = ()
+    for _ in tl.static_range(S):
+        sums = sums + (tl.zeros_like(o_d).to(tl.float32),)
+    ahead = tl.load(row_pointer(table, 0, t, D, like, VECTOR) + o_d, mask=m_d, other=0.0)
+    p_next = row_pointer(table, tl.minimum(1, N - 1), t, D, like, VECTOR)
+    for n in range(N):
+        v = ahead.to(tl.float32)
+        ahead = tl.load(p_next + o_d, mask=m_d & (n + 1 < N), other=0.0)
+        p_next = row_pointer(table, tl.minimum(n + 2, N - 1), t, D, like, VECTOR)
+        grown = ()
+        for s in tl.static_range(S):
+            grown = grown + (sums[s] + tl.load(p + n * PS + s) * v,)
+        sums = grown
+    return sums
+
+
+@triton.jit(do_not_specialize=["M", "N", "PS"])
+def _mix(
+    table, p, like, out, x, rstd, g, M, N, PS, D, eps,
+    S: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    # like carries the element type of the sources. out (S, M, D); with NORM the first query goes to x (M, D) instead,
+    # and out holds the other S - 1. ONE: BD >= D.
+    t = tl.program_id(0).to(tl.int64)
+    p += t * N * PS
+    squares = tl.zeros([BD], tl.float32)
+    first = tl.zeros([BD], tl.float32)
+    for c in range(0, BD if ONE else D, BD):
+        o_d = c + tl.arange(0, BD)
+        m_d = o_d < D
+        sums = _sums(table, p, t, o_d, m_d, N, PS, D, like, S, VECTOR)
+        if NORM:
+            first = sums[0]
+            squares += first * first
+        for s in tl.static_range(NORM, S):
+            tl.store(out + ((s - NORM) * M + t) * D + o_d, sums[s].to(out.dtype.element_ty), mask=m_d)
+    if NORM:
+        r = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + eps)
+        tl.store(rstd + t, r)
+        for c in range(0, BD if ONE else D, BD):
+            o_d = c + tl.arange(0, BD)
+            m_d = o_d < D
+            if not ONE:  # the row does not fit: sum it again from sources that are still in cache
+                first = _sums(table, p, t, o_d, m_d, N, PS, D, like, 1, VECTOR)[0]
+            b_g = gain(tl.load(g + o_d, mask=m_d, other=1.0).to(tl.float32), x.dtype.element_ty)
+            tl.store(x + t * D + o_d, (first * r * b_g).to(x.dtype.element_ty), mask=m_d)
+
+
+@triton.jit
+def gain(g, dtype: tl.constexpr):
+    """The norm's weight, kept from zero: a product with 2^-96 is still a normal number, and vanishes beside any other.
+
+    The backward rebuilds the norm's input from its output, so the norm must be invertible. fp16 has no room for this.
+    """
+    if dtype != tl.float16:
+        tiny: tl.constexpr = 1.262177448e-29
+        g = tl.where(g < 0, tl.minimum(g, -tiny), tl.maximum(g, tiny))
+    return g
+
+
+@triton.jit
+def _sum_together(parts, COUNT: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
+    """COUNT vectors to the vector of their sums, in one exchange between threads; COUNT is 2 ** LEVELS."""
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for e in tl.static_range(COUNT >> (level + 1)):
+            joined = joined + (tl.join(parts[e], parts[e + (COUNT >> (level + 1))]),)
+        parts = joined
+    return tl.sum(tl.reshape(parts[0], (WIDTH, COUNT)), 0)
+
+
+@triton.jit(do_not_specialize=["M", "N", "PS", "s0"])
+def _mix_backward(
+    table, p, dlse, dz, whole, like, grad, dout, M, N, PS, D, s0,
+    S: tl.constexpr, SP: tl.constexpr, LEVELS: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
+    BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr, REBUILD: tl.constexpr,
+):  # fmt: skip
+    # table: the addresses of N sources, N gradients to add to (FRESH: none), N to write, and all PS douts.
+    # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
+    # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
+    # REBUILD: one query, and before the N sources another that was not kept; `whole` (M,) is <dout, out>, from which
+    # its share follows. The address of its gradient closes the table; p and dz have N + 1 rows.
+    t = tl.program_id(0).to(tl.int64)
+    o_s = tl.arange(0, SP)
+    p += t * (N + REBUILD) * PS + s0
+    dz += t * (N + REBUILD) * PS + s0
+    w_0 = 0.0
+    if REBUILD:
+        w_0 = tl.load(p)
+        p += 1
+        dz += 1
+    douts = ()
+    for s in tl.static_range(S):
+        douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, dout, VECTOR),)
+    delta = tl.zeros([SP], tl.float32)
+    for n0 in range(0, N, GROUP):
+        p_v = ()
+        p_in = ()
+        p_out = ()
+        dots = ()
+        weights = ()
+        for k in tl.static_range(GROUP):
+            n = tl.minimum(n0 + k, N - 1)
+            p_v = p_v + (row_pointer(table, n, t, D, like, VECTOR),)
+            p_in = p_in + (row_pointer(table, N + n, t, D, grad, VECTOR),)
+            p_out = p_out + (row_pointer(table, 2 * N + n, t, D, grad, VECTOR),)
+            for s in tl.static_range(S):
+                dots = dots + (tl.zeros([BD // 8], tl.float32),)
+                weights = weights + (tl.load(p + n * PS + s),)
+        for c in range(0, D, BD):
+            o_d = c + tl.arange(0, BD)
+            v = ()
+            g = ()
+            for k in tl.static_range(GROUP):
+                m = (o_d < D) & (n0 + k < N)
+                v = v + (tl.load(p_v[k] + o_d, mask=m, other=0.0),)
+                if FRESH:
+                    g = g + (tl.zeros([BD], tl.float32),)
+                else:
+                    g = g + (tl.load(p_in[k] + o_d, mask=m, other=0.0).to(tl.float32),)
+            grown = ()
+            for s in tl.static_range(S):
+                d = tl.load(douts[s] + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+                if REBUILD:
+                    first = row_pointer(table, 3 * N + 1, t, D, grad, VECTOR)
+                    tl.store(first + o_d, (w_0 * d).to(grad.dtype.element_ty), mask=(o_d < D) & (n0 == 0))
+                shared = ()
+                for k in tl.static_range(GROUP):
+                    product = tl.reshape(d * v[k].to(tl.float32), (BD // 8, 8))  # eight neighbours lie in one thread
+                    grown = grown + (dots[s * GROUP + k] + tl.sum(product, 1),)
+                    shared = shared + (g[k] + weights[k * S + s] * d,)
+                g = shared
+            dots = grown
+            for k in tl.static_range(GROUP):
+                m = (o_d < D) & (n0 + k < N)
+                tl.store(p_out[k] + o_d, g[k].to(grad.dtype.element_ty), mask=m)
+        for k in tl.static_range(GROUP):
+            parts = ()
+            for s in tl.static_range(SP):
+                parts = parts + (dots[s * GROUP + k] if s < S else tl.zeros([BD // 8], tl.float32),)
+            u = _sum_together(parts, SP, LEVELS, BD // 8)
+            m = (o_s < S) & (n0 + k < N)
+            delta += tl.load(p + (n0 + k) * PS + o_s, mask=m, other=0.0) * u
+            tl.store(dz + (n0 + k) * PS + o_s, u, mask=m)
+    if REBUILD:
+        given = tl.load(whole + t + o_s)
+        tl.store(dz - 1 + o_s, given * (1.0 - w_0) - delta)
+        delta = given
+    if HAS_LSE:
+        delta -= tl.load(dlse + (s0 + o_s) * M + t, mask=o_s < S, other=0.0)
+    tl.debug_barrier()
+    for n in range(N):
+        w = tl.load(p + n * PS + o_s, mask=o_s < S, other=0.0)
+        u = tl.load(dz + n * PS + o_s, mask=o_s < S, other=0.0)
+        tl.store(dz + n * PS + o_s, w * (u - delta), mask=o_s < S)
+
+
+def _chunks(count: int, most: int) -> list[tuple[int, int]]:
+    return [(s, min(most, count - s)) for s in range(0, count, most)]
+
+
+def _floor_power(value: int) -> int:
+    return 1 << (value.bit_length() - 1)
+
+
+def _fake_mix(sources, z, norm_weight, eps, exact):
+    return _mix_outputs(sources, z, norm_weight, exact)
+
+
+@operator(_fake_mix)
+def mix(
+    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, eps: float, exact: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """N sources (..., D) and scores (..., N, S) to: the first output normed, its 1/rms, the outputs (S, ..., D),
+    their log-sum-exp (S, ...) and the weights (..., N, S). With `norm_weight` the outputs lack the first; without, the
+    normed one and its 1/rms are empty. exact: the outputs in fp32."""
+    launches["mix"] += 1
+    rows, width = rows_of(sources[0])
+    count, queries = z.shape[-2:]
+    x, rstd, out, lse, p = _mix_outputs(sources, z, norm_weight, exact)
+    narrow = power_of_2(queries)
+    grid = (ceil_div(rows, 32),)
+    launch(_softmax, grid, (z, p, lse), (rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
+    table = address_table(sources)
+    for s, now in _chunks(queries, MAX_QUERIES):
+        normed = norm_weight is not None and s == 0
+        shift = s - (norm_weight is not None and s > 0)
+        block = min(power_of_2(width), max(128, _floor_power(16384 // now)))
+        warps = min(8, power_of_2(max(ceil_div(now * block, 1536), ceil_div(block, 1024))))
+        constants = {
+            "S": now,
+            "NORM": normed,
+            "BD": block,
+            "ONE": block >= width,
+            "VECTOR": vectorised(width, *sources),
+        }
+        args = (
+            table,
+            p.view(-1)[s:],
+            sources[0],
+            out[shift:] if len(out) else x,
+            x,
+            rstd,
+            norm_weight if norm_weight is not None and normed else p,
+        )
+        launch(_mix, (rows,), args, (rows, count, queries, width, eps), constants, num_warps=warps)
+    return x, rstd, out, lse, p
+
+
+def _mix_outputs(sources, z, norm_weight, exact):
+    first, shape = sources[0], sources[0].shape
+    queries = z.shape[-1]
+    normed = norm_weight is not None
+    x = torch.empty(shape if normed else (0,), dtype=first.dtype, device=first.device)
+    rstd = torch.empty(shape[:-1] if normed else (0,), dtype=torch.float32, device=first.device)
+    out_dtype = torch.float32 if exact else first.dtype
+    out = torch.empty(queries - normed, *shape, dtype=out_dtype, device=first.device)
+    lse = torch.empty(queries, *shape[:-1], dtype=torch.float32, device=first.device)
+    return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=first.device)
+
+
+def launch_mix_backward(sources, p, douts, dlse, gradients, whole, *, fresh: bool) -> tuple[Tensor, Tensor]:
+    """Adds dv to `gradients` (fresh: writes it there), and returns dz (..., N, S), and the gradient of the source that
+    was not kept (without `whole`: empty)."""
+    assert whole is None or (dlse is None and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
+    launches["mix_backward"] += 1
+    rows, width = rows_of(sources[0])
+    queries = p.shape[-1]
+    dz, first = _mix_gradients(p, gradients, whole)
+    made = [] if whole is None else [first]
+    table = address_table([*sources, *gradients, *gradients, *douts, *made])
+    vector = vectorised(width, *sources, *gradients, *douts, *made)
+    for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
+        constants = {
+            "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": fresh and s == 0,
+            "HAS_LSE": dlse is not None, "BD": 256 * BACKWARD_WARPS, "GROUP": min(GROUP, len(sources)),
+            "VECTOR": vector, "REBUILD": whole is not None,
+        }  # fmt: skip
+        args = (table, p, p if dlse is None else dlse, dz, p if whole is None else whole)
+        args += (sources[0], gradients[0], douts[0])
+        numbers = (rows, len(sources), queries, width, s)
+        launch(_mix_backward, (rows,), args, numbers, constants, num_warps=BACKWARD_WARPS)
+    return dz, first
+
+
+def _mix_gradients(p, gradients, whole):
+    return torch.empty_like(p), p.new_empty(0) if whole is None else torch.empty_like(gradients[0])
+
+
+def _fake_mix_backward(sources, p, douts, dlse, exact, whole):
+    dtype = torch.float32 if exact else sources[0].dtype
+    like = sources if whole is None else [sources[0], *sources]
+    return [torch.empty_like(p), *(torch.empty_like(source, dtype=dtype) for source in like)]
+
+
+@operator(_fake_mix_backward)
+def mix_backward(
+    sources: Sequence[Tensor],
+    p: Tensor,
+    douts: Sequence[Tensor],
+    dlse: Tensor | None,
+    exact: bool,
+    whole: Tensor | None,
+) -> list[Tensor]:
+    """[dz, *dv]. exact: dv in fp32.
+
+    `whole`: for one query, <dout, out> of each token (...): then the first of the sources that were mixed is not among
+    `sources`, and its gradient comes first all the same.
+    """
+    gradients = _fake_mix_backward(sources, p, douts, dlse, exact, None)[1:]
+    dz, first = launch_mix_backward(sources, p, douts, dlse, gradients, whole, fresh=True)
+    return [dz, *([] if whole is None else [first]), *gradients]
+
+
+def _fake_mix_backward_(sources, p, douts, dlse, gradients, whole):
+    return _mix_gradients(p, gradients, whole)
+
+
+@operator(_fake_mix_backward_, mutates=("gradients",))
+def mix_backward_(
+    sources: Sequence[Tensor],
+    p: Tensor,
+    douts: Sequence[Tensor],
+    dlse: Tensor | None,
+    gradients: Sequence[Tensor],
+    whole: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `mix_backward`, adding into `gradients` in place; returns dz, and the first gradient (else: empty)."""
+    return launch_mix_backward(sources, p, douts, dlse, gradients, whole, fresh=False)

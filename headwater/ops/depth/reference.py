@@ -1,0 +1,161 @@
+"""Attention over depth in plain PyTorch: what every kernel must equal, and what runs where there is no GPU.
+
+One read of N sources with one query (Attention Residuals, arXiv 2603.15031, eqs. 1 to 4):
+
+    key_n   = source_n / sqrt(mean(source_n ** 2) + eps) * key_weight        (..., D)
+    weight  = softmax over n of  <query, key_n>  per head                    (N, ..., H)
+    output  = sum_n weight_n * source_n   (raw values), then an RMSNorm if `norm_weight` is given
+
+The query and the key weight fold into one vector, and the key's norm is one scalar, so normed keys are never formed.
+A single pass moves N reads and one write of a (tokens x D) tensor.
+
+In two phases (algorithm 1): queries are parameters, so all S queries of a block can read the N finished blocks at once,
+and each sublayer then only merges the block's running sum P into what its query already found:
+
+    phase 1:  out_s, lse_s = softmax attention of query s over the N finished blocks         (S, ..., D), (S, ...)
+    phase 2:  b = sigmoid(<query_s, key(P)> - lse_s);   h = out_s + b * (P - out_s)           (..., D)
+
+This equals one softmax over the N + 1 sources. Passes over a (tokens x D) tensor per sublayer: phase 1 N/S reads and
+one write, phase 2 two reads and one write. fp32 throughout (fp64 stays fp64), one downcast at return; lse stays fp32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm
+
+
+def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The vector that a source's direction is multiplied with: query times key weight, in `dtype`."""
+    return query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
+
+
+def stack_wide(sources: Sequence[Tensor]) -> Tensor:
+    """N sources (..., D) as one tensor (N, ..., D) in the dtype that sums are computed in."""
+    return torch.stack([source.to(accumulation_dtype(source.dtype)) for source in sources])
+
+
+def depth_logits(
+    stack: Tensor, query: Tensor, key_weight: Tensor | None, *, eps: float, heads: int = 1, key_norm: bool = True
+) -> Tensor:
+    """<query, key_n> per head, (N, ..., H). `stack` is (N, ..., D); `query` is (D,), or one per token, (..., D)."""
+    folded = fold(query, key_weight, stack.dtype)
+    if heads == 1 and folded.dim() == 1:
+        with full_precision(stack):
+            logits = (stack @ folded).unsqueeze(-1)  # (N, ..., 1)
+    else:
+        logits = (stack * folded).unflatten(-1, (heads, -1)).sum(-1)  # (N, ..., H)
+    if key_norm:
+        logits = logits * torch.rsqrt(stack.square().mean(-1, keepdim=True) + eps)
+    return logits
+
+
+def mix_sources(stack: Tensor, weights: Tensor) -> Tensor:
+    """sum_n weights_n * stack_n with weights (N, ..., H) spread over H equal channel groups: (..., D)."""
+    heads = weights.shape[-1]
+    if heads == 1:
+        return (stack * weights).sum(0)
+    return (stack.unflatten(-1, (heads, -1)) * weights.unsqueeze(-1)).sum(0).flatten(-2)
+
+
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    heads: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """One read (..., D) in the sources' dtype, and its weights (N, ..., H) in fp32."""
+    stack = stack_wide(sources)
+    weights = depth_logits(stack, query, key_weight, eps=eps, heads=heads).softmax(0)
+    mixed = mix_sources(stack, weights)
+    if norm_weight is not None:
+        mixed = rms_norm(mixed, norm_weight, eps)
+    return mixed.to(sources[0].dtype), weights
+
+
+def attend_blocks(
+    sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Phase 1 of queries (S, D): outputs (S, ..., D) and log-sum-exps (S, ...)."""
+    stack = stack_wide(sources)
+    folded = fold(queries, key_weights, stack.dtype)
+    scale = torch.rsqrt(stack.square().mean(-1, keepdim=True) + eps)  # (N, ..., 1)
+    with full_precision(stack):
+        logits = ((stack @ folded.T) * scale).movedim(-1, 0)  # (S, N, ...)
+        out = torch.einsum("sn...,n...d->s...d", logits.softmax(1), stack)
+    return out.to(sources[0].dtype), logits.logsumexp(1)
+
+
+def merge_partial(
+    partial: Tensor,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Phase 2: the block's sum `partial` merged into phase 1's `out`, normed if asked, (..., D)."""
+    dtype = accumulation_dtype(partial.dtype)
+    p, o = partial.to(dtype), out.to(dtype)
+    folded = fold(query, key_weight, dtype)
+    with full_precision(p):
+        logit = (p @ folded) * torch.rsqrt(p.square().mean(-1) + eps)  # (...)
+    share = torch.sigmoid(logit - lse.to(dtype)).unsqueeze(-1)
+    merged = o + share * (p - o)
+    if norm_weight is not None:
+        merged = rms_norm(merged, norm_weight, eps)
+    return merged.to(partial.dtype)
+
+
+def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The source, to be read in its place, and its logits (..., Q) for the fp32 queries `folded` (Q, D)."""
+    v = source.to(accumulation_dtype(source.dtype))
+    with full_precision(v):
+        return source, (v @ folded.to(v.dtype).T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+
+
+def mix(
+    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and the sources again.
+
+    `z`: scores (..., N, S) in fp32.
+    """
+    stack = torch.stack([source.to(z.dtype) for source in sources], -2)  # (..., N, D)
+    with full_precision(stack):
+        mixed = (z.softmax(-2).mT @ stack).unbind(-2)  # S of (..., D)
+    if norm_weight is not None:
+        mixed = (rms_norm(mixed[0], norm_weight, norm_eps), *mixed[1:])
+    return tuple(out.to(sources[0].dtype) for out in mixed), z.logsumexp(-2).unbind(-1), tuple(sources)
+
+
+def merge_outputs(
+    out: Tensor, own: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The read of phase 1's output beside the span's own outputs (scores `z`, (..., 1 + own, 1)), and those again."""
+    return mix((out, *own), z, norm_weight, norm_eps)[0][0], tuple(own)
+
+
+def merge(
+    y: Tensor,
+    partial: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The read after `y` joined the block's sum `partial` (None: y opens it), normed if asked, and that sum."""
+    total = y if partial is None else partial + y
+    read = merge_partial(total, query, out, lse, key_weight, None, eps)
+    if norm_weight is not None:
+        read = rms_norm(read.to(accumulation_dtype(read.dtype)), norm_weight, norm_eps).to(read.dtype)
+    return read, total

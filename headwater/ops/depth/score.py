@@ -1,0 +1,190 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
+"""Scores of one source for Q queries: the logits that all later reads of it need, from one pass over it.
+
+    r_t = 1 / sqrt(mean_d(v_td^2) + eps);   z_tq = r_t <f_q, v_t>;   f = query * key_weight, (Q, D) in fp32
+    dv_t = r_t sum_q dz_tq f_q - (r_t^2 / D) (sum_q dz_tq z_tq) v_t;   df_q = sum_t dz_tq r_t v_t
+
+Passes over (tokens x D): forward one read; backward two reads and one write, the gradient that reads of the source have
+gathered included. The products with Q queries run on the matrix units; a program owns a tile of tokens (forward) or a
+tile of channels and a range of tokens (backward), so that df needs no atomics: one partial per range, then a sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.ops.triton.launch import launch, launches
+from headwater.ops.triton.registration import operator
+from headwater.ops.triton.tiles import ceil_div, exact_dot, half, power_of_2, processors, rows_of
+
+# Tokens and channels of a tile, warps, stages, tiles summed by the matrix units; in bf16, and otherwise.
+FORWARD, FORWARD_WIDE = (128, 64, 4, 4, 2), (64, 128, 4, 3, 1)
+BACKWARD = (64, 128, 4, 3, 2)  # tokens and channels of a tile, warps, stages, programs a multiprocessor
+MAX_QUERIES = 64  # per launch; more queries read the source again
+
+
+@triton.jit(do_not_specialize=["M", "Q", "ZQ"])
+def _score(
+    v, f, z, rstd, M, D, Q, ZQ, eps,
+    T: tl.constexpr, BD: tl.constexpr, RUN: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    o_q = tl.arange(0, QP)
+    m_t = o_t < M
+    acc = tl.zeros([QP, T], tl.float32)
+    squares = tl.zeros([T, BD // 8], tl.float32)
+    for c in range(0, D, BD * RUN):
+        # every RUN tiles the sum starts from zero: the matrix units truncate as they add, which shows after some
+        # thousand channels
+        part = tl.zeros([QP, T], tl.float32)
+        for k in tl.static_range(RUN):
+            o_d = c + k * BD + tl.arange(0, BD)
+            m_d = o_d < D
+            b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
+            b_f = tl.load(f + o_q[:, None] * D + o_d[None, :], mask=(o_q < Q)[:, None] & m_d[None, :], other=0.0)
+            part = exact_dot(b_f, tl.trans(b_v), part, HALF)
+            b_v = b_v.to(tl.float32)
+            squares += tl.sum(tl.reshape(b_v * b_v, (T, BD // 8, 8)), 2)  # eight neighbours lie in one thread
+        acc += part
+    r = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
+    tl.store(rstd + o_t, r, mask=m_t)
+    tl.store(z + o_t[None, :] * ZQ + o_q[:, None], acc * r[None, :], mask=m_t[None, :] & (o_q < Q)[:, None])
+
+
+@triton.jit(do_not_specialize=["M", "Q", "ZQ"])
+def _prepare(z, dz, rstd, high, low, pull, M, D, Q, ZQ, T: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr):
+    """dz r as high + low, (M, QP), ready for the matrix units, and the pull towards each token's own direction."""
+    o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    o_q = tl.arange(0, QP)
+    m_t = o_t < M
+    m = m_t[:, None] & (o_q < Q)[None, :]
+    b_dz = tl.load(dz + o_t[:, None] * ZQ + o_q[None, :], mask=m, other=0.0)
+    b_z = tl.load(z + o_t[:, None] * ZQ + o_q[None, :], mask=m, other=0.0)
+    b_r = tl.load(rstd + o_t, mask=m_t, other=0.0)
+    tl.store(pull + o_t, tl.sum(b_dz * b_z, 1) * b_r * b_r / D, mask=m_t)
+    dzr = b_dz * b_r[:, None]
+    b_high = dzr.to(high.dtype.element_ty)
+    tl.store(high + o_t[:, None] * QP + o_q[None, :], b_high, mask=m_t[:, None])
+    if HALF:
+        b_low = (dzr - b_high.to(tl.float32)).to(low.dtype.element_ty)
+        tl.store(low + o_t[:, None] * QP + o_q[None, :], b_low, mask=m_t[:, None])
+
+
+@triton.jit(do_not_specialize=["M", "Q", "tokens"])
+def _score_backward(
+    v, f, high, low, pull, g_in, g_out, df, M, D, Q, tokens,
+    HAS_G: tl.constexpr, T: tl.constexpr, BD: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    o_q = tl.arange(0, QP)
+    m_d = o_d < D
+    m_q = o_q < Q
+    b_f = tl.load(f + o_q[:, None] * D + o_d[None, :], mask=m_q[:, None] & m_d[None, :], other=0.0)
+    if HALF:
+        b_f = b_f.to(v.dtype.element_ty)
+    acc = tl.zeros([QP, BD], tl.float32)
+    start = tl.program_id(1).to(tl.int64) * tokens
+    for i in range(0, tokens, T):
+        o_t = start + i + tl.arange(0, T)
+        m_t = o_t < M
+        m_td = m_t[:, None] & m_d[None, :]
+        b_high = tl.load(high + o_t[:, None] * QP + o_q[None, :], mask=m_t[:, None], other=0.0)
+        b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0)
+        g = -tl.load(pull + o_t, mask=m_t, other=0.0)[:, None] * b_v.to(tl.float32)
+        if HAS_G:
+            g += tl.load(g_in + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
+        if HALF:
+            b_low = tl.load(low + o_t[:, None] * QP + o_q[None, :], mask=m_t[:, None], other=0.0)
+            g = tl.dot(b_high, b_f, g)
+            g = tl.dot(b_low, b_f, g)
+            acc = tl.dot(tl.trans(b_high), b_v, acc)
+            acc = tl.dot(tl.trans(b_low), b_v, acc)
+        else:
+            b_v = b_v.to(tl.float32)
+            b_high = b_high.to(tl.float32)
+            g = tl.dot(b_high, b_f, g, input_precision="tf32x3")
+            acc = tl.dot(tl.trans(b_high), b_v, acc, input_precision="tf32x3")
+        tl.store(g_out + o_t[:, None] * D + o_d[None, :], g.to(g_out.dtype.element_ty), mask=m_td)
+    p_df = df + (tl.program_id(1) * Q + o_q[:, None]).to(tl.int64) * D + o_d[None, :]
+    tl.store(p_df, acc, mask=m_q[:, None] & m_d[None, :])
+
+
+def _padded(count: int) -> int:
+    return max(16, power_of_2(count))
+
+
+def _fake_score(source, folded, eps):
+    like = {"dtype": torch.float32, "device": source.device}
+    return torch.empty(*source.shape[:-1], len(folded), **like), torch.empty(source.shape[:-1], **like)
+
+
+@operator(_fake_score)
+def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`source` (..., D) and `folded` (Q, D) fp32 to logits (..., Q) and 1/rms (...), both fp32."""
+    launches["score"] += 1
+    rows, width = rows_of(source)
+    count = len(folded)
+    z = torch.empty(*source.shape[:-1], count, dtype=torch.float32, device=source.device)
+    rstd = torch.empty(source.shape[:-1], dtype=torch.float32, device=source.device)
+    for q in range(0, count, MAX_QUERIES):
+        now = min(count - q, MAX_QUERIES)
+        tile, channels, warps, stages, run = FORWARD if half(source) else FORWARD_WIDE
+        constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": half(source)}
+        args, numbers = (source, folded[q:], z.view(rows, count)[:, q:], rstd), (rows, width, now, count, eps)
+        launch(_score, (ceil_div(rows, tile),), args, numbers, constants, num_warps=warps, num_stages=stages)
+    return z, rstd
+
+
+def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
+    """Writes gradient + dv to `out` (which may be `gradient` itself) and returns df."""
+    launches["score_backward"] += 1
+    rows, width = rows_of(source)
+    count = len(folded)
+    tile, channels, warps, stages, waves = BACKWARD
+    columns = ceil_div(width, channels)
+    ranges = max(1, min(ceil_div(rows, tile), waves * processors(source.device) // columns))
+    tokens = ceil_div(ceil_div(rows, ranges), tile) * tile
+    ranges = ceil_div(rows, tokens)
+    df = torch.empty(count, width, dtype=torch.float32, device=source.device)
+    halves = half(source)
+    pull = torch.empty(rows, dtype=torch.float32, device=source.device)
+    for q in range(0, count, MAX_QUERIES):
+        now = min(count - q, MAX_QUERIES)
+        wide = _padded(now)
+        split_dtype = source.dtype if halves else torch.float32
+        high, low = torch.empty(2, rows, wide, dtype=split_dtype, device=source.device).unbind(0)
+        columns_of = (z.view(rows, count)[:, q:], dz.view(rows, count)[:, q:], rstd)
+        constants = {"T": 32, "QP": wide, "HALF": halves}
+        args = (*columns_of, high, low, pull)
+        launch(_prepare, (ceil_div(rows, 32),), args, (rows, width, now, count), constants, num_warps=4)
+        parts = torch.empty(ranges, now, width, dtype=torch.float32, device=source.device)
+        given = gradient if q == 0 else out
+        constants = {"HAS_G": given is not None, "T": tile, "BD": channels, "QP": wide, "HALF": halves}
+        args = (source, folded[q:], high, low, pull, source if given is None else given, out, parts)
+        grid, numbers = (columns, ranges), (rows, width, now, tokens)
+        launch(_score_backward, grid, args, numbers, constants, num_warps=warps, num_stages=stages)
+        torch.sum(parts, 0, out=df[q : q + now])
+    return df
+
+
+def _fake_score_backward(source, folded, z, rstd, dz, gradient):
+    return torch.empty_like(source), torch.empty_like(folded)
+
+
+@operator(_fake_score_backward)
+def score_backward(
+    source: Tensor, folded: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(source)
+    return out, launch_score_backward(source, folded, z, rstd, dz, gradient, out)
+
+
+def _fake_score_backward_(source, folded, z, rstd, dz, gradient):
+    return torch.empty_like(folded)
+
+
+@operator(_fake_score_backward_, mutates=("gradient",))
+def score_backward_(source: Tensor, folded: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor) -> Tensor:
+    """As `score_backward`, adding into `gradient` in place."""
+    return launch_score_backward(source, folded, z, rstd, dz, gradient, gradient)

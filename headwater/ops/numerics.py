@@ -1,0 +1,22 @@
+"""Numerics that several operators share: sums in fp32 (fp64 stays fp64), whatever autocast says."""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of tensors of `dtype` are computed in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """Operations inside keep the dtype of their operands: under autocast products would round logits to bf16, and
+    norms would return fp32."""
+    kind = x.device.type  # asking torch whether a device has autocast breaks the graph before torch 2.13
+    return torch.autocast("cpu" if kind == "meta" else kind, enabled=False)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm over the last axis, in the dtype of `x`."""
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight.to(x.dtype)

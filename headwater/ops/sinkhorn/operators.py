@@ -1,0 +1,79 @@
+"""Sinkhorn's iteration on small matrices, one per token: alternating division of columns and rows by their sums.
+
+    K = exp(logits), each column less its largest logit;   r = 1
+    repeat:   c = 1 / (K^T r);   r = 1 / (K c)
+    output  = diag(r) K diag(c)                                              (..., n, n)
+
+mHC, arXiv 2512.24880, eq. 9. Kept as two vectors, so an iteration never forms a matrix. The backward recomputes them
+and walks back through every iteration (not through the fixed point, which finitely many have not reached): in all,
+gradients cost the logits and nothing else between forward and backward. One node for torch.compile, whose code would
+grow with the iterations; on a GPU one launch forward and two backward. fp32 (fp64 stays fp64).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.ops.numerics import accumulation_dtype
+from headwater.ops.routing import Backend, use_triton
+from headwater.ops.triton.registration import operator
+
+from . import reference
+
+MAX_SIZE = 16  # a program of the kernel holds whole matrices
+
+
+def _fake(logits: Tensor, iterations: int, triton: bool) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operator(_fake)
+def sinkhorn_forward(logits: Tensor, iterations: int, triton: bool) -> Tensor:
+    if triton:
+        from . import kernel
+
+        return kernel.forward(logits.contiguous(), iterations)
+    return reference.forward(logits, iterations)
+
+
+def _fake_backward(logits: Tensor, gradient: Tensor, iterations: int, triton: bool) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operator(_fake_backward)
+def sinkhorn_backward(logits: Tensor, gradient: Tensor, iterations: int, triton: bool) -> Tensor:
+    if triton:
+        from . import kernel
+
+        return kernel.backward(logits.contiguous(), gradient.contiguous(), iterations)
+    return reference.backward(logits, gradient, iterations)
+
+
+class _Sinkhorn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iterations: int, triton: bool) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.iterations, ctx.triton = iterations, triton
+        return sinkhorn_forward(logits, iterations, triton)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():  # create_graph: what follows would count as a constant, without a word
+            raise RuntimeError("sinkhorn has no second derivatives: take its gradients without create_graph")
+        (logits,) = ctx.saved_tensors
+        return sinkhorn_backward(logits, gradient, ctx.iterations, ctx.triton), None, None
+
+
+def sinkhorn(logits: Tensor, iterations: int, *, backend: Backend = "auto") -> Tensor:
+    """logits (..., n, n). Rows of the result sum to one exactly, columns up to convergence."""
+    if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2]:
+        raise ValueError(f"sinkhorn takes square matrices (..., n, n), got {tuple(logits.shape)}")
+    if iterations < 1:
+        raise ValueError(f"sinkhorn's iterations must be at least 1, got {iterations}")
+    wide = logits.to(accumulation_dtype(logits.dtype))
+    fits = logits.shape[-1] <= MAX_SIZE
+    if backend == "triton" and not fits:
+        raise ValueError(f"backend='triton' takes matrices of up to {MAX_SIZE} rows, got {tuple(logits.shape)}")
+    triton = fits and use_triton(backend, wide)
+    return _Sinkhorn.apply(wide.reshape(-1, *wide.shape[-2:]), iterations, triton).view(logits.shape)

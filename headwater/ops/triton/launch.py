@@ -1,0 +1,119 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
+"""Launching: kernels by address, with as little of the host's time as can be, and tables of source addresses."""
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from .tiles import INTERPRETED, ceil_div
+
+launches: Counter[str] = Counter()  # how often each operator ran its kernels; the routing tests read it
+
+CHUNK = 16  # addresses written by one launch
+
+
+@triton.jit(do_not_specialize=["start"])
+def _write_addresses(table, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, start):
+    p = table + start
+    tl.store(p + 0, a0.to(tl.int64))
+    tl.store(p + 1, a1.to(tl.int64))
+    tl.store(p + 2, a2.to(tl.int64))
+    tl.store(p + 3, a3.to(tl.int64))
+    tl.store(p + 4, a4.to(tl.int64))
+    tl.store(p + 5, a5.to(tl.int64))
+    tl.store(p + 6, a6.to(tl.int64))
+    tl.store(p + 7, a7.to(tl.int64))
+    tl.store(p + 8, a8.to(tl.int64))
+    tl.store(p + 9, a9.to(tl.int64))
+    tl.store(p + 10, a10.to(tl.int64))
+    tl.store(p + 11, a11.to(tl.int64))
+    tl.store(p + 12, a12.to(tl.int64))
+    tl.store(p + 13, a13.to(tl.int64))
+    tl.store(p + 14, a14.to(tl.int64))
+    tl.store(p + 15, a15.to(tl.int64))
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def launch(
+    kernel,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    numbers: tuple[float, ...],
+    constants: dict[str, Any],
+    *,
+    num_warps: int,
+    num_stages: int = 1,
+) -> None:
+    """kernel[grid](*tensors, *numbers, **constants), at a fraction of the cost on the host once it has been compiled.
+
+    Triton binds and specialises every argument at every launch. Here the compiled kernel is kept under what it may have
+    been specialised for (types, numbers, and whether addresses are multiples of 16) and called by address. The host is
+    what bounds an eager forward pass, so this counts microseconds.
+    """
+    if INTERPRETED:
+        launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
+        return
+    index = tensors[0].get_device()
+    if index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            launch(kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages)
+        return
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    key: tuple = (kernel, index, num_warps, num_stages, numbers, *constants.values(), *dtypes)
+    if functools.reduce(operator.or_, addresses) & 15:
+        key += tuple(address & 15 == 0 for address in addresses)
+    found = _compiled.get(key)
+    if found is None:
+        compiled, constants = launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
+        rest = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
+        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, (*numbers, *rest))
+        return
+    run, function, metadata, rest = found
+    x, y = grid if len(grid) == 2 else (grid[0], 1)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    run(x, y, 1, stream, function, metadata, None, None, None, *addresses, *rest)
+
+
+def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int) -> tuple[Any, dict]:
+    """Compile and run with `num_stages` rows or tiles under way, or as many fewer as the GPU's shared memory holds.
+
+    A kernel that pipelines a loop of its own takes the number as the constant STAGES.
+    """
+    name = "STAGES" if "STAGES" in kernel.arg_names else "num_stages"
+    for stages in range(num_stages, 0, -1):
+        fixed = {"num_stages": 1} | constants | {name: stages}
+        try:
+            return kernel[grid](*tensors, *numbers, **fixed, num_warps=num_warps), fixed
+        except OutOfResources as error:
+            shortage = error.with_traceback(None)  # which would keep the tensors alive
+    largest = max(tensors, key=Tensor.numel)
+    raise RuntimeError(
+        f"{kernel.__name__}: {tuple(largest.shape)} in {largest.dtype} takes {shortage.required} of {shortage.name}, "
+        f"this GPU has {shortage.limit}; choose backend='reference'"
+    ) from shortage
+
+
+def address_table(tensors: Sequence[Tensor]) -> Tensor:
+    """The addresses of `tensors` in an int64 tensor on their device.
+
+    Kernels look sources up in it, so that their number is neither capped nor compiled in. The addresses ride in a
+    launch's arguments, which a CUDA graph records; a host copy would not be.
+    """
+    count = len(tensors)
+    table = torch.empty(ceil_div(count, CHUNK) * CHUNK, dtype=torch.int64, device=tensors[0].device)
+    for start in range(0, count, CHUNK):
+        chunk = list(tensors[start : start + CHUNK])
+        chunk += [tensors[0]] * (CHUNK - len(chunk))
+        launch(_write_addresses, (1,), (table, *chunk), (start,), {}, num_warps=1)
+    return table

@@ -1,0 +1,78 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
+"""What kernels share inside and around a program: rows by address, exact products on the matrix units, sizes."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+
+@triton.jit
+def row_pointer(table, n, row, D, like, VECTOR: tl.constexpr):
+    """Pointer to row `row` of source n; `like` carries the element type. VECTOR: rows start at 16-byte boundaries."""
+    p = tl.load(table + n).to(tl.pointer_type(like.dtype.element_ty))
+    if VECTOR:
+        p = tl.multiple_of(p, 16)
+    return p + row.to(tl.int64) * D
+
+
+@triton.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+INTERPRETED = isinstance(add2, InterpretedFunction)
+
+
+@triton.jit
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def split(x, dtype: tl.constexpr):
+    """x as high + low in a 16-bit type: two products on the matrix units keep about 16 bits of x."""
+    high = x.to(dtype)
+    low = (x - high.to(tl.float32)).to(dtype)
+    return high, low
+
+
+@triton.jit
+def exact_dot(x, v, acc, HALF: tl.constexpr):
+    """acc + x @ v with x in fp32 and v as stored. HALF: v is a 16-bit type, x is split; otherwise three tf32 terms."""
+    if HALF:
+        high, low = split(x, v.dtype)
+        acc = tl.dot(high, v, acc)
+        acc = tl.dot(low, v, acc)
+    else:
+        acc = tl.dot(x, v.to(tl.float32), acc, input_precision="tf32x3")
+    return acc
+
+
+def half(tensor: Tensor) -> bool:
+    """Whether matrix products use split bf16 operands. fp16 has no range for the low part of a small gradient, and the
+    interpreter gets bf16 products wrong: both use fp32."""
+    return tensor.dtype == torch.bfloat16 and not INTERPRETED
+
+
+def ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def power_of_2(value: int) -> int:
+    """The next one; triton's own helpers cost tens of microseconds a call outside a kernel."""
+    return 1 << (value - 1).bit_length()
+
+
+def rows_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+
+
+def vectorised(width: int, *tensors: Tensor) -> bool:
+    """Rows start at 16-byte boundaries, so loads can be 16 bytes wide."""
+    return all(t.data_ptr() % 16 == 0 and (width * t.element_size()) % 16 == 0 for t in tensors)
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

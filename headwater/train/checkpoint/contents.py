@@ -1,0 +1,82 @@
+"""The tensors of a run by the names they have in a checkpoint, and back into model and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from headwater.errors import UserError
+from headwater.train.checkpoint.storage import Reader, read
+from headwater.train.distributed.parts import counted_elsewhere
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+def contents(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """What this rank holds: "model/parameter", and "optimizer/kind/parameter/slot" for every slot of every parameter.
+    Learning rates come from the schedule. Of tied copies on two ranks, one is left out."""
+    elsewhere = counted_elsewhere(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {f"model/{name}": value.detach() for name, value in model.named_parameters() if name not in elsewhere}
+    for kind, optimizer in optimizers.items():
+        for parameter, slots in optimizer.state.items():
+            name = names[id(parameter)]
+            if name not in elsewhere:
+                found |= {f"optimizer/{kind}/{name}/{slot}": value for slot, value in slots.items()}
+    return found
+
+
+def fill_model(reader: Reader, model: nn.Module, *, alone: bool) -> None:
+    read(reader, model_targets(reader, model, whole=alone), alone=alone)
+
+
+def fill(reader: Reader, model: nn.Module, optimizers: Optimizers, *, alone: bool) -> None:
+    """Model and optimizers, divided in any way; alone, the model has all names."""
+    slots = {kind: empty_slots(reader, kind, model, optimizer) for kind, optimizer in optimizers.items()}
+    targets = model_targets(reader, model, whole=alone)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for kind, parameters in slots.items():
+        for parameter, found in parameters.items():
+            targets |= {f"optimizer/{kind}/{names[id(parameter)]}/{slot}": value for slot, value in found.items()}
+    read(reader, targets, alone=alone)
+    for kind, optimizer in optimizers.items():
+        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = {i: slots[kind][parameter] for i, parameter in enumerate(order) if slots[kind].get(parameter)}
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def model_targets(reader: Reader, model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
+    """The parameters to fill, if they fit. `whole`: the model has all names, so one that it lacks is an error too."""
+    mine, there = dict(model.named_parameters()), reader.shapes("model")
+    missing = sorted(mine.keys() - there.keys())
+    surplus = sorted(there.keys() - mine.keys()) if whole else []
+    if missing or surplus:
+        raise UserError(f"weights do not fit the model: missing {missing[:5]}, not expected {surplus[:5]}")
+    for name, parameter in mine.items():
+        if tuple(parameter.shape) != there[name]:
+            raise UserError(f"{name} is {tuple(parameter.shape)} in the model and {there[name]} in the file")
+    return {f"model/{name}": parameter.detach() for name, parameter in mine.items()}
+
+
+def empty_slots(
+    reader: Reader, kind: str, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Room for what the checkpoint has of each parameter. A slot as large as its parameter is divided like it; a
+    counter is whole on every rank."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    there: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, shape in reader.shapes(f"optimizer/{kind}").items():
+        name, _, slot = key.partition("/")
+        there.setdefault(name, {})[slot] = shape
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        parameter: {
+            slot: torch.empty_like(parameter, requires_grad=False)
+            if shape == tuple(parameter.shape)
+            else torch.empty(shape)
+            for slot, shape in there.get(names[id(parameter)], {}).items()
+        }
+        for parameter in parameters
+    }

@@ -1,0 +1,252 @@
+"""Checkpoints that are whole or absent: a folder per step, written under another name, synced, then renamed into place.
+
+`manifest.json` holds the sha256 of every file and of itself. Loading checks them all and never falls back in silence: a
+damaged checkpoint is an error that names the file and the newest good one. Tensors are safetensors, the rest is JSON;
+nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.train.checkpoint import storage as shards
+from headwater.train.checkpoint.contents import Optimizers, fill, fill_model
+from headwater.train.checkpoint.storage import Hashes, Tensors
+from headwater.train.config import differences
+from headwater.train.data.tokenizer import Tokenizer, load_tokenizer
+from headwater.train.distributed.parts import local
+from headwater.train.distributed.ranks import Ranks
+from headwater.train.files import read_json
+
+PREFIX = "step-"
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+CONFIG, STATE = "config.json", "state.json"
+BEFORE = {"model.fp32_stream": True}  # what runs did that were begun before there was a choice
+STATE_KEYS = ("step", "config", "seconds", "peak_memory", "evaluation", "skips")
+
+
+def save(
+    root: Path,
+    step: int,
+    tensors: Tensors,
+    state: dict[str, Any],
+    *,
+    config: ModelConfig,
+    keep: int,
+    ranks: Ranks | None = None,
+    values: Tensors | None = None,
+    group: Any = None,
+    planner: shards.Planner | None = None,
+    before: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write `root/step-N`, then drop all but the newest `keep`. A failed write leaves what was there as it was.
+
+    Several ranks write side by side into the same scratch folder; the main one renames it when all have succeeded.
+    `values` are copies of the tensors' local data, taken earlier; `group` connects the ranks if they save beside their
+    work; `planner` is one that has served earlier saves; `before` is what must be on the disk before the checkpoint is.
+    """
+    ranks = ranks or Ranks()
+    final = place(root, step)
+    scratch = root / f".tmp-{final.name}"
+
+    def prepare() -> None:
+        before()
+        sweep(root)
+        scratch.mkdir(parents=True)
+
+    def commit(index: dict[str, Any], hashes: Hashes) -> None:
+        texts = {shards.INDEX: index, CONFIG: config.to_dict(), STATE: {"step": step, **state}}
+        _commit(scratch, final, step, texts, hashes)
+        for old in checkpoints(root)[:-keep]:
+            _remove(old)
+
+    writer = shards.Writer(scratch, "" if ranks.alone else f"-{ranks.rank:05d}", prepare, commit)
+    values = values or {name: local(tensor) for name, tensor in tensors.items()}
+    try:
+        shards.write(tensors, values, writer, planner or shards.Planner(), alone=ranks.alone, group=group)
+    except OSError as error:
+        if ranks.main:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise UserError(
+            f"could not write the checkpoint {final}: {error.strerror or error}. {last_good(root)} "
+            "Make room (or pass a smaller --keep), then go on with --resume"
+        ) from None
+    return final
+
+
+def place(root: Path, step: int) -> Path:
+    return root / f"{PREFIX}{step:08d}"
+
+
+def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes: Hashes) -> None:
+    """The manifest is written last and the rename follows it: a checkpoint has both, or it is none."""
+    hashes = hashes | {
+        name: shards.write_file(scratch / name, [_encode(text, indent=None if name == shards.INDEX else 1)])
+        for name, text in texts.items()
+    }
+    shards.write_file(scratch / MANIFEST, [_seal({"step": step, "sha256": hashes})])
+    _sync_folder(scratch)
+    _put_in_place(scratch, final)
+
+
+def load(folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Fill model and optimizers from a checkpoint that has passed `verify`, whatever the layout it was saved under;
+    returns its state.json. Each rank reads what it holds."""
+    fill(_reader(folder), model, optimizers, alone=ranks is None or ranks.alone)
+    return read_state(folder)
+
+
+def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
+    """The model of a run (its newest checkpoint), of one checkpoint, or of a folder that `Decoder.save` wrote."""
+    chosen = folder if (folder / MODEL).is_file() or (folder / MANIFEST).is_file() else newest(folder / "checkpoints")
+    if chosen is None:
+        raise UserError(f"no checkpoint in {folder}: give the folder of a run that has saved one, or of a checkpoint")
+    if chosen == folder and not any((folder / name).is_file() for name in (STATE, MANIFEST)):
+        return Decoder.load(folder, device), load_tokenizer(folder)  # a model saved by itself, its tokenizer beside it
+    verify(chosen)
+    settings = read_json(chosen / CONFIG)
+    try:
+        model = Decoder(ModelConfig.from_dict(settings))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{chosen / CONFIG} does not describe a model: {error}") from None
+    fill_model(_reader(chosen), model, alone=True)
+    return model.to(device), load_tokenizer(chosen.parent.parent)
+
+
+def _reader(folder: Path) -> shards.Reader:
+    """The tensors of a verified checkpoint; none of them in a file that the manifest does not vouch for."""
+    reader = shards.Reader(folder)
+    hashed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+    if unknown := set(reader.metadata.storage_data.values()) - set(hashed):
+        raise UserError(f"{folder / shards.INDEX} names {sorted(unknown)[0]}, of which {MANIFEST} has no hash")
+    return reader
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    state = read_json(folder / STATE)
+    if not isinstance(state, dict) or any(key not in state for key in STATE_KEYS):
+        raise UserError(f"{folder / STATE} is not the state of a run, which has {', '.join(STATE_KEYS)}")
+    return state
+
+
+def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
+    """A run continues only under the configuration, and on the tokens, that it began with."""
+    differing = differences(read_state(folder)["config"], asked, before=BEFORE)
+    if differing:
+        listing = "\n  ".join(differing)
+        raise UserError(
+            f"the checkpoint {folder} belongs to another configuration:\n  {listing}\n"
+            "Resume with the settings it was made with (leave the flags out), or start a new run in another --out"
+        )
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Committed checkpoints, oldest first."""
+    return sorted(path for path in root.glob(f"{PREFIX}*") if path.is_dir())
+
+
+def newest(root: Path) -> Path | None:
+    """The checkpoint to resume from, once it has passed `verify`. A damaged one is never skipped in silence: the user
+    decides what to lose."""
+    found = checkpoints(root)
+    return found[-1] if found else None
+
+
+def damage(folder: Path, share: slice = slice(None)) -> str | None:
+    """What is wrong with a checkpoint, or None; of its files, only a share may be looked at."""
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(raw)
+        hashes = manifest["sha256"]
+        sealed = raw == _seal({"step": manifest["step"], "sha256": dict(hashes)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is missing or unreadable"
+    if not sealed:
+        return f"{MANIFEST} is not what was written"
+    if elsewhere := [name for name in hashes if Path(name).name != name]:
+        return f"{MANIFEST} names {elsewhere[0]!r}, outside of its folder"
+    if missing := {shards.INDEX, CONFIG, STATE} - set(hashes):
+        return f"{MANIFEST} has no hash of {sorted(missing)[0]}"
+    for name, expected in list(hashes.items())[share]:
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                return f"{name} is not what was written ({path.stat().st_size} bytes, its hash differs)"
+    return None
+
+
+def verify(folder: Path, ranks: Ranks | None = None) -> None:
+    """Every byte is checked before one is used; several ranks divide the files among them and agree."""
+    ranks = ranks or Ranks()
+    found = ranks.all_gather_object(damage(folder, slice(ranks.rank, None, ranks.world)))
+    problem = next(filter(None, found), None)
+    if problem:
+        known = ranks.broadcast_object(good(folder.parent) if ranks.main else None)
+        advice = "Start again in another --out"
+        if known:
+            advice = f"To go on from there, delete the damaged folder (rm -r {folder}) and pass --resume"
+        raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(known)} {advice}")
+
+
+def sweep(root: Path) -> None:
+    """Remove what a killed process left half written or half deleted."""
+    for stale in root.glob(".tmp-*"):
+        shutil.rmtree(stale)
+
+
+def good(root: Path) -> Path | None:
+    """The newest checkpoint that is whole."""
+    return next((path for path in reversed(checkpoints(root)) if damage(path) is None), None)
+
+
+def last_good(root: Path) -> str:
+    return _named(good(root))
+
+
+def _named(path: Path | None) -> str:
+    return f"The last good checkpoint is {path}." if path else "There is no good checkpoint."
+
+
+def _encode(value: Any, indent: int | None = 1) -> bytes:
+    """Without an indent it is C that writes, which counts for the thousands of entries of an index."""
+    return (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
+
+
+def _seal(manifest: dict[str, Any]) -> bytes:
+    """The manifest with a hash of itself, so that it too can be told from a damaged one."""
+    return _encode({**manifest, "seal": hashlib.sha256(_encode(manifest)).hexdigest()})
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put_in_place(scratch: Path, final: Path) -> None:
+    if final.exists():  # a step taken again, after its damaged checkpoint was left behind
+        _remove(final)
+    scratch.rename(final)
+    _sync_folder(final.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Rename first: a deletion cut short must not look like a damaged checkpoint."""
+    doomed = folder.with_name(f".tmp-old-{folder.name}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)

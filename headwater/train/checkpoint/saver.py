@@ -1,0 +1,174 @@
+"""The checkpoints of a run, written at once or in the background.
+
+In the background, a save costs training one copy of this rank's tensors into host memory, which on a GPU runs beside
+the next step until that updates them; writing, hashing, syncing and committing then go on beside further steps, over
+connections of their own. One save at a time: the next one waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headwater.errors import UserError
+from headwater.models import ModelConfig
+from headwater.train.checkpoint import folder as checkpoint
+from headwater.train.checkpoint.contents import Optimizers, contents
+from headwater.train.checkpoint.storage import Planner, Tensors, in_file_order
+from headwater.train.distributed.parts import local
+from headwater.train.distributed.ranks import Ranks
+
+
+class Saver:
+    """`save` returns when the checkpoint is in place, or when it is on its way. A failure on the way is raised by the
+    next `save` or `wait`, the same on every rank."""
+
+    def __init__(
+        self, root: Path, model: nn.Module, optimizers: Optimizers, config: ModelConfig, ranks: Ranks, *, timeout: int
+    ) -> None:
+        """`timeout`: seconds that ranks wait for one another in the background."""
+        self.root, self.model, self.optimizers, self.config, self.ranks = root, model, optimizers, config, ranks
+        self.timeout = timeout
+        self.buffers, self.planner = HostBuffers(), Planner()
+        self.group: Any = None
+        self.thread: Outcome | None = None
+
+    def save(
+        self, step: int, state: dict[str, Any], *, keep: int, before: Callable[[], None], background: bool = False
+    ) -> Path:
+        self.wait()
+        tensors = contents(self.model, self.optimizers)
+        options: dict[str, Any] = {"config": self.config, "keep": keep, "ranks": self.ranks, "planner": self.planner}
+        options["before"] = before
+        if not background:
+            return checkpoint.save(self.root, step, tensors, state, **options)
+        options |= {"values": self.buffers.take(tensors), "group": self._connect()}
+        arrived = self.buffers.copied
+
+        def write() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            checkpoint.save(self.root, step, tensors, state, **options)
+
+        self.thread = Outcome(write)
+        self.thread.start()
+        return checkpoint.place(self.root, step)
+
+    def _connect(self) -> Any:
+        """Ranks talk about a save over gloo, apart from the collectives of the steps that run meanwhile."""
+        if self.group is None and not self.ranks.alone:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        return self.group
+
+    def before_update(self) -> None:
+        """Work that changes the tensors comes after this: it must not overtake a copy."""
+        if self.buffers.copied is not None:
+            torch.cuda.current_stream(self.buffers.device).wait_event(self.buffers.copied)
+            self.buffers.copied = None
+
+    @property
+    def failed(self) -> bool:
+        """A save in the background has ended with an error. Ranks may learn of it at different steps."""
+        return self.thread is not None and self.thread.error is not None
+
+    def wait(self) -> None:
+        """Until the save in the background has ended on all ranks; they raise its error, or that there was one."""
+        thread, self.thread = self.thread, None
+        if thread is None:
+            return
+        thread.join()
+        failed = self.ranks.max(int(thread.error is not None))
+        if thread.error is not None:
+            raise thread.error
+        if failed:
+            raise UserError("a checkpoint could not be written on another rank: see its message")
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What is on its way arrives, whatever ended the run. Of two errors, the one that ended it is raised."""
+        if error is None:
+            self.wait()
+        elif self.thread is not None:
+            self.thread.join()
+
+
+class Outcome(threading.Thread):
+    """A thread that keeps the error it ended with."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self.action = action
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.action()
+        except BaseException as error:  # for the thread that waits, whatever it is
+            self.error = error
+
+
+class HostBuffers:
+    """Copies in host memory, in the same place for every save; pinned where they come from a GPU, and then complete
+    only when `copied` has happened.
+
+    They lie side by side in a few large blocks, in the order of a file: written and hashed tensor by tensor, a save
+    would take the interpreter from the training loop twice for each.
+    """
+
+    BLOCK = 1 << 28
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.device: torch.device | None = None
+        self.stream: torch.cuda.Stream | None = None
+        self.copied: torch.cuda.Event | None = None
+
+    def take(self, tensors: Tensors) -> Tensors:
+        here = {name: local(tensor) for name, tensor in tensors.items()}
+        on_gpu = [tensor.device for tensor in here.values() if tensor.is_cuda]
+        if _layout(here) != _layout(self.buffers):
+            self.buffers = self._rooms(here, pinned=bool(on_gpu))
+        if on_gpu:
+            self.device = on_gpu[0]
+            self.stream = self.stream or torch.cuda.Stream(self.device)
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            for name, tensor in here.items():
+                self.buffers[name].copy_(tensor, non_blocking=True)
+                if self.stream is not None and tensor.is_cuda:
+                    tensor.record_stream(self.stream)
+        self.copied = None if self.stream is None else self.stream.record_event()
+        return self.buffers
+
+    def _rooms(self, tensors: Tensors, *, pinned: bool) -> dict[str, Tensor]:
+        self.buffers = {}  # not beside the new ones
+        left = sum(tensor.nbytes for tensor in tensors.values() if tensor.nbytes < self.BLOCK)
+        rooms, shared, used = {}, torch.empty(0, dtype=torch.uint8), 0
+        for name, tensor in in_file_order(tensors):
+            size = tensor.nbytes
+            if size >= self.BLOCK:
+                room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            else:
+                if used + size > len(shared):
+                    shared, used = torch.empty(min(self.BLOCK, left), dtype=torch.uint8, pin_memory=pinned), 0
+                room = shared[used : used + size]
+                used, left = used + size, left - size
+            rooms[name] = room.view(tensor.dtype).view(tensor.shape)
+        return rooms
+
+
+def _layout(tensors: Tensors) -> dict[str, Any]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -1,0 +1,1 @@
+"""Text to windows of tokens: corpus, tokenizer, dataset."""

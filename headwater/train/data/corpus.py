@@ -1,0 +1,153 @@
+"""Where text comes from: files in a fixed order, and the documents inside them.
+
+A text file is one document, or several separated by lines that read `<|endoftext|>`; a .jsonl file has one document a
+line, under "text". Either may be compressed (.gz, .xz). The default corpus needs no download: the source and
+documentation of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from headwater.errors import UserError
+from headwater.train.data.tokenizer import END_OF_TEXT
+
+STDLIB = "stdlib"
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+COMPRESSED = (".gz", ".xz")
+# Tests are as large as the rest together and repeat themselves; `encodings` is tables of numbers.
+STDLIB_SKIPS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
+
+
+@dataclass(frozen=True)
+class TextFile:
+    name: str
+    """Path relative to its source, with forward slashes: the same on every machine, so that the split is too."""
+    path: Path
+    strict: bool = True
+    """Whether bytes that are not UTF-8 are an error; the standard library is not the user's to mend."""
+
+
+@dataclass(frozen=True)
+class Document:
+    key: str
+    text: str
+
+
+def find_files(sources: tuple[str, ...]) -> list[TextFile]:
+    """Every text file of the sources, each source's files sorted by name."""
+    if not sources:
+        raise UserError(f"no corpus was named: give files or folders with --source, or {STDLIB!r}")
+    files: list[TextFile] = []
+    for source in sources:
+        files += _stdlib_files() if source == STDLIB else _user_files(Path(source).expanduser())
+    return files
+
+
+def documents(files: list[TextFile]) -> Iterator[Document]:
+    """The documents of the files in order; blank ones are dropped."""
+    for file in files:
+        lines = _Lines(file)
+        try:
+            texts = _json_texts(file, lines) if _is_json(file) else _split_texts(lines)
+            kept = ((number, text) for number, text in enumerate(texts) if text.strip())
+            yield from (Document(f"{file.name}#{number}", text) for number, text in kept)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{lines.place} is not UTF-8 text ({error}): convert it or leave it out") from None
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise UserError(f"cannot read {lines.place}: {error}") from None
+
+
+class _Lines:
+    """The lines of a file, which is open while they are read, and how far the reading came."""
+
+    def __init__(self, file: TextFile) -> None:
+        self.file = file
+        self.count = 0
+
+    def __iter__(self) -> Iterator[str]:
+        with _open(self.file) as lines:
+            for self.count, line in enumerate(lines, start=1):
+                yield line
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.path} (after line {self.count})" if self.count else str(self.file.path)
+
+
+def _stdlib_files() -> list[TextFile]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in STDLIB_SKIPS]  # never walk into site-packages
+        found += [Path(folder, name) for name in names if name.endswith((".py", ".txt", ".rst"))]
+    if not found:
+        raise UserError(f"this Python keeps no standard library sources under {root}: name a corpus with --source")
+    return [TextFile(path.relative_to(root).as_posix(), path, strict=False) for path in sorted(found)]
+
+
+def _user_files(source: Path) -> list[TextFile]:
+    if source.is_file():
+        return [TextFile(source.name, source)]
+    if not source.is_dir():
+        raise UserError(f"no corpus at {source}: --source takes text or .jsonl files, folders of them, or {STDLIB!r}")
+    found = sorted(path for path in source.rglob("*") if path.is_file() and _plain_suffix(path) in SUFFIXES)
+    if not found:
+        raise UserError(f"the corpus folder {source} is empty: it holds no file that ends in {', '.join(SUFFIXES)}")
+    return [TextFile(path.relative_to(source).as_posix(), path) for path in found]
+
+
+def _plain_suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def _is_json(file: TextFile) -> bool:
+    return ".jsonl" in file.path.suffixes
+
+
+def _open(file: TextFile) -> IO[str]:
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.path.suffix, open)
+    # A mark that the encoding is UTF-8 may open a JSON file without being part of it; in a text file it is text.
+    encoding = "utf-8-sig" if _is_json(file) else "utf-8"
+    # newline="" keeps \r\n as written: a corpus is bytes, and bits per byte must count them all.
+    return opener(file.path, "rt", encoding=encoding, errors="strict" if file.strict else "replace", newline="")  # type: ignore[operator]
+
+
+def _split_texts(lines: Iterable[str]) -> Iterator[str]:
+    text: list[str] = []
+    for line in lines:
+        if line.strip() == END_OF_TEXT:
+            yield "".join(text)
+            text = []
+        else:
+            text.append(line)
+    yield "".join(text)
+
+
+def _json_texts(file: TextFile, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            text = None
+        if not isinstance(text, str):
+            raise UserError(f'{file.path}, line {number}: expected a JSON object with a string under "text"')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{file.path}, line {number}: \\u{ord(text[error.start]):04x} is half of a character without the other "
+                "half, which no encoding can write: mend the text or leave the line out"
+            ) from None
+        yield text

@@ -1,0 +1,274 @@
+"""Tokens on disk, and which of them a step sees.
+
+A corpus is tokenised once into memory-mapped shards beside a manifest, in a cache folder named by what went in. The
+batch is a pure function of (seed, step): a keyed permutation of the windows, one per epoch, that is evaluated only at
+the positions asked for. Resuming therefore costs nothing, and ranks and micro-batches are slices of one global batch,
+whatever their number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwater.errors import UserError
+from headwater.train.config import DataSettings
+from headwater.train.data.corpus import Document, TextFile, documents, find_files
+from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from headwater.train.files import taking_turns
+
+FORMAT = 2
+SPLITS = ("train", "validation")
+SHARD_TOKENS = 1 << 27
+Divide = Callable[[Document], Iterable[tuple[str, str]]]
+BPE_DOCUMENTS = 100_000  # enough to learn merges from; a longer corpus only costs time
+
+
+def prepare(settings: DataSettings) -> Dataset:
+    """The corpus as tokens: from the cache when the same files were tokenised before, else built now."""
+    files = find_files(settings.source)
+    folder = cache_folder(settings) / _cache_key(settings, files)
+    if not _is_whole(folder):
+        with taking_turns(folder.with_name(f".lock-{folder.name}")):
+            if not _is_whole(folder):  # else another process built it while this one waited
+                _build(settings, files, folder)
+    return Dataset(folder)
+
+
+def cache_folder(settings: DataSettings) -> Path:
+    return Path(settings.cache or os.environ.get("HEADWATER_CACHE") or "~/.cache/headwater").expanduser()
+
+
+class Dataset:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.folder)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What must be equal for two runs to have seen the same tokens."""
+        return {key: self.manifest[key] for key in ("source_hash", "tokenizer_hash", "split")}
+
+    def windows(self, split: str, context: int) -> Windows:
+        return Windows(self.folder, self.manifest, split, context)
+
+
+class Windows:
+    """The windows of one split: context + 1 tokens each, so that inputs and targets are one slice shifted by one.
+
+    A window never crosses a shard, which loses at most one window for every 2^27 tokens.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], split: str, context: int) -> None:
+        shards = manifest[split]["shards"]
+        self.context = context
+        self.shards = [np.memmap(folder / shard["file"], dtype=manifest["dtype"], mode="r") for shard in shards]
+        self.ends = np.cumsum([(len(shard) - 1) // context for shard in self.shards])
+        if len(self) == 0:
+            raise UserError(
+                f"the corpus is shorter than the context: its {split} split has {manifest[split]['tokens']} tokens, "
+                f"and one window takes {context + 1}. Add text, lower --context, or "
+                f"{'raise' if split == 'validation' else 'lower'} --validation, the share of the text that is held out"
+            )
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """Windows by number, as int64."""
+        out = np.empty((len(indices), self.context + 1), dtype=np.int64)  # (B, T + 1)
+        which = np.searchsorted(self.ends, indices, side="right")
+        for row, (index, shard) in enumerate(zip(indices, which)):
+            start = (index - (self.ends[shard - 1] if shard else 0)) * self.context
+            out[row] = self.shards[shard][start : start + self.context + 1]
+        return out
+
+    def spread(self, count: int) -> np.ndarray:
+        """The numbers of `count` windows at equal distances, or of all if there are fewer: a fixed set."""
+        count = min(count, len(self))
+        return np.arange(count) * len(self) // count
+
+    def batch(
+        self, *, seed: int, step: int, size: int, micro: int = 0, micros: int = 1, rank: int = 0, world: int = 1
+    ) -> np.ndarray:
+        """This rank's share of micro-batch `micro` of the global batch that (seed, step) stands for."""
+        if size % (micros * world):
+            raise UserError(f"a batch of {size} windows does not divide into {micros} micro-batches on {world} ranks")
+        share = size // (micros * world)
+        first = step * size + (micro * world + rank) * share
+        places = np.arange(first, first + share)
+        epochs = places // len(self)
+        indices = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            indices[chosen] = permute(places[chosen] % len(self), len(self), key=(seed, int(epoch)))
+        return self.take(indices)
+
+
+def permute(places: np.ndarray, total: int, *, key: tuple[int, int]) -> np.ndarray:
+    """The images of `places` under a permutation of range(total) drawn by `key`, without listing the others.
+
+    A Feistel network permutes the next even power of two; images outside the range are sent through again until they
+    fall inside.
+    """
+    half = np.uint64(max(1, ((total - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    digest = hashlib.sha256(f"{key[0]}/{key[1]}".encode()).digest()
+    rounds = np.frombuffer(digest, dtype="<u8")
+    out = places.astype(np.uint64)
+    outside = np.ones(len(out), dtype=bool)
+    while outside.any():
+        left, right = out[outside] >> half, out[outside] & mask
+        for constant in (*rounds, *rounds[::-1]):
+            left, right = right, left ^ (_scramble(right ^ constant) & mask)
+        out[outside] = (left << half) | right
+        outside = out >= total
+    return out.astype(np.int64)
+
+
+def _scramble(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _cache_key(settings: DataSettings, files: list[TextFile]) -> str:
+    """Names the result without reading the corpus: paths, sizes and times stand in for contents."""
+    stats = [(file.name, file.path.stat()) for file in files]
+    parts = {key: value for key, value in asdict(settings).items() if key not in ("cache", "source")}
+    parts["files"] = [(name, str(file.path), s.st_size, s.st_mtime_ns) for (name, s), file in zip(stats, files)]
+    return hashlib.sha256(json.dumps([FORMAT, parts]).encode()).hexdigest()[:20]
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    width = np.dtype(manifest["dtype"]).itemsize
+    shards = [shard for split in SPLITS for shard in manifest[split]["shards"]]
+    paths = [(folder / shard["file"], shard["tokens"] * width) for shard in shards]
+    return all(path.exists() and path.stat().st_size == size for path, size in paths)
+
+
+def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
+    """Tokenise into a temporary folder and put it in place by one rename, so that a cache is whole or absent."""
+    scratch = folder.with_name(f".tmp-{folder.name}")
+    for stale in (scratch, folder):  # a build that was killed, a cache that lost a file
+        if stale.exists():
+            shutil.rmtree(stale)
+    scratch.mkdir()
+    try:
+        manifest = _tokenise(settings, files, scratch)
+        (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _tokenise(settings: DataSettings, files: list[TextFile], scratch: Path) -> dict[str, Any]:
+    split, divide = _choose_split(files, settings.validation)
+    if settings.tokenizer == "bytes":
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        texts = (text for document in documents(files) for name, text in divide(document) if name == "train")
+        tokenizer = BPETokenizer.train(islice(texts, BPE_DOCUMENTS), settings.bpe_vocab)
+    pieces = (piece for document in documents(files) for piece in divide(document))
+    manifest = _write_shards(pieces, tokenizer, scratch)
+    if not all(manifest[name]["documents"] for name in SPLITS):
+        raise UserError(
+            f"the corpus {', '.join(settings.source)} is empty or too short to hold out a validation split: "
+            f"{sum(manifest[name]['documents'] for name in SPLITS)} pieces of text were found in {len(files)} files"
+        )
+    return {**manifest, "source": list(settings.source), "tokenizer": settings.tokenizer, "split": split}
+
+
+def _choose_split(files: list[TextFile], share: float) -> tuple[str, Divide]:
+    """Hold out the documents whose names hash below a cut-off, whole, if that gives about the asked share of bytes.
+
+    The share itself is tried first: under a cut-off that the other documents have no part in, one that joins the
+    corpus later moves none of them. Few or unequal documents get the cut-off that comes nearest by bytes instead, and
+    where none comes near, every document is cut in two.
+    """
+    weighed = ((_place(document), len(document.text.encode())) for document in documents(files))
+    columns = np.fromiter(weighed, dtype=[("place", "f8"), ("bytes", "f8")])
+    places, sizes = columns["place"], columns["bytes"]
+    order = np.argsort(places, kind="stable")
+    held_out = np.append(0, np.cumsum(sizes[order]))  # by the number of documents below the cut-off
+    nearest = np.argmin(np.abs(held_out - share * sizes.sum()))
+    for cutoff in (share, np.append(places[order], 1.0)[nearest]):
+        held = sizes[places < cutoff].sum() / max(1, sizes.sum())
+        if share / 2 <= held <= min(2 * share, (1 + share) / 2):
+            return "by_document", partial(_by_document, cutoff=float(cutoff))
+    return "by_cutting", partial(_by_cutting, share=share)
+
+
+def _place(document: Document) -> float:
+    return int.from_bytes(hashlib.sha256(document.key.encode()).digest()[:8], "big") / 2**64
+
+
+def _by_document(document: Document, cutoff: float) -> Iterator[tuple[str, str]]:
+    yield ("validation" if _place(document) < cutoff else "train"), document.text
+
+
+def _by_cutting(document: Document, share: float) -> Iterator[tuple[str, str]]:
+    cut = int(len(document.text) * (1 - share))
+    yield from (pair for pair in (("train", document.text[:cut]), ("validation", document.text[cut:])) if pair[1])
+
+
+def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scratch: Path) -> dict[str, Any]:
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    writers = {name: _ShardWriter(scratch, name, dtype) for name in SPLITS}
+    content = hashlib.sha256()
+    for name, text in pieces:
+        raw = text.encode()
+        content.update(f"{name}/{len(raw)}/".encode() + raw)
+        writers[name].add(np.append(tokenizer.encode(text), tokenizer.end_of_text).astype(dtype), len(raw))
+    tokenizer.save(scratch)
+    return {
+        "format": FORMAT,
+        "source_hash": content.hexdigest(),
+        "tokenizer_hash": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": dtype.str,
+        **{name: writer.close() for name, writer in writers.items()},
+    }
+
+
+class _ShardWriter:
+    """Appends documents to a split's shards and counts what it wrote."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
+        self.folder, self.split, self.dtype = folder, split, dtype
+        self.shards: list[dict[str, Any]] = []
+        self.bytes = self.documents = 0
+
+    def add(self, tokens: np.ndarray, num_bytes: int) -> None:
+        if not self.shards or self.shards[-1]["tokens"] >= SHARD_TOKENS:
+            self.shards.append({"file": f"{self.split}-{len(self.shards):05d}.bin", "tokens": 0})
+            self.file = (self.folder / self.shards[-1]["file"]).open("wb")
+        self.file.write(tokens.tobytes())
+        self.shards[-1]["tokens"] += len(tokens)
+        self.bytes += num_bytes
+        self.documents += 1
+
+    def close(self) -> dict[str, Any]:
+        if self.shards:
+            self.file.close()
+        tokens = sum(shard["tokens"] for shard in self.shards)
+        return {"tokens": tokens, "bytes": self.bytes, "documents": self.documents, "shards": self.shards}

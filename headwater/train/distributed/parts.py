@@ -1,0 +1,65 @@
+"""Which part of a tensor, and of a model, this rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from headwater.models import Decoder
+
+
+class Parts(nn.Module):
+    """The pruned decoders of a pipeline rank as one model, under the parameter names of the whole.
+
+    `shared`: parameters that another rank has too and accounts for, in norms and in checkpoints.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], decoders: Iterable[Decoder], shared: frozenset[str]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.decoders = tuple(decoders)
+        self.shared = shared
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for decoder in self.decoders:
+            yield from decoder.named_parameters()
+
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        """Every stage has its own copy; the names repeat."""
+        for decoder in self.decoders:
+            yield from decoder.named_buffers()
+
+
+def counted_elsewhere(model: nn.Module) -> frozenset[str]:
+    return model.shared if isinstance(model, Parts) else frozenset()
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank holds of `like`: one rectangle."""
+    if not isinstance(like, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape))]
+
+
+def copies(value: Tensor) -> tuple[int, bool]:
+    """How many ranks of its stage hold the same part of a tensor, and whether this one is the first of them."""
+    if not isinstance(value, DTensor):
+        return 1, True
+    place = zip(value.placements, value.device_mesh.shape, cast(list[int], value.device_mesh.get_coordinate()))
+    same = [(size, at) for placement, size, at in place if isinstance(placement, Replicate)]
+    return math.prod(size for size, _ in same), not any(at for _, at in same)
+
+
+def local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def squared_norm(gradient: Tensor | None) -> float:
+    """This rank's share of it: over all ranks of a stage the shares add up."""
+    return 0.0 if gradient is None else local(gradient).double().square().sum().item() / copies(gradient)[0]

@@ -1,0 +1,295 @@
+"""What a run will need, before it is started: parameters, memory, bytes per hop and bubble of every rank.
+
+Nothing is computed or allocated: the decoder runs once on tensors without data, and what autograd would keep is
+counted. So grids of any size can be asked about from a laptop. A rank's peak is
+
+    weights, gradients and optimizer, divided among the shards
+    + what a micro-batch keeps for its backward, times the micro-batches in flight
+    + the largest moment of one backward: at the head, or in a sublayer that is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.train.config import Config
+from headwater.train.distributed.stages import States, cut, hops, name_states, plain_reads
+from headwater.train.distributed.tensor_parallel import (
+    Exchange,
+    bodies,
+    divide_parameters,
+    refuse_undivided,
+    route,
+    share,
+)
+from headwater.train.losses import nats_per_token
+
+Kept = dict[int, int]  # storage to bytes
+BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments of AdamW
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One micro-batch through the whole depth: what each sublayer, and last the head, keeps for its backward."""
+
+    states: States
+    kept: tuple[Kept, ...]
+    parameters: tuple[int, ...]
+    """Of each sublayer with its part of the residual; then of norm and head."""
+    bodies: tuple[int, ...]
+    """Of these, the ones of attention or MLP that one rank of tensor parallelism has; last none."""
+    embedding: int
+    exchanged: tuple[int, ...]
+    """Bytes that a rank of tensor parallelism sends in each sublayer, forward."""
+
+
+class Pretended(Exchange):
+    """Shapes as if ranks met, and the bytes that each would send."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, "nobody")
+        self.sent = 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.sent += x.nbytes * (self.size - 1)
+        return torch.cat([x] * self.size, 1)
+
+    def scatter(self, y: Tensor) -> Tensor:
+        self.sent += y.nbytes * (self.size - 1) // self.size
+        return y.chunk(self.size, 1)[0].clone()
+
+
+def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tensor: int = 1) -> Footprint:
+    """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels. `tensor`:
+    ranks that share a window, of which one is traced."""
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        model = plain_reads(Decoder(config))
+        exchange = Pretended(tensor)
+        if tensor > 1:
+            divide_parameters(model, lambda parameter, placement: share(parameter, tensor, placement))
+            route(model, exchange)
+        owned = {_storage(p) for p in model.parameters()}
+        tokens = torch.zeros(batch, config.context // tensor, dtype=torch.long)
+        rotary, kept = model.rotary(0, tokens.shape[1]), []
+        sent: list[int] = []
+        states = [model.residual.begin(model.embed(tokens))]
+        for i in range(len(model.sublayers)):
+            with keeping(owned) as found, _reading(model, fused):
+                states.append(model.step(i, rotary, None, *states[-1]))
+            kept.append(found)
+            sent.append(exchange.sent - sum(sent))
+        with keeping(owned) as found:
+            end = model.residual.end(model._split(len(model.sublayers), states[-1])[0], norm=model.norm)
+            loss = nats_per_token(model.head(end), tokens).mean()
+        kept.append(found)
+        counts = _parameters(model)
+        del loss
+        inside = (*(sum(p.numel() for p in body.parameters()) for body in bodies(model)), 0)
+    return Footprint(name_states(states), tuple(kept), counts, inside, model.embedding.weight.numel(), tuple(sent))
+
+
+@contextmanager
+def keeping(owned: set[int]) -> Iterator[Kept]:
+    """Collects the storages that operations inside keep for their backward, parameters aside."""
+    found: Kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (storage := _storage(tensor)) not in owned:
+            found[storage] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+@contextmanager
+def _reading(model: Decoder, fused: bool) -> Iterator[None]:
+    """Inside, reads keep nothing if they are fused: the state that they read is counted with the hops instead."""
+    if not fused:
+        yield
+        return
+    read = model.residual.read
+
+    def silent(state, i, norm=None):  # type: ignore[no-untyped-def]
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            return read(state, i, norm=norm)
+
+    model.residual.read = silent  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.residual.read
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _parameters(model: Decoder) -> tuple[int, ...]:
+    count = len(model.sublayers)
+    sizes = [sum(p.numel() for p in sublayer.parameters()) for sublayer in model.sublayers]
+    for name, parameter in model.residual.named_parameters():
+        place = int(name.split(".")[1])
+        if place < count:
+            sizes[place] += parameter.numel()
+    final = sum(p.numel() for n, p in model.residual.named_parameters() if int(n.split(".")[1]) == count)
+    return (*sizes, final + model.norm.weight.numel() + model.head.weight.numel())
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    rank: int
+    parameters: int
+    static: int
+    """Bytes of weights, gradients and optimizer."""
+    late: int
+    """Of these, gradients that do not exist yet when the first backward begins."""
+    activations: int
+    checkpointed: int
+    """Bytes of activations under activation checkpointing: the states between sublayers."""
+    sublayer: int
+    """What recomputing the largest sublayer brings back, and the gradient of the state it read."""
+    head: int
+    """What the head and the loss take, on the last rank."""
+    sends: int
+    """Bytes this rank sends forward in a step; gradients take as many back."""
+    exchanges: int
+    """Bytes of tensor parallelism in its largest sublayer, for one micro-batch; gradients take as many."""
+
+    def peak(self, checkpointing: bool) -> int:
+        """At the head, or, where activations are recomputed, in a sublayer's backward if that is more."""
+        at_head = self.static - self.late + (self.checkpointed if checkpointing else self.activations) + self.head
+        in_sublayer = self.static + self.sublayer + self.checkpointed * checkpointing
+        return max(at_head, in_sublayer)
+
+
+@dataclass(frozen=True)
+class Plan:
+    ranks: tuple[RankPlan, ...]
+    bubble: float
+    hops: tuple[int, ...]
+    """Bytes that each hop carries for one micro-batch."""
+    hops_without_cache: tuple[int, ...]
+
+
+def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fused: bool) -> Plan:
+    """The ranks of one pipeline row: the others do the same."""
+    settings, micros = config.parallel, config.train.accumulate
+    pipeline, chunks, tensor = settings.pipeline, settings.chunks, settings.tensor
+    data = world // (pipeline * tensor)
+    if world % (pipeline * tensor) or config.train.batch_size % (micros * data):
+        raise UserError(
+            f"{world} ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor ({tensor}), and "
+            f"train.batch_size ({config.train.batch_size}) of train.accumulate ({micros}) times the {data} ranks that "
+            "share the batch"
+        )
+    shards = settings.shard or data
+    if data % shards:
+        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
+    if tensor > 1:
+        refuse_undivided(model, tensor, shards)
+    found = footprint(model, config.train.batch_size // (micros * data), half=half, fused=fused, tensor=tensor)
+    bounds = cut(model.sublayers, pipeline * chunks, settings.cuts)
+    plan = hops(found.states, bounds, pipeline, cache=settings.block_cache)
+    ranks = []
+    for rank in range(pipeline):
+        stages = range(rank, pipeline * chunks, pipeline)
+        places = [i for s in stages for i in range(bounds[s], bounds[s + 1])]
+        ends = (rank == 0, rank == pipeline - 1)
+        sends = micros * sum(plan[s + 1].bytes for s in stages if s + 1 < len(plan))
+        flight = in_flight(settings.pipeline_schedule, pipeline, chunks, micros, rank) / chunks
+        repeated = micros > 1 or chunks > 1  # a backward finds the gradients of another one
+        ranks.append(_rank_plan(found, model, rank, places, ends, (shards, tensor), flight, sends, repeated))
+    bubble = 0.0 if pipeline == 1 else (pipeline - 1) / (micros * chunks + pipeline - 1)
+    naive = hops(found.states, bounds, pipeline, cache=False)
+    return Plan(tuple(ranks), bubble, *(tuple(h.bytes for h in p[1:]) for p in (plan, naive)))
+
+
+def in_flight(schedule: str, pipeline: int, chunks: int, micros: int, rank: int) -> int:
+    """Passes of a chunk that wait for their backward at the worst moment; alone, micro-batches follow one another."""
+    if pipeline == 1:
+        return 1
+    if schedule == "gpipe":
+        return micros * chunks
+    if chunks == 1:
+        return min(micros, pipeline - rank)
+    return min(micros * chunks, 2 * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1)
+
+
+def _rank_plan(
+    found: Footprint, model: ModelConfig, rank: int, places: list[int], ends: tuple[bool, bool],
+    divided: tuple[int, int], flight: float, sends: int, repeated: bool,
+) -> RankPlan:  # fmt: skip
+    (first, last), (shards, tensor) = ends, divided
+    parameters = sum(found.parameters[i] for i in places) + first * found.embedding
+    parameters += last * (found.parameters[-1] - (first and model.tie_embeddings) * found.embedding)
+    state = {slot.key: slot.bytes for i in places for slot in found.states[i]}
+    kept = {key: size for i in places for key, size in found.kept[i].items()}
+    head = sum(found.kept[-1].values()) if last else 0
+    largest = max(sum(found.kept[i].values()) + sum(slot.bytes for slot in found.states[i]) for i in places)
+    logits = 4 * found.states[0][0].shape[:2].numel() * model.vocab_size
+    inside = sum(found.bodies[i] for i in places)
+    outside = parameters - inside  # embedding, norms, residual, head: divided over all ranks with other tokens
+    held = inside / shards + outside / (shards * tensor)
+    # While a pass runs, what is sharded becomes whole: at most a layer at a time, and the outside, with gradients.
+    layers = Counter[int]()
+    for i in places:
+        layers[i * model.layers // model.sublayers] += found.bodies[i]
+    whole = 4 * max(layers.values()) * (shards > 1) + 8 * outside * (shards * tensor > 1)
+    return RankPlan(
+        rank=rank,
+        parameters=parameters,
+        static=int(held * BYTES_PER_PARAMETER) + whole,
+        late=0 if repeated else int(held * 4),
+        activations=int(flight * sum(kept.values())),
+        checkpointed=int(flight * sum(state.values())),
+        sublayer=largest,
+        head=head + (2 * logits if last else 0),
+        sends=sends,
+        exchanges=max(found.exchanged[i] for i in places),
+    )
+
+
+def describe(plan: Plan, memory: float, checkpointing: bool) -> str:
+    """A table of the ranks, the hops, and a warning for each rank that will not fit into `memory` GiB."""
+    gib = 2**30
+    lines = ["rank   parameters   weights+optimizer   activations   with checkpointing   peak      sends a step"]
+    for r in plan.ranks:
+        sizes = (r.static, r.activations, r.checkpointed, r.peak(checkpointing), r.sends)
+        static, activations, checkpointed, peak, sends = (size / gib for size in sizes)
+        lines.append(
+            f"{r.rank:>4}   {r.parameters / 1e6:>8.1f} M   {static:>13.2f} GiB   {activations:>7.2f} GiB   "
+            f"{checkpointed:>14.2f} GiB   {peak:>6.2f} GiB   {sends:>8.3f} GiB"
+        )
+    if plan.hops:
+        mib = 2**20
+        saved = sum(plan.hops_without_cache) / sum(plan.hops)
+        lines.append(
+            f"a hop carries {min(plan.hops) / mib:.1f} to {max(plan.hops) / mib:.1f} MiB a micro-batch "
+            f"(at most {max(plan.hops_without_cache) / mib:.1f} MiB without the cache, {saved:.2f}x in all); "
+            f"bubble {plan.bubble:.1%}"
+        )
+    if exchanges := max(r.exchanges for r in plan.ranks):
+        lines.append(
+            f"tensor parallelism: a rank sends up to {exchanges / 2**20:.1f} MiB a sublayer and micro-batch forward, "
+            "and as much backward"
+        )
+    full = [r.rank for r in plan.ranks if r.peak(checkpointing) > memory * gib]
+    if full:
+        other = "" if checkpointing else " Try --checkpoint-activations,"
+        lines.append(
+            f"WARNING: ranks {', '.join(map(str, full))} need more than {memory:g} GiB.{other} more ranks, a larger "
+            "--accumulate or a smaller --batch-size"
+        )
+    else:
+        lines.append(f"every rank fits into {memory:g} GiB")
+    return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""Many processes as one run: who holds what, and how numbers and tensors travel between them.
+
+Started by torchrun, the ranks form a grid (pipeline, replicate, shard, tensor). A row of `pipeline` ranks divides the
+depth; `tensor` ranks divide each window's tokens, and inside attention and MLP the channels; `shard` ranks divide each
+parameter (FSDP2) and `replicate` copies do not, both see other windows of the batch. A single process is the grid of
+one, whose methods do nothing, so that the training loop is written once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from headwater.errors import UserError
+from headwater.train.config import ParallelSettings
+from headwater.train.distributed import rendezvous as attempts
+from headwater.train.distributed.parts import copies, counted_elsewhere, local
+
+GRID = ("pipeline", "replicate", "shard", "tensor")
+TOKENS = ("pipeline", "replicate", "tokens")  # the same ranks, with shard and tensor as one axis
+
+
+class Ranks:
+    """This process among the others. Built without arguments, it is alone. `tokens`: the grid with the axes TOKENS."""
+
+    def __init__(self, mesh: DeviceMesh | None = None, tokens: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.tokens_mesh = tokens
+        self.rank = 0 if mesh is None else dist.get_rank()
+        self.world = 1 if mesh is None else dist.get_world_size()
+        coordinate = (0, 0, 0, 0) if mesh is None else cast(list[int], mesh.get_coordinate())
+        self.pipeline_rank, replica, part, self.tensor_rank = coordinate
+        self.pipeline_world, self.replicas, self.shards, self.tensor = (1, 1, 1, 1) if mesh is None else mesh.shape
+        self.data_rank, self.data_world = replica * self.shards + part, self.replicas * self.shards
+        self.token_world = self.data_world * self.tensor  # ranks of one stage, each with tokens of its own
+
+    @property
+    def alone(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, value: float) -> float:
+        """Over all ranks, in double precision; every rank gets the same bits."""
+        return self.sums([value])[0]
+
+    def sums(self, values: list[float]) -> list[float]:
+        if self.alone:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def max(self, value: int) -> int:
+        if self.alone:
+            return value
+        top = torch.tensor(value)
+        dist.all_reduce(top, dist.ReduceOp.MAX)
+        return int(top)
+
+    def barrier(self) -> None:
+        """For all ranks, on the host: a barrier of NCCL would wait for the GPU's queue as well."""
+        self.max(0)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """What every rank has to say, in the order of ranks."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """What the main rank has to say: two may see different things in one folder of a network file system."""
+        return self.all_gather_object(value)[0]
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main rank goes through the body alone; the others follow and find its work done."""
+        if not self.main:
+            self.barrier()
+        yield
+        if self.main:
+            self.barrier()
+
+    def own_tokens(self, windows: Tensor) -> Tensor:
+        """Of windows (B, T + 1), the tokens that this rank embeds and, one later, is scored on."""
+        share = (windows.shape[1] - 1) // self.tensor
+        return windows[:, self.tensor_rank * share : (self.tensor_rank + 1) * share + 1]
+
+    def gradient_norm(self, model: nn.Module) -> float:
+        """Over the whole model, the same bits on every rank."""
+        if self.alone:
+            return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        skipped = counted_elsewhere(model)
+        gradients = [p.grad for name, p in model.named_parameters() if name not in skipped and p.grad is not None]
+        held = [(local(g), copies(g)[0]) for g in gradients if local(g).numel()]  # of a small one, a rank may have none
+        if not held:
+            return self.sum(0.0) ** 0.5
+        norms = torch.stack(torch._foreach_norm([part for part, _ in held])).double().cpu()  # one wait for the GPU
+        return self.sum((norms.square() / torch.tensor([count for _, count in held])).sum().item()) ** 0.5
+
+
+@contextmanager
+def gathered(settings: ParallelSettings, device: torch.device) -> Iterator[Ranks]:
+    """The ranks for the length of a run; connections that were made for it end with it."""
+    already = dist.is_initialized()
+    ranks = join(settings, device)
+    try:
+        yield ranks
+    finally:
+        if not ranks.alone and not already:
+            dist.destroy_process_group()
+
+
+def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True) -> Ranks:
+    """The grid that torchrun's environment and the settings describe. One process is `alone`, unless a grid of one is
+    asked for, to see what the wrapping costs by itself."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    row = settings.pipeline * settings.tensor
+    if world % row:
+        raise UserError(
+            f"parallel.pipeline ({settings.pipeline}) times parallel.tensor ({settings.tensor}) must divide the number "
+            f"of processes, {world}. Start them with: torchrun --nproc-per-node {row} -m headwater.cli train ... "
+            "A run resumed by one process needs --pipeline 1 --tensor 1"
+        )
+    if world == 1 and alone:
+        return Ranks()
+    data = world // row
+    shards = settings.shard or data
+    if data % shards:
+        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
+    if not dist.is_initialized():
+        connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    outer, inner = (settings.pipeline, data // shards), (shards, settings.tensor)
+    mesh = init_device_mesh(device.type, (*outer, *inner), mesh_dim_names=GRID)
+    if settings.tensor == 1:
+        return Ranks(mesh)
+    return Ranks(mesh, init_device_mesh(device.type, (*outer, math.prod(inner)), mesh_dim_names=TOKENS))
+
+
+def connect(backend: str) -> None:
+    """As torch.distributed does by itself, but for a corner of the store that no earlier attempt has used, and for
+    patience: the main rank may tokenize for hours. A step that hangs is the watchdog's."""
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = attempts.rendezvous(store, rank, world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(days=7))

@@ -1,0 +1,220 @@
+"""Tensor parallelism with the sequence divided between the sublayers.
+
+N ranks share each window. Between sublayers a rank has T / N of its tokens: activations, and everything a residual
+keeps, are as short as that, and embedding, norms, depth reads and head work token by token, as if the N ranks saw
+different data. Inside attention and MLP a rank has all T tokens and 1 / N of the heads or channels:
+
+    gather:   (B, T / N, D) -> (B, T, D)    on the way into a body; backward sums over the ranks and divides the tokens
+    scatter:  (B, T, D) -> (B, T / N, D)    on the way out: the sum over the ranks, of which each keeps its tokens
+
+Each rank's loss is the mean over its own tokens, and the run's loss the mean of these. So a body, where the ranks meet,
+sees 1 / N of each rank's gradient and hands back N times what it sums: outside, gradients belong to one rank's loss.
+The model knows nothing of this; residuals and their kernels get plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.models.attention import Attention, Rotary
+from headwater.models.decoder import Sublayer
+from headwater.models.mlp import SwiGLU
+from headwater.models.norm import RMSNorm
+from headwater.residuals import build
+
+WIRE = torch.ops._c10d_functional
+ROW_DIVIDED = frozenset({"output"})  # the linear layers that end a body divide their inputs; all others their outputs
+
+
+def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
+    """Tensor parallelism over `size` ranks needs widths that divide, and residuals that look at one token at a time."""
+    for name in ("heads", "kv_heads", "mlp_dim", "context"):
+        if getattr(config, name) % size:
+            raise UserError(
+                f"parallel.tensor is {size}, which must divide model.{name}, {getattr(config, name)} "
+                f"(and model.heads, kv_heads, mlp_dim and context all)"
+            )
+    if config.dim % shards:
+        raise UserError(f"beside parallel.tensor, parallel.shard ({shards}) must divide model.dim, {config.dim}")
+    if config.value_residual:
+        raise UserError("model.value_residual shares values between layers, which parallel.tensor does not divide yet")
+    with torch.device("meta"):
+        residual = build(config.residual, config.dim, config.sublayers, config.kinds)
+    if not residual.token_local:
+        raise UserError(
+            f"model.residual {config.residual!r} looks at earlier tokens of the stream, which parallel.tensor divides "
+            "among the ranks: choose options that read one token at a time, or parallel.tensor 1"
+        )
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _all_gather(x, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _reduce_scatter(gradient, ctx.group, ctx.size) * ctx.size, None, None
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _reduce_scatter(y, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_gather(gradient, ctx.group, ctx.size) / ctx.size, None, None
+
+
+def _all_gather(x: Tensor, group: str, size: int) -> Tensor:
+    """The operators of torch.distributed that the compiler knows; they work along the first axis."""
+    ranks = WIRE.wait_tensor(WIRE.all_gather_into_tensor(x.contiguous(), size, group))  # (N B, T / N, D)
+    return ranks.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)  # (B, T, D)
+
+
+def _reduce_scatter(y: Tensor, group: str, size: int) -> Tensor:
+    ranks = y.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1).contiguous()  # (N B, T / N, D)
+    return WIRE.wait_tensor(WIRE.reduce_scatter_tensor(ranks, "sum", size, group))  # (B, T / N, D)
+
+
+class Exchange:
+    """How the ranks that share a window meet; outside the bodies nobody knows of it."""
+
+    def __init__(self, size: int, group: str) -> None:
+        self.size, self.group = size, group
+
+    def gather(self, x: Tensor) -> Tensor:
+        return Gather.apply(x, self.group, self.size)
+
+    def scatter(self, y: Tensor) -> Tensor:
+        return Scatter.apply(y, self.group, self.size)
+
+
+class Divided(nn.Module):
+    """A body with its share of the heads or channels, between a gather and a scatter."""
+
+    exchange: Exchange
+
+    def forward(self, x: Any, *others: Any) -> Any:
+        y = super().forward(tuple(map(self._enter, x)) if isinstance(x, tuple) else self._enter(x), *others)
+        return (self.exchange.scatter(y[0]), *y[1:]) if isinstance(y, tuple) else self.exchange.scatter(y)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        kind = x.device.type  # the body's matrices would round to bf16 anyway: half the bytes travel
+        return self.exchange.gather(x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x)
+
+
+class DividedAttention(Divided, Attention): ...
+
+
+class DividedSwiGLU(Divided, SwiGLU): ...
+
+
+class DividedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, here(self.weight))
+
+
+class DividedNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_weight(x, here(self.weight))
+
+
+class DividedRotary(Rotary):
+    """Asked by a rank for the positions of its share of a window, it answers for the whole window."""
+
+    exchange: Exchange
+
+    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        return super().forward(start * self.exchange.size, length * self.exchange.size)
+
+
+DIVIDED: dict[type[nn.Module], type[nn.Module]] = {
+    Attention: DividedAttention,
+    SwiGLU: DividedSwiGLU,
+    nn.Linear: DividedLinear,
+    RMSNorm: DividedNorm,
+    Rotary: DividedRotary,
+}
+
+
+def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
+    """Divide the bodies of a decoder (or of a stage of one) that has no weights yet, before anything else wraps it."""
+    divide_parameters(model, lambda parameter, placement: _divided(parameter, mesh, placement))
+    route(model, Exchange(mesh.size(), mesh.get_group().group_name))
+
+
+def divide_parameters(model: Decoder, part: Callable[[Tensor, Placement], Tensor]) -> None:
+    """Put in the place of each parameter of the bodies the part that a rank has of it."""
+    for body in bodies(model):
+        for name, parameter in list(body.named_parameters()):
+            owner, _, own_name = name.rpartition(".")
+            held = nn.Parameter(part(parameter.detach(), placement_of(name, parameter)))
+            body.get_submodule(owner).register_parameter(own_name, held)
+
+
+def placement_of(name: str, parameter: Tensor) -> Placement:
+    """How a body's parameter lies on the ranks: norms over one head are the same for all heads, hence on all ranks."""
+    if parameter.ndim == 1:
+        return Replicate()
+    return Shard(1) if name.split(".")[-2] in ROW_DIVIDED else Shard(0)
+
+
+def _divided(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    return DTensor.from_local(share(parameter, mesh.size(), placement), mesh, [placement], run_check=False)
+
+
+def share(parameter: Tensor, size: int, placement: Placement) -> Tensor:
+    """As large as one rank's part. Weights are filled in later, so that any part will do."""
+    if not isinstance(placement, Shard):
+        return parameter
+    return parameter.chunk(size, placement.dim)[0].clone(memory_format=torch.contiguous_format)
+
+
+def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
+    """FSDP2 cuts along the other axis than tensor parallelism did, so that what a rank holds is one rectangle."""
+    if isinstance(parameter, DTensor) and parameter.placements == (Shard(0),):
+        return Shard(1)
+    return None
+
+
+def route(model: Decoder, exchange: Exchange) -> None:
+    """Let each body gather, work on its share with the weights it has here, and scatter. Modules change their class, as
+    FSDP2 does it too: names stay, and the compiler meets the same code in every layer."""
+    _divide(model.rotary, exchange)
+    for body in bodies(model):
+        _divide(body, exchange)
+        if isinstance(body, Attention):
+            body.heads, body.kv_heads = body.heads // exchange.size, body.kv_heads // exchange.size
+        for layer in body.children():
+            if type(layer) in DIVIDED:
+                layer.__class__ = DIVIDED[type(layer)]
+
+
+def _divide(module: nn.Module, exchange: Exchange) -> None:
+    module.__class__ = DIVIDED[type(module)]
+    module.exchange = exchange  # type: ignore[assignment]
+
+
+def bodies(model: Decoder) -> Iterator[nn.Module]:
+    return (sublayer.body for sublayer in model.sublayers if isinstance(sublayer, Sublayer))
+
+
+def here(weight: Tensor) -> Tensor:
+    """This rank's part of a weight. One that all ranks have acts on each rank's heads: its gradients add up."""
+    if not isinstance(weight, DTensor):
+        return weight
+    whole = weight.placements == (Replicate(),)
+    return weight.to_local(grad_placements=[Partial()] if whole else None)

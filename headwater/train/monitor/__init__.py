@@ -1,0 +1,1 @@
+"""Watching a run: metrics and loggers, progress, interrupts, the watchdog, bad steps, depth records."""

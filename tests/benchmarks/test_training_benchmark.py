@@ -1,0 +1,35 @@
+"""The training benchmark on its tiny preset: the numbers mean nothing here, that there are some does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training import check
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_arms_of_the_tiny_preset(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.training", "--preset", "tiny", "--residuals", "attnres-block"]
+    command += ["--only", "fsdp", "async-save", "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads((tmp_path / "out.json").read_text())
+    wrapped, saving = result["arms"]
+    assert wrapped["tokens_per_second"] > 0, wrapped
+    assert saving["loss"] == pytest.approx(wrapped["loss"], rel=1e-6)
+    assert saving["save"]["bytes"] > 3 * 4 * saving["parameters"]  # weights and two moments in fp32
+    assert len(saving["save"]["seconds"]) == 6
+    assert all(0 < found["blocked"] < found["with"] for found in saving["save"]["seconds"])
+
+
+def test_another_first_loss_shows_no_speed():
+    arms = [{"arm": "standard/plain", "loss": 5.0}, {"arm": "standard/fsdp", "loss": 5.1, "tokens_per_second": 9.0}]
+    check(arms)
+    assert arms[1]["arm"] == "standard/fsdp"
+    assert "first loss differs" in arms[1]["failed"]
+    assert "tokens_per_second" not in arms[1]

@@ -1,0 +1,145 @@
+"""Every architecture in the table: converted, it computes what it did; reverted, it is what it was."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tinyhf import stir, tiny_model, tokens
+from torch import nn
+
+from headwater.errors import UserError
+from headwater.hf import LAYOUTS, Layout, convert, revert, verify
+from headwater.residuals import names
+
+
+def digest(model: nn.Module) -> str:
+    sha = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        sha.update(name.encode() + tensor.numpy().tobytes())
+    return sha.hexdigest()
+
+
+def classes(model: nn.Module) -> list[tuple[str, type]]:
+    return [(name, type(module)) for name, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_converted_equals_plain_and_reverts(model_type):
+    model, other = tiny_model(model_type), tiny_model(model_type)
+    before, kinds, config = digest(model), classes(model), model.config
+    attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
+    report = convert(model, "attnres-block", block=2)
+    result = verify(model, other, tokens())
+    assert report.equal_at_start
+    assert result.equal, str(result)
+    assert result.logit_difference < 1e-5
+    assert set(dict(model.named_parameters())) - set(dict(other.named_parameters())) == set(report.added)
+    stir(model)
+    assert not verify(model, other, tokens()).equal  # no silent no-op
+    assert digest(other) == before
+    revert(model)
+    assert digest(model) == before
+    assert classes(model) == kinds
+    assert model.config is config
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
+
+
+@pytest.mark.parametrize("residual", names())
+def test_the_whole_family_converts_and_says_how_it_starts(residual):
+    model, plain = tiny_model("qwen3"), tiny_model("qwen3")
+    report = convert(model, residual)
+    assert verify(model, plain, tokens()).equal == report.equal_at_start
+    assert ("does NOT compute the same" in str(report)) != report.equal_at_start
+    stir(model, 0.1)
+    loss = model(tokens(), labels=tokens()).loss
+    loss.backward()
+    missing = [name for name in report.added if dict(model.named_parameters())[name].grad is None]
+    assert loss.isfinite()
+    assert not missing
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox"])
+def test_both_values_of_the_switch_for_parallel_attention(model_type):
+    for parallel in (True, False):
+        model = tiny_model(model_type, use_parallel_residual=parallel)
+        report = convert(model)
+        assert verify(model, tiny_model(model_type, use_parallel_residual=parallel), tokens()).equal
+        assert len(report.sites) == (5 if parallel else 9)
+
+
+def test_without_the_exact_scale_the_norms_eps_shows():
+    """What conversions that only average get wrong: the eps of a norm against the mean of many small sources."""
+    plain = tiny_model("llama", rms_norm_eps=1e-5)
+    exact, mean = (tiny_model("llama", rms_norm_eps=1e-5) for _ in range(2))
+    convert(exact, "attnres-full")
+    report = convert(mean, "attnres-full", exact=False)
+    assert not report.equal_at_start
+    assert verify(exact, plain, tokens()).kl < 1e-10
+    assert verify(mean, plain, tokens()).kl > 1e-6
+
+
+def test_the_report_lists_every_site():
+    report = convert(tiny_model("llama"), "attnres-block", block=4)
+    assert report.sites[3] == "model.layers.1.mlp: sublayer 3 reads through post_attention_layernorm, times 2"
+    assert report.sites[-1] == "model.norm: final read, times 3"
+    assert len(report.sites) == 9
+
+
+def test_gradients_of_shared_weights_equal_the_plain_models():
+    model, plain = tiny_model("gemma2"), tiny_model("gemma2")
+    convert(model, "attnres-block", block=2)
+    for each in (model, plain):
+        each(tokens(), labels=tokens()).loss.backward()
+    ours = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-3, atol=1e-6)
+    assert any(ours[name].grad.abs().max() > 0 for name in ours if name.endswith(".query"))
+
+
+def refused(match: str, model: nn.Module, *args, **kwargs) -> None:
+    before, kinds = digest(model), classes(model)
+    with pytest.raises(UserError, match=match):
+        convert(model, *args, **kwargs)
+    assert digest(model) == before
+    assert classes(model) == kinds
+
+
+def test_refusals_name_what_is_wrong_and_change_nothing():
+    refused("no layout is known for the architecture 'opt'", tiny_model("opt", ffn_dim=48, word_embed_proj_dim=32))
+    refused("block counts sublayers and must lie between 1 and 8, got 99", tiny_model("llama"), block=99)
+    refused("unknown residual 'attnres'", tiny_model("llama"), "attnres")
+    refused("has no option 'depth'", tiny_model("llama"), depth=3)
+    refused("takes a transformers model; a Linear holds none", nn.Linear(2, 2))
+    refused("has modules or parameters .* not know: mlp", tiny_model("llama"), layout=Layout(mlp=("feed_forward",)))
+    refused("runs both at once", tiny_model("cohere"), "denseformer")
+    refused("Phi3Attention has no 'q_proj'", tiny_model("phi3"), "muddformer")
+    model = tiny_model("llama")
+    convert(model)
+    refused("already converted, to 'attnres-block:block=2'", model)
+    with pytest.raises(UserError, match="is not a model that headwater"):
+        revert(tiny_model("llama"))
+
+
+def test_models_that_share_a_config_do_not_share_a_conversion():
+    first = tiny_model("llama")
+    second = type(first)(first.config).eval()
+    convert(first)
+    assert second.config.model_type == "llama"
+    assert not hasattr(second.config, "headwater")
+    assert type(second.model.layers[0]).forward is not type(first.model.layers[0]).forward
+
+
+def test_a_layout_can_be_given_for_an_architecture_that_is_not_in_the_table():
+    model = tiny_model("vaultgemma")
+    plain = tiny_model("vaultgemma")
+    convert(model, layout=Layout(mlp_norm="pre_feedforward_layernorm"))
+    assert verify(model, plain, tokens()).equal
+
+
+def test_the_documentation_lists_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    table = page.split("| layout | model types |")[1].split("\n\n")[0]
+    listed = {name for row in re.findall(r"^\| .* \| (.*) \|$", table, re.MULTILINE) for name in row.split(", ")}
+    assert listed == set(LAYOUTS)

@@ -1,0 +1,125 @@
+"""`headwater eval` through the real lm-evaluation-harness, on a task made here: nothing is downloaded."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+import yaml
+from tinyhf import tiny_model
+from tinyrun import tiny
+
+from headwater.cli import main
+from headwater.train.checkpoint.folder import load_model
+from headwater.train.loop import train
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+
+QUESTIONS = [
+    {"text": "river 3 runs from its", "answer": " headwater", "wrong": " zzzzzzzzzz"},
+    {"text": "river 7 runs from its headwater to", "answer": " the sea", "wrong": " qqqqqqq"},
+    {"text": "river 9 runs", "answer": " from", "wrong": " ~~~~"},
+]
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with two tasks on one local file: a choice of two answers, and the perplexity of the right one."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "rivers.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        "target_delimiter": "",
+    }
+    choice = {
+        "task": "rivers",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{[answer, wrong]}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    }
+    perplexity = {
+        "task": "rivers_perplexity",
+        "output_type": "loglikelihood",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "perplexity"}],
+    }
+    absent = {**perplexity, "task": "absent", "dataset_path": "nobody/nothing", "dataset_kwargs": None}
+    for task in (choice, perplexity, absent):
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**common, **task}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(tiny(folder), folder / "out")
+    return folder / "out"
+
+
+@torch.no_grad()
+def log_likelihood(model, tokenizer, text, answer):
+    """By hand, with headwater's own decoder and tokenizer."""
+    prompt, rest = tokenizer.encode(text).tolist(), tokenizer.encode(answer).tolist()
+    room = model.config.context + 1  # the last token is only predicted
+    row = (prompt + rest)[-room:]
+    scores = model(torch.tensor([row[:-1]]))[0].float().log_softmax(-1)
+    return sum(float(scores[len(row) - 1 - len(rest) + i, token]) for i, token in enumerate(rest))
+
+
+def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(run, tasks, tmp_path, capsys):
+    model, tokenizer = load_model(run)
+    right = [log_likelihood(model, tokenizer, row["text"], row["answer"]) for row in QUESTIONS]
+    wrong = [log_likelihood(model, tokenizer, row["text"], row["wrong"]) for row in QUESTIONS]
+    accuracy = sum(one > other for one, other in zip(right, wrong, strict=True)) / len(QUESTIONS)
+    perplexity = math.exp(-sum(right) / len(right))
+    checkpoint = sorted((run / "checkpoints").iterdir())[-1]
+    assert main(["convert", str(run), "--out", str(tmp_path / "exported")]) == 0
+    capsys.readouterr()
+    for words, message in (
+        (["generate", tmp_path / "exported"], "is a transformers model"),
+        (
+            ["convert", run, "--residual", "mhc", "--out", tmp_path / "other"],
+            "was trained with 'attnres-block:block=2'",
+        ),
+    ):
+        assert main([str(word) for word in words]) == 1
+        assert message in capsys.readouterr().err
+    for folder in (run, checkpoint, tmp_path / "exported"):
+        out = tmp_path / f"{folder.name}.json"
+        command = ["eval", str(folder), "--tasks", "rivers,rivers_perplexity", "--include-path", str(tasks)]
+        assert main([*command, "--out", str(out), "--batch-size", "2"]) == 0
+        assert "|rivers" in capsys.readouterr().out
+        written = json.loads(out.read_text())
+        assert written["residual"] == "attnres-block:block=2"
+        assert written["results"]["rivers"]["acc,none"] == accuracy
+        assert written["results"]["rivers_perplexity"]["perplexity,none"] == pytest.approx(perplexity, rel=1e-4)
+        assert written["n-samples"]["rivers"]["effective"] == len(QUESTIONS)
+
+
+def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, capsys, monkeypatch):
+    def refused(*words):
+        assert main(["eval", *map(str, words)]) == 1
+        return capsys.readouterr().err
+
+    # Reading lm-eval's own thousands of tasks takes many seconds, and none of them is wanted here.
+    manager = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+    include = ("--include-path", tasks)
+    assert "lm-eval has no task 'riverz'. Did you mean 'rivers'?" in refused(run, "--tasks", "riverz", *include)
+    assert "is not a folder" in refused(run, "--tasks", "rivers", "--include-path", tmp_path / "none")
+    assert "no checkpoint in" in refused(tmp_path, "--tasks", "rivers", *include)
+    assert "the data of absent is not on this machine" in refused(run, "--tasks", "absent", *include)
+    assert "none, which is not a folder" in refused(tmp_path / "none", "--tasks", "rivers", *include)
+    assert "limit must be at least 1, got 0" in refused(run, "--tasks", "rivers", "--limit", "0")
+    assert "names no task" in refused(run, "--tasks", ",")
+    assert "--device tpu" in refused(run, "--tasks", "rivers", "--device", "tpu")
+    tiny_model("llama").save_pretrained(tmp_path / "bare")
+    assert "holds no tokenizer" in refused(tmp_path / "bare", "--tasks", "rivers", *include)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert "pip install 'headwater[eval]'" in refused(run, "--tasks", "rivers")

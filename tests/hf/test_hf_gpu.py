@@ -1,0 +1,153 @@
+"""A converted Llama on a GPU, where the kernels are the default. Skipped without CUDA.
+
+pytest tests/hf/test_hf_gpu.py      # with test_hf_devices.py and test_hf_fla.py
+"""
+
+import pytest
+import torch
+from tinyhf import stir
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headwater.hf import convert, verify
+
+if torch.cuda.is_available():  # else the interpreter's variable may come after triton
+    from headwater.ops.triton.launch import launches
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+RESIDUALS = ["attnres-block:block=3", "attnres-full"]
+
+
+def llama(dtype=torch.float32, **shape):
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SHAPE, **shape}, num_key_value_heads=2, vocab_size=512, max_position_embeddings=256)
+    return LlamaForCausalLM(config).eval().to("cuda", dtype)
+
+
+def rows(batch=4, length=64):
+    return torch.randint(3, 512, (batch, length), generator=torch.Generator().manual_seed(1)).cuda()
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
+
+
+def ran(*kernels):
+    assert all(launches[name] > 0 for name in kernels), dict(launches)
+    launches.clear()
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_converted_in_bf16_it_is_as_near_to_fp32_as_the_plain_model(residual):
+    truth, plain, model = llama(), llama(torch.bfloat16), llama(torch.bfloat16)
+    report = convert(model, residual)
+    normed = []
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_hook(lambda *_: normed.append(1))
+    launches.clear()
+    ours, theirs = verify(model, truth, rows()), verify(plain, truth, rows())
+    ran("score", "mix")
+    assert report.equal_at_start
+    assert ours.kl <= 2 * theirs.kl, f"{ours}\n{theirs}"
+    assert not normed  # the norms ran inside the kernels
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_trained_it_follows_the_reference(residual):
+    """In fp32, queries off zero, a few steps: the losses of the kernels and of plain PyTorch. With momentum: Adam
+    divides small gradients by themselves, and plain PyTorch itself ends 2e-3 from fp64; so it is 2e-4."""
+
+    def losses(**options):
+        model = llama().train()
+        convert(model, residual, **options)
+        stir(model, 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        seen = []
+        for _ in range(8):
+            loss = model(rows(), labels=rows()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(float(loss))
+        return torch.tensor(seen)
+
+    reference = losses(backend="reference")
+    launches.clear()
+    ours = losses()
+    ran("score_backward", "mix_backward")
+    assert ours[-1] < ours[0] - 0.5
+    torch.testing.assert_close(ours, reference, rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_gradients_under_both_kinds_of_checkpointing(residual):
+    model = llama().train()
+    convert(model, residual)
+    stir(model, 0.1)
+
+    plain = gradients(model, model(rows(), labels=rows()).loss)
+    for reentrant in (True, False):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        again = gradients(model, model(rows(), labels=rows()).loss)
+        assert torch.cosine_similarity(plain, again, dim=0) > 0.999999
+        model.gradient_checkpointing_disable()
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_generates_the_same_with_and_without_a_cache(residual):
+    model = llama()
+    convert(model, residual)
+    stir(model)
+    launches.clear()
+    options = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64, "pad_token_id": 0}
+    with_cache, without = (model.generate(rows(2, 16), **options, use_cache=use) for use in (True, False))
+    ran("score", "mix")
+    assert torch.equal(with_cache, without)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_depth_weights_beside_the_kernels(residual):
+    model = llama(torch.bfloat16)
+    convert(model, residual)
+    stir(model)
+    with torch.no_grad():
+        plain = model(rows()).logits
+        launches.clear()
+        out = model(rows(), output_depth_weights=True)
+        ran("score", "mix")
+        assert torch.equal(out.logits, plain)
+    for weights in out.depth_weights:
+        torch.testing.assert_close(weights.sum(0), torch.ones_like(weights[0]))
+    assert max(float(weights.std()) for weights in out.depth_weights) > 0.01
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_gradients_of_a_watched_model_add_up(residual):
+    """A layer that is watched reads twice from one state."""
+    results = []
+    for options in ({"backend": "reference"}, {}):
+        model = llama()
+        convert(model, residual, **options)
+        stir(model, 0.1)
+        launches.clear()
+        out = model(rows(), labels=rows(), output_depth_weights=True, output_hidden_states=True)
+        results.append(gradients(model, out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)))
+    ran("score_backward", "mix_backward")
+    assert torch.cosine_similarity(*results, dim=0) > 0.9999
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_compiles_to_one_graph(residual):
+    model = llama(num_hidden_layers=2)
+    convert(model, residual.replace("block=3", "block=2"))
+    stir(model)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(rows()).logits, model(rows()).logits, rtol=1e-3, atol=1e-3)
+    ours, eager = (gradients(model, run(rows(), labels=rows()).loss) for run in (compiled, model))
+    assert torch.cosine_similarity(ours, eager, dim=0) > 0.9999
+    torch.testing.assert_close(ours.norm(), eager.norm(), rtol=1e-3, atol=0.0)
+    torch._dynamo.reset()

@@ -1,0 +1,145 @@
+"""Layouts released elsewhere, and models of `headwater train`: every tensor finds its place, both ways."""
+
+import json
+
+import pytest
+import torch
+from tinyhf import stir, tiny_model, tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headwater.errors import UserError
+from headwater.hf import FLA, KIMI_K3, convert, from_release, load_released, to_release
+from headwater.hf.formats import export
+from headwater.hf.formats.folder import fast_tokenizer, write_model
+from headwater.models import Decoder, ModelConfig
+from headwater.train.data.tokenizer import ByteTokenizer
+
+naive_attnres = pytest.importorskip("fla.ops.attnres.naive", reason="the oracle is fla-core's reference").naive_attnres
+
+
+def released(release, layers=4, dim=32):
+    """A small random checkpoint in a release's layout, on the body of a tiny Llama."""
+    model = tiny_model("llama")
+    convert(model, "attnres-block", exact=False, block=2)
+    stir(model)
+    weights = to_release(model.state_dict(), release)
+    torch.manual_seed(3)
+    for name in weights:  # the pair of the first read, on which nothing depends
+        if f"layers.0.{release.attention}_" in name:
+            weights[name] = torch.randn_like(weights[name])
+    return weights
+
+
+@torch.no_grad()
+def oracle(weights, release, boundary, eps):
+    """The forward of a release, from its description: `boundary(i)` opens a block at sublayer i."""
+    plain = tiny_model("llama")
+    body = plain.model
+    x = tokens()
+    hidden = body.embed_tokens(x)
+    positions = torch.arange(x.shape[1])[None]
+    rotary = body.rotary_emb(hidden, position_ids=positions)
+    bank, running = [], hidden
+
+    def mix(name):
+        proj, norm = weights[f"model.{name}_proj.weight"], weights[f"model.{name}_norm.weight"]
+        return naive_attnres(proj, [*bank, running] if running is not None else bank, norm, rms_eps=eps)
+
+    for index, layer in enumerate(body.layers):
+        for part, name in enumerate((release.attention, release.mlp)):
+            read = running if not bank else mix(f"layers.{index}.{name}")
+            if boundary(2 * index + part):
+                bank, running = [*bank, running], None
+            if part == 0:
+                normed = layer.input_layernorm(read)
+                out = layer.self_attn(normed, position_embeddings=rotary, attention_mask=None)[0]
+            else:
+                out = layer.mlp(layer.post_attention_layernorm(read))
+            running = out if running is None else running + out
+    return plain.lm_head(body.norm(mix(release.output)))
+
+
+CASES = [  # config of the release, and where blocks open by its own rule
+    (FLA, {"attnres_block_size": 3, "norm_eps": 1e-6}, lambda i: i % 3 == 0),
+    (FLA, {"attnres_block_size": 1, "norm_eps": 1e-6}, lambda i: True),
+    (KIMI_K3, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5}, lambda i: i % 2 == 0 and (i // 2) % 2 == 0),
+    (KIMI_K3, {"attn_res_block_size": 12, "rms_norm_eps": 1e-5}, lambda i: i == 0),  # one partial block
+]
+
+
+@pytest.mark.parametrize(("release", "config", "boundary"), CASES)
+def test_a_released_checkpoint_computes_what_its_own_rule_says(release, config, boundary):
+    weights = released(release)
+    expected = oracle(weights, release, boundary, release.eps(config))
+    model = tiny_model("llama", seed=5)
+    load_released(model, weights, config)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("release", [FLA, KIMI_K3])
+def test_names_map_both_ways(release):
+    weights = released(release)
+    back = to_release(from_release(weights, release), release)
+    assert back.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert back[name].shape == tensor.shape
+        if f"layers.0.{release.attention}_" not in name:
+            assert torch.equal(back[name], tensor), name
+
+
+def test_block_sizes_count_sublayers_in_fla_and_decoder_layers_in_k3():
+    assert FLA.block({"attnres_block_size": 8}) == 8
+    assert KIMI_K3.block({"attn_res_block_size": 12}) == 24
+
+
+def test_a_release_without_its_final_read_is_refused_and_the_model_untouched():
+    weights = released(KIMI_K3)
+    del weights["model.output_attn_res_proj.weight"]
+    model = tiny_model("llama")
+    with pytest.raises(UserError, match="without the final read"):
+        load_released(model, weights, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5})
+    del (weights := released(KIMI_K3))["model.norm.weight"]
+    with pytest.raises(UserError, match="missing"):
+        load_released(model, weights, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5})
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with pytest.raises(UserError, match="neither 'attnres_block_size'"):
+        load_released(model, weights, {})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"residual": "attnres-block:block=3"},
+        {"residual": "muddformer", "qk_norm": True},
+        {"residual": "standard", "tie_embeddings": True},
+        {"residual": "hyper-connections", "kv_heads": 4},
+    ],
+)
+def test_a_decoder_of_headwater_train_exports(settings, tmp_path):
+    torch.manual_seed(0)
+    config = ModelConfig.named("nano", vocab_size=257, **settings)
+    decoder = Decoder(config).eval()
+    stir(decoder, 0.1)
+    model = export(config.to_dict(), decoder.weights(), end_of_text=256)
+    write_model(model, fast_tokenizer(ByteTokenizer().to_json(), config.context), tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_counterpart_is_not_exported():
+    config = ModelConfig.named("nano", vocab_size=257, shortswa=4)
+    with pytest.raises(UserError, match="shortswa"):
+        export(config.to_dict(), Decoder(config).weights())
+
+
+def test_the_byte_tokenizer_encodes_the_same_in_transformers(tmp_path):
+    text = "déjà vu: \t\n∀x 🙂 def f(x):\x00"
+    tokenizer = fast_tokenizer(ByteTokenizer().to_json(), 128)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.encode(text) == list(text.encode())
+    assert loaded.decode(list(text.encode())) == text
+    assert loaded.eos_token_id == ByteTokenizer().end_of_text
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 128

@@ -1,0 +1,164 @@
+"""The decoder: counts, saving, sampling, limits."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tinymodels import model_of, tokens_of
+
+from headwater.models import SIZES, Decoder, ModelConfig
+from headwater.models.generate import generate, sample
+
+
+def test_parameter_and_flop_counts_are_those_of_the_modules():
+    config = ModelConfig(vocab_size=50, dim=32, layers=3, heads=4, kv_heads=2, mlp_dim=64, context=16)
+    model = Decoder(config)
+    attention, mlp = 32 * 32 * 2 + 32 * 16 * 2, 3 * 32 * 64
+    assert model.parameter_count()["total"] == 2 * 50 * 32 + 3 * (attention + mlp) + 7 * 32
+    forward = 2 * 3 * (attention + mlp) + 2 * 50 * 32 + 3 * 2 * 16 * 32 + 6 * 2 * 32
+    assert model.flops_per_token() == 3 * forward
+
+
+def test_flops_agree_with_pytorchs_counter():
+    """FlopCounterMode sees matrix products; attention there is not halved for causality."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Decoder(ModelConfig(vocab_size=50, dim=32, layers=3, heads=4, kv_heads=4, mlp_dim=64, context=16))
+    tokens = torch.randint(0, 50, (2, 16))
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(tokens).sum().backward()
+    causal_half = 3 * 3 * 2 * 16 * 32
+    adds = 3 * model.residual.flops_per_token()
+    assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32 - causal_half + adds, rel=1e-6)
+
+
+@pytest.mark.parametrize(("wide", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_under_autocast_the_stream_has_the_sublayers_dtype_unless_fp32_is_asked_for(wide, dtype):
+    model, seen = model_of("attnres-block:block=4", fp32_stream=wide), []
+    for sublayer in model.sublayers:
+        sublayer.body.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        state = model.residual.begin(model.embed(tokens_of()))
+        for i in range(len(model.sublayers)):
+            state = model.step(i, model.rotary(0, tokens_of().shape[1]), None, *state)
+        assert model(tokens_of()).dtype == torch.bfloat16
+    assert len(state) > 2
+    assert {source.dtype for source in state} == {dtype}
+    assert set(seen) == {dtype}
+    assert model.embed(tokens_of()).dtype == torch.float32
+
+
+def test_a_decoder_on_the_meta_device_computes_shapes():
+    with torch.device("meta"):
+        assert model_of("standard")(tokens_of().to("meta")).is_meta
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_named_sizes_are_valid(size):
+    assert ModelConfig.named(size, vocab_size=257).sublayers == 2 * SIZES[size]["layers"]
+
+
+def test_tied_head_is_one_tensor_before_and_after_saving(tmp_path):
+    model = model_of("attnres-block", tie_embeddings=True, scatter=True)
+    model.save(tmp_path)
+    assert "head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = Decoder.load(tmp_path)
+    assert loaded.head.weight is loaded.embedding.weight
+    assert torch.equal(loaded(tokens_of()), model(tokens_of()))
+
+
+def test_a_saved_model_keeps_its_block_where_the_default_changes(tmp_path, monkeypatch):
+    model = model_of("attnres-block", scatter=True)
+    model.save(tmp_path)
+    monkeypatch.setattr("headwater.residuals.attention.default_block", lambda sublayers: 3)
+    assert model_of("attnres-block").residual.block == 3
+    loaded = Decoder.load(tmp_path)
+    assert loaded.residual.block == model.residual.block == 2
+    assert torch.equal(loaded(tokens_of()), model(tokens_of()))
+
+
+def test_a_file_that_does_not_fit_is_named(tmp_path):
+    model = model_of("standard")
+    model.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["norm.weight"] = torch.ones(5)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm.weight is \(32,\) in the model and \(5,\) in the file"):
+        Decoder.load(tmp_path)
+    weights["extra"] = weights.pop("norm.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing \['norm.weight'\], not expected \['extra'\]"):
+        Decoder.load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "widht": 3}))
+    with pytest.raises(ValueError, match="unknown model settings: widht"):
+        Decoder.load(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"qk_norm": True}, {"kv_heads": 4}, {"tie_embeddings": True}])
+def test_cached_logits_equal_uncached_logits_chunk_by_chunk(settings):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 48, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_dim": 48, "context": 32}
+    model = Decoder(ModelConfig(**{**shape, **settings}))
+    tokens = tokens_of(length=20)
+    cache = model.new_cache()
+    pieces = [model(tokens[:, a:b], cache) for a, b in [(0, 7), (7, 8), (8, 15), (15, 20)]]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_never_sees_its_future():
+    model, tokens = model_of("attnres-full", scatter=True), tokens_of(length=12)
+    changed = tokens.clone()
+    changed[:, 8:] = (changed[:, 8:] + 1) % 48
+    assert torch.equal(model(tokens)[:, :8], model(changed)[:, :8])
+
+
+def test_sampling_respects_its_limits():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(500, 4)
+    limits = {"temperature": 1.0, "top_k": None, "top_p": None, "generator": generator}
+    assert set(sample(logits, **limits).tolist()) == {0, 1, 2, 3}
+    assert set(sample(logits, **{**limits, "top_k": 2}).tolist()) == {0, 1}
+    assert set(sample(logits, **{**limits, "top_p": 0.5}).tolist()) == {0}
+    assert set(sample(logits, **{**limits, "top_p": 0.8}).tolist()) == {0, 1}
+    assert set(sample(logits, **{**limits, "temperature": 0.0}).tolist()) == {0}
+
+
+def test_generation_stops_where_told():
+    model = model_of("standard", scatter=True)
+    prompt = tokens_of(batch=1, length=4)
+    free = generate(model, prompt, 12, temperature=0.0)
+    stop = int(free[0, 6])
+    first = free[0, 4:].tolist().index(stop)
+    assert generate(model, prompt, 12, temperature=0.0, stop=stop).shape[1] == 4 + first + 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 40}, "exceed the context of 32"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more"),
+        ({"max_new_tokens": 2, "temperature": -1.0}, "temperature"),
+        ({"max_new_tokens": 2, "temperature": float("nan")}, "temperature"),
+        ({"max_new_tokens": 2, "top_k": 0}, "top_k"),
+        ({"max_new_tokens": 2, "top_p": 0.0}, "top_p"),
+    ],
+)
+def test_generation_refuses_what_cannot_work(settings, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model_of("standard"), tokens_of(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 3}, "heads must divide dim"),
+        ({"dim": 36, "heads": 4}, "even width"),
+        ({"kv_heads": 3}, "kv_heads must divide heads"),
+        ({"layers": 0}, "layers must be at least 1"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**{"vocab_size": 10, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, **settings})

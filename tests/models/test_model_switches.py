@@ -1,0 +1,138 @@
+"""Switches of the decoder that are not residuals: ShortSWA sublayers and value residual."""
+
+import pytest
+import torch
+from tinymodels import gradients_of, model_of, tokens_of
+from torch.utils.checkpoint import checkpoint
+
+from headwater.models import Decoder, ModelConfig
+from headwater.models.generate import generate
+from headwater.models.window import window_attention, window_mask
+from headwater.residuals import names
+
+SWITCHES = [{"shortswa": 3}, {"value_residual": True}, {"shortswa": 4, "value_residual": True}]
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+@pytest.mark.parametrize("spec", ["standard", "attnres-block:block=3", "muddformer", "mhc"])
+def test_gradients_checkpointing_and_saving(switches, spec, tmp_path):
+    model, tokens = model_of(spec, scatter=True, **switches), tokens_of()
+    logits, gradients = gradients_of(model, tokens)
+    assert not [name for name, g in gradients.items() if g is None or g.abs().max() == 0]
+    model.save(tmp_path)
+    assert torch.equal(Decoder.load(tmp_path)(tokens), logits)
+    step = model.step
+    model.step = lambda *arguments: checkpoint(step, *arguments, use_reentrant=False)
+    again, recomputed = gradients_of(model, tokens)
+    assert torch.equal(again, logits)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(recomputed[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+@pytest.mark.parametrize("spec", ["standard", "deepcrossattention"])
+def test_cached_decoding(switches, spec):
+    model, prompt = model_of(spec, scatter=True, **switches), tokens_of(length=5)
+    assert torch.equal(generate(model, prompt, 16), generate(model, prompt, 16, use_cache=False))
+
+
+def test_a_window_s_cache_keeps_only_what_the_next_token_sees():
+    model = model_of("standard", shortswa=3)
+    cache = model.new_cache()
+    model(tokens_of(length=9), cache)
+    assert [len(entry) for entry in cache[:3]] == [2, 9, 0]
+
+
+@pytest.mark.parametrize("spec", [name for name in names() if name not in ("elc-bert", "vertical-attention")])
+def test_every_residual_takes_three_sublayers_a_layer(spec):
+    model = model_of(spec, shortswa=3)
+    assert model.config.kinds == ("shortswa", "attention", "mlp") * 4
+    assert model(tokens_of()).isfinite().all()
+
+
+def test_a_short_window_begins_as_nothing():
+    plain, tokens = model_of("standard"), tokens_of()
+    model = model_of("standard", shortswa=4)
+    weights = {}
+    for name, value in plain.state_dict().items():
+        head, *rest = name.split(".")
+        if head == "sublayers":
+            layer, place = divmod(int(rest[0]), 2)
+            name = ".".join(("sublayers", str(3 * layer + 1 + place), *rest[1:]))
+        weights[name] = value
+    model.load_state_dict(weights, strict=False)
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+def test_a_short_window_sees_only_its_tokens():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 7, 4)
+    out = window_attention(q, k, v, 3)
+    for t in range(7):
+        seen = slice(max(0, t - 2), t + 1)
+        weights = (q[..., t : t + 1, :] @ k[..., seen, :].mT / 2).softmax(-1)
+        torch.testing.assert_close(out[..., t : t + 1, :], weights @ v[..., seen, :], atol=1e-6, rtol=1e-6)
+    assert window_mask(2, 4, 2).tolist() == [[False, True, True, False], [False, False, True, True]]
+
+
+def test_value_residual_mixes_the_first_attention_s_values():
+    torch.manual_seed(0)
+    model, tokens = model_of("standard", value_residual=True), tokens_of()
+    plain = model_of("standard")
+    plain.load_state_dict(model.state_dict(), strict=False)
+    later = [model.sublayers[i].body for i in (2, 4, 6)]
+    assert model.sublayers[0].body.value_mix is None
+    assert all(body.value_mix.tolist() == [0.5, 0.5] for body in later)
+    assert (model(tokens) - plain(tokens)).abs().max() > 1e-4
+    with torch.no_grad():
+        for body in later:
+            body.value_mix.copy_(torch.tensor([0.0, 1.0]))
+    torch.testing.assert_close(model(tokens), plain(tokens), atol=1e-6, rtol=1e-6)
+    with torch.no_grad():
+        for body in later:
+            body.value_mix.copy_(torch.tensor([1.0, 0.0]))
+            body.value.weight.fill_(float("nan"))
+    assert not model(tokens).isfinite().any()  # 0 x nan: own values are still there, only weighted
+
+
+def test_deepnorm_starts_its_sublayers_smaller():
+    def norms(spec):
+        torch.manual_seed(0)
+        sublayers = model_of(spec).sublayers
+        attention, mlp = sublayers[0].body, sublayers[1].body
+        scaled = (attention.value, attention.output, mlp.gate, mlp.up, mlp.output)
+        return torch.stack([m.weight.norm() for m in scaled]), attention.query.weight.norm()
+
+    (plain, query), (small, same) = norms("standard"), norms("deepnorm")
+    torch.testing.assert_close(small, plain * (8 * 4) ** -0.25)
+    assert torch.equal(query, same)
+
+
+def test_flops_count_the_window():
+    shape = {"vocab_size": 10, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "mlp_dim": 16, "context": 32}
+    with_window, without = (Decoder(ModelConfig(**shape, shortswa=w)).flops_per_token() for w in (8, None))
+    matrices, scores, adds = 2 * 4 * 16 * 16, 4 * 8 * 16, 2 * 16
+    assert with_window - without == 3 * 2 * (matrices + scores + adds)
+
+
+@pytest.mark.parametrize("window", [1, 33])
+def test_a_wrong_window_is_refused(window):
+    with pytest.raises(ValueError, match=f"must lie between 2 and the context of 32, got {window}"):
+        model_of("standard", shortswa=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention runs on a GPU")
+@pytest.mark.parametrize(("length", "window"), [(64, 4), (300, 128), (513, 64)])  # below, beside and above its blocks
+def test_flex_attention_equals_masked_attention(length, window):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, length, 32, dtype=torch.float64) for heads in (4, 2, 2)]
+    along = torch.randn(2, 4, length, 32, dtype=torch.float64)
+
+    def run(device, dtype):
+        q, k, v = leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = window_attention(q, k, v, window)
+        return [x.double().cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, along.to(out)))]
+
+    for flex, masked in zip(run("cuda", torch.float32), run("cpu", torch.float64)):
+        torch.testing.assert_close(flex, masked, atol=5e-3, rtol=5e-3)  # the kernels multiply in TF32

@@ -1,0 +1,402 @@
+"""The kernels under Triton's interpreter: a small set, on CPU tensors. test_kernels_gpu.py has the full grid."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from kernel_cases import draw, extremes, growing, poisoned, read, run, two_phases, worst
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.attnres import error, worst_of
+from headwater.models import Decoder, ModelConfig
+from headwater.ops import attend_blocks, decode_read, depth_attention
+from headwater.ops.depth import autograd
+from headwater.ops.depth import reference as two_phase
+from headwater.ops.triton.launch import launch_that_fits, launches
+from headwater.residuals import build
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the grid of test_kernels_gpu instead")
+
+CASES = [
+    (1, 24, 3, torch.float32),  # one source
+    (2, 123, 2, torch.float32),  # a width that no tile divides
+    (17, 16, 2, torch.float32),  # more sources than one launch writes addresses for
+    (4, 40, 3, torch.bfloat16),
+    (3, 40, 3, torch.float16),  # range too small to invert a norm: another path
+]
+
+
+@pytest.mark.parametrize(("count", "dim", "tokens", "dtype"), CASES)
+@pytest.mark.parametrize("function", [read, two_phases])
+def test_error_is_at_most_twice_plain_pytorchs(function, count, dim, tokens, dtype):
+    limit = 4 if dtype == torch.bfloat16 else 1  # the interpreter truncates to bf16 where a GPU rounds
+    assert worst(function, count + (function is two_phases), dim, tokens, dtype, "cpu") <= limit
+
+
+def test_a_merge_without_a_norm_does_not_rebuild_its_input_from_a_rounded_output():
+    assert worst(two_phases, 2, 100, 1, torch.float16, "cpu", seed=11) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_sum_of_a_block_passes_its_own_gradient_on(dtype):
+    assert worst(growing, 3, 100, 3, dtype, "cpu") <= 1
+
+
+@pytest.mark.parametrize("seed_of", ["permuted", "expanded"])
+def test_gradients_may_lie_in_memory_as_they_like(seed_of):
+    sources, queries, keys, _ = draw(3, 24, 2, torch.float32, "cpu")
+    leaves = [t.requires_grad_() for t in (*sources, queries, keys)]
+    draws = {"permuted": torch.randn(2, 24, 2).movedim(-1, 0), "expanded": torch.tensor(0.7).expand(2, 2, 24)}
+    results = []
+    for backend in ("triton", "reference"):
+        out, _ = attend_blocks(sources, queries, keys, backend=backend)
+        results.append(torch.autograd.grad(out, leaves, draws[seed_of]))
+    for mine, other in zip(*results):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+def test_queries_and_weights_may_be_columns_and_must_be_vectors():
+    sources, queries, keys, norm = draw(3, 24, 2, torch.float32, "cpu")
+    columns = [torch.stack([v, -v], 1)[:, 0] for v in (queries[0], keys[0], norm)]
+    read = depth_attention(sources, columns[0], columns[1], norm_weight=columns[2], backend="triton")
+    torch.testing.assert_close(
+        read, depth_attention(sources, queries[0], keys[0], norm_weight=norm), atol=1e-6, rtol=1e-5
+    )
+    with pytest.raises(ValueError, match="one query for all tokens"):
+        decode_read(sources, torch.randn(2, 24), torch.randn(2, 24), backend="triton")
+    with pytest.raises(ValueError, match="norm_weight must be"):
+        decode_read(sources, torch.randn(2, 24), queries[0], norm_weight=norm[:4], backend="triton")
+    with pytest.raises(ValueError, match="the query is on meta, the sources are on cpu"):
+        depth_attention(sources, queries[0].to("meta"), backend="triton")
+
+
+def test_a_second_derivative_is_refused():
+    sources, queries, *_ = draw(2, 24, 2, torch.float32, "cpu")
+    leaf = sources[0].requires_grad_()
+    read = depth_attention(sources, queries[0], backend="triton")
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(read.sum(), leaf, create_graph=True)
+
+
+def test_rows_that_do_not_fit_are_summed_again_for_the_norm():
+    """Sixteen queries leave room for 1024 channels a program."""
+    torch.manual_seed(0)
+    sources, norm, z = [torch.randn(2, 1100) for _ in range(3)], torch.randn(1100), torch.randn(2, 3, 16)
+    with poisoned():
+        ours = autograd.mix(sources, z, norm)
+    expected = two_phase.mix(sources, z, norm)
+    for mine, other in zip((*ours[0], *ours[1]), (*expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
+def test_the_inference_read_agrees_and_gives_weights():
+    sources, queries, keys, norm = draw(4, 40, 3, torch.float32, "cpu")
+    with torch.no_grad(), poisoned():
+        ours = depth_attention(sources, queries[0], keys[0], norm_weight=norm, backend="triton", return_weights=True)
+    expected = depth_attention(sources, queries[0], keys[0], norm_weight=norm, backend="reference", return_weights=True)
+    for mine, other in zip(ours, expected):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+def test_decoding_adds_mixes_and_norms_in_one_launch():
+    sources, queries, keys, norm = draw(3, 24, 2, torch.float32, "cpu")
+    y = torch.randn(2, 24)
+    before = launches["read"]
+    x, last = decode_read(sources, y, queries[0], keys[0], norm_weight=norm, backend="triton")
+    assert launches["read"] == before + 1
+    for mine, other in zip((x, last), decode_read(sources, y, queries[0], keys[0], norm_weight=norm)):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="no backward"):
+        decode_read(sources, y.requires_grad_(), queries[0], backend="triton")
+    expected = depth_attention([*sources[:-1], sources[-1] + y.detach()], queries[0], keys[0], norm_weight=norm)
+    torch.testing.assert_close(x, expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(last, sources[-1] + y.detach())
+
+
+def test_more_queries_than_one_launch_holds():
+    sources, _, _, _ = draw(2, 16, 2, torch.float32, "cpu")
+    for source in sources:
+        source.requires_grad_()
+    queries = (torch.randn(70, 16) * 0.3).requires_grad_()  # scores take 64 a launch, mixing 16 and 8
+    results = [attend_blocks(sources, queries, backend=backend) for backend in ("triton", "reference")]
+    seeds = [torch.randn_like(t) for t in results[0]]
+    gradients = [torch.autograd.grad(r, [*sources, queries], seeds) for r in results]
+    for mine, other in zip([*results[0], *gradients[0]], [*results[1], *gradients[1]]):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [80.0, -80.0])
+def test_extremes_stay_finite(value, dtype):
+    assert all(t.isfinite().all() for t in extremes(value, dtype, "cpu"))
+
+
+def test_a_norm_weight_of_zero_has_its_gradient():
+    sources, queries, keys, norm = draw(3, 24, 3, torch.float32, "cpu")
+    norm[::5] = 0.0
+    inputs = [*sources, queries, keys, norm]
+    ours, seeds = run(two_phases, inputs, "triton", torch.float32)
+    expected, _ = run(two_phases, inputs, "reference", torch.float32, seeds)
+    for mine, other in zip(ours, expected):
+        assert error(mine, other.double()) < 1e-5
+
+
+def test_a_source_that_others_use_keeps_its_gradient():
+    """The threaded gradient is added to in place only where nobody else holds it."""
+    torch.manual_seed(0)
+    source, other = (torch.randn(2, 16, requires_grad=True) for _ in range(2))
+    folded, z = torch.randn(2, 16, requires_grad=True), torch.randn(2, 1, 1)
+
+    def graph(thread):
+        inner = source * 1.0
+        v, scores = thread(inner)
+        outs, _, (w,) = autograd.mix([v], scores.unsqueeze(-2)) if thread is scored else plain_mix(v, scores)
+        both = w + other  # one gradient tensor for w and other
+        (out,), _, (u,) = autograd.mix([w], z) if thread is scored else plain_mix(w, z.squeeze(-2))
+        return (both * 2).sum() + (u * 3).sum() + sum(o.square().sum() for o in outs) + out.sum() + (v * inner).sum()
+
+    def scored(v):
+        return autograd.score(v, folded, 1e-6)
+
+    def plain(v):
+        return v, (v @ folded.T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+
+    def plain_mix(v, scores):
+        return tuple(v * 1.0 for _ in range(scores.shape[-1])), None, (v,)
+
+    leaves = [source, other, folded]
+    ours = torch.autograd.grad(graph(scored), leaves)
+    expected = torch.autograd.grad(graph(plain), leaves, allow_unused=True)
+    for mine, its in zip(ours[:2], expected[:2]):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+
+
+def test_two_sources_may_share_one_gradient():
+    """Which neither may add to alone; compiled, inductor must find out by itself which copies to keep."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(2)]
+    folded, weight = torch.randn(3, 16) * 0.3, torch.randn(4, 16)
+
+    def loss(ops):
+        (a1, za), (b1, zb) = (ops.score(leaf * 1.0, folded, 1e-6) for leaf in leaves)
+        outs, lses, (a2, b2) = ops.mix([a1, b1], torch.stack([za, zb], -2))
+        shared = a2 + b2 + weight * leaves[0].sum()  # one gradient for a2, b2 and a third
+        return (shared.square() * weight).sum() + sum(o.square().sum() for o in outs) + sum(m.sum() for m in lses)
+
+    expected = torch.autograd.grad(loss(two_phase), leaves)
+    for ours in (loss(autograd), torch.compile(lambda: loss(autograd))()):
+        for mine, other in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-5)
+
+
+class Net(nn.Module):
+    def __init__(self, spec, dim=24, sublayers=7):
+        super().__init__()
+        torch.manual_seed(1)
+        self.residual = build(spec, dim, sublayers)
+        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-6) for _ in range(sublayers + 1))
+        self.linears = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(sublayers))
+        for p in (*self.residual.parameters(), *self.norms.parameters()):
+            nn.init.normal_(p, mean=0.5, std=0.5)
+
+    def step(self, i, *state):
+        x, state = self.residual.read(state, i, norm=self.norms[i])
+        return self.residual.write(state, i, self.linears[i](x))
+
+    def forward(self, x):
+        state = self.residual.begin(x)
+        for i in range(len(self.linears)):
+            state = self.step(i, *state)
+        return self.residual.end(state, norm=self.norms[-1])
+
+
+def results_of(net, forward=None):
+    generator = torch.Generator().manual_seed(3)
+    x, seed = (torch.randn(2, 24, generator=generator) for _ in range(2))
+    x.requires_grad_()
+    net.zero_grad()
+    out = (net if forward is None else forward)(x)
+    out.backward(seed)
+    return [out.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-block:block=7", "attnres-full"])
+def test_the_fused_residual_equals_the_reference(spec):
+    extend = "," if ":" in spec else ":"
+    expected = results_of(Net(f"{spec}{extend}backend=reference"))
+    net = Net(f"{spec}{extend}backend=triton")
+    before = sum(launches.values())
+    ours = results_of(net)
+    assert sum(launches.values()) > before
+    for mine, other in zip(ours, expected, strict=True):
+        assert error(mine, other.double()) < 2e-5
+    step = net.step
+    for reentrant in (False, True):
+        net.step = lambda *a, reentrant=reentrant: checkpoint(step, *a, use_reentrant=reentrant)
+        assert all(torch.equal(a, b) for a, b in zip(ours, results_of(net)))
+
+
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+def test_under_autocast_a_bf16_stream_meets_fp32_weights(spec):
+    shape = {"vocab_size": 13, "dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 24, "context": 9}
+
+    def results(backend, half):
+        torch.manual_seed(0)
+        model = Decoder(ModelConfig(**shape, residual=f"{spec}{',' if ':' in spec else ':'}backend={backend}"))
+        with torch.no_grad():
+            for parameter in model.residual.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        seen = set()
+        model.sublayers[-1].body.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
+        before = sum(launches.values())
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = model(torch.arange(9).view(1, 9)).float().square().mean()
+        loss.backward()
+        assert (sum(launches.values()) > before) == (backend == "triton")
+        assert seen == {torch.bfloat16 if half else torch.float32}
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    truth = [t.double() for t in results("reference", half=False)]
+    for mine, other, exact in zip(results("triton", half=True), results("reference", half=True), truth, strict=True):
+        assert error(mine, exact) < 4 * error(other, exact) + 0.01  # the interpreter truncates to bf16
+
+
+@pytest.mark.parametrize("spec", ["attnres-block:block=3,backend=triton", "attnres-full:backend=triton"])
+def test_the_schedule_of_training_is_as_exact(spec):
+    assert worst_of(spec, 40, 2, torch.float32, "cpu") <= 1
+
+
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec):
+    """Per sublayer its input and its output (of a block: the running sum); phase 1's outputs are rebuilt."""
+    net = Net(f"{spec}{',' if ':' in spec else ':'}backend=triton")
+    kept = {}
+
+    def pack(tensor):
+        if tensor.shape == (9, 24):
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = net(torch.randn(9, 24, requires_grad=True))
+    assert out.requires_grad
+    inputs_and_outputs = 2 * len(net.linears)
+    assert len(kept) <= inputs_and_outputs + 2  # the embedding, and the final norm's output
+
+
+@pytest.mark.parametrize(
+    ("spec", "backend"),
+    [
+        ("attnres-block:block=3,backend=triton", "inductor"),  # which drops copies of gradients
+        ("attnres-full:backend=triton", "aot_eager"),  # which keeps them, and takes a third of the time
+    ],
+)
+def test_the_fused_residual_compiles_without_a_break(spec, backend):
+    net = Net(spec)
+    ours = results_of(net)
+    compiled = torch.compile(net, fullgraph=True, backend=backend)
+    for mine, other in zip(results_of(net, compiled), ours, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+def test_settling_gives_back_the_plain_state():
+    fast, slow = (build(f"attnres-block:block=3,backend={b}", 16, 7) for b in ("triton", "reference"))
+    slow.load_state_dict(fast.state_dict())
+    one, two = (r.begin(torch.ones(2, 16)) for r in (fast, slow))
+    for i in range(7):
+        assert len(fast.settle(one, i)) == len(two) == fast.num_sources(i)
+        for mine, other in zip(fast.settle(one, i), two):
+            torch.testing.assert_close(mine, other)
+        torch.testing.assert_close(fast.weights(one, i), slow.weights(two, i))
+        _, one = fast.read(one, i)
+        _, two = slow.read(two, i)
+        y = torch.randn(2, 16)
+        one, two = fast.write(one, i, y), slow.write(two, i, y)
+
+
+def test_the_backend_asked_for_runs_or_raises():
+    sources = [torch.randn(2, 8) for _ in range(2)]
+    before = dict(launches)
+    depth_attention(sources, torch.zeros(8))
+    assert dict(launches) == before  # auto on CPU: the reference
+    depth_attention(sources, torch.zeros(8), backend="triton")
+    assert launches["read"] == before.get("read", 0) + 1
+    with pytest.raises(ValueError, match=r"2 heads"):
+        depth_attention(sources, torch.zeros(8), heads=2, backend="triton")
+    with pytest.raises(ValueError, match=r"\(2, 8\), torch.float64"):
+        depth_attention([s.double() for s in sources], torch.zeros(8), backend="triton")
+    with pytest.raises(ValueError, match=r"float32 on cpu and torch.bfloat16"):
+        depth_attention([sources[0], sources[1].bfloat16()], torch.zeros(8), backend="triton")
+    with pytest.raises(ValueError, match="width 40000"):
+        depth_attention([torch.zeros(1, 40000)], torch.zeros(40000), backend="triton")
+
+
+def test_operators_are_well_registered():
+    v, folded, g = torch.randn(2, 16), torch.randn(3, 16), torch.ones(16)
+    ops = torch.ops.headwater
+    z, rstd = ops.score(v, folded, 1e-6)
+    x, r, out, lse, p = ops.mix([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)
+    merged = ops.merge(v, None, out[0], lse[1], g.clone(), None, g, 1e-6, 1e-6)[2]
+    checks = [
+        (ops.score.default, (v, folded, 1e-6)),
+        (ops.score_backward.default, (v, folded, z, rstd, z.clone(), None)),
+        (ops.score_backward_.default, (v, folded, z, rstd, z.clone(), v.clone())),
+        (ops.mix.default, ([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)),
+        (ops.mix_backward.default, ([v, v.clone()], p, [v.clone() for _ in range(3)], lse.clone(), False, None)),
+        (ops.mix_backward_.default, ([v, v + 1], p, [v.clone() for _ in range(3)], None, [v.clone(), v + 2], None)),
+        (ops.mix_backward_.default, ([v], p[..., :1].contiguous(), [v.clone()], None, [v + 2], rstd.clone())),
+        (ops.merge.default, (v, None, out[0].clone(), lse[1].clone(), g.clone(), None, g, 1e-6, 1e-6)),
+        (ops.merge_backward.default, (v, v + 1, x, v + 2, None, lse[1].clone(), g.clone(), None, g, merged, 1e-6)),
+        (ops.norm_backward.default, (v, x, g, r, 1e-6, True)),
+        (ops.read.default, ([v, v.clone()], None, g.clone(), None, g, 1e-6, 1e-6, True)),
+    ]
+    for operator, arguments in checks:
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+class Hungry:
+    """Stands in for a compiled kernel whose shared memory grows with the rows under way."""
+
+    def __init__(self, arg_names, limit):
+        self.arg_names, self.limit, self.tried = arg_names, limit, []
+        self.__name__ = "_hungry"
+
+    def __getitem__(self, grid):
+        return self.run
+
+    def run(self, *arguments, num_warps, **constants):
+        self.tried.append(constants["STAGES" if "STAGES" in self.arg_names else "num_stages"])
+        if self.tried[-1] > self.limit:
+            raise OutOfResources(100 * self.tried[-1], 100 * self.limit, "shared memory")
+        return "compiled"
+
+
+@pytest.mark.parametrize("names", [["x", "STAGES"], ["x"]])
+def test_wide_rows_run_with_fewer_stages_or_are_refused_by_shape(names):
+    x = torch.zeros(3, 7168)
+    kernel = Hungry(names, limit=2)
+    compiled, constants = launch_that_fits(kernel, (1,), (x,), (), {"BD": 8}, 4, 3)
+    assert (compiled, kernel.tried) == ("compiled", [3, 2])
+    assert constants == {"num_stages": 1, "BD": 8} | {"STAGES" if len(names) > 1 else "num_stages": 2}
+    table = torch.zeros(16, dtype=torch.int64)
+    refusal = r"_hungry: \(3, 7168\) in torch.float32 takes 100 of shared memory, this GPU has 0"
+    with pytest.raises(RuntimeError, match=refusal):
+        launch_that_fits(Hungry(names, limit=0), (1,), (table, x), (), {}, 4, 3)
+
+
+def test_an_attempt_that_did_not_fit_keeps_no_tensor_alive():
+    x = torch.zeros(4)
+    held = weakref.ref(x)
+    gc.disable()
+    try:
+        launch_that_fits(Hungry(["x"], limit=1), (1,), (x,), (), {}, 4, 3)
+        del x
+        assert held() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,158 @@
+"""What the mathematics of Attention Residuals promises."""
+
+import pytest
+import torch
+from tinymodels import gradients_of, model_of, tokens_of
+
+from headwater.models import Decoder
+from headwater.ops import depth_attention
+from headwater.residuals import AttentionResidual, build, mixing, names, parse, pinned
+from headwater.residuals.record import replay
+
+
+def scattered(residual, seed=0):
+    torch.manual_seed(seed)
+    for p in residual.parameters():
+        torch.nn.init.normal_(p)
+    return residual
+
+
+@pytest.mark.parametrize("spec", ["attnres-full", "attnres-block:block=3", "attnres-block:block=8"])
+@pytest.mark.parametrize("layers", [4, 24])
+def test_zero_queries_give_the_plain_network(spec, layers):
+    from headwater.models import ModelConfig
+
+    def network(residual):
+        torch.manual_seed(0)
+        return Decoder(ModelConfig.named("deep", vocab_size=48, layers=layers, context=16, residual=residual))
+
+    plain, model = network("standard"), network(spec)
+    (expected, shared), (logits, gradients) = (gradients_of(m, tokens_of()) for m in (plain, model))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    for name, gradient in shared.items():
+        assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("spec", ["attnres-full", "attnres-block:block=3"])
+def test_the_final_read_takes_part(spec):
+    """Without the read at the end, the head would see only the newest source: another function at any start."""
+    model, tokens = model_of(spec), tokens_of()
+    complete = model(tokens)
+    model.residual.end = lambda state, norm=None: norm(state[-1])
+    assert (model(tokens) - complete).abs().max() > 1e-2
+
+
+def test_every_read_is_depth_attention_over_its_sources():
+    """Block reads written out from the definition: finished block sums, then the running sum."""
+    residual = scattered(AttentionResidual(16, 8, block=3))
+    sources = list(torch.randn(9, 2, 5, 16))
+    reads = replay(residual, sources)
+    for i in range(9):
+        outputs = sources[1 : i + 1]
+        blocks = [sum(outputs[j : j + 3]) for j in range(0, len(outputs), 3)]
+        if i == 0:
+            assert torch.equal(reads[0], sources[0])
+            continue
+        parameters = residual.reads[str(i)]
+        expected = depth_attention([sources[0], *blocks], parameters.query, parameters.key_weight)
+        torch.testing.assert_close(reads[i], expected)
+
+
+def test_blocks_of_one_are_full_attention_residuals():
+    full, block = scattered(build("attnres-full", 16, 6)), scattered(build("attnres-block:block=1", 16, 6))
+    sources = list(torch.randn(7, 2, 16))
+    for one, other in zip(replay(full, sources), replay(block, sources)):
+        assert torch.equal(one, other)
+
+
+def test_full_rows_are_softmax_weights_and_block_rows_are_shared_within_a_block():
+    sources = list(torch.randn(9, 3, 16))
+    full = mixing(scattered(build("attnres-full", 16, 8)), sources)
+    torch.testing.assert_close(full.sum(1), torch.ones(9, 3))
+    block = mixing(scattered(build("attnres-block:block=3", 16, 8)), sources)
+    last = block[-1]
+    assert torch.equal(last[1], last[2])
+    assert torch.equal(last[4], last[6])
+    assert not torch.equal(last[3], last[4])
+
+
+def test_a_window_keeps_the_embedding_and_the_newest():
+    matrix = mixing(scattered(build("attnres-full:window=2", 16, 6)), list(torch.randn(7, 1, 16))).squeeze(-1)
+    assert torch.equal((matrix[-1] != 0).nonzero().flatten(), torch.tensor([0, 5, 6]))
+
+
+def test_the_default_gives_about_eight_blocks():
+    for sublayers in (16, 24, 48, 54, 100):
+        assert 6 <= build("attnres-block", 16, sublayers).num_sources(sublayers) - 1 <= 8
+
+
+def test_the_first_read_has_nothing_to_learn():
+    assert "0" not in build("attnres-full", 16, 4).reads
+    assert set(build("attnres-full", 16, 4).reads) == {"1", "2", "3", "4"}
+
+
+def test_weights_are_what_the_read_used():
+    residual = scattered(build("attnres-block:block=2", 16, 4))
+    state = tuple(torch.randn(3, 2, 5, 16))
+    weights = residual.weights(state, 3)
+    assert weights.shape == (3, 2, 5, 1)
+    torch.testing.assert_close((weights * torch.stack(state)).sum(0), residual.read(state, 3)[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "saved"),
+    [
+        ("standard", "standard"),
+        ("attnres-full", "attnres-full"),
+        ("attnres-block", "attnres-block:block=2"),
+        ("attnres-block:block=4", "attnres-block:block=4"),
+        ("attnres-block:block=none,heads=2", "attnres-block:heads=2,block=2"),
+        ("depth-window:width=8", "depth-window:width=8,window=4"),
+    ],
+)
+def test_a_saved_spec_names_the_options_that_follow_from_the_network(spec, saved):
+    residual = build(spec, 16, 8)
+    assert pinned(residual) == saved
+    assert residual.spec == spec
+    assert pinned(build(saved, 16, 8)) == saved
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("attnres-blok", r"unknown residual 'attnres-blok'. Did you mean 'attnres-block'\? Valid names: .*standard"),
+        ("attnres-block:blok=2", "has no option 'blok'. Valid options: block, query, weights"),
+        ("attnres-full:block=2", "has no option 'block'"),
+        ("attnres-block:block=two", "block must be a whole number or none, got 'two'"),
+        ("attnres-block:block", "needs a value"),
+        ("attnres-block:block=2,block=3", "given twice"),
+        ("attnres-full:eps=0", "eps must be positive"),
+        ("attnres-full:eps=nan", "eps must be positive"),
+        ("attnres-full:weights=static,backend=triton", "backend=triton needs static queries"),
+        ("attnres-block:block=0", "between 1 and 6"),
+        ("attnres-block:block=7", "between 1 and 6"),
+        ("attnres-full:heads=3", "divide the width 16"),
+        ("attnres-full:window=0", "between 1 and 6"),
+        ("attnres-full:window=7", "between 1 and 6"),
+        ("attnres-full:key_dim=17", "between 1 and 16"),
+        ("attnres-full:key_dim=6,heads=4", "multiple of heads"),
+        ("attnres-full:query=dynamic", "one of static, projected"),
+        ("attnres-full:key_norm=maybe", "true or false"),
+    ],
+)
+def test_wrong_specifications_say_what_is_allowed(spec, message):
+    with pytest.raises(ValueError, match=message):
+        build(spec, 16, 6)
+
+
+def test_the_constructor_checks_what_a_name_would():
+    with pytest.raises(ValueError, match="weights must be one of softmax, sigmoid, static, got 'sofmax'"):
+        AttentionResidual(16, 4, weights="sofmax")
+
+
+def test_options_in_a_name_are_typed():
+    assert parse("attnres-block:block=4,heads=8,key_norm=false,query=projected") == (
+        "attnres-block",
+        {"block": 4, "heads": 8, "key_norm": False, "query": "projected"},
+    )
+    assert {"standard", "attnres-full", "attnres-block"} <= set(names())

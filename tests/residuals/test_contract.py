@@ -1,0 +1,172 @@
+"""What every registered residual promises, whatever its formula."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from tinymodels import DIM, gradients_of, model_of, tokens_of
+from torch.utils.checkpoint import checkpoint
+
+from headwater.models import Decoder
+from headwater.models.generate import generate
+from headwater.residuals import build, mixing, names, record
+from headwater.residuals.record import replay
+
+OPTIONS = [
+    "attnres-block:block=2",
+    "attnres-block:block=3",  # the last block is partial
+    "attnres-block:block=8",  # one block: the embedding isolated
+    "attnres-full:query=projected",
+    "attnres-block:block=2,query=projected",
+    "attnres-full:weights=sigmoid",
+    "attnres-full:weights=static",
+    "attnres-full:key_norm=false",
+    "attnres-full:heads=4",
+    "attnres-block:block=2,heads=4,weights=sigmoid",
+    "attnres-full:heads=4,weights=static",
+    "attnres-full:window=1",
+    "attnres-full:window=3",
+    "attnres-block:block=2,window=2",
+    "attnres-full:key_dim=8",
+    "attnres-block:block=2,key_dim=8,heads=4,query=projected",
+]
+SPECS = [*names(), *OPTIONS]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_gradients_reach_every_parameter(spec):
+    logits, gradients = gradients_of(model_of(spec, scatter=True), tokens_of())
+    assert logits.isfinite().all()
+    silent = [name for name, g in gradients.items() if g is None or not g.isfinite().all() or g.abs().max() == 0]
+    assert not silent
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(spec, reentrant):
+    model, tokens = model_of(spec, scatter=True), tokens_of()
+    logits, plain = gradients_of(model, tokens)
+    model.step = partial(checkpoint, model.step, use_reentrant=reentrant)
+    again, recomputed = gradients_of(model, tokens)
+    assert torch.equal(logits, again)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_saved_and_loaded_is_the_same_model(spec, tmp_path):
+    model, tokens = model_of(spec, scatter=True), tokens_of()
+    model.save(tmp_path)
+    assert torch.equal(Decoder.load(tmp_path)(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_decoding_with_a_cache_equals_decoding_without(spec):
+    model, prompt = model_of(spec, scatter=True), tokens_of(batch=2, length=5)
+    for settings in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}):
+        cached = generate(model, prompt, 16, **settings)
+        assert torch.equal(cached, generate(model, prompt, 16, use_cache=False, **settings))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_one_seed_gives_every_residual_the_same_shared_weights(spec):
+    plain, model = model_of("standard"), model_of(spec)
+    if model.residual.weight_gain != 1:
+        pytest.skip("this method asks for smaller sublayer weights")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(dict(model.named_parameters())[name], parameter), name
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_it_starts_as_it_says(spec):
+    plain, tokens = model_of("standard"), tokens_of()
+    model = model_of(spec)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    (expected, shared), (logits, gradients) = gradients_of(plain, tokens), gradients_of(model, tokens)
+    distance = (logits - expected).abs().max()
+    if model.residual.at_start == "different":
+        assert distance > 1e-3
+        return
+    assert distance <= (1e-6 if model.residual.at_start == "exact" else 1e-4)
+    for name, gradient in shared.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=2e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_mixing_matrix_gives_back_the_reads(spec):
+    model = model_of(spec, scatter=True)
+    with torch.no_grad(), record(model.residual) as trace:
+        model(tokens_of())
+    assert len(trace.sources) == len(trace.reads) == len(trace.weights) == model.config.sublayers + 1
+    matrix = mixing(model.residual, trace.sources)
+    assert matrix.movedim((0, 1), (-2, -1)).triu(1).abs().max() == 0
+    if not model.residual.scalar_mixing:
+        pytest.skip("mixing differs between channels: the matrix is their average")
+    for row, read in zip(matrix, trace.reads):
+        mixed = torch.einsum("n...,n...d->...d", row, torch.stack(trace.sources))
+        torch.testing.assert_close(mixed, read[0] if isinstance(read, tuple) else read, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_recording_leaves_no_trace(spec):
+    model = model_of(spec, scatter=True)
+    before, keys = model(tokens_of()), set(model.residual.__dict__)
+    with record(model.residual):
+        during = model(tokens_of())
+    torch.testing.assert_close(during, before, atol=1e-5, rtol=1e-5)
+    assert set(model.residual.__dict__) == keys
+    assert torch.equal(model(tokens_of()), before)
+
+
+@torch.no_grad()  # only leaves of a graph can be deep-copied
+@pytest.mark.parametrize("spec", SPECS)
+def test_state_is_a_value(spec):
+    """Two interleaved passes do not disturb each other, and a state can be kept and used again."""
+    residual = build(spec, DIM, 8)
+    torch.manual_seed(0)
+    for p in residual.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    one, two = (list(torch.randn(9, 2, 3, DIM)) for _ in range(2))
+
+    def run(sources):
+        state = residual.begin(sources[0])
+        for i, y in enumerate(sources[1:]):
+            _, state = residual.read(state, i)
+            state = residual.write(state, i, y)
+        return state
+
+    alone = residual.end(run(one))
+    first, second = residual.begin(one[0]), residual.begin(two[0])
+    for i in range(8):
+        _, first = residual.read(first, i)
+        _, second = residual.read(second, i)
+        second = residual.write(second, i, two[i + 1])
+        first = residual.write(first, i, one[i + 1])
+    assert all(isinstance(t, torch.Tensor) for t in first)
+    assert torch.equal(residual.end(first), alone)
+    assert torch.equal(residual.end(first), alone)
+    assert torch.equal(residual.end(copy.deepcopy(first)), alone)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bf16_autocast_trains(spec):
+    model, tokens = model_of(spec, scatter=True), tokens_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, gradients = gradients_of(model, tokens)
+    assert logits.isfinite().all()
+    assert all(g is not None and g.isfinite().all() for g in gradients.values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", SPECS)
+def test_bf16_reads_are_a_few_roundings_from_fp32(spec):
+    """On the same bf16 sources: weights are computed in fp32 inside, so only the stored state is rounded."""
+    residual = model_of(spec, scatter=True).residual
+    generator = torch.Generator().manual_seed(3)
+    sources = [torch.randn(2, 12, DIM, generator=generator).bfloat16() for _ in range(residual.sublayers + 1)]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = replay(residual, sources)
+    for low, exact in zip(rounded, replay(residual, [source.float() for source in sources])):
+        low, exact = (read[0] if isinstance(read, tuple) else read for read in (low, exact))
+        assert (low.float() - exact).norm() <= 0.02 * exact.norm()

@@ -1,0 +1,165 @@
+"""The depth-mixing matrix of a model, its measures, and the structure each residual is known to have."""
+
+import math
+
+import pytest
+import torch
+from tinymodels import model_of, tokens_of
+
+from headwater.analyze import measures, mixing_matrix
+from headwater.residuals import build, mixing, names
+from headwater.residuals.base import hold_weights
+from headwater.residuals.record import replay
+
+SUBLAYERS = 8
+
+
+def matrix_of(spec, dim=16, sublayers=SUBLAYERS, scale=0.5):
+    """The matrix of a residual with random parameters on random sources, (L + 1, L + 1, 2, 3)."""
+    torch.manual_seed(0)
+    residual = build(spec, dim, sublayers)
+    with torch.no_grad():
+        for p in residual.parameters():
+            p.add_(scale * torch.randn(p.shape))
+    return mixing(residual, list(torch.randn(sublayers + 1, 2, 3, dim)))
+
+
+@pytest.mark.parametrize("spec", [*names(), "ddl:width=2,compress=token", "attnres-full:heads=4"])
+def test_with_its_weights_held_a_residual_is_linear_in_its_sources(spec):
+    """Euler: the Jacobian applied to the sources is the read itself, also where no scalar matrix can say so."""
+    torch.manual_seed(0)
+    residual = build(spec, 16, 6).double()
+    for p in residual.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    sources = [torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(7)]
+    with hold_weights():
+        held = replay(residual, sources)
+    for read, free in zip(held, replay(residual, sources)):
+        for h, f in zip(read if isinstance(read, tuple) else (read,), free if isinstance(free, tuple) else (free,)):
+            torch.testing.assert_close(h, f, atol=1e-9, rtol=1e-9)
+            along = torch.randn_like(h)
+            gradients = torch.autograd.grad(h, sources, along, retain_graph=True, allow_unused=True)
+            total = sum((g * v).sum() for g, v in zip(gradients, sources) if g is not None)
+            torch.testing.assert_close(total, (h * along).sum(), atol=1e-9, rtol=1e-9)
+
+
+def test_matrix_of_a_model_per_token_and_averaged():
+    model, tokens = model_of("attnres-full", scatter=True), tokens_of()
+    result = mixing_matrix(model, tokens)
+    assert result.tokens.shape == (9, 9, 2, 12)
+    assert result.exact
+    assert result.sublayers == ("attention", "mlp") * 4
+    torch.testing.assert_close(result.average, result.tokens.mean((2, 3)))
+    torch.testing.assert_close(result.average.sum(1), torch.ones(9), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [("highway", "scalar"), ("layerscale", "channel"), ("deepcrossattention", "channel"), ("ddl", "operator")],
+)
+def test_a_summary_says_that_it_is_one(spec, kind):
+    result = mixing_matrix(model_of(spec, scatter=True), tokens_of())
+    assert (result.kind, result.exact) == (kind, kind == "scalar")
+    assert result.note.startswith("exact" if kind == "scalar" else "a summary")
+
+
+def test_three_inputs_have_three_matrices():
+    model, tokens = model_of("muddformer", scatter=True), tokens_of()
+    query, key, value = (mixing_matrix(model, tokens, input).average for input in ("query", "key", "value"))
+    assert (query - key).abs().max() > 1e-2
+    assert (query - value).abs().max() > 1e-2
+    torch.testing.assert_close(query[1::2], key[1::2])  # an MLP has one input
+
+
+def test_the_plain_residual_is_all_ones_and_1_semiseparable():
+    matrix = matrix_of("standard")
+    expected = torch.ones(9, 9).tril()[:, :, None, None].expand_as(matrix)
+    torch.testing.assert_close(matrix, expected)
+    assert (measures.semiseparable_rank(matrix) == 1).all()
+    assert (measures.numerical_rank(matrix) == 9).all()
+    torch.testing.assert_close(measures.row_sums(matrix)[:, 0, 0], torch.arange(1.0, 10.0))
+
+
+@pytest.mark.parametrize("spec", ["highway", "attnres-full"])
+def test_rows_sum_to_one(spec):
+    sums = measures.row_sums(matrix_of(spec))
+    torch.testing.assert_close(sums, torch.ones_like(sums), atol=1e-5, rtol=0)
+
+
+def test_highway_is_stick_breaking():
+    matrix = matrix_of("highway").double()
+    assert (measures.semiseparable_rank(matrix) == 1).all()
+    for row in range(2, 9):  # every older source is carried by the same factor
+        carried = matrix[row, :row] / matrix[row - 1, :row]
+        torch.testing.assert_close(carried, carried[:1].expand_as(carried), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["rezero", "laurel:form=weighted"])
+def test_one_stream_is_1_semiseparable(spec):
+    assert (measures.semiseparable_rank(matrix_of(spec)) == 1).all()
+
+
+@pytest.mark.parametrize("name", ["hyper-connections", "mhc", "mhc-lite"])
+@pytest.mark.parametrize("streams", [2, 3])
+def test_n_streams_are_n_semiseparable(name, streams):
+    matrix = matrix_of(f"{name}:streams={streams}", scale=2.0)
+    ranks = measures.semiseparable_rank(matrix, tolerance=1e-5)
+    assert (ranks <= streams).all()
+    assert (ranks == streams).any()
+
+
+def test_denseformer_is_the_resolvent_of_its_weights():
+    """M = A (I - S A)^-1 on layer increments: A the sums' weights, S the shift from a layer's input to its output."""
+    torch.manual_seed(0)
+    residual = build("denseformer", 16, SUBLAYERS)
+    weights = torch.eye(5)
+    for m in range(1, 5):
+        torch.nn.init.normal_(residual.sums[str(2 * m)])
+        weights[m, : m + 1] = residual.sums[str(2 * m)].detach()
+    expected = weights @ torch.linalg.inv(torch.eye(5) - torch.eye(5).roll(1, 0).tril(-1) @ weights)
+    matrix = mixing(residual, list(torch.randn(SUBLAYERS + 1, 2, 3, 16)))[..., 0, 0]
+    torch.testing.assert_close(matrix[::2, ::2], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        matrix[::2, 1::2], expected[:, 1:], atol=1e-4, rtol=1e-4
+    )  # both outputs of a layer alike
+
+
+def test_full_attention_residuals_are_dense():
+    matrix = matrix_of("attnres-full")
+    below = torch.ones(9, 9).tril().bool()
+    assert (matrix[below] > 0).all()
+    assert (measures.semiseparable_rank(matrix, 1e-6) >= 4).all()
+
+
+@pytest.mark.parametrize("block", [2, 4])
+def test_block_attention_residuals_have_rank_between_n_and_n_plus_s(block):
+    """What later reads need of earlier sources: one tensor a block. (M itself is triangular with a full diagonal.)"""
+    blocks = SUBLAYERS // block
+    ranks = measures.semiseparable_rank(matrix_of(f"attnres-block:block={block}"), 1e-5)
+    assert (ranks >= blocks).all()
+    assert (ranks <= blocks + 1).all()  # at most N + S, and in fact one tensor a block and the embedding
+
+
+def test_delta_attention_residual_is_ones_plus_a_softmax():
+    matrix = matrix_of("delta-attnres")
+    reads = measures.row_sums(matrix)[:-1]
+    expected = torch.arange(2.0, 10.0)[:, None, None].expand_as(reads)
+    torch.testing.assert_close(reads, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_measures_of_a_known_row():
+    matrix = torch.tensor([[1.0, 0, 0], [0.5, -0.5, 0], [0.2, 0.2, 0.6]])
+    torch.testing.assert_close(measures.row_sums(matrix), torch.tensor([1.0, 0.0, 1.0]))
+    entropy = measures.entropy(matrix)
+    torch.testing.assert_close(entropy[:2], torch.tensor([0.0, math.log(2)]))
+    torch.testing.assert_close(measures.effective_sources(matrix), entropy.exp())
+    torch.testing.assert_close(measures.effective_depth(matrix), torch.tensor([0.0, 0.5, 0.6]))
+    assert measures.numerical_rank(torch.outer(torch.arange(1.0, 4), torch.arange(1.0, 4))) == 1
+
+
+def test_measures_keep_the_token_axes():
+    matrix = matrix_of("attnres-full")
+    for measure in (measures.row_sums, measures.entropy, measures.effective_sources, measures.effective_depth):
+        assert measure(matrix).shape == (9, 2, 3)
+        torch.testing.assert_close(measure(matrix)[:, 1, 2], measure(matrix[..., 1, 2]))
+    assert measures.numerical_rank(matrix).shape == measures.semiseparable_rank(matrix).shape == (2, 3)

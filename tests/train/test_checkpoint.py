@@ -1,0 +1,310 @@
+"""A checkpoint is whole or absent; damage is named; a failed save takes nothing away."""
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from tinyrun import flags, tiny
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from headwater.cli import main
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.train.checkpoint import folder as checkpoint
+from headwater.train.checkpoint import storage as shards
+from headwater.train.loop import accumulate, train, update
+from headwater.train.run import begin, save
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(tiny(folder, optimizer="muon", keep=2), folder / "run")
+    return folder
+
+
+@pytest.fixture
+def run_folder(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def config(folder: Path, **changes):
+    """The configuration of the trained run, whose corpus lies where it was trained."""
+    saved = json.loads((folder / "run" / "config.json").read_text())
+    original = Path(saved["data"]["source"][0]).parent
+    return tiny(original, optimizer="muon", keep=2, **changes)
+
+
+def test_layout_and_what_is_kept(run_folder):
+    kept = checkpoint.checkpoints(run_folder / "run" / "checkpoints")
+    assert [folder.name for folder in kept] == ["step-00000010", "step-00000012"]
+    files = {path.name for path in kept[-1].iterdir()}
+    texts = {"config.json", "state.json", "index.json", "manifest.json"}
+    assert files == {"model.safetensors", "optimizer.safetensors", *texts}
+    manifest = json.loads((kept[-1] / "manifest.json").read_text())
+    assert set(manifest["sha256"]) == files - {"manifest.json"}
+    weights = load_file(kept[-1] / "model.safetensors")
+    assert "embedding.weight" in weights
+    assert "head.weight" not in weights  # tied, stored once
+    kinds = {name.split("/")[0] for name in load_file(kept[-1] / "optimizer.safetensors")}
+    assert kinds == {"muon", "adamw"}
+
+
+def test_one_planner_serves_many_saves(tmp_path, monkeypatch):
+    """Plans are made once for the same names, shapes and types, and again when there is more to save."""
+    made, real = [], DefaultSavePlanner.create_local_plan
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", lambda planner: made.append(1) or real(planner))
+    planner, model = shards.Planner(), ModelConfig.named("tiny", vocab_size=8)
+    tensors = {"model/weight": torch.zeros(3, 2)}
+    for step, (change, expected) in enumerate([({}, 1), ({}, 1), ({"optimizer/adamw/weight/step": torch.ones(())}, 2)]):
+        tensors |= change
+        tensors["model/weight"] = torch.full((3, 2), float(step))
+        folder = checkpoint.save(tmp_path, step, tensors, {}, config=model, keep=1, planner=planner)
+        assert len(made) == expected
+        assert checkpoint.damage(folder) is None
+        files = {
+            kind: load_file(path)
+            for kind in ("model", "optimizer")
+            if (path := folder / f"{kind}.safetensors").exists()
+        }
+        found = {f"{kind}/{name}": value for kind, values in files.items() for name, value in values.items()}
+        assert found.keys() == tensors.keys() == shards.Reader(folder).metadata.state_dict_metadata.keys()
+        assert all(torch.equal(found[name], value) for name, value in tensors.items())
+
+
+def test_a_plan_is_made_again_for_another_mesh():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        planner = shards.Planner()
+        for ranks, known in ([0, 1], False), ([0, 1], True), ([1, 0], False):
+            mesh = DeviceMesh("cpu", ranks)
+            rows = DTensor.from_local(torch.zeros(1, 2), mesh, [Shard(0)], run_check=False)
+            planner.bring({"model/weight": rows}, {})
+            assert (planner.own is not None) == known, ranks
+            planner.set_up_planner({})
+            planner.create_local_plan()
+            planner.release_tensors()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_checkpoint_folder_is_a_model(run_folder):
+    model, tokenizer = checkpoint.load_model(run_folder / "run")
+    same, _ = checkpoint.load_model(run_folder / "run" / "checkpoints" / "step-00000012")
+    tokens = torch.tensor([tokenizer.encode("river").tolist()])
+    assert torch.equal(model(tokens), same(tokens))
+    assert torch.equal(model(tokens), Decoder.load(run_folder / "run" / "checkpoints" / "step-00000012")(tokens))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "index.json", "state.json", "manifest.json"]
+)
+@pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
+def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    content = (newest / name).read_bytes()
+    if harm == "delete":
+        (newest / name).unlink()
+    elif harm == "truncate":
+        (newest / name).write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        (newest / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    if (name, harm) == ("manifest.json", "flip"):
+        name = ""  # what it no longer vouches for depends on the byte
+    with pytest.raises(UserError) as caught:
+        train(config(run_folder), run_folder / "run", resume=True)
+    message = str(caught.value)
+    assert "step-00000012 is damaged" in message
+    assert name in message
+    assert "The last good checkpoint is" in message
+    assert "step-00000010" in message
+
+    shutil.rmtree(newest)  # what the message says to do
+    assert train(config(run_folder), run_folder / "run", resume=True)["steps"] == 12
+
+
+def vouch(folder: Path, *names: str, without: str = "") -> None:
+    """A manifest of whoever has changed these files, sealed like any other."""
+    hashes = json.loads((folder / "manifest.json").read_text())["sha256"]
+    hashes |= {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    hashes.pop(without, None)
+    (folder / "manifest.json").write_bytes(checkpoint._seal({"step": 12, "sha256": hashes}))
+
+
+@pytest.mark.parametrize("place", ["..", "sub", "absolute"])
+def test_a_manifest_with_files_elsewhere_is_refused(run_folder, place):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    (newest / "sub").mkdir()
+    name = str(run_folder / "file.json") if place == "absolute" else f"{place}/file.json"
+    (newest / name).write_text("{}")
+    vouch(newest, name)
+    with pytest.raises(UserError, match=r"manifest.json names '.*', outside of its folder"):
+        checkpoint.load_model(newest)
+
+
+@pytest.mark.parametrize("name", ["state.json", "config.json", "index.json"])
+def test_a_manifest_must_vouch_for_every_text(run_folder, name):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    vouch(newest, without=name)
+    with pytest.raises(UserError, match=f"manifest.json has no hash of {name}"):
+        checkpoint.load_model(newest)
+    (newest / name).unlink()  # nor is it then taken for a model that was saved by itself
+    with pytest.raises(UserError, match=f"manifest.json has no hash of {name}"):
+        checkpoint.load_model(newest)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("index.json", {}, "does not describe a checkpoint"),
+        ("index.json", {"tensors": {"model/x": {"dtype": "F32", "shape": [-1], "pieces": []}}}, "list of counts"),
+        ("index.json", {"tensors": {"model/x": {"dtype": "F1", "shape": [], "pieces": []}}}, "make up its shape"),
+        ("index.json", {"tensors": {}}, "weights do not fit the model: missing"),
+        ("config.json", {"dim": "wide"}, "does not describe a model"),
+        ("state.json", [], "is not the state of a run"),
+        ("state.json", {"step": 12}, "is not the state of a run"),
+    ],
+)
+def test_texts_that_are_vouched_for_and_make_no_sense_are_refused(run_folder, name, content, message):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    (newest / name).write_text(json.dumps(content))
+    vouch(newest, name)
+    resume = functools.partial(train, config(run_folder), run_folder / "run", resume=True)
+    load = functools.partial(checkpoint.load_model, newest)
+    with pytest.raises(UserError, match=message):
+        (resume if name == "state.json" else load)()
+
+
+def test_a_file_with_other_tensors_than_the_index_says_is_refused(run_folder):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    weights = load_file(newest / "model.safetensors")
+    for change in ({"norm.weight": weights["norm.weight"][:1]}, {"norm.weight": None}):
+        tensors = {name: tensor for name, tensor in (weights | change).items() if tensor is not None}
+        save_file(tensors, newest / "model.safetensors")
+        vouch(newest, "model.safetensors")
+        with pytest.raises(UserError, match=r"model.safetensors .*norm.weight.*it is not read"):
+            checkpoint.load_model(newest)
+
+
+def test_every_file_is_hashed_once(run_folder, monkeypatch):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    read, real = [], hashlib.file_digest
+
+    def file_digest(file, kind):
+        read.append(Path(file.name))
+        return real(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    files = sorted(path for path in newest.iterdir() if path.name != "manifest.json")
+    checkpoint.load_model(run_folder / "run")
+    assert sorted(read) == files
+    read.clear()
+    train(config(run_folder), run_folder / "run", resume=True)
+    assert sorted(read) == files
+    read.clear()
+    (newest / files[0].name).write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"good checkpoint is .*step-00000010"):
+        checkpoint.load_model(run_folder / "run")
+    older = [path for path in read if path.parent != newest]
+    assert len(older) == len(set(older)) == len(files)
+
+
+def test_no_file_is_read_that_the_manifest_does_not_vouch_for(run_folder):
+    """Not even if the index says so, and the manifest vouches for the index."""
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    shutil.copy(newest / "model.safetensors", newest / "other.safetensors")
+    index = (newest / "index.json").read_bytes().replace(b'"model.safetensors"', b'"other.safetensors"')
+    (newest / "index.json").write_bytes(index)
+    vouch(newest, "index.json")
+    assert checkpoint.damage(newest) is None
+    with pytest.raises(UserError, match=r"names other\.safetensors, of which manifest\.json has no hash"):
+        checkpoint.load_model(newest)
+
+
+def test_a_run_from_before_the_bf16_stream_goes_on_in_fp32(run_folder):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    state = json.loads((newest / "state.json").read_text())
+    assert state["config"]["model"].pop("fp32_stream") is False
+    (newest / "state.json").write_text(json.dumps(state))
+    vouch(newest, "state.json")
+    asked = config(run_folder)
+    with pytest.raises(UserError, match=r"model\.fp32_stream: True there, False asked for"):
+        train(asked, run_folder / "run", resume=True)
+    train(replace(asked, model=replace(asked.model, fp32_stream=True)), run_folder / "run", resume=True)
+
+
+def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):
+    with pytest.raises(UserError) as caught:
+        train(config(run_folder, seed=5, batch_size=8), run_folder / "run", resume=True)
+    message = str(caught.value)
+    assert "train.seed: 0 there, 5 asked for" in message
+    assert "train.batch_size: 4 there, 8 asked for" in message
+    assert "train.steps" not in message
+    free = {"save_every": 7, "log_every": 3, "accumulate": 2, "checkpoint_activations": True, "compile": True}
+    train(config(run_folder, **free), run_folder / "run", resume=True)
+
+
+def fill_disk(monkeypatch, file_name: str) -> None:
+    real = shards.write_file
+
+    def write_file(path: Path, content) -> str:
+        if path.name == file_name:
+            path.write_bytes(b"the first ten")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, content)
+
+    monkeypatch.setattr(shards, "write_file", write_file)
+
+
+@pytest.mark.parametrize("file_name", ["model.safetensors", "optimizer.safetensors", "manifest.json"])
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file_name):
+    run = begin(tiny(tmp_path), tmp_path / "run", resume=False)
+    first = save(run)
+    update(run, 1, accumulate(run, 1))  # now the optimizer has something to save
+    run.step = 1
+    fill_disk(monkeypatch, file_name)
+    with pytest.raises(
+        UserError, match=r"could not write .*step-00000001: No space left.*good checkpoint is .*00000000"
+    ):
+        save(run)
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    assert checkpoint.damage(first) is None
+
+
+def test_a_disk_that_is_really_full(tmp_path, small_disk, capfd):
+    big = tiny(tmp_path, keep=50, save_every=1)
+    code = main([*flags(big, tmp_path / "run"), "--out", str(small_disk / "run")])
+    message = capfd.readouterr().err
+    assert code == 1
+    assert message.startswith("headwater: could not write the checkpoint")
+    assert "No space left on device" in message
+    assert "The last good checkpoint is" in message
+    kept = checkpoint.checkpoints(small_disk / "run" / "checkpoints")
+    assert kept
+    assert all(checkpoint.damage(folder) is None for folder in kept)
+    assert not list((small_disk / "run" / "checkpoints").glob(".tmp-*"))
+
+    for folder in kept[:-1]:  # make room, as the message says
+        shutil.rmtree(folder)
+    assert main([*flags(big, tmp_path / "run"), "--out", str(small_disk / "run"), "--resume", "--keep", "1"]) == 0
+
+
+def test_leftovers_of_a_killed_process_are_swept(run_folder):
+    root = run_folder / "run" / "checkpoints"
+    (root / ".tmp-step-00000099").mkdir()
+    (root / ".tmp-step-00000099" / "model.safetensors").write_bytes(b"half")
+    train(config(run_folder), run_folder / "run", resume=True)
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000010", "step-00000012"]

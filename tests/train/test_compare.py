@@ -1,0 +1,253 @@
+"""A comparison runs every pair once, keeps what is finished, and reports means with their spread."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from tinyrun import fingerprint, tiny
+
+from headwater.errors import UserError
+from headwater.residuals import names
+from headwater.train import compare as module
+from headwater.train import loop
+from headwater.train.compare import (
+    Active,
+    Job,
+    compare,
+    conclude,
+    draw,
+    expand,
+    launch,
+    plan,
+    slug,
+    spread,
+    tabulate,
+    try_out,
+)
+from headwater.train.data.dataset import prepare
+from headwater.train.files import locked, write_json
+from headwater.train.loop import train
+from headwater.train.monitor.interrupts import PARENT
+
+
+def summary(bits: float, **others) -> dict:
+    base = {"loss": bits, "seconds": 2.0, "peak_memory_bytes": 2**20, "parameters": 1000, "residual_parameters": 10}
+    return {"bits_per_byte": bits, **base, "flops_per_token": 6000, "tokens": 64, **others}
+
+
+def text_of(table) -> str:
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_rows_have_mean_spread_and_paired_difference(tmp_path):
+    values = {("standard", 0): 3.0, ("standard", 1): 4.0, ("attnres-full", 0): 2.5, ("attnres-full", 1): 3.7}
+    jobs = [Job(residual, seed, tmp_path / slug(residual, seed)) for residual, seed in values]
+    jobs.append(Job("attnres-full", 2, tmp_path / "unfinished"))
+    for job, value in zip(jobs, values.values()):
+        job.folder.mkdir()
+        write_json(job.folder / "summary.json", summary(value))
+    rows = tabulate(jobs, ["standard", "attnres-full", "attnres-block"])
+    assert [row["residual"] for row in rows] == ["standard", "attnres-full"]
+    assert rows[0]["bits_per_byte"] == pytest.approx({"mean": 3.5, "spread": 0.5**0.5})
+    assert rows[1]["difference"] == pytest.approx({"mean": -0.4, "spread": 0.02**0.5})
+    assert rows[1]["seeds"] == [0, 1]
+    shown = text_of(draw(rows, tiny(tmp_path)))
+    assert "3.5000 ± 0.7071" in shown
+    assert "-0.4000 ± 0.1414" in shown
+    assert "attnres-full" in shown
+    assert spread([2.0]) == {"mean": 2.0, "spread": None}
+
+
+def test_all_means_every_registered_name_and_each_is_taken_once(tmp_path):
+    everything = expand(["all"])
+    assert everything[0] == "standard"
+    assert sorted(everything) == sorted(names())
+    mixed = expand(["attnres-full", "all", "attnres-block:block=2,heads=2", "attnres-block:heads=2,block=2"])
+    assert mixed[:2] == ["attnres-full", "standard"]
+    assert sorted(mixed) == sorted([*names(), "attnres-block:block=2,heads=2"])
+    assert expand(["standard", "standard:", "standard"]) == ["standard"]
+    with pytest.raises(UserError, match=r"unknown residual 'standrad'.*standard"):
+        expand(["standrad"])
+    config = tiny(tmp_path)
+    with pytest.raises(UserError, match="does not fit: "):
+        try_out(["attnres-block:heads=3"], config, prepare(config.data))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"residuals": []}, "--residuals needs at least one name, or `all`. Valid: standard, "),
+        ({"seeds": []}, "--seeds needs at least one seed"),
+        ({"seeds": [0, -1]}, "seed must be at least 0; got -1"),
+        ({"jobs": 0}, "--jobs must be at least 1; got 0"),
+    ],
+)
+def test_arguments_that_ask_for_nothing_are_refused_at_the_door(tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        compare(tiny(tmp_path), tmp_path / "out", **{"residuals": ["standard"], "seeds": [0], **arguments})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_changed_corpus_is_refused(tmp_path):
+    config = tiny(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    before = prepare(config.data).identity
+    assert plan(config, out, ["standard"], [0], before, resume=False) == (["standard"], [0])
+    assert plan(config, out, ["attnres-full"], [1], before, resume=True) == (["standard", "attnres-full"], [0, 1])
+    held = (out / "compare.json").read_text()
+    (tmp_path / "corpus" / "0.txt").write_text("another river altogether")
+    with pytest.raises(
+        UserError, match=r"another corpus: .*corpus has changed since it began \(source_hash: \w+ there"
+    ):
+        compare(config, out, residuals=["standard"], seeds=[0], resume=True)
+    assert (out / "compare.json").read_text() == held
+
+    unrecorded = {key: value for key, value in json.loads(held).items() if key != "corpus"}
+    write_json(out / "compare.json", unrecorded)
+    now = prepare(config.data).identity
+    plan(config, out, ["standard"], [0], now, resume=True)
+    assert json.loads((out / "compare.json").read_text())["corpus"] == now
+
+
+def test_a_run_is_resumed_only_where_one_began_and_knows_its_parent(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **others: started.append((command, others["env"])))
+    job = Job("standard", 0, tmp_path / "run")
+    launch(job, tmp_path, 1)
+    (job.folder / "config.json").write_text("{}")
+    launch(job, tmp_path, 1)
+    assert ["--resume" in command for command, _ in started] == [False, True]
+    assert started[0][1][PARENT] == str(os.getpid())
+
+
+PROGRESS = "step 3/12  loss 2.5000  1,000 tokens/s  2 s left\nstep 4: validation 2.5000 bits per byte\n"
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nMemoryError: no room\n'
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "cause"),
+    [
+        (
+            "warning\nheadwater: a checkpoint differs:\n  lr: 1\nChoose another\n",
+            1,
+            "a checkpoint differs:\n.*lr: 1\n.*other$",
+        ),
+        (TRACEBACK + PROGRESS, 1, ": MemoryError: no room$"),
+        (PROGRESS, -9, r"killed by signal 9 \(Killed\), as the system does when memory runs out$"),
+        (PROGRESS, 1, "it left no message$"),
+    ],
+)
+def test_the_cause_of_a_failed_run_is_told_whole(tmp_path, said, code, cause):
+    """And the log of an earlier attempt, which failed for another reason, is not taken for it."""
+    job = Job("standard", 0, tmp_path)
+    earlier = "headwater: an earlier failure\n"
+    job.log.write_text(earlier + said)
+    (message,) = conclude(Active(job, SimpleNamespace(returncode=code), 0, len(earlier)), Console())
+    assert re.search(cause, message, re.DOTALL)
+    assert f"exit code {code}" in message
+    assert "earlier" not in message
+
+
+def test_runs_of_one_seed_see_the_same_batches(tmp_path, monkeypatch):
+    """What reaches the model is recorded, whatever the residual and whatever it draws at its start."""
+    real = loop.token_losses
+
+    def batches_of(residual: str) -> list:
+        batches = []
+
+        def token_losses(run, forward, windows):
+            batches.append(windows.tolist())
+            return real(run, forward, windows)
+
+        monkeypatch.setattr(loop, "token_losses", token_losses)
+        train(tiny(tmp_path, residual=residual, steps=4), tmp_path / slug(residual, 0))
+        return batches
+
+    assert batches_of("standard") == batches_of("attnres-full:query=projected")
+
+
+@pytest.mark.slow
+def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch):
+    config = tiny(tmp_path, residual="standard")
+    out = tmp_path / "compare"
+    console = Console(file=(tmp_path / "shown.txt").open("w"), width=120)
+    rows = compare(config, out, residuals=["standard", "attnres-full"], seeds=[0], jobs=2, console=console)
+    assert [row["residual"] for row in rows] == ["standard", "attnres-full"]
+    assert json.loads((out / "table.json").read_text()) == rows
+    assert json.loads((out / "compare.json").read_text())["config"] == json.loads(json.dumps(asdict(config)))
+    alone = train(replace(config, model=replace(config.model, residual="attnres-full")), tmp_path / "alone")
+    assert rows[1]["loss"]["mean"] == alone["loss"]
+    assert fingerprint(out / "runs" / "attnres-full-seed0") == fingerprint(tmp_path / "alone")
+
+    with pytest.raises(UserError, match="already holds a comparison"):
+        compare(config, out, residuals=["standard"], seeds=[0])
+    with pytest.raises(UserError, match=r"another configuration:\n  train.batch_size: 4 there, 8 asked for"):
+        compare(tiny(tmp_path, residual="standard", batch_size=8), out, residuals=["standard"], seeds=[0], resume=True)
+
+    # One run is damaged and a new residual is added: the first fails alone, the second is run, the rest is kept.
+    damaged = out / "runs" / "attnres-full-seed0"
+    (damaged / "summary.json").unlink()
+    (damaged / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
+    kept = (out / "runs" / "standard-seed0" / "summary.json").stat().st_mtime_ns
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+    with pytest.raises(UserError, match=r"1 of 3 runs failed:\n  attnres-full seed 0 .*step-00000012 is damaged"):
+        compare(config, out, residuals=["attnres-block"], seeds=[0], jobs=2, resume=True, console=console)
+    assert [row["residual"] for row in json.loads((out / "table.json").read_text())] == ["standard", "attnres-block"]
+    assert (out / "runs" / "standard-seed0" / "summary.json").stat().st_mtime_ns == kept
+
+
+@pytest.mark.slow
+def test_ctrl_c_asks_every_run_to_save_and_end(tmp_path):
+    config = tiny(tmp_path, residual="standard", steps=20_000, eval_every=20_000, depth_every=20_000, save_every=20_000)
+    out = tmp_path / "compare"
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
+    flags = ["--config", str(tmp_path / "config.json"), "--residuals", "standard", "--seeds", "0", "--jobs", "2"]
+    command = [sys.executable, "-m", "headwater.cli", "compare", "--out", str(out), *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    metrics = out / "runs" / "standard-seed0" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 500)
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert message.startswith("headwater: stopped by SIGINT after 0 of 1 runs")
+    assert len(message.strip().splitlines()) == 1
+    assert list((out / "runs" / "standard-seed0" / "checkpoints").glob("step-*"))
+    assert "stopped by SIGTERM" in (out / "runs" / "standard-seed0" / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_orphans_save_and_end(tmp_path):
+    config = tiny(tmp_path, residual="standard", steps=20_000, eval_every=20_000, depth_every=20_000, save_every=20_000)
+    out = tmp_path / "compare"
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
+    flags = ["--config", str(tmp_path / "config.json"), "--residuals", "standard", "--seeds", "0"]
+    run = out / "runs" / "standard-seed0"
+    process = subprocess.Popen([sys.executable, "-m", "headwater.cli", "compare", "--out", str(out), *flags])
+    try:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 500)
+        with pytest.raises(UserError, match=r"working in .*standard-seed0 \(process \d+ on "), locked(run):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: "stopped because what started it is gone after step" in (run / "log.txt").read_text())
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    for _ in range(int(seconds / 0.05)):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not happen in time")

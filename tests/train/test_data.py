@@ -1,0 +1,260 @@
+"""The corpus becomes the same tokens everywhere, and a batch depends on (seed, step) alone."""
+
+import gzip
+import json
+import lzma
+import multiprocessing
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from headwater.errors import UserError
+from headwater.train.config import DataSettings
+from headwater.train.data.corpus import documents, find_files
+from headwater.train.data.dataset import cache_folder, permute, prepare
+
+
+def settings(tmp_path, *source, **others) -> DataSettings:
+    return DataSettings(source=tuple(str(s) for s in source), cache=str(tmp_path / "cache"), **others)
+
+
+def corpus(tmp_path, documents=60):
+    folder = tmp_path / "corpus"
+    folder.mkdir(exist_ok=True)
+    for i in range(documents):
+        (folder / f"{i:03d}.txt").write_text(f"document {i} " * 20)
+    return folder
+
+
+def tokens(data, split) -> np.ndarray:
+    return np.concatenate([np.asarray(shard) for shard in data.windows(split, 8).shards])
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 64, 1000, 1025])
+def test_permute_is_a_permutation_and_depends_on_its_key(total):
+    images = permute(np.arange(total), total, key=(0, 0))
+    assert sorted(images) == list(range(total))
+    if total > 10:
+        assert list(images) != list(permute(np.arange(total), total, key=(0, 1)))
+        assert list(images) != list(permute(np.arange(total), total, key=(1, 0)))
+        assert abs(np.corrcoef(np.arange(total), images)[0, 1]) < 0.35
+
+
+def test_the_order_does_not_depend_on_ranks_or_micro_batches(tmp_path):
+    windows = prepare(settings(tmp_path, corpus(tmp_path))).windows("train", 16)
+    for step in (0, 5, 1000):
+        whole = windows.batch(seed=3, step=step, size=24)
+        for micros, world in ((1, 2), (2, 1), (3, 4), (2, 6)):
+            parts = [
+                windows.batch(seed=3, step=step, size=24, micro=micro, micros=micros, rank=rank, world=world)
+                for micro in range(micros)
+                for rank in range(world)
+            ]
+            assert np.array_equal(np.concatenate(parts), whole)
+    with pytest.raises(UserError, match="does not divide"):
+        windows.batch(seed=3, step=0, size=24, world=5)
+
+
+def test_an_epoch_takes_every_window_once_and_seeds_differ(tmp_path):
+    windows = prepare(settings(tmp_path, corpus(tmp_path))).windows("train", 16)
+    size = 7
+    rows = np.concatenate([windows.batch(seed=0, step=s, size=size) for s in range(2 * len(windows) // size + 1)])
+    everything = windows.take(np.arange(len(windows)))
+    for epoch in (rows[: len(windows)], rows[len(windows) : 2 * len(windows)]):
+        assert np.array_equal(np.sort(epoch, axis=0), np.sort(everything, axis=0))
+    assert not np.array_equal(rows[: len(windows)], rows[len(windows) : 2 * len(windows)])
+    assert not np.array_equal(windows.batch(seed=1, step=0, size=size), rows[:size])
+
+
+def test_the_standard_library_is_the_default_and_is_split_by_file(tmp_path):
+    data = prepare(DataSettings(cache=str(tmp_path)))
+    train, held_out = data.manifest["train"], data.manifest["validation"]
+    assert train["bytes"] > 2_000_000
+    assert 0.01 < held_out["documents"] / (train["documents"] + held_out["documents"]) < 0.1
+    assert data.manifest["split"] == "by_document"
+    assert train["tokens"] == train["bytes"] + train["documents"]
+    assert "import" in data.tokenizer.decode(tokens(data, "validation")[:20000])
+
+
+def test_documents_of_every_kind_of_file(tmp_path):
+    folder = tmp_path / "mixed"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_bytes(b"one\r\nline\n<|endoftext|>\ntwo <|endoftext|> inside\n<|endoftext|>\n\n")
+    (folder / "deep" / "b.jsonl").write_text('{"text": "three"}\n\n{"text": "four", "id": 4}\n')
+    with gzip.open(folder / "c.md.gz", "wt") as file:
+        file.write("five")
+    with lzma.open(folder / "d.jsonl.xz", "wt") as file:
+        file.write(json.dumps({"text": "sechs ß"}))
+    (folder / "ignored.bin").write_bytes(b"\xff\xfe")
+    found = [document.text for document in documents(find_files((str(folder),)))]
+    assert found == ["one\r\nline\n", "two <|endoftext|> inside\n", "five", "sechs ß", "three", "four"]
+
+    manifest = prepare(settings(tmp_path, folder, validation=0.5)).manifest
+    assert manifest["train"]["documents"] + manifest["validation"]["documents"] == len(found)
+    assert manifest["train"]["bytes"] + manifest["validation"]["bytes"] == len("".join(found).encode())
+
+
+def test_one_long_document_is_cut_in_two(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(2000))
+    (tmp_path / "book.txt").write_text(text)
+    data = prepare(settings(tmp_path, tmp_path / "book.txt", validation=0.1))
+    pieces = [data.tokenizer.decode(tokens(data, split)) for split in ("train", "validation")]
+    assert "".join(pieces) == text
+    assert data.manifest["split"] == "by_cutting"
+    assert len(pieces[1]) == pytest.approx(0.1 * len(text), rel=0.01)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.3, 0.5])
+@pytest.mark.parametrize("sizes", [[400] * 3, [400] * 8, [400] * 15, [40] * 100 + [9000], [5000] + [200] * 9])
+def test_the_held_out_share_is_met_however_few_the_documents(tmp_path, sizes, share):
+    """Twelve corpora of each shape that differ in their files' names, and so in the hashes of these."""
+    for corpus in range(12):
+        folder = tmp_path / f"corpus{corpus}"
+        folder.mkdir()
+        for i, size in enumerate(sizes):
+            (folder / f"{corpus}-{i}.txt").write_text("x" * size)
+        manifest = prepare(settings(tmp_path, folder, validation=share)).manifest
+        assert manifest["split"] in ("by_document", "by_cutting")
+        assert share / 2 <= manifest["validation"]["bytes"] / sum(sizes) <= min(2 * share, (1 + share) / 2)
+        if max(sizes) < share * sum(sizes):
+            assert manifest["split"] == "by_document"
+
+
+def test_a_document_that_joins_moves_no_other_between_the_splits(tmp_path):
+    folder = corpus(tmp_path, documents=200)
+
+    def held_out() -> set[str]:
+        data = prepare(settings(tmp_path, folder))
+        assert data.manifest["split"] == "by_document"
+        ids = tokens(data, "validation")
+        parts = np.split(ids, np.flatnonzero(ids == data.tokenizer.end_of_text) + 1)
+        return {data.tokenizer.decode(part) for part in parts if len(part)}
+
+    before = held_out()
+    corpus(tmp_path, documents=230)
+    assert before < held_out()
+
+
+def test_the_cache_is_reused_renewed_and_repaired(tmp_path, monkeypatch):
+    folder = corpus(tmp_path)
+    first = prepare(settings(tmp_path, folder))
+    made = (first.folder / "manifest.json").stat().st_mtime_ns
+    assert (prepare(settings(tmp_path, folder)).folder / "manifest.json").stat().st_mtime_ns == made
+
+    shard = first.folder / first.manifest["train"]["shards"][0]["file"]
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert np.array_equal(tokens(prepare(settings(tmp_path, folder)), "train"), tokens(first, "train"))
+
+    (folder / "000.txt").write_text("something else entirely " * 20)
+    changed = prepare(settings(tmp_path, folder))
+    assert changed.folder != first.folder
+    assert changed.manifest["source_hash"] != first.manifest["source_hash"]
+    assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert prepare(settings(tmp_path, copy)).identity == changed.identity
+
+    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "elsewhere"))
+    assert cache_folder(DataSettings()) == tmp_path / "elsewhere"
+
+
+def prepare_in_rounds(barrier, rounds, failures):
+    for settings in rounds:
+        barrier.wait(60)
+        try:
+            data = prepare(settings)
+            data.windows("train", 8)
+            assert data.tokenizer.vocab_size
+        except (OSError, ValueError, AssertionError) as error:
+            failures.put(repr(error))
+
+
+def test_processes_that_need_a_fresh_cache_at_once_share_one(tmp_path):
+    folder = corpus(tmp_path)
+    rounds = [DataSettings(source=(str(folder),), cache=str(tmp_path / f"cache{i}")) for i in range(40)]
+    for broken in rounds[::2]:  # a cache that lost a file, beside what a killed build left
+        lost = prepare(broken).folder
+        (lost / "train-00000.bin").unlink()
+        shutil.copytree(lost, lost.with_name(f".tmp-{lost.name}"))
+    context = multiprocessing.get_context("fork")
+    failures = context.Queue()
+    barrier = context.Barrier(4)
+    processes = [context.Process(target=prepare_in_rounds, args=(barrier, rounds, failures)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert failures.empty(), failures.get()
+    assert all(len(list((tmp_path / f"cache{i}").glob("[!.]*"))) == 1 for i in range(40))
+
+
+def test_shards_split_and_windows_stay_inside(tmp_path, monkeypatch):
+    whole = prepare(settings(tmp_path, corpus(tmp_path)))
+    monkeypatch.setattr("headwater.train.data.SHARD_TOKENS", 1000)
+    data = prepare(settings(tmp_path, corpus(tmp_path), validation=0.0500001))  # another cache key, the same split
+    assert len(data.manifest["train"]["shards"]) > 3
+    assert np.array_equal(tokens(data, "train"), tokens(whole, "train"))
+    windows = data.windows("train", 16)
+    lengths = [(shard["tokens"] - 1) // 16 for shard in data.manifest["train"]["shards"]]
+    assert len(windows) == sum(lengths)
+    first_of_second = windows.take(np.array([lengths[0]]))[0]
+    assert np.array_equal(first_of_second, windows.shards[1][:17])
+
+
+def test_bpe_knows_its_bytes(tmp_path):
+    pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
+    data = prepare(settings(tmp_path, corpus(tmp_path), tokenizer="bpe", bpe_vocab=300))
+    assert data.manifest["train"]["tokens"] < 0.6 * data.manifest["train"]["bytes"]
+    assert data.tokenizer.token_bytes[tokens(data, "train")].sum() == data.manifest["train"]["bytes"]
+
+
+def test_bad_corpora_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"no corpus at .*absent"):
+        prepare(settings(tmp_path, tmp_path / "absent"))
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match=r"nothing is empty: it holds no file that ends in \.txt"):
+        prepare(settings(tmp_path, tmp_path / "nothing"))
+    (tmp_path / "blank.txt").write_text("\n  \n")
+    with pytest.raises(UserError, match=r"blank\.txt is empty or too short"):
+        prepare(settings(tmp_path, tmp_path / "blank.txt"))
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") * 50)
+    with pytest.raises(UserError, match=r"latin\.txt is not UTF-8"):
+        prepare(settings(tmp_path, tmp_path / "latin.txt"))
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"body": "no"}\n')
+    with pytest.raises(UserError, match=r"bad\.jsonl, line 2"):
+        prepare(settings(tmp_path, tmp_path / "bad.jsonl"))
+    (tmp_path / "torn.txt.gz").write_bytes(gzip.compress(b"text " * 1000)[:-20])
+    with pytest.raises(UserError, match=r"cannot read .*torn\.txt\.gz"):
+        prepare(settings(tmp_path, tmp_path / "torn.txt.gz"))
+    for split, advice in (("train", "lower --validation"), ("validation", "raise --validation")):
+        with pytest.raises(UserError, match=rf"shorter than the context: its {split} split has \d+ tokens.*{advice}"):
+            prepare(settings(tmp_path, corpus(tmp_path))).windows(split, 100_000)
+    assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+def test_damaged_and_marked_files_are_read_or_named_with_the_line(tmp_path):
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "first"}\n{"text": "second"}\n')
+    assert [d.text for d in documents(find_files((str(tmp_path / "marked.jsonl"),)))] == ["first", "second"]
+
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud83c\\udf0a fine"}\n{"text": "half \\ud83c only"}\n')
+    with pytest.raises(UserError, match=r"half\.jsonl, line 2: \\ud83c is half of a character"):
+        prepare(settings(tmp_path, tmp_path / "half.jsonl"))
+
+    (tmp_path / "nested.jsonl").write_text('{"text": "fine"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"nested\.jsonl, line 2: expected a JSON object"):
+        prepare(settings(tmp_path, tmp_path / "nested.jsonl"))
+
+    digits = random.Random(0)
+    packed = bytearray(gzip.compress("".join(f"{digits.random()}\n" for _ in range(20_000)).encode()))
+    middle = len(packed) // 2
+    packed[middle : middle + 400] = b"\xff" * 400
+    (tmp_path / "rotten.txt.gz").write_bytes(packed)
+    with pytest.raises(UserError, match=r"cannot read .*rotten\.txt\.gz \(after line \d+\): "):
+        prepare(settings(tmp_path, tmp_path / "rotten.txt.gz"))
+    (tmp_path / "mixed.txt").write_bytes(b"fine\n" * 5000 + b"\xff")
+    with pytest.raises(UserError, match=r"mixed\.txt \(after line \d+\) is not UTF-8 text"):
+        prepare(settings(tmp_path, tmp_path / "mixed.txt"))

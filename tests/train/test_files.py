@@ -1,0 +1,48 @@
+"""What a run folder survives: a log with lines that are no records, and a second process."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from headwater.errors import UserError
+from headwater.train.files import locked, write_json
+from headwater.train.monitor.metrics import MetricsLog
+
+
+def test_lines_that_are_no_records_go_and_the_others_stay(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = [{"kind": "train", "step": step, "loss": 1.5} for step in (1, 2, 3, 4)]
+    lines = [json.dumps(record).encode() for record in good]
+    torn = [b'{"kind": "train", "st', b"\0" * 40, b"\xff\xfe", b"17", b'{"kind": "train"}', b"", b'{"step": null}']
+    path.write_bytes(b"\n".join([lines[0], *torn, lines[1], lines[2], lines[3]]) + b"\n" + lines[0][:9])
+    log = MetricsLog(path, keep_until=3)
+    log.write("train", 4, loss=float("nan"))
+    log.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        *good[:3],
+        {"kind": "train", "step": 4, "loss": None},
+    ]
+
+
+def test_what_replaces_a_file_is_on_the_disk_before_it_does(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n')
+    events = []
+    sync, rename = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(os.fstat(handle).st_size), sync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda source, to: (events.append(to.name), rename(source, to)))
+    MetricsLog(path, keep_until=1).close()
+    assert events == [path.stat().st_size, "metrics.jsonl"]
+    write_json(tmp_path / "summary.json", {})
+    assert events[2:] == [3, "summary.json"]
+
+
+def test_a_second_process_learns_who_is_at_work(tmp_path):
+    (tmp_path / ".lock").write_text("process 1 on a host that is gone\n" * 3)
+    for _ in range(2):
+        with locked(tmp_path), pytest.raises(UserError) as caught, locked(tmp_path):
+            pass
+        assert f"another process is working in {tmp_path} (process {os.getpid()} on " in str(caught.value)
+        assert "gone" not in str(caught.value)

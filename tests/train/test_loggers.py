@@ -1,0 +1,121 @@
+"""W&B and TensorBoard see what metrics.jsonl has; one that is missing, raises or hangs leaves training as it was."""
+
+import importlib.util
+import json
+import sys
+import threading
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tinyrun import fingerprint, tiny
+
+from headwater.errors import UserError
+from headwater.train.config import Config, LogSettings
+from headwater.train.loop import train
+from headwater.train.monitor import loggers
+
+
+def settings(folder: Path, **log) -> Config:
+    return replace(tiny(folder), log=LogSettings(**log))
+
+
+def fake_wandb(monkeypatch, log, init=lambda: None) -> types.SimpleNamespace:
+    fake = types.SimpleNamespace(inits=[], finished=0)
+
+    def start(**options):
+        fake.inits.append(options)
+        init()
+        return types.SimpleNamespace(log=log, finish=finish)
+
+    def finish():
+        fake.finished += 1
+
+    fake.init = start
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def numbers(out: Path) -> dict[tuple[str, int], float]:
+    """Every scalar of metrics.jsonl by name and step."""
+    found = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found |= {(name, record["step"]): value for name, value in loggers.scalars(record)}
+    return found
+
+
+@pytest.mark.parametrize("extra", ["wandb", "tensorboard"])
+def test_a_missing_package_is_named_before_any_work(tmp_path, monkeypatch, extra):
+    monkeypatch.setitem(sys.modules, "wandb" if extra == "wandb" else "torch.utils.tensorboard", None)
+    config = settings(tmp_path, **{"wandb": "rivers"} if extra == "wandb" else {"tensorboard": True})
+    with pytest.raises(UserError, match=rf"--{extra} cannot be used .*pip install 'headwater\[{extra}\]'"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_of_a_record():
+    record = {"kind": "depth", "step": 3, "tokens": 8, "entropy": [0.5, None], "mixing": [[1.0]], "sublayers": ["mlp"]}
+    assert dict(loggers.scalars(record)) == {"depth/tokens": 8.0, "depth/entropy/00": 0.5}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs headwater[tensorboard]")
+def test_tensorboard_shows_what_the_metrics_say_after_a_resume_too(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    train(settings(tmp_path, tensorboard=True), out)
+    for later in sorted((out / "checkpoints").iterdir())[1:]:  # steps 6 to 12 are taken again
+        later.rename(tmp_path / later.name)
+    (out / "summary.json").unlink()
+    train(settings(tmp_path, tensorboard=True), out, resume=True)
+    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    shown = {(tag, e.step): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
+    assert shown == pytest.approx(numbers(out), rel=1e-6)
+
+
+def test_wandb_is_told_everything_and_goes_on_under_the_same_name(tmp_path, monkeypatch):
+    told = {}
+    log = lambda values, step: told.update({(name, step): value for name, value in values.items()})  # noqa: E731
+    fake = fake_wandb(monkeypatch, log)
+    config, out = settings(tmp_path, wandb="rivers"), tmp_path / "run"
+    train(config, out)
+    assert told == numbers(out)
+    assert fake.finished == 1
+    (out / "summary.json").unlink()
+    train(config, out, resume=True)
+    first, second = fake.inits
+    assert first["project"] == "rivers"
+    assert first["config"]["train"]["steps"] == 12
+    assert first["id"] == second["id"]
+
+
+@pytest.mark.parametrize("harm", ["raises", "raises at the start", "hangs", "hangs at the start"])
+def test_a_logger_that_fails_or_hangs_never_touches_training(tmp_path, monkeypatch, capfd, harm):
+    plain = tmp_path / "plain"
+    train(settings(tmp_path), plain)
+    calls, never = [], threading.Event()
+
+    def trouble(*_, **__):
+        calls.append(1)
+        if harm.startswith("raises"):
+            raise RuntimeError("no connection")
+        never.wait()
+
+    quiet = lambda *_, **__: None  # noqa: E731
+    fake_wandb(monkeypatch, *((quiet, trouble) if harm.endswith("start") else (trouble, quiet)))
+    monkeypatch.setattr(loggers, "CAPACITY", 3)
+    monkeypatch.setattr(loggers, "PATIENCE", 0.2)
+    train(settings(tmp_path, wandb="rivers"), tmp_path / "run")
+    assert fingerprint(tmp_path / "run") == fingerprint(plain)
+    assert len(calls) == 1
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "W&B" in line]
+    if harm.startswith("raises"):
+        assert len(warnings) == 1
+        assert "failed and is off for the rest of this run (RuntimeError: no connection)" in warnings[0]
+    else:
+        assert ["too slow" in line for line in warnings] == [True, False]
+        assert "left behind" in warnings[1]
+    never.set()

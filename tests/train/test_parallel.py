@@ -1,0 +1,317 @@
+"""One process equals many: the same losses and gradients under every layout, and the bytes that were derived."""
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import spawn
+from safetensors.torch import load_file, save_file
+from tinyrun import tiny
+
+from headwater.models import Decoder, ModelConfig
+from headwater.residuals import names
+from headwater.train.checkpoint.folder import load_model
+from headwater.train.config import Config, ParallelSettings
+from headwater.train.distributed.fsdp import clip, fetched_together, gather
+from headwater.train.distributed.ranks import Ranks, join
+from headwater.train.loop import accumulate, depth_gradients, evaluate, update
+from headwater.train.run import Run, begin, save
+
+STEPS = 20
+RESIDUALS = ("standard", "attnres-full", "attnres-block:block=3", "hyper-connections", "denseformer")
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "shard": {},
+        "replicate": {"shard": 1},
+        "pipeline": {"pipeline": 2},
+        "gpipe": {"pipeline": 2, "pipeline_schedule": "gpipe"},
+        "interleaved": {"pipeline": 2, "chunks": 2},
+        "interleaved-4": {"pipeline": 2, "chunks": 4},
+        "looped": {"pipeline": 2, "chunks": 2, "pipeline_schedule": "gpipe"},
+        "uneven": {"pipeline": 2, "chunks": 2, "cuts": (1, 4, 7)},  # no cut falls between two blocks of three
+        "tensor": {"tensor": 2},
+    },
+    4: {
+        "replicate-shard": {"shard": 2},
+        "interleaved-wide": {"pipeline": 4, "chunks": 2},
+        "interleaved-shard": {"pipeline": 2, "chunks": 2},
+        "pipeline-replicate": {"pipeline": 2, "shard": 1},
+        "tensor-shard": {"tensor": 2},
+        "tensor-replicate": {"tensor": 2, "shard": 1},
+        "tensor-pipeline": {"tensor": 2, "pipeline": 2, "chunks": 2},
+    },
+}
+# Every residual for 20 steps under every layout takes many minutes on two cores; a choice of them stands for the rest.
+EVERYTHING = bool(os.environ.get("HEADWATER_ALL_LAYOUTS"))
+SHORT = {2: ("shard", "uneven", "tensor"), 4: ()}  # for the other residuals, one step
+
+MUON = {
+    "fp32": ((2, "shard"), (2, "tensor"), (4, "replicate-shard"), (4, "interleaved-shard"), (4, "tensor-shard")),
+    "bf16": ((2, "shard"), (4, "tensor-shard")),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    residual: str
+    layout: str
+    cache: bool = True
+    compile: bool = False
+    recompute: bool = False
+    muon: str = ""
+    """Else AdamW: Muon, with its iteration in bf16, as it is, or in fp32, to be compared."""
+
+    def __str__(self) -> str:
+        compiled = " compiled" * self.compile + " recomputed" * self.recompute
+        muon = f" muon {self.muon}" if self.muon else ""
+        return f"{self.residual.replace(':', '-')} {self.layout} {'cache' if self.cache else 'plain'}{compiled}{muon}"
+
+    @property
+    def steps(self) -> int:
+        if self.muon:
+            return 3 if self.muon == "fp32" else 1
+        chosen = self.residual == RESIDUALS[2] and self.layout in ("shard", "pipeline", "interleaved", "tensor")
+        return (
+            STEPS
+            if (chosen and not self.compile and not self.recompute) or (EVERYTHING and self.residual in RESIDUALS)
+            else 1
+        )
+
+
+def cases() -> list[Case]:
+    found = []
+    for world, layouts in LAYOUTS.items():
+        for residual in RESIDUALS:
+            whole = EVERYTHING or residual == RESIDUALS[2]
+            found += [Case(world, residual, layout) for layout in layouts if whole or layout in SHORT[world]]
+    found += [Case(2, residual, "uneven", cache=False) for residual in RESIDUALS]
+    found += [Case(4, "hyper-connections", "interleaved-shard"), Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
+    others = [name for name in names() if name not in RESIDUALS]
+    found += [Case(2, name, "uneven") for name in others]
+    found += [Case(2, name, "tensor") for name in others if EVERYTHING or name in ("ddl", "mhc", "muddformer")]
+    found += [Case(2, RESIDUALS[2], layout, compile=True, recompute=True) for layout in ("uneven", "tensor")]
+    found += [Case(2, RESIDUALS[2], "shard", compile=True), Case(2, "hyper-connections", "shard", recompute=True)]
+    for muon, pairs in MUON.items():
+        found += [Case(world, RESIDUALS[2], layout, muon=muon) for world, layout in pairs]
+    if EVERYTHING:
+        deep = ((2, "shard"), (4, "tensor-shard"), (4, "tensor-pipeline"))
+        found += [Case(world, RESIDUALS[2], layout, compile=True, recompute=True) for world, layout in deep]
+        found += [Case(4, RESIDUALS[2], layout, compile=True) for layout in ("tensor-shard", "tensor-pipeline")]
+    return list(dict.fromkeys(found))
+
+
+def settings(folder: Path, residual: str, **changes: Any) -> Config:
+    """Eight sublayers, micro-batches of one window at most."""
+    config = tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **changes)
+    return replace(config, model=replace(config.model, layers=4, context=8, heads=4, kv_heads=2, qk_norm=True))
+
+
+def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = None) -> Config:
+    """Muon gets three layers: three or six matrices of each shape, which four ranks do not share evenly."""
+    layers, optimizer = (3, "muon") if case.muon else (config.model.layers, "adamw")
+    return replace(
+        config,
+        model=replace(config.model, residual=case.residual, layers=layers),
+        optim=replace(config.optim, optimizer=optimizer),
+        train=replace(config.train, compile=case.compile, checkpoint_activations=case.recompute),
+        parallel=parallel or config.parallel,
+    )
+
+
+@contextmanager
+def precise() -> Iterator[None]:
+    """Muon in fp32: rounded to bf16, gradients that differ in the last bit may end in different updates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        yield
+
+
+def follow(run: Run, steps: int) -> dict[str, Any]:
+    """Losses and gradient norms of some steps, and the evaluation after them."""
+    losses, norms = [], []
+    for number in range(1, steps + 1):
+        losses.append(accumulate(run, number))
+        norms.append(update(run, number, losses[-1])[0])
+        run.step = number
+    return {"losses": losses, "norms": norms, "bits": evaluate(run)}
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Of gradients that are there: the norm, that of each sublayer, and what clipping to half of it leaves."""
+    norm, depth = run.ranks.gradient_norm(run.model), depth_gradients(run)
+    clip(run.model, norm, norm / 2)
+    return {"norm": norm, "depth": depth, "clipped": run.ranks.gradient_norm(run.model)}
+
+
+def one_case(config: Config, out: Path, steps: int) -> None:
+    ranks = grid(config.parallel.pipeline, config.parallel.tensor, config.parallel.shard)
+    run = begin(config, out, resume=False, ranks=ranks)
+    found: dict[str, Any] = {"loss": accumulate(run, 1)}
+    gradients = gather(run.model, run.whole, ranks, gradients=True)
+    found |= measure(run)
+    if run.pipeline is not None:
+        counted = [(s.stage_index, s.forward_bytes, s.backward_bytes) for s in run.pipeline.stages]
+        everyone = ranks.all_gather_object(counted if ranks.data_rank == 0 else [])
+        found["bytes"] = [hop for one in everyone for hop in one]
+        cache = run.pipeline.stages[0].submod.cache
+        found["left"] = sum(ranks.all_gather_object(len(cache.tensors) + len(cache.deposits)))
+    for optimizer in run.optimizers.values():
+        optimizer.zero_grad()
+    found |= follow(run, steps)
+    if ranks.tensor > 1 or config.optim.optimizer == "muon":
+        weights = gather(run.model, run.whole, ranks)
+        save(run)
+        if ranks.main:
+            save_file(weights, out / "weights.safetensors")
+    if ranks.main:
+        save_file(gradients, out / "gradients.safetensors")
+        (out / "found.json").write_text(json.dumps(found))
+    run.log.close()
+
+
+def work(jobs: list[tuple[Case, Config, Path]]) -> None:
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # every layer shares the graphs of the first
+    if not EVERYTHING:  # the same graphs, of which inductor would take a minute to make machine code
+        compiled = torch.nn.Module.compile
+        torch.nn.Module.compile = lambda module: compiled(module, backend="aot_eager", fullgraph=True)
+    for case, config, out in jobs:
+        torch.compiler.reset()  # each is a run of its own
+        with precise() if case.muon == "fp32" else nullcontext():
+            one_case(config, out, case.steps)
+
+
+@functools.cache
+def grid(pipeline: int, tensor: int, shard: int) -> Ranks:
+    settings = ParallelSettings(pipeline=pipeline, tensor=tensor, shard=shard, hang_timeout=60)
+    return join(settings, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """All cases of a world in one group of processes: starting them is what takes time."""
+    folder = tmp_path_factory.mktemp("parallel")
+    config = settings(folder, "standard")
+    for world, layouts in LAYOUTS.items():
+        jobs = []
+        for case in (case for case in cases() if case.world == world):
+            parallel = ParallelSettings(**layouts[case.layout], block_cache=case.cache, hang_timeout=60)
+            jobs.append((case, settings_of(case, config, parallel), folder / str(case)))
+        spawn(world, work, jobs, minutes=60 if EVERYTHING else 5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same from one process, once for each residual."""
+    folder, known = tmp_path_factory.mktemp("alone"), {}
+
+    def follow_alone(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        key = case.residual, case.steps, case.muon
+        if key not in known:
+            config = settings_of(replace(case, compile=False, recompute=False), settings(folder, case.residual))
+            run = begin(config, folder / str(len(known)), resume=False)
+            loss = accumulate(run, 1)
+            gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+            measured = measure(run)
+            run.model.zero_grad()
+            with precise() if case.muon == "fp32" else nullcontext():
+                known[key] = gradients, {"loss": loss, **measured, **follow(run, case.steps)}
+            known[key][1]["weights"] = run.whole.weights()
+        return known[key]
+
+    return follow_alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in cases() if case.muon != "bf16"], ids=str)
+def test_many_processes_do_what_one_does(folder, alone, case):
+    found = json.loads((folder / str(case) / "found.json").read_text())
+    gradients, expected = alone(case)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert found["bits"] == pytest.approx(expected["bits"], abs=1e-5)
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    assert found["depth"] == pytest.approx(expected["depth"], rel=1e-5)
+    assert found["clipped"] == pytest.approx(found["norm"] / 2, rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    whole = load_file(folder / str(case) / "gradients.safetensors")
+    assert whole.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        error = (whole[key] - gradient).abs().max().item()
+        assert error <= 1e-6 + 1e-4 * gradient.abs().max().item(), key
+    assert found.get("left", 0) == 0  # neither a tensor nor a deposit outlives its micro-batch
+
+
+def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max((found[name] - value).abs().max().item() for name, value in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in cases() if case.muon], ids=str)
+def test_muon_orthogonalises_whole_matrices(folder, alone, case):
+    """In fp32 the weights are those of one process; in bf16 they are as close to what fp32 gives as its weights are."""
+    weights, expected = load_file(folder / str(case) / "weights.safetensors"), alone(case)[1]["weights"]
+    if case.muon == "fp32":
+        assert furthest(weights, expected) < 1e-5
+        return
+    with precise():
+        config = settings_of(case, settings(folder / str(case), case.residual))
+        run = begin(config, folder / str(case) / "fp32", resume=False)
+        start = {name: value.clone() for name, value in run.whole.weights().items()}
+        follow(run, case.steps)
+    error, moved = furthest(expected, run.whole.weights()), furthest(expected, start)
+    assert 0 < furthest(weights, run.whole.weights()) <= 2 * error < moved / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in cases() if "tensor" in c.layout and c.residual == RESIDUALS[2]], ids=str)
+def test_what_tensor_parallel_ranks_save_is_the_whole_model(folder, case):
+    weights = load_file(folder / str(case) / "weights.safetensors")
+    model, _ = load_model(folder / str(case))
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+
+def test_a_layer_is_fetched_at_once_unless_forwards_are_repeated():
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.named("tiny", vocab_size=64, layers=3))
+    held = list(model.sublayers)[1:5]  # of a stage that begins and ends inside a layer
+    groups = fetched_together(held, recompute=False)
+    assert groups == [[held[0].body], [held[1].body, held[2].body], [held[3].body]]
+    assert fetched_together(held, recompute=True) == [[sublayer.body] for sublayer in held]
+
+
+CACHED = ("interleaved", "interleaved-4", "looped", "uneven", "interleaved-wide", "interleaved-shard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if c.residual == RESIDUALS[2] and c.layout in CACHED and not c.muon], ids=str
+)
+def test_bytes_are_those_of_the_derivation(folder, case):
+    """docs/pipeline-cache.md: before sublayer c there are 1 + ceil(c / S) sources; a rank that has been at depth d
+    already has 1 + floor(d / S) of them."""
+    layout = LAYOUTS[case.world][case.layout]
+    ranks, stages, block, sublayers = layout["pipeline"], layout["pipeline"] * layout["chunks"], 3, 8
+    cuts = (0, *layout["cuts"]) if "cuts" in layout else [s * sublayers // stages for s in range(stages)]
+    sent = {}
+    for s in range(1, stages):
+        sources = 1 + math.ceil(cuts[s] / block)
+        if case.cache and s >= ranks:
+            sources -= 1 + cuts[s - ranks + 1] // block
+        data = case.world // ranks
+        sent[s] = sources * (16 // data) * 8 * 16 * 4  # windows, tokens, channels, bytes
+    found = json.loads((folder / str(case) / "found.json").read_text())["bytes"]
+    assert {s + 1: forward for s, forward, _ in found if s + 1 < stages} == sent
+    assert {s: backward for s, _, backward in found if s} == sent  # gradients travel the same way back

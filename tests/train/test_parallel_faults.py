@@ -1,0 +1,267 @@
+"""What goes wrong on one rank is met by all: a bad number, a signal, a killed worker, a rank that hangs."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import free_port, spawn
+from tinyrun import flags, read_all, tiny
+
+from headwater.errors import Interrupted, UserError
+from headwater.models import Decoder
+from headwater.train import loop, run
+from headwater.train.checkpoint import folder as checkpoint
+from headwater.train.config import Config, ParallelSettings
+from headwater.train.distributed.ranks import Ranks, join
+from headwater.train.loop import train
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def settings(folder: Path, **changes) -> Config:
+    config = tiny(folder, **{"batch_size": 4, "save_every": 1, "keep": 9, "steps": 6, "depth_every": 99, **changes})
+    return replace(config, parallel=ParallelSettings(hang_timeout=60))
+
+
+def faults_on_one_rank(config: Config, folder: Path) -> None:
+    """Rank 1 alone has a loss that is not a number, or a spike, at its fourth step; rank 0 alone gets a signal, just
+    after the ranks have asked each other for one."""
+    join(config.parallel, torch.device("cpu"))  # once for all runs
+    real = loop.token_losses
+
+    def spoil(factor: float) -> None:
+        calls = []
+
+        def token_losses(run, forward, windows):
+            calls.append(torch.is_grad_enabled())
+            bad = os.environ["RANK"] == "1" and torch.is_grad_enabled() and sum(calls) == 4
+            return real(run, forward, windows) * (factor if bad else 1.0)
+
+        loop.token_losses = token_losses
+
+    def change(**options) -> Config:
+        return replace(config, train=replace(config.train, **options))
+
+    spoil(math.nan)
+    with pytest.raises(
+        UserError, match=r"not finite at step 4 .*last good checkpoint is .*step-00000003.*nonfinite-step-4"
+    ):
+        train(config, folder / "stops")
+    spoil(math.nan)
+    assert train(change(skip_nonfinite=1), folder / "nonfinite")["skipped_steps"] == 1
+    spoil(100.0)
+    assert train(change(skip_spikes=1, spike_window=3, async_save=True), folder / "spike")["skipped_steps"] == 1
+
+    loop.token_losses, asked, compare = real, [], Ranks.max
+
+    def highest(ranks, value):
+        found = compare(ranks, value)
+        if sys._getframe(1).f_code.co_name == "train":  # the loop asks for signals; others wait for all ranks with it
+            asked.append(value)
+            if ranks.main and len(asked) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    Ranks.max = highest
+    with pytest.raises(Interrupted, match="stopped by SIGTERM after step 4 of 6"):
+        train(change(save_every=6), folder / "signal")
+    Ranks.max = compare
+
+    written = checkpoint.save
+
+    def save(*arguments, **options):
+        path = written(*arguments, **options)
+        if os.environ["RANK"] == "1":
+            raise UserError("nobody else has noticed")
+        return path
+
+    checkpoint.save = save
+    message = "nobody else" if os.environ["RANK"] == "1" else "could not be written on another rank"
+    for save_every in (1, 3):  # noticed by the next save, or by a step before it
+        with pytest.raises(UserError, match=message):
+            train(change(save_every=save_every, async_save=True), folder / f"elsewhere-{save_every}")
+
+
+@pytest.mark.slow
+def test_what_happens_to_one_rank_stops_or_skips_on_all(tmp_path):
+    spawn(2, faults_on_one_rank, settings(tmp_path), tmp_path)
+    cause = json.loads((tmp_path / "stops" / "nonfinite-step-4.json").read_text())
+    assert cause["batch"] == {"seed": 0, "step": 3, "size": 4}
+    assert [math.isnan(float(loss)) for loss in cause["loss_by_rank"]] == [False, True]
+    assert all(math.isnan(float(norm)) for norm in cause["grad_norm_by_sublayer"])
+    saved = checkpoint.checkpoints(tmp_path / "stops" / "checkpoints")
+    assert saved[-1].name == "step-00000003"
+
+    for reason in ("nonfinite", "spike"):
+        run = tmp_path / reason
+        before, after, last = (read_all(run / "checkpoints" / f"step-0000000{n}", "model") for n in (3, 4, 5))
+        assert all(torch.equal(value, after[name]) for name, value in before.items())  # left untouched
+        assert not all(torch.equal(value, last[name]) for name, value in after.items())
+        model: Decoder = checkpoint.load_model(run)[0]
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [(r["step"], r["reason"]) for r in records if r["kind"] == "skip"] == [(4, reason)]
+        losses = [r["loss"] for r in records if r["kind"] == "train"]
+        assert [loss is None for loss in losses] == [n == 3 and reason == "nonfinite" for n in range(6)]
+        own = json.loads((run / f"{reason}-step-4.json").read_text())["loss_by_rank"]
+        assert not float(own[1]) <= 10 * float(own[0]), "the second rank's share stands out"
+    (saved,) = checkpoint.checkpoints(tmp_path / "signal" / "checkpoints")
+    assert saved.name == "step-00000004"
+    assert checkpoint.damage(saved) is None
+
+
+def start_slowly(config: Config, out: Path) -> None:
+    """The main rank prepares the data for longer than a step may hang; machines have counted restarts differently."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    real = run.prepare
+
+    def prepare(settings):
+        time.sleep(5 if os.environ["RANK"] == "0" else 0)
+        return real(settings)
+
+    run.prepare = prepare
+    ranks = join(config.parallel, torch.device("cpu"))
+    run.begin(config, out, resume=False, ranks=ranks).log.close()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_slow_start_and_meet_whatever_they_have_counted(tmp_path):
+    spawn(2, start_slowly, replace(settings(tmp_path), parallel=ParallelSettings(hang_timeout=1)), tmp_path / "run")
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+ACTS = """
+import os, signal, sys
+from headwater.cli import main
+from headwater.train import loop
+
+real = loop.accumulate
+def accumulate(run, number):
+    if number == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        ACT
+    return real(run, number)
+loop.accumulate = accumulate
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def under_torchrun(config: Config, out: Path, act: str, *options: str) -> subprocess.CompletedProcess:
+    """The run, whose second rank does something to itself or to torchrun at its fourth step."""
+    script = out.with_suffix(".py")
+    script.write_text(ACTS.replace("ACT", act))
+    command = [*TORCHRUN, *options, str(script), *flags(config, out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
+    out = tmp_path / "run"
+    act = "os.kill(os.getpid(), signal.SIGKILL)"
+    result = under_torchrun(settings(tmp_path, steps=8), out, act, "--max-restarts", "1")
+    assert result.returncode == 0, result.stderr
+    assert "exitcode: -9" in result.stderr  # torchrun's word on the first attempt
+    assert json.loads((out / "summary.json").read_text())["steps"] == 8
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
+
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
+    result = under_torchrun(settings(tmp_path, steps=8), out, "pass", "--max-restarts", "1")
+    assert result.returncode != 0
+    assert "already holds a run" in result.stderr  # and again after the restart, which would else have ended well
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"} == before
+
+
+MACHINES = """
+import os, signal, sys, time
+from pathlib import Path
+from headwater.cli import main
+from headwater.train import loop
+
+real = loop.accumulate
+rank, count = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+def accumulate(run, number):
+    if number == 4 and count == "0":
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3)  # long enough for the other machine to ask for a restart, which is then not counted here
+    if number == 5:
+        (run.folder / f"restarts-of-{rank}").write_text(count)
+    return real(run, number)
+loop.accumulate = accumulate
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_two_machines_that_count_restarts_differently_go_on(tmp_path):
+    """Two agents of torchrun on this machine; one joins the restart of the other without counting it."""
+    out, script = tmp_path / "run", tmp_path / "machines.py"
+    script.write_text(MACHINES)
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "machines"]
+    shape = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *shape, *meeting, str(script)]
+    command += flags(settings(tmp_path, steps=8), out)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    try:
+        messages = [agent.communicate(timeout=150)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(messages)
+    assert [(out / f"restarts-of-{rank}").read_text() for rank in range(2)] == ["0", "1"]
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_sigterm_commits_and_ends_within_thirty_seconds(tmp_path, async_save):
+    """Sent to torchrun, which passes it on, and which kills workers that take longer than that."""
+    out = tmp_path / "run"
+    act = "os.kill(os.getppid(), signal.SIGTERM)"
+    result = under_torchrun(settings(tmp_path, steps=20_000, save_every=20_000, async_save=async_save), out, act)
+    assert result.returncode != 0
+    assert "stopped by SIGTERM after step" in result.stderr, result.stderr
+    (saved,) = checkpoint.checkpoints(out / "checkpoints")
+    assert checkpoint.damage(saved) is None
+    assert saved.name > "step-00000003"
+
+
+HANGS = """
+import os, sys, time
+from headwater.train import loop
+from headwater.cli import main
+
+real = loop.accumulate
+def accumulate(run, number):
+    while number == 3 and os.environ["RANK"] == "1":
+        time.sleep(1)
+    return real(run, number)
+loop.accumulate = accumulate
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_rank_that_hangs_ends_the_run_with_every_stack(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    command = [*TORCHRUN, str(script), *flags(settings(tmp_path), tmp_path / "run"), "--hang-timeout", "10"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode != 0
+    assert result.stderr.count("Timeout (0:00:10)!") == 2
+    assert "in accumulate" in result.stderr
+    assert "hangs.py" in result.stderr

@@ -1,0 +1,122 @@
+"""The planner against what a real step keeps alive, and on grids nobody here has."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from tinyrun import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headwater.cli import main
+from headwater.errors import UserError
+from headwater.models import ModelConfig
+from headwater.train.config import Config, ParallelSettings, TrainSettings
+from headwater.train.distributed.plan import in_flight, make_plan
+from headwater.train.loop import accumulate, update
+from headwater.train.run import begin
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages that operations inside have made and nobody has freed, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, int] = {}
+        self.peak = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self.known.pop, storage._cdata, None)
+            self.peak = max(self.peak, sum(self.known.values()))
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor)
+        return out
+
+
+@pytest.mark.parametrize("residual", ["standard", "attnres-block:block=4", "hyper-connections"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_of_a_real_step_is_within_a_tenth(tmp_path, residual, checkpointing):
+    config = tiny(tmp_path, residual=residual, batch_size=32, checkpoint_activations=checkpointing)
+    config = replace(config, model=replace(config.model, layers=6, dim=64, mlp_dim=192))
+    run = begin(config, tmp_path / "run", resume=False)
+    with Live() as live:
+        for parameter in run.model.parameters():
+            live.add(parameter)
+        for number in (1, 2):  # the optimizer has its moments from the first on
+            update(run, number, accumulate(run, number))
+    plan = make_plan(config, run.whole.config, 1, half=False, fused=False).ranks[0]
+    assert plan.parameters == run.whole.parameter_count()["total"]
+    assert plan.peak(checkpointing) == pytest.approx(live.peak, rel=0.1)
+
+
+def test_bytes_and_bubble_of_a_grid():
+    model = ModelConfig(
+        vocab_size=64, dim=16, layers=8, heads=2, mlp_dim=32, context=8, residual="attnres-block:block=2"
+    )
+    train = TrainSettings(batch_size=32, accumulate=8)
+    parallel = ParallelSettings(pipeline=4, chunks=2)
+    plan = make_plan(Config(train=train, parallel=parallel), model, 8, half=False, fused=False)
+    unit = 2 * 8 * 16 * 4  # windows of a micro-batch, tokens, channels, bytes
+    assert [size // unit for size in plan.hops] == [2, 3, 4, 3, 3, 3, 3]
+    assert [size // unit for size in plan.hops_without_cache] == [2, 3, 4, 5, 6, 7, 8]
+    assert plan.bubble == pytest.approx(3 / (8 * 2 + 3))
+    assert sum(rank.sends for rank in plan.ranks) == 8 * sum(plan.hops)
+    assert len(plan.ranks) == 4
+    with pytest.raises(UserError, match="must be a multiple"):
+        make_plan(Config(train=train, parallel=parallel), model, 6, half=False, fused=False)
+    with pytest.raises(UserError, match=r"parallel.shard \(3\) must divide the 2 ranks"):
+        make_plan(Config(train=train, parallel=replace(parallel, shard=3)), model, 8, half=False, fused=False)
+
+
+def test_tensor_parallelism_divides_what_it_should():
+    """States by N; weights of bodies by N, of the rest not; a gather and a scatter of (B, T, D) in every sublayer."""
+    shape = {"vocab_size": 64, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 8}
+    model = ModelConfig(**shape, residual="attnres-block:block=2")
+    train = TrainSettings(batch_size=4)
+    alone, divided = (Config(train=train, parallel=ParallelSettings(tensor=n)) for n in (1, 2))
+    one = make_plan(alone, model, 1, half=False, fused=False).ranks[0]
+    two = make_plan(divided, model, 2, half=False, fused=False).ranks[0]
+    bodies = 4 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32)
+    assert one.parameters - two.parameters == bodies / 2
+    assert two.checkpointed == one.checkpointed / 2
+    assert one.activations / 2 < two.activations < one.activations  # the gathered inputs are whole
+    assert (one.exchanges, two.exchanges) == (0, 2 * (4 * 8 * 16 * 4) / 2)
+    assert two.head == pytest.approx(one.head / 2, rel=0.01)  # each rank has the logits of its tokens
+    for changes, message in (
+        ({"context": 9}, "must divide model.context, 9"),
+        ({"kv_heads": 1}, "must divide model.kv_heads, 1"),
+        ({"value_residual": True}, "value_residual"),
+        ({"residual": "ddl:width=2,compress=token"}, "compress=token' looks at earlier tokens"),
+    ):
+        refused = replace(model, **changes)
+        with pytest.raises(UserError, match=message):
+            make_plan(divided, refused, 2, half=False, fused=False)
+
+
+def test_passes_in_flight():
+    assert [in_flight("1f1b", 4, 1, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [in_flight("gpipe", 4, 1, 8, rank) for rank in range(4)] == [8] * 4
+    assert [in_flight("1f1b", 4, 2, 8, rank) for rank in range(4)] == [11, 9, 7, 5]
+    assert in_flight("1f1b", 4, 1, 2, 0) == 2
+    assert in_flight("1f1b", 1, 1, 8, 0) == 1
+
+
+def test_the_command_warns_before_a_run_that_will_not_fit(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nsize = "nano"\nresidual = "attnres-block"\n[train]\nbatch_size = 64\naccumulate = 8\n')
+    assert main(["plan", str(file), "--world", "4", "--pipeline", "2", "--chunks", "2", "--memory", "0.001"]) == 0
+    out = capsys.readouterr().out
+    assert "bubble 5.9%" in out
+    assert "WARNING: ranks 0, 1 need more than" in out
+    assert main(["plan", str(file), "--memory", "80"]) == 0
+    assert "every rank fits into 80 GiB" in capsys.readouterr().out
+    assert main(["plan", str(file), "--world", "4", "--tensor", "2", "--memory", "80"]) == 0
+    assert "tensor parallelism: a rank sends up to" in capsys.readouterr().out

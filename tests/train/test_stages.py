@@ -1,0 +1,138 @@
+"""Cuts and hops without processes: what crosses a cut, for every residual and for grids nobody here has."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.residuals import names
+from headwater.residuals.two_phase import TwoPhase
+from headwater.train.distributed.pipeline import BlockCache, Stage
+from headwater.train.distributed.stages import cut, hops, plain_reads, prune, trace_states
+
+CPU = torch.device("cpu")
+
+
+def shape(residual: str, layers: int = 8, **changes) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=32, dim=8, layers=layers, heads=2, kv_heads=1, mlp_dim=16, residual=residual, **changes
+    )
+
+
+def test_cuts_are_even_or_as_asked():
+    assert cut(8, 4) == (0, 2, 4, 6, 8)
+    assert cut(10, 4) == (0, 2, 5, 7, 10)
+    assert cut(8, 3, (1, 7)) == (0, 1, 7, 8)
+    for cuts in ((1,), (4, 2), (0, 4), (4, 8)):
+        with pytest.raises(UserError, match=r"parallel\.cuts must name 2 sublayers, rising, from 1 to 7"):
+            cut(8, 3, cuts)
+    with pytest.raises(UserError, match="8 sublayers do not divide into 9 stages"):
+        cut(8, 9)
+
+
+@pytest.mark.parametrize("residual", names())
+def test_every_tensor_is_on_its_rank_when_it_is_needed(residual):
+    """A stage has what it was sent, what its rank was sent or made before, and nothing else."""
+    states = trace_states(shape(residual), 1, 4, CPU)
+    for ranks, chunks in ((2, 1), (2, 4), (4, 2)):
+        bounds = cut(16, ranks * chunks)
+        for cache in (True, False):
+            on_rank = [set() for _ in range(ranks)]
+            for s, hop in enumerate(hops(states, bounds, ranks, cache=cache)):
+                mine = on_rank[s % ranks]
+                if s:
+                    before = states[bounds[s]]
+                    arrived = {before[j].key for j in hop.arrives}
+                    assert not (cache and arrived & mine), "sent twice"
+                    assert {slot.key for slot in before} <= (arrived | mine if cache else arrived)
+                    mine |= arrived
+                mine |= {slot.key for slot in states[bounds[s + 1]]}
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 2), (2, 4), (8, 4)])
+def test_totals_in_closed_form(ranks, chunks):
+    """One block a stage: naive and cached totals of docs/pipeline-cache.md, in tensors."""
+    stages = ranks * chunks
+    states = trace_states(shape("attnres-block:block=2", layers=stages), 1, 4, CPU)
+    totals = {
+        cache: sum(len(hop.arrives) for hop in hops(states, cut(2 * stages, stages), ranks, cache=cache))
+        for cache in (True, False)
+    }
+    assert totals[False] == stages * (stages - 1) // 2 + stages - 1
+    ours = ranks * (ranks - 1) // 2 + ranks - 1 + (chunks - 1) * ranks * (ranks - 1)
+    paper = ranks * (ranks - 1) // 2 + (chunks - 1) * ranks**2
+    assert totals[True] == ours
+    assert paper - (ours - (ranks - 1)) == (chunks - 1) * ranks  # a rank is not sent the block it made itself
+
+
+def test_one_block_over_several_stages():
+    """Figure 3 of the paper: four ranks, two chunks, a block every other stage. Beside new blocks, the running sum."""
+    states = trace_states(shape("attnres-block:block=4", layers=8), 1, 4, CPU)
+    plan = hops(states, cut(16, 8), 4, cache=True)
+    assert [len(hop.arrives) for hop in plan] == [0, 2, 2, 3, 2, 2, 2, 2]
+    assert [len(hop.state) for hop in plan] == [0, 2, 2, 3, 3, 4, 4, 5]
+
+
+@pytest.mark.parametrize("residual", names())
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hold_each_parameter_once(residual, tied):
+    config = shape(residual, layers=4, tie_embeddings=tied, value_residual=True, shortswa=2)
+    whole = {name for name, _ in Decoder(config).named_parameters()}
+    bounds = cut(12, 5)
+    held = [name for a, b in pairwise(bounds) for name, _ in prune(Decoder(config), a, b).named_parameters()]
+    assert set(held) == whole
+    assert len(held) == len(whole) + tied  # the tied embedding lives at both ends
+
+
+def test_bytes_of_a_hop():
+    states = trace_states(shape("attnres-block:block=2"), 3, 5, CPU)
+    hop = hops(states, cut(16, 4), 4, cache=True)[2]
+    assert hop.bytes == (1 + math.ceil(8 / 2)) * 3 * 5 * 8 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [1, 3])
+def test_stages_with_kernels_do_what_the_whole_does_in_two_phases(block, monkeypatch):
+    """Cuts inside a block (1, 5), between two (3), and before the last sublayer. The whole keeps phase 1 of a block and
+    the queries of all depths in its state; a stage sends its sources alone and reads them one by one, by the kernel."""
+    config = shape(f"attnres-block:block={block},backend=triton", layers=3, context=2)
+    bounds, tokens = (0, 1, 3, 5, 6), torch.tensor([[3, 7]])
+    torch.manual_seed(0)
+    whole = Decoder(config)
+    with torch.no_grad():
+        for p in whole.residual.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    spans = []
+    monkeypatch.setattr(TwoPhase, "read", lambda self, *a, real=TwoPhase.read: (spans.append(1), real(self, *a))[1])
+    expected = whole(tokens)
+    assert spans, "the whole runs in two phases"
+    expected.square().mean().backward()
+
+    spans.clear()
+    plan = (*hops(trace_states(config, 1, 2, CPU), bounds, 2, cache=True), None)
+    caches, runs, arrived = (BlockCache(), BlockCache()), [], (tokens,)
+    for s, span in enumerate(pairwise(bounds)):
+        part = plain_reads(Decoder(config))
+        part.load_weights(whole.weights())
+        stage = Stage(prune(part, *span), span, 2, plan[s], plan[s + 1], caches[s % 2])
+        arrived = tuple(t.detach().requires_grad_() for t in arrived) if s else arrived
+        out = stage(*arrived, micro=torch.tensor(0))
+        runs.append((part, arrived, out))
+        arrived = out
+    assert not spans
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    wanted, owed = {name: p.grad for name, p in whole.named_parameters()}, [None]
+    for part, arrived, out in reversed(runs):
+        last = isinstance(out, Tensor)
+        torch.autograd.backward(out.square().mean() if last else out, None if last else owed)
+        owed = [t.grad for t in arrived]
+        for name, p in part.named_parameters():
+            torch.testing.assert_close(
+                p.grad, wanted.pop(name), rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert not wanted
+    assert not any(cache.tensors or cache.deposits for cache in caches)

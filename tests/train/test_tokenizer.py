@@ -1,0 +1,65 @@
+"""Every text survives a round trip, and the bytes of its tokens add up to the bytes of the text."""
+
+import builtins
+
+import numpy as np
+import pytest
+
+from headwater.errors import UserError
+from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
+
+TEXTS = ["", "plain text", "naïve — 深さ 🌊\r\n\ttabs", "a <|endoftext|> inside a document"]
+
+
+def bpe() -> BPETokenizer:
+    pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
+    return BPETokenizer.train(["the river and the headwater of the river"] * 3, vocab_size=280)
+
+
+@pytest.fixture(params=["bytes", "bpe"])
+def tokenizer(request):
+    return ByteTokenizer() if request.param == "bytes" else bpe()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_round_trip_and_byte_counts(tokenizer, text, tmp_path):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes[np.asarray(ids, dtype=int)].sum() == len(text.encode())
+    assert tokenizer.end_of_text not in ids
+    assert len(tokenizer.token_bytes) == tokenizer.vocab_size
+
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert type(again) is type(tokenizer)
+    assert list(again.encode(text)) == list(ids)
+    assert again.to_json() == tokenizer.to_json()
+
+
+def test_bpe_merges_what_is_frequent():
+    assert len(bpe().encode("the river")) < len("the river")
+
+
+def test_bytes_decode_drops_end_of_text_and_marks_unknown_ids():
+    assert ByteTokenizer().decode([104, 256, 105, 300]) == "hi\ufffd"
+
+
+def test_bpe_without_the_extra_names_it(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UserError, match=r"headwater\[bpe\]"):
+        BPETokenizer.train(["text"], vocab_size=300)
+
+
+def test_missing_and_broken_tokenizer_files_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"no tokenizer at .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="not a tokenizer file"):
+        load_tokenizer(tmp_path)

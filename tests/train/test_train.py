@@ -1,0 +1,477 @@
+"""Training: resuming is bitwise, the numbers in the log are right, and parameters meet the optimizer they should."""
+
+import functools
+import gc
+import json
+import math
+import shutil
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tinyrun import STEPS, fingerprint, read_all, tiny, write_corpus
+
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.residuals import names, pinned
+from headwater.train import loop
+from headwater.train.checkpoint import storage as shards
+from headwater.train.checkpoint.folder import checkpoints, damage, load_model
+from headwater.train.checkpoint.saver import HostBuffers
+from headwater.train.config import OptimSettings, TrainSettings
+from headwater.train.data.dataset import prepare
+from headwater.train.distributed.parts import local
+from headwater.train.loop import accumulate, evaluate, train, update
+from headwater.train.monitor.bad_steps import Skips
+from headwater.train.optim import build_optimizers, learning_rate
+from headwater.train.run import begin, save
+
+
+class PowerCut(BaseException):
+    """Ends a run in the middle of a step, as no handler expects."""
+
+
+def cut_power(monkeypatch, at_step: int) -> None:
+    real = loop.log_update
+
+    def log_update(run, *values):
+        real(run, *values)
+        if run.step == at_step:
+            raise PowerCut
+
+    monkeypatch.setattr(loop, "log_update", log_update)
+
+
+@pytest.mark.parametrize(
+    ("residual", "optimizer", "options"),
+    [
+        ("standard", "adamw", {}),
+        ("attnres-block:block=2", "muon", {}),
+        ("attnres-full", "adamw", {"accumulate": 2, "checkpoint_activations": True}),
+        ("attnres-full", "muon", {"async_save": True, "save_every": 2}),
+    ],
+)
+def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
+    config = tiny(tmp_path, residual=residual, optimizer=optimizer, **options)
+    summary = train(config, tmp_path / "whole")
+    assert summary["steps"] == STEPS
+    for cut in (3, 8):  # before the first checkpoint, and after it
+        with monkeypatch.context() as patch:
+            cut_power(patch, at_step=cut)
+            with pytest.raises(PowerCut):
+                train(config, tmp_path / f"cut{cut}")
+        assert not (tmp_path / f"cut{cut}" / "summary.json").exists()
+        again = train(config, tmp_path / f"cut{cut}", resume=True)
+        assert fingerprint(tmp_path / f"cut{cut}") == fingerprint(tmp_path / "whole")
+        assert (again["loss"], again["tokens"]) == (summary["loss"], summary["tokens"])
+
+
+@pytest.mark.parametrize("residual", names())
+def test_every_residual_trains_logs_and_resumes(tmp_path, residual):
+    config, out = tiny(tmp_path, residual=residual, steps=2, depth_every=2, save_every=1), tmp_path / "run"
+    train(config, out)
+    whole = fingerprint(out)
+    assert {"train", "eval", "depth"} == {record["kind"] for record in whole["metrics"]}
+    shutil.rmtree(out / "checkpoints" / "step-00000002")
+    (out / "summary.json").unlink()
+    train(config, out, resume=True)
+    assert fingerprint(out) == whole
+    model, _ = load_model(out)
+    assert model.config.residual == pinned(model.residual)  # options that follow from the network are written out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_resume_is_bitwise_on_a_gpu(tmp_path, monkeypatch, async_save):
+    """In bf16 and with deterministic kernels; steps beyond the cut repeat those of the undisturbed run."""
+    config = tiny(tmp_path, device="cuda", async_save=async_save)
+    train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        cut_power(patch, at_step=8)
+        with pytest.raises(PowerCut):
+            train(config, tmp_path / "cut")
+    train(config, tmp_path / "cut", resume=True)
+    assert fingerprint(tmp_path / "cut") == fingerprint(tmp_path / "whole")
+
+
+def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
+    config = tiny(tmp_path)
+    summary = train(config, tmp_path / "run")
+    before = (tmp_path / "run" / "summary.json").stat().st_mtime_ns
+    assert train(config, tmp_path / "run", resume=True) == summary
+    assert (tmp_path / "run" / "summary.json").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="already holds a run: continue it with --resume"):
+        train(config, tmp_path / "run")
+
+    (tmp_path / "run" / "summary.json").unlink()  # killed between the last checkpoint and the summary
+    assert train(config, tmp_path / "run", resume=True)["loss"] == summary["loss"]
+
+
+def test_training_learns(tmp_path):
+    config = tiny(tmp_path, steps=60, eval_every=20, log_every=60, depth_every=60, save_every=60)
+    train(replace(config, optim=replace(config.optim, lr=0.02)), tmp_path / "run")
+    evals = [r["bits_per_byte"] for r in fingerprint(tmp_path / "run")["metrics"] if r["kind"] == "eval"]
+    assert len(evals) == 3
+    assert evals[-1] < 0.7 * evals[0]
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 4}, {"checkpoint_activations": True}])
+def test_what_saves_memory_does_not_change_the_result(tmp_path, change):
+    plain = train(tiny(tmp_path), tmp_path / "plain")
+    other = train(tiny(tmp_path, **change), tmp_path / "other")
+    assert other["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+
+
+def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
+    """Traced by the compiler's front end and run by the eager backend, which needs no C++ compiler."""
+    plain = train(tiny(tmp_path, steps=4), tmp_path / "plain")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiled = train(tiny(tmp_path, steps=4, compile=True), tmp_path / "compiled")
+    assert compiled["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path, tokenizer):
+    """With every logit zero each token costs log2(vocab) bits, however many bytes it stands for."""
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
+    config = tiny(tmp_path)
+    config = replace(config, data=replace(config.data, tokenizer=tokenizer, bpe_vocab=300))
+    run = begin(config, tmp_path / "run", resume=False)
+    with torch.no_grad():
+        run.model.head.weight.zero_()
+    bits = evaluate(run)
+    windows = run.validation.take(run.validation.spread(8))[:, 1:]
+    num_bytes = len(prepare(config.data).tokenizer.decode(windows.flatten()).encode())
+    assert bits == pytest.approx(math.log2(run.model.config.vocab_size) * windows.size / num_bytes, rel=1e-5)
+    assert run.evaluation["loss"] == pytest.approx(math.log(run.model.config.vocab_size), rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path, monkeypatch):
+    real = loop.token_losses
+    calls = {"training": 0}
+
+    def token_losses(run, forward, windows):
+        calls["training"] += torch.is_grad_enabled()
+        return real(run, forward, windows) * (math.nan if calls["training"] > 7 else 1.0)
+
+    monkeypatch.setattr(loop, "token_losses", token_losses)
+    with pytest.raises(UserError, match=r"not finite at step 8 .*last good checkpoint is .*step-00000005.*lower --lr"):
+        train(tiny(tmp_path), tmp_path / "run")
+    saved = checkpoints(tmp_path / "run" / "checkpoints")
+    assert [folder.name for folder in saved] == ["step-00000005"]
+    assert damage(saved[0]) is None
+    model = Decoder.load(saved[0])
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_path, monkeypatch):
+    spikes(monkeypatch, 8, factor=math.nan)
+    with pytest.raises(UserError, match=r"loss or gradient is not finite at step 8 .*--resume and --skip-nonfinite 1"):
+        train(tiny(tmp_path), tmp_path / "run")
+    assert train(tiny(tmp_path, skip_nonfinite=1), tmp_path / "run", resume=True)["skipped_steps"] == 1
+
+    config = tiny(tmp_path, skip_spikes=1, spike_window=4)
+    spikes(monkeypatch, 7, 8)
+    with pytest.raises(UserError, match=r"above .* at step 8 .*--resume and --skip-spikes 2"):
+        train(config, tmp_path / "spikes")
+    more = replace(config.train, skip_spikes=2, spike_sigmas=5.0)
+    assert train(replace(config, train=more), tmp_path / "spikes", resume=True)["skipped_steps"] == 2
+
+
+def test_each_kind_of_bad_step_has_its_own_count():
+    settings = TrainSettings(skip_nonfinite=2, skip_spikes=2, spike_window=2)
+    skips = Skips(losses=[1.0, 1.1])
+    counted = []
+    for loss, norm in ((99.0, 1.0), (99.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (99.0, 1.0), (1.0, 1.0)):
+        reason = skips.judge(loss, norm, settings)
+        counted.append((reason and reason.kind, skips.in_a_row))
+    steps = [("spike", 1), ("spike", 2), ("nonfinite", 1), ("nonfinite", 2), ("spike", 1), (None, 0)]
+    assert counted == steps
+    assert skips.total == 5
+
+
+def test_after_equal_losses_a_small_rise_is_no_spike():
+    settings = TrainSettings(skip_spikes=1, spike_window=3)
+    assert Skips(losses=[2.0] * 3).judge(2.001, 1.0, settings) is None
+    assert Skips(losses=[2.0] * 3).judge(2.1, 1.0, settings).threshold == pytest.approx(2.0 + 6 * 0.002)
+
+
+def spikes(monkeypatch, *numbers: int, factor: float = 100, real=loop.accumulate) -> None:
+    """Steps whose loss and gradient come out a hundred times too large."""
+
+    def accumulate(run, number):
+        loss = real(run, number)
+        if number not in numbers:
+            return loss
+        for parameter in run.model.parameters():
+            parameter.grad *= factor
+        return loss * factor
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+
+
+def test_a_loss_spike_is_left_out_and_a_resumed_run_decides_alike(tmp_path, monkeypatch):
+    config = tiny(tmp_path, save_every=1, keep=99, skip_spikes=2, spike_window=4)
+    spikes(monkeypatch, 3, 7, 8)  # the first comes before there are losses to measure it against
+    assert train(config, tmp_path / "whole")["skipped_steps"] == 2
+    whole = fingerprint(tmp_path / "whole")
+    records = [r for r in whole["metrics"] if r["kind"] == "skip"]
+    assert [(r["step"], r["reason"]) for r in records] == [(7, "spike"), (8, "spike")]
+    taken = [r["loss"] for r in whole["metrics"] if r["kind"] == "train" and r["step"] in (3, 4, 5, 6)]
+    deviation = np.median(np.abs(taken - np.median(taken)))
+    assert records[0]["threshold"] == pytest.approx(np.median(taken) + 6 * 1.4826 * deviation)
+    assert records[0]["loss"] > records[0]["threshold"] == records[1]["threshold"]
+    saved = {int(f.name[5:]): load_file(f / "model.safetensors") for f in checkpoints(tmp_path / "whole/checkpoints")}
+    for before, after, equal in ((6, 7, True), (7, 8, True), (2, 3, False), (8, 9, False)):
+        same = all(torch.equal(value, saved[after][name]) for name, value in saved[before].items())
+        assert same == equal, (before, after)
+    cause = json.loads((tmp_path / "whole" / "spike-step-7.json").read_text())
+    assert cause["batch"] == {"seed": 0, "step": 6, "size": 4}
+
+    for cut in (5, 7):  # with a window half filled, and between two spikes
+        with monkeypatch.context() as patch:
+            cut_power(patch, at_step=cut + 1)
+            with pytest.raises(PowerCut):
+                train(config, tmp_path / f"cut{cut}")
+        train(config, tmp_path / f"cut{cut}", resume=True)
+        assert fingerprint(tmp_path / f"cut{cut}") == whole
+
+
+def test_too_many_spikes_in_a_row_stop_the_run_wherever_it_was_resumed(tmp_path, monkeypatch):
+    config = tiny(tmp_path, save_every=1, keep=99, skip_spikes=2, spike_window=4)
+    spikes(monkeypatch, 7, 8, 9)
+    for resume in (False, True):  # the second time from step 8, after two spikes
+        with pytest.raises(UserError, match=r"the loss is above .* at step 9 .*step-00000008.*spike-step-9"):
+            train(config, tmp_path / "run", resume=resume)
+
+
+def slow_writes(monkeypatch, seconds: float = 0.0, failing: int | None = None) -> list[int]:
+    """Writing takes a while, or fails from a step on; returns the steps whose weights were written."""
+    real, steps = shards.write_file, []
+
+    def write_file(path, content):
+        step = int(path.parent.name.rpartition("-")[2])
+        if path.name == "model.safetensors":
+            time.sleep(seconds)
+            steps.append(step)
+            if failing is not None and step >= failing:
+                raise OSError(28, "No space left on device", str(path))
+        return real(path, content)
+
+    monkeypatch.setattr(shards, "write_file", write_file)
+    return steps
+
+
+def test_saving_in_the_background_writes_what_saving_at_once_does(tmp_path, monkeypatch):
+    """Each save takes longer than the steps meanwhile, which must neither wait for it nor change what it writes."""
+    config = tiny(tmp_path, save_every=3, keep=99)
+    train(config, tmp_path / "sync")
+    slow_writes(monkeypatch, seconds=0.5)
+    overtaken = []
+    real = loop.log_update
+
+    def log_update(run, *values):
+        real(run, *values)
+        overtaken.append(run.saver.thread is not None and run.saver.thread.is_alive())
+
+    monkeypatch.setattr(loop, "log_update", log_update)
+    train(replace(config, train=replace(config.train, async_save=True)), tmp_path / "async")
+    assert any(overtaken)
+    for one, other in zip(*(checkpoints(tmp_path / name / "checkpoints") for name in ("sync", "async")), strict=True):
+        assert damage(other) is None
+        for file in ("model.safetensors", "optimizer.safetensors", "index.json"):
+            assert (one / file).read_bytes() == (other / file).read_bytes(), (one.name, file)
+    assert fingerprint(tmp_path / "sync") == fingerprint(tmp_path / "async")
+
+
+def test_copies_for_the_background_keep_their_place(tmp_path):
+    buffers, weight = HostBuffers(), torch.arange(6.0)
+    first = buffers.take({"weight": weight})["weight"]
+    weight += 1
+    assert torch.equal(first, torch.arange(6.0))
+    assert buffers.take({"weight": weight})["weight"].data_ptr() == first.data_ptr()
+    assert torch.equal(first, weight)
+    more = buffers.take({"weight": weight, "later": weight})  # an optimizer has state after its first step
+    assert all(torch.equal(copy, weight) for copy in more.values())
+
+
+def test_copies_for_the_background_are_written_in_few_pieces(monkeypatch):
+    monkeypatch.setattr(HostBuffers, "BLOCK", 100)
+    count = torch.arange(3, dtype=torch.int64)
+    tensors = {"b": torch.randn(5), "half": torch.randn(3).bfloat16(), "a": torch.randn(2, 3), "count": count}
+    tensors["large"] = torch.randn(40)
+    copies = HostBuffers().take(tensors)
+    parts = list(shards.encode(copies))
+    assert b"".join(parts) == b"".join(shards.encode(tensors))
+    assert [len(part) for part in parts[1:]] == [24 + 24 + 20, 160, 6]  # count, a and b; large, by itself; half
+    assert len(list(shards.encode(tensors))) == 6
+    assert copies["half"].untyped_storage().data_ptr() == copies["count"].untyped_storage().data_ptr()
+
+
+def test_a_save_keeps_plans_and_no_tensors(tmp_path):
+    run = begin(tiny(tmp_path, async_save=True), tmp_path / "run", resume=False)
+    save(run)  # before the optimizer has any state
+    run.saver.wait()
+    before = weakref.ref(next(iter(run.saver.buffers.buffers.values())))
+    update(run, 1, accumulate(run, 1))
+    run.step = 1
+    save(run)
+    run.saver.wait()
+    gc.collect()
+    assert before() is None
+    assert run.saver.planner.own is not None
+    moment = weakref.ref(next(iter(run.optimizers["adamw"].state.values()))["exp_avg"])
+    run.optimizers["adamw"].state.clear()
+    gc.collect()
+    assert moment() is None
+
+
+class LateBuffers(HostBuffers):
+    """Copies as a GPU makes them: they happen when another stream gets to them, here when the update asks for them."""
+
+    def take(self, tensors):
+        self.live = {name: local(tensor) for name, tensor in tensors.items()}
+        self.buffers = {name: torch.zeros_like(tensor) for name, tensor in self.live.items()}
+        self.happened, self.copied = threading.Event(), self
+        return self.buffers
+
+    def wait_event(self, event):
+        assert event is self
+        for name, tensor in self.live.items():
+            self.buffers[name].copy_(tensor)
+        self.happened.set()
+
+    def synchronize(self):
+        assert self.happened.wait(10), "no update asked for the copies"
+
+
+def test_a_copy_that_takes_its_time_is_waited_for_by_the_next_update_and_by_the_file(tmp_path, monkeypatch):
+    run = begin(tiny(tmp_path, async_save=True), tmp_path / "run", resume=False)
+    run.saver.buffers = LateBuffers()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: run.saver.buffers)
+    for number in (1, 2):
+        update(run, number, accumulate(run, number))
+        run.step = number
+        if number == 1:
+            saved = {name: tensor.clone() for name, tensor in run.model.named_parameters()}
+            save(run)
+    run.saver.wait()
+    run.log.close()
+    written = read_all(tmp_path / "run" / "checkpoints" / "step-00000001", "model")
+    assert all(torch.equal(written[name], tensor) for name, tensor in saved.items())
+    assert not all(torch.equal(tensor, saved[name]) for name, tensor in run.model.named_parameters())
+
+
+def test_a_failing_write_in_the_background_stops_the_run_at_one_of_the_next_steps(tmp_path, monkeypatch):
+    config = tiny(tmp_path, steps=200, eval_every=200, depth_every=200, save_every=50, async_save=True)
+    slow_writes(monkeypatch, failing=100)
+    with pytest.raises(UserError, match=r"could not write .*step-00000100: No space left.*good .*step-00000050"):
+        train(config, tmp_path / "run")
+    assert fingerprint(tmp_path / "run")["metrics"][-1]["step"] < 150, "it was noticed by the next save only"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000050"]
+
+
+@pytest.mark.parametrize("steps", [5, 12])
+def test_a_failing_last_write_in_the_background_is_an_error(tmp_path, monkeypatch, steps):
+    """At the end of a run, and when another error has already ended it."""
+    config = tiny(tmp_path, steps=steps, save_every=5, async_save=True)
+    slow_writes(monkeypatch, seconds=0.3, failing=5)
+    if steps == 5:
+        with pytest.raises(UserError, match="could not write"):
+            train(config, tmp_path / "run")
+    else:
+        cut_power(monkeypatch, at_step=6)
+        with pytest.raises(PowerCut):  # which ended it; the write has yet to fail
+            train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert checkpoints(tmp_path / "run" / "checkpoints") == []
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
+
+
+def test_depth_records(tmp_path):
+    for residual in ("standard", "attnres-full"):
+        train(tiny(tmp_path, residual=residual), tmp_path / residual)
+        records = [r for r in fingerprint(tmp_path / residual)["metrics"] if r["kind"] == "depth"]
+        assert [record["step"] for record in records] == [6, 12]
+        for record in records:
+            assert record["sublayers"] == ["attention", "mlp"] * 2
+            assert [len(record[key]) for key in ("output_norm", "gradient_norm", "read_norm", "entropy")] == [
+                4,
+                4,
+                5,
+                5,
+            ]
+            mixing = np.array(record["mixing"])
+            assert np.allclose(mixing, np.tril(mixing))
+            assert all(value > 0 for key in ("output_norm", "gradient_norm", "read_norm") for value in record[key])
+            if residual == "standard":
+                assert np.allclose(mixing, np.tril(np.ones((5, 5))), atol=1e-4)
+                assert record["entropy"] == pytest.approx([math.log(row + 1) for row in range(5)], abs=1e-4)
+            else:
+                assert np.allclose(mixing.sum(1), 1, atol=1e-4)
+                assert all(e <= math.log(row + 1) + 1e-4 for row, e in enumerate(record["entropy"]))
+
+
+def test_summary_and_resolved_configuration(tmp_path):
+    summary = train(tiny(tmp_path), tmp_path / "run")
+    keys = "residual seed parameters residual_parameters flops_per_token tokens steps seconds peak_memory_bytes loss"
+    assert set(summary) == {*keys.split(), "skipped_steps", "bits_per_byte", "device", "torch", "headwater"}
+    assert summary["tokens"] == STEPS * 4 * 32
+    assert summary["peak_memory_bytes"] > 50 * 2**20
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert ModelConfig.from_dict(config["model"]).residual == "attnres-block:block=2"
+    assert config["model"]["vocab_size"] == 320
+    assert (tmp_path / "run" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_parameter_meets_its_optimizer_once(optimizer):
+    for residual in names():
+        model = Decoder(
+            ModelConfig(vocab_size=64, dim=16, layers=2, heads=2, mlp_dim=32, qk_norm=True, residual=residual)
+        )
+        optimizers = build_optimizers(model, OptimSettings(optimizer=optimizer))
+        homes = {}
+        for kind, built in optimizers.items():
+            for group in built.param_groups:
+                for parameter in group["params"]:
+                    assert id(parameter) not in homes
+                    homes[id(parameter)] = (kind, group["weight_decay"])
+        for name, parameter in model.named_parameters():
+            hidden = name.startswith("sublayers.") and parameter.ndim == 2
+            assert homes[id(parameter)] == ((optimizer, 0.1) if hidden else ("adamw", 0.0)), name
+
+
+def test_schedules():
+    cosine = OptimSettings(lr=1.0, warmup=10, final_lr=0.1)
+    assert [learning_rate(s, 100, cosine) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert learning_rate(55, 100, cosine) == pytest.approx(0.55)
+    assert learning_rate(99, 100, cosine) == pytest.approx(0.1, abs=1e-3)
+    wsd = replace(cosine, schedule="wsd", decay=0.2, final_lr=0.0)
+    assert [learning_rate(s, 100, wsd) for s in (9, 10, 50, 80, 90, 99)] == pytest.approx([1, 1, 1, 1, 0.5, 0.05])
+
+
+def test_a_second_process_is_kept_out_of_a_run_folder(tmp_path):
+    from headwater.train.files import locked
+
+    with locked(tmp_path / "run"), pytest.raises(UserError, match="another process is working in"):
+        train(tiny(tmp_path), tmp_path / "run")
+
+
+def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):
+    config = tiny(tmp_path)
+    with monkeypatch.context() as patch:
+        cut_power(patch, at_step=8)
+        with pytest.raises(PowerCut):
+            train(config, tmp_path / "run")
+    (write_corpus(tmp_path) / "more.txt").write_text("a text that was not there before " * 20)
+    with pytest.raises(UserError, match=r"another configuration:\n  corpus.source_hash"):
+        train(config, tmp_path / "run", resume=True)
