@@ -16,9 +16,9 @@ import torch
 
 import headwater
 from headwater import hf
-from headwater.train.checkpoint import load_model
+from headwater.train.checkpoint.folder import load_model
 from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings
-from headwater.train.data import Windows, prepare
+from headwater.train.data.dataset import Windows, prepare
 from headwater.train.loop import train
 
 HERE = Path(__file__).parent

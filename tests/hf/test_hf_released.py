@@ -8,8 +8,7 @@ from tinyhf import stir, tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.errors import UserError
-from headwater.hf import FLA, KIMI_K3, convert, from_release, load_released, to_release
-from headwater.hf.formats import export
+from headwater.hf import FLA, KIMI_K3, convert, export, from_release, load_released, to_release
 from headwater.hf.formats.folder import fast_tokenizer, write_model
 from headwater.models import Decoder, ModelConfig
 from headwater.train.data.tokenizer import ByteTokenizer
