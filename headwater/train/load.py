@@ -1,0 +1,58 @@
+"""A trained model back from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from headwater.errors import UserError
+from headwater.models import Decoder
+from headwater.train.checkpoint.folder import STATE, load_model, read_state
+from headwater.train.config import Config, override
+from headwater.train.data.tokenizer import Tokenizer
+from headwater.train.files import read_json
+
+
+class LoadedRun(NamedTuple):
+    """What `load_run` returns: `.model`, `.tokenizer`, `.config`; it also unpacks in this order."""
+
+    model: Decoder
+    """In training mode, as PyTorch builds it: call `.eval()` before measuring."""
+    tokenizer: Tokenizer
+    """`encode(text)` gives ids as a numpy array, `decode(ids)` text."""
+    config: Config | None
+    """The settings the weights were trained with; None of a model saved by itself. Its shape is `model.config`."""
+
+
+def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
+    """The model, tokenizer and settings of a training run.
+
+    Arguments:
+        folder: a run (its newest checkpoint is taken), one of its checkpoints, or what `headwater export` wrote. It
+            may have been saved by any number of ranks.
+        device: where the weights go, as torch names it.
+
+    Returns: a `LoadedRun` with `.model`, `.tokenizer` and `.config`.
+
+    Raises: `headwater.errors.UserError` if the folder holds no checkpoint, a damaged one, or a transformers model.
+
+        run = load_run("runs/train")
+        print(run.config.optim.lr, run.model(torch.tensor([run.tokenizer.encode("def ")])).shape)
+    """
+    folder = Path(folder).resolve()
+    if not folder.is_dir():
+        raise UserError(
+            f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"
+        )
+    if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
+        raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater`")
+    model, tokenizer = load_model(folder, device)
+    return LoadedRun(model, tokenizer, settings_of(folder))
+
+
+def settings_of(folder: Path) -> Config | None:
+    """The settings of a run or of a checkpoint that has been read; settings that are newer than it have defaults."""
+    saved = read_state(folder)["config"] if (folder / STATE).is_file() else read_json(folder / "config.json")
+    if "train" not in saved:
+        return None
+    return override(Config(), {key: value for key, value in saved.items() if key != "corpus"}, str(folder))
