@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from headwater.errors import UserError
+from headwater.stats import BASELINE, ONE_SEED, Paired, Stat, limits, pair, summarize
 from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
@@ -292,65 +292,85 @@ def stop(running: list[Active]) -> None:
 
 def tabulate(runs: list[Job], residuals: list[str]) -> list[dict[str, Any]]:
     """One row per residual over its finished runs: means with spread, and the difference to the first residual."""
-    summaries = {(run.residual, run.seed): read_json(run.folder / "summary.json") for run in runs if run.finished}
+    summaries: dict[str, dict[int, dict[str, Any]]] = {residual: {} for residual in residuals}
+    for run in runs:
+        if run.finished:
+            summaries[run.residual][run.seed] = read_json(run.folder / "summary.json")
+    bits = {name: {seed: s["bits_per_byte"] for seed, s in mine.items()} for name, mine in summaries.items()}
+    pairs = {name: pair(values, bits[residuals[0]]) for name, values in bits.items()}
+    comparisons = sum(len(values) > 1 for name, values in pairs.items() if name != residuals[0])
     rows = []
-    for residual in residuals:
-        mine = {seed: summary for (name, seed), summary in summaries.items() if name == residual}
+    for residual, mine in summaries.items():
         if not mine:
             continue
-        paired = [
-            s["bits_per_byte"] - summaries[residuals[0], seed]["bits_per_byte"]
-            for seed, s in mine.items()
-            if (residuals[0], seed) in summaries
-        ]
+        paired = Paired(pairs[residual], comparisons) if residual != residuals[0] and pairs[residual] else None
         rows.append(
             {
                 "residual": residual,
                 "seeds": sorted(mine),
                 **{key: next(iter(mine.values()))[key] for key in COUNTS},
                 **{key: spread([summary[key] for summary in mine.values()]) for key in MEANS},
-                "difference": spread(paired),
+                "difference": spread(pairs[residual]),
+                "pairs": len(pairs[residual]),
+                "interval": list(paired.interval) if paired and paired.interval else None,
+                "verdict": paired.verdict if paired else BASELINE if residual == residuals[0] else None,
             }
         )
     return rows
 
 
-def spread(values: list[float]) -> dict[str, float | None]:
+def spread(values: Sequence[float]) -> dict[str, float | None]:
     """Mean and sample standard deviation; one value has no spread, and none has no mean."""
-    return {
-        "mean": statistics.fmean(values) if values else None,
-        "spread": statistics.stdev(values) if len(values) > 1 else None,
-    }
+    found = summarize(values)
+    return {"mean": found.mean if found else None, "spread": found.spread if found else None}
 
 
 def draw(rows: list[dict[str, Any]], config: Config) -> Table:
     seeds = max((len(row["seeds"]) for row in rows), default=0)
     tokens = max((row["tokens"] for row in rows), default=0)
-    title = f"{config.train.steps} steps, {tokens:,} tokens, mean ± standard deviation of {seeds} seeds"
+    over = "one seed" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
+    title = f"{config.train.steps} steps, {tokens:,} tokens, {over}"
     # Narrow gaps: the table fits 80 columns, and only a residual's name may be folded.
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.caption = "bits/byte on held-out text; difference to the first row, seed by seed; FLOPs per token"
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.caption, table.caption_justify = _caption(rows), "left"
     table.add_column("residual", overflow="fold", min_width=13)
     for name in ("bits/byte", "difference", "params", "FLOPs", "seconds", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["residual"],
-            _plus_minus(row["bits_per_byte"], "{:.4f}"),
-            _plus_minus(row["difference"], "{:+.4f}", "{:.4f}") if row is not rows[0] else "baseline",
+            _plus_minus(row["bits_per_byte"], ".4f"),
+            _difference(row),
             _short(row["parameters"]),
             _short(row["flops_per_token"]),
-            _plus_minus(row["seconds"], "{:.0f}"),
+            _plus_minus(row["seconds"], ".0f"),
             f"{row['peak_memory_bytes']['mean'] / 2**20:.0f}",
         )
     return table
 
 
-def _plus_minus(value: dict[str, float | None], form: str, spread_form: str | None = None) -> str:
-    if value["mean"] is None:
-        return "-"
-    text = form.format(value["mean"])
-    return text if value["spread"] is None else f"{text} ± {(spread_form or form).format(value['spread'])}"
+def _caption(rows: list[dict[str, Any]]) -> str:
+    judged = [row for row in rows if row["interval"]]
+    words = "bits/byte on held-out text; FLOPs per token; difference to the first row, seed by seed"
+    if judged:
+        corrected = f" ({len(judged)} residuals at once, Bonferroni)" if len(judged) > 1 else ""
+        words += f", ± its 95 % interval{corrected}"
+    fewest = min((row["pairs"] for row in rows if row["verdict"] not in (None, BASELINE)), default=0)
+    return f"{words}.\n{limits(fewest, len(judged))}" if fewest else words
+
+
+def _difference(row: dict[str, Any]) -> str:
+    if row["verdict"] in (None, BASELINE):
+        return row["verdict"] or "-"
+    shown = Stat(row["difference"]["mean"], None, 1).text(sign="+")
+    if row["verdict"] == ONE_SEED:
+        return f"{shown} {ONE_SEED}"
+    low, high = row["interval"]
+    return f"{shown} ± {(high - low) / 2:.4f}\n{row['verdict']}"
+
+
+def _plus_minus(value: dict[str, float | None], form: str) -> str:
+    return "-" if value["mean"] is None else Stat(value["mean"], value["spread"], 0).text(form)
 
 
 def _short(count: float) -> str:

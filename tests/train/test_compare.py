@@ -63,8 +63,17 @@ def test_rows_have_mean_spread_and_paired_difference(tmp_path):
     assert rows[1]["seeds"] == [0, 1]
     shown = text_of(draw(rows, tiny(tmp_path)))
     assert "3.5000 ± 0.7071" in shown
-    assert "-0.4000 ± 0.1414" in shown
+    assert "−0.4000 ± 1.2706" in shown  # Student's t of one degree of freedom, 12.706, times 0.1
+    assert "not told apart" in shown
+    assert "2 seeds tell a difference from chance when it is beyond 9 times" in " ".join(shown.split())
+    assert rows[1]["interval"] == pytest.approx([-1.6706205, 0.8706205])
+    assert [row["verdict"] for row in rows] == ["baseline", "not told apart"]
     assert "attnres-full" in shown
+    (tmp_path / "standard-seed0" / "summary.json").unlink()
+    (tmp_path / "standard-seed1" / "summary.json").unlink()
+    unpaired = tabulate(jobs, ["standard", "attnres-full"])
+    assert [row["verdict"] for row in unpaired] == [None]
+    assert "baseline" not in text_of(draw(unpaired, tiny(tmp_path)))
     assert spread([2.0]) == {"mean": 2.0, "spread": None}
 
 
