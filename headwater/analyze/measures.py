@@ -6,24 +6,24 @@ Entropy and what follows from it treat a row as shares, |M| over its row's sum. 
 import torch
 from torch import Tensor
 
+from headwater.residuals.measures import entropy, shares
+
+__all__ = [
+    "effective_depth",
+    "effective_sources",
+    "entropy",
+    "numerical_rank",
+    "row_sums",
+    "semiseparable_rank",
+    "shares",
+]
+
 TOLERANCE = 1e-4  # of the largest singular value; M comes from fp32 products
 
 
 def row_sums(matrix: Tensor) -> Tensor:
     """(reads, ...)"""
     return matrix.sum(1)
-
-
-def shares(matrix: Tensor) -> Tensor:
-    """|M| with rows that sum to one; a row of zeros stays zero."""
-    size = matrix.abs()
-    return size / size.sum(1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-
-
-def entropy(matrix: Tensor) -> Tensor:
-    """Of each row's shares, in nats, (reads, ...)."""
-    p = shares(matrix)
-    return -torch.special.xlogy(p, p).sum(1)
 
 
 def effective_sources(matrix: Tensor) -> Tensor:

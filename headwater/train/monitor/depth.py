@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwater.models import Decoder
 from headwater.residuals import mixing, record
+from headwater.residuals.measures import entropy
 
 DEPTH_TOKENS = 256  # enough for a stable average; mixing costs one backward pass for each read
 
@@ -28,14 +29,12 @@ def depth_record(model: Decoder, tokens: Tensor) -> dict[str, Any]:
     with torch.no_grad(), record(model.residual) as trace:
         model(tokens)
     matrix = mixing(model.residual, trace.sources).flatten(2)  # (L + 1, L + 1, tokens)
-    shares = matrix.abs() / matrix.abs().sum(1, keepdim=True).clamp_min(1e-30)
-    entropy = -torch.special.xlogy(shares, shares).sum(1).mean(-1)  # (L + 1,)
     return {
         "sublayers": list(model.sublayer_kinds),
         "output_norm": [_rms(y) for y in trace.sources[1:]],
         "read_norm": [_rms(torch.stack(x) if isinstance(x, tuple) else x) for x in trace.reads],
         "mixing": [[round(value, 6) for value in row] for row in matrix.mean(-1).tolist()],
-        "entropy": entropy.tolist(),
+        "entropy": entropy(matrix).mean(-1).tolist(),  # (L + 1,)
     }
 
 
