@@ -1,0 +1,55 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
+"""Cross entropy of rows of logits in one launch; the gradient takes the logits' place.
+
+    loss = log sum_v exp(z_v) - z_target;   z_v <- scale (exp(z_v) / sum_v exp(z_v) - [v = target])       z (M, V)
+
+A program owns a row: one read for the running maximum and sum, one more (from cache) and one write for the gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.ops.triton.launch import launch, launches
+from headwater.ops.triton.tiles import power_of_2
+
+BLOCK = 4096  # numbers of a row at once
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _cross_entropy(z, targets, losses, V, scale, GRADIENT: tl.constexpr, BV: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    p_z = z + row * V
+    target = tl.load(targets + row)
+    o_v = tl.arange(0, BV)
+    top = tl.full([BV], float("-inf"), tl.float32)
+    total = tl.zeros([BV], tl.float32)
+    for start in range(0, V, BV):
+        b_z = tl.load(p_z + start + o_v, mask=start + o_v < V, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(tl.maximum(top, b_z), -1e30)
+        total = total * tl.exp(top - new) + tl.exp(b_z - new)
+        top = new
+    highest = tl.max(top, 0)
+    total_all = tl.sum(total * tl.exp(top - highest), 0)
+    lse = highest + tl.log(total_all)
+    at_target = tl.load(p_z + target).to(tl.float32)
+    tl.store(losses + row, lse - at_target)
+    if GRADIENT:
+        tl.debug_barrier()
+        for start in range(0, V, BV):
+            m = start + o_v < V
+            b_z = tl.load(p_z + start + o_v, mask=m, other=float("-inf")).to(tl.float32)
+            b_g = (tl.exp(b_z - lse) - tl.where(start + o_v == target, 1.0, 0.0)) * scale
+            tl.store(p_z + start + o_v, b_g.to(z.dtype.element_ty), mask=m)
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None) -> Tensor:
+    """As the reference's; logits (M, V) and targets (M,) with their numbers side by side."""
+    launches["cross_entropy"] += 1
+    rows, vocabulary = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    constants = {"GRADIENT": scale is not None, "BV": min(BLOCK, power_of_2(vocabulary))}
+    numbers = (vocabulary, 0.0 if scale is None else scale)
+    launch(_cross_entropy, (rows,), (logits, targets, losses), numbers, constants, num_warps=8)
+    return losses
