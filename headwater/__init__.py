@@ -1,9 +1,8 @@
 """headwater: the residual stream as a part you can swap. Names load on first use; `import headwater` loads no torch."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from ._transformers import register_or_wait
 
 if TYPE_CHECKING:
     from headwater.hf import convert
@@ -48,10 +47,12 @@ __all__ = [
     "verify",
 ]
 
-register_or_wait()
-
 
 def __getattr__(name: str) -> Any:
     if name not in _homes:
         raise AttributeError(f"module 'headwater' has no attribute '{name}'")
     return getattr(import_module(f".{_homes[name]}", __name__), name)
+
+
+if "transformers.models.auto.modeling_auto" in sys.modules:  # then it costs nothing to make converted models known
+    import_module(".hf", __name__)

@@ -139,7 +139,7 @@ def convert(argv: list[str]) -> None:
         say(str(convert_folder(flags.folder, flags.out, flags.residual)))
         return
     check_out(flags.out)
-    model, tokenizer = load_exported(flags.folder)
+    model, tokenizer = hf.export_run(flags.folder)
     if flags.residual is not None:
         trained = getattr(model.config, "headwater", None)
         if trained is not None:
@@ -170,11 +170,12 @@ def evaluate(argv: list[str]) -> None:
     if not tasks:
         raise UserError("--tasks names no task")
     check_device(flags.device)
+    from headwater.hf import export_run
     from headwater.hf.evaluate import evaluate as run
     from headwater.hf.evaluate import table
     from headwater.hf.formats.folder import is_transformers, load_with_tokenizer
 
-    model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else load_exported)(flags.folder)
+    model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else export_run)(flags.folder)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about how it is called, which is our doing
     options = {name: getattr(flags, name) for name in ("fewshot", "limit", "batch_size", "device")}
     results = run(model, tokenizer, tasks, include_path=flags.include_path, **options)
@@ -185,16 +186,6 @@ def evaluate(argv: list[str]) -> None:
     say(f"{table(results)}\n{out}: these results with their settings")
 
 
-def load_exported(folder: Path) -> tuple[Any, Any]:
-    """The model of a run as a transformers model, and its tokenizer."""
-    from headwater import hf
-    from headwater.hf.formats.folder import fast_tokenizer
-
-    model, tokenizer = load_run(folder)
-    exported = hf.export(model.config.to_dict(), model.weights(), tokenizer.end_of_text)
-    return exported, fast_tokenizer(tokenizer.to_json(), model.config.context)
-
-
 def load_run(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
     """The model and tokenizer of a run, of one of its checkpoints, or of what `headwater export` wrote."""
     if not folder.is_dir():
@@ -202,7 +193,7 @@ def load_run(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
             f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"
         )
     if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
-        raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater`")
+        raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater.hf`")
     from headwater.train.checkpoint.folder import load_model
 
     return load_model(folder, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 
@@ -27,6 +27,26 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(valid)}"
+
+
+def check_fit(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]], what: str) -> None:
+    """Weights fit a model: every tensor that it expects is there in its shape, and no other.
+
+    Arguments:
+        expected: the model's tensors, name to shape.
+        found: those of the file or state dict, name to shape.
+        what: the beginning of the message, such as "weights do not fit the model".
+
+    Raises: ValueError that names the tensors that are missing or not expected, else the first of another shape.
+
+        check_fit({"norm.weight": (64,)}, {"norm.weight": (32,)}, "weights do not fit the model")
+    """
+    missing, surplus = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or surplus:
+        raise ValueError(f"{what}: missing {missing[:5]}, not expected {surplus[:5]}")
+    for name, shape in expected.items():
+        if tuple(shape) != tuple(found[name]):
+            raise ValueError(f"{what}: {name} is {tuple(shape)} in the model and {tuple(found[name])} in the file")
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class ConvertFlags:
     folder: tyro.conf.Positional[Path]
     """A transformers checkpoint folder; or anything that headwater generate takes, such as a run."""
     out: Path
-    """Folder to write; AutoModelForCausalLM loads it after `import headwater`."""
+    """Folder to write; AutoModelForCausalLM loads it after `import headwater.hf`."""
     residual: str | None = None
     """The residual to convert to, attnres-block by default. A run keeps its own unless one is given."""
 

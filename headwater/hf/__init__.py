@@ -1,12 +1,18 @@
-"""Hugging Face: swap the residual of a transformers model, verify it, save it, load it."""
+"""Hugging Face: swap the residual of a transformers model, verify it, save it, load it.
 
-from headwater.hf.convert.install import convert, revert
+`import headwater.hf` makes converted models known to transformers' Auto classes.
+"""
+
+from headwater.hf.convert.conversion import convert
+from headwater.hf.convert.install import revert
 from headwater.hf.convert.layouts import LAYOUTS, Layout
+from headwater.hf.convert.registration import register_types
 from headwater.hf.convert.report import Report
 from headwater.hf.formats.delta import load_delta, reset, save_delta, trainable
 from headwater.hf.formats.export import export
 from headwater.hf.formats.fla import read_fla
 from headwater.hf.formats.released import FLA, KIMI_K3, from_release, load_released, to_release
+from headwater.hf.formats.run import export_run
 
 from .verify import Verification, verify
 
@@ -19,6 +25,7 @@ __all__ = [
     "Verification",
     "convert",
     "export",
+    "export_run",
     "from_release",
     "load_delta",
     "load_released",
@@ -30,3 +37,5 @@ __all__ = [
     "trainable",
     "verify",
 ]
+
+register_types()

@@ -45,7 +45,7 @@ def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
             f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"
         )
     if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
-        raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater`")
+        raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater.hf`")
     model, tokenizer = load_model(folder, device)
     return LoadedRun(model, tokenizer, settings_of(folder))
 

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.hf import FLA, convert, to_release, verify
-from headwater.hf.convert.registration import _stub
+from headwater.hf.convert.registration import stub
 from headwater.hf.formats.fla import DEFAULTS, read_fla
 
 transformer = pytest.importorskip("fla.models.transformer", reason="needs flash-linear-attention, an extra of `dev`")
@@ -139,5 +139,5 @@ def test_types_that_it_registers_over_transformers_do_not_disturb_ours(tmp_path)
     convert(model)
     model.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
-    assert type(_stub("bitnet").from_dict(settings)) is type(model.config)
+    assert type(stub("bitnet").from_dict(settings)) is type(model.config)
     assert verify(AutoModelForCausalLM.from_pretrained(tmp_path), plain, tokens()).equal

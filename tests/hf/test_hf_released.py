@@ -8,7 +8,7 @@ from tinyhf import stir, tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.errors import UserError
-from headwater.hf import FLA, KIMI_K3, convert, export, from_release, load_released, to_release
+from headwater.hf import FLA, KIMI_K3, convert, export, export_run, from_release, load_released, to_release
 from headwater.hf.formats.folder import fast_tokenizer, write_model
 from headwater.models import Decoder, ModelConfig
 from headwater.train.data.tokenizer import ByteTokenizer
@@ -125,6 +125,23 @@ def test_a_decoder_of_headwater_train_exports(settings, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)
+
+
+def test_a_saved_model_of_headwater_is_exported_with_its_tokenizer(tmp_path):
+    torch.manual_seed(0)
+    decoder = Decoder(ModelConfig.named("nano", vocab_size=257, residual="attnres-block:block=3")).eval()
+    stir(decoder, 0.1)
+    decoder.save(tmp_path / "run")
+    ByteTokenizer().save(tmp_path / "run")
+    model, tokenizer = export_run(tmp_path / "run", out=tmp_path / "out")
+    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
+        with torch.no_grad():
+            torch.testing.assert_close(each(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)
+    assert tokenizer.encode("def ") == AutoTokenizer.from_pretrained(tmp_path / "out").encode("def ") == [*b"def "]
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_run(tmp_path / "run", out=tmp_path / "out")
+    with pytest.raises(UserError, match="is a transformers model"):
+        export_run(tmp_path / "out")
 
 
 def test_what_has_no_counterpart_is_not_exported():

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -107,6 +108,42 @@ def test_depth_weights_and_hidden_states(model):
     ours, theirs = (m(tokens(), output_hidden_states=True).hidden_states for m in (fresh, plain))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_passes_at_the_same_time_keep_their_records_apart(model):
+    """Three threads meet inside a layer and again before the head; two record, and the first runs two passes more from
+    within its own."""
+    rows = [tokens(2, 12, seed=seed) for seed in (1, 2, 3)]
+    expected = [model(row, output_depth_weights=True, output_hidden_states=True) for row in rows]
+    barrier, met, inside, found = threading.Barrier(3, timeout=60), set(), [], {}
+
+    def meet(module, *_):
+        place = threading.current_thread().name, module
+        if place not in met:
+            met.add(place)
+            barrier.wait()
+            if place == ("0", model.lm_head):
+                inside.extend((model(rows[2], output_depth_weights=True), model(rows[2])))
+
+    def run(i):
+        watched = {"output_depth_weights": True, "output_hidden_states": i == 1} if i < 2 else {}
+        with torch.no_grad():
+            found[i] = model(rows[i], **watched)
+
+    for module in (model.model.layers[2].mlp, model.lm_head):
+        module.register_forward_pre_hook(meet)
+    threads = [threading.Thread(target=run, args=(i,), name=str(i)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "depth_weights" not in found[2]
+    assert "depth_weights" not in inside[1]
+    for out, i in ((found[0], 0), (found[1], 1), (inside[0], 2)):
+        for one, other in zip(out.depth_weights, expected[i].depth_weights, strict=True):
+            assert torch.equal(one, other)
+    assert all(map(torch.equal, found[1].hidden_states, expected[1].hidden_states))
+    assert all(torch.equal(found[i].logits, expected[i].logits) for i in range(3))
 
 
 def test_depth_weights_under_gradient_checkpointing(model):
@@ -298,13 +335,14 @@ torch.save(logits, sys.argv[1] + "/logits.pt")
 whole = torch.load(sys.argv[1] + "/whole.pt", weights_only=False)
 assert torch.equal(whole(torch.load(sys.argv[1] + "/tokens.pt")).logits, logits)
 """
-ORDERS = [
-    "import headwater\nfrom transformers import AutoModelForCausalLM",
-    "from transformers import AutoModelForCausalLM\nimport headwater",
-]
+WAYS = {  # of making converted models known; a bare `import headwater` leaves the import machinery as it is
+    "said": "finders = list(sys.meta_path)\nimport headwater\nassert sys.meta_path == finders\n"
+    "from transformers import AutoModelForCausalLM\nimport headwater.hf",
+    "transformers-first": "from transformers import AutoModelForCausalLM\nimport headwater",
+}
 
 
-@pytest.mark.parametrize("imports", ORDERS, ids=["headwater-first", "transformers-first"])
+@pytest.mark.parametrize("imports", WAYS.values(), ids=WAYS)
 def test_a_new_process_without_a_network_loads_it_bit_equal(imports, model, tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(tokens(), tmp_path / "tokens.pt")

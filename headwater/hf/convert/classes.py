@@ -5,6 +5,7 @@ Its extra field `headwater` says which residual, and is all that is needed to co
 """
 
 import inspect
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -13,8 +14,11 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 
 from headwater.errors import UserError
 
-from .layers import Depth, converted_model, watch
-from .registration import PREFIX
+from .depth import Depth, fill, watch
+from .install import install
+from .layers import run_loop
+from .layouts import PREFIX
+from .plan import saved_plan
 from .remake import remakable
 
 
@@ -30,7 +34,7 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     for auto in (AutoModelForCausalLM, AutoModel):
         plain = auto._model_mapping.get(base, None)
         if isinstance(plain, type):
-            model = head_class(converted_model(plain) if auto is AutoModel else plain)
+            model = head_class(plain)
             model.config_class = made
             auto.register(made, model, exist_ok=True)
     mapping = get_checkpoint_conversion_mapping(base.model_type)
@@ -48,17 +52,17 @@ class Converted:
 
     plain: type[PreTrainedModel]
     _depth: Depth
+    _depth_loops: bool  # whether this is also the model that owns the loop over layers
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        from .install import convert_with
-
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        convert_with(self, saved_settings(config))  # type: ignore[arg-type]
+        plan = saved_plan(self, saved_settings(config))  # type: ignore[arg-type]
+        install(plan, head=type(self), config=type(config))
 
     def initialize_weights(self) -> None:
         """Parameters that a checkpoint did not bring get their start values: the added ones from their residual."""
         if "_depth" in self.__dict__:
-            self._depth.fill()
+            fill(self._depth)
         super().initialize_weights()  # type: ignore[misc]
 
 
@@ -69,22 +73,21 @@ def head_class(base: type[Any]) -> type[PreTrainedModel]:
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, output_depth_weights: bool = False, **kwargs: Any) -> Any:
+        run: Callable[[], Any] = partial(base.forward, self, *args, **kwargs)
+        if self._depth_loops:
+            run = partial(run_loop, self, partial(base.forward, self), args, kwargs)
         if not output_depth_weights:
-            return base.forward(self, *args, **kwargs)
-        outputs, seen = watch(self._depth, partial(base.forward, self, *args, **kwargs))
+            return run()
+        outputs, record = watch(run)
         if isinstance(outputs, tuple):
-            return (*outputs, seen.weights)
-        outputs["depth_weights"] = seen.weights
+            return (*outputs, record.weights)
+        outputs["depth_weights"] = record.weights
         return outputs
 
     forward.__signature__ = _with_flag(inspect.signature(base.forward), "output_depth_weights")  # type: ignore[attr-defined]
     members = {"plain": base, "forward": forward, "__module__": __name__, **remakable(head_class, base)}
     _heads[base] = type(f"Headwater{base.__name__}", (Converted, base), members)
     return _heads[base]
-
-
-def plain_type(config: PreTrainedConfig) -> str:
-    return config.model_type.removeprefix(PREFIX)
 
 
 def _with_flag(signature: inspect.Signature, name: str) -> inspect.Signature:

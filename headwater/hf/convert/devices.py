@@ -101,11 +101,8 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter or a buffer, by its path, also where its device is of another kind."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    old = owner._parameters.get(leaf)
-    if old is not None:
-        owner._parameters[leaf] = nn.Parameter(value, old.requires_grad)
-    else:
-        owner._buffers[leaf] = value
+    old = getattr(owner, leaf)
+    setattr(owner, leaf, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
 
 
 def _tensors(module: nn.Module, recurse: bool = True) -> list[tuple[str, Tensor]]:

@@ -1,8 +1,7 @@
 """Find what a conversion would touch, and refuse, before anything is touched, what does not fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,9 +9,8 @@ from transformers import PreTrainedModel
 from headwater.errors import UserError
 from headwater.residuals import entry, parse
 
-from .classes import plain_type
 from .layers import Site, sites_of
-from .layouts import Layout, layout_of
+from .layouts import PREFIX, Layout, layout_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
         if "_conversion" in module.__dict__:
             spec = module.__dict__["_conversion"].depth.residual.spec
             raise UserError(f"this model is already converted, to '{spec}'; headwater.revert it first")
-    model_type = plain_type(head.config)
+    model_type = head.config.model_type.removeprefix(PREFIX)
     layout = layout_of(model_type) if layout is None else layout
     for name, module in head.named_modules():
         layers, norm = getattr(module, layout.layers, None), getattr(module, layout.final_norm, None)
@@ -117,16 +115,3 @@ def split_inputs(
                 )
             split.append((which, projection))
     return split
-
-
-def spell(residual: str, options: Mapping[str, Any]) -> str:
-    """'attnres-block' and block=4 to 'attnres-block:block=4', checked."""
-    words = [f"{key}={_word(value)}" for key, value in options.items()]
-    name, _, given = residual.partition(":")
-    spec = ":".join(filter(None, (name, ",".join(filter(None, (given, *words))))))
-    parse(spec)
-    return spec
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

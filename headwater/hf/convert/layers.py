@@ -13,103 +13,19 @@ class is replaced by a subclass made for it (`__call__` is looked up on the clas
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwater.residuals import Norm, Read, Residual, State, build
+from headwater.residuals import Read, State
 
-from .devices import before_hop, bring_back, call_on, hooked
+from .depth import Depth, DepthState, watch
+from .devices import before_hop
 from .layouts import Layout
-from .norms import ScaledNorm
 from .remake import remakable
-
-
-class DepthState:
-    """What travels between layers: the residual's state, and, if asked for, what was seen on the way."""
-
-    __slots__ = ("reads", "tensors", "weights")
-
-    def __init__(self, tensors: State, weights: State = (), reads: State = ()) -> None:
-        self.tensors, self.weights, self.reads = tensors, weights, reads
-
-    def to(self, *args: Any, **kwargs: Any) -> "DepthState":
-        """Device maps move what enters a module."""
-        return DepthState(tuple(tensor.to(*args, **kwargs) for tensor in self.tensors), self.weights, self.reads)
-
-
-@dataclass
-class Depth:
-    """What the sites of one converted model share. Not a module: the residual's parameters are registered once.
-
-    `scales[i]` multiplies read i so that, at the start, it is the plain residual's stream (see `start.py`).
-    `wanted` and `seen` carry a request for depth weights from the model's forward to the layers, and the answer back.
-    """
-
-    residual: Residual
-    kinds: tuple[str, ...]
-    scales: tuple[float, ...]
-    norms: dict[int, ScaledNorm] = field(default_factory=dict)  # of the reads whose norm a kernel can fold in
-    wanted: bool = False
-    seen: DepthState | None = field(default=None, repr=False)
-
-    def begin(self, x: Tensor, layer: nn.Module) -> DepthState:
-        if not torch.compiler.is_compiling():
-            bring_back(self.residual)
-        if hooked(layer):
-            return DepthState(call_on(x.device, self.residual, 0, "begin", x))
-        return DepthState(self.residual.begin(x))
-
-    def call(self, site: nn.Module, verb: str, state: State, i: int, *args: Any, **kwargs: Any) -> Any:
-        """`read`, `write` or `weights` of sublayer i for `site`, the module that asks: hooks may have moved it."""
-        if hooked(site):
-            return call_on(state[0].device, self.residual, i, verb, state, i, *args, **kwargs)
-        return getattr(self.residual, verb)(state, i, *args, **kwargs)
-
-    def read(self, site: nn.Module, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
-        return self.call(site, "read", state, i, norm=self.scaled(norm, i))
-
-    def scaled(self, norm: Norm | None, i: int) -> Norm | None:
-        """The norm of read i behind the read's scale."""
-        prepared = self.norms.get(i)
-        # It is another where an adapter has wrapped it since, and has no weight to fold in while it is offloaded.
-        if prepared is not None and prepared.norm is norm and not prepared.weight.is_meta:
-            return prepared
-        return norm if self.scales[i] == 1.0 else partial(_norm_scaled, norm, self.scales[i])
-
-    def end(self, site: nn.Module, state: DepthState, norm: Norm) -> Tensor:
-        last = self.residual.sublayers
-        if self.wanted:
-            weights = self.call(site, "weights", state.tensors, last)
-            self.seen = DepthState((), (*state.weights, weights), state.reads)
-        scaled = self.norms.get(last) or partial(_norm_scaled, norm, self.scales[last])
-        if hooked(site):
-            return call_on(state.tensors[0].device, self.residual, last, "end", state.tensors, norm=scaled)
-        return self.residual.end(state.tensors, norm=scaled)
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Start values for what no checkpoint brought; transformers marks a tensor that has its value."""
-        tensors = dict(self.residual.named_parameters()) | dict(self.residual.named_buffers())
-        empty = {
-            name: t for name, t in tensors.items() if not getattr(t, "_is_hf_initialized", False) and not t.is_meta
-        }
-        if not empty:
-            return
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            fresh = build(self.residual.spec, self.residual.dim, self.residual.sublayers, self.kinds)
-        start = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
-        for name, tensor in empty.items():
-            tensor.copy_(start[name])
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def _norm_scaled(norm: Norm | None, scale: float, x: Tensor) -> Tensor:
-    x = x * scale
-    return x if norm is None else norm(x)
 
 
 @dataclass(frozen=True)
@@ -158,14 +74,13 @@ class ConvertedLayer(nn.Module):
         state = hidden_states if isinstance(hidden_states, DepthState) else self._begin(hidden_states, kwargs)
         # The state goes in and out as flat positional tensors: re-entrant checkpointing sees gradients of nothing else.
         # What is wanted goes along: a recomputation in the backward pass must do what the forward pass did.
-        watched = self._depth.wanted
+        watched = state.record is not None
         tensors = before_hop(self, self._depth.residual, state.tensors, self._depth_sites[0].sublayer)
         flat = super().__call__(*tensors, _depth_watched=watched, **kwargs)
         if not watched:
-            return DepthState(flat)
+            return state.after(flat)
         *after, read = flat[: -len(self._depth_sites)]
-        weights = flat[-len(self._depth_sites) :]
-        return DepthState(tuple(after), (*state.weights, *weights), (*state.reads, read))
+        return state.after(tuple(after), weights=flat[-len(self._depth_sites) :], reads=(read,))
 
     def forward(self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any) -> State:
         state: State = tensors
@@ -238,8 +153,7 @@ def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
         if isinstance(hidden_states, DepthState):
             residual = self._depth.residual
-            tensors = before_hop(self, residual, hidden_states.tensors, residual.sublayers)
-            hidden_states = DepthState(tensors, hidden_states.weights, hidden_states.reads)
+            hidden_states = hidden_states.after(before_hop(self, residual, hidden_states.tensors, residual.sublayers))
         return base.__call__(self, hidden_states)
 
     def forward(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
@@ -251,34 +165,26 @@ def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def converted_model(base: type[nn.Module]) -> type[nn.Module]:
-    """The model that owns the loop: its hidden states are what each layer reads, the last one what the head sees."""
+    """The model that owns the loop, inside a head: its hidden states are what each layer reads."""
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.get("output_hidden_states")
-        asked = self.config.output_hidden_states if asked is None else asked
-        if not asked:
-            return base.forward(self, *args, **kwargs)
-        if asked is not True:
-            raise ValueError(f"a converted model returns all hidden states or none: output_hidden_states={asked!r}")
-        outputs, seen = watch(self._depth, partial(base.forward, self, *args, **kwargs))
-        outputs["hidden_states"] = (*seen.reads, outputs["hidden_states"][-1])
-        return outputs
+        return run_loop(self, partial(base.forward, self), args, kwargs)
 
     return _subclass(base, forward=forward, **remakable(converted_model, base))
 
 
-def watch(depth: Depth, run: Callable[[], Any]) -> tuple[Any, DepthState]:
-    """Run, and what its layers saw: depth weights of every read, and what each layer read."""
-    before, depth.wanted = depth.wanted, True
-    try:
-        outputs = run()
-        seen = depth.seen
-    finally:
-        depth.wanted = before
-        depth.seen = depth.seen if before else None
-    assert seen is not None
-    return outputs, seen
+def run_loop(body: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The forward of the model that owns the loop; the last of its hidden states is what the head sees."""
+    asked = kwargs.get("output_hidden_states")
+    asked = body.config.output_hidden_states if asked is None else asked
+    if not asked:
+        return forward(*args, **kwargs)
+    if asked is not True:
+        raise ValueError(f"a converted model returns all hidden states or none: output_hidden_states={asked!r}")
+    outputs, record = watch(partial(forward, *args, **kwargs))
+    outputs["hidden_states"] = (*record.reads, outputs["hidden_states"][-1])
+    return outputs
 
 
 def _subclass(*bases: type, **members: Any) -> type[nn.Module]:

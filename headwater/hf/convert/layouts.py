@@ -95,6 +95,7 @@ ROWS: tuple[tuple[Layout, str], ...] = (
     (GPT_NEOX, "gpt_neox"),
     (LFM2, "lfm2"),
 )
+PREFIX = "headwater-"  # of the model type of a converted model
 LAYOUTS: Mapping[str, Layout] = {name: layout for layout, names in ROWS for name in names.split()}
 
 

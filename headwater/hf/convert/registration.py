@@ -6,15 +6,15 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from .layouts import LAYOUTS
-
-PREFIX = "headwater-"
+from .classes import config_class
+from .layouts import LAYOUTS, PREFIX
 
 
 def register_types() -> None:
+    """Make the type of every architecture in the table known; a second call changes nothing."""
     for model_type in LAYOUTS:
         if model_type in CONFIG_MAPPING_NAMES and PREFIX + model_type not in CONFIG_MAPPING:
-            CONFIG_MAPPING.register(PREFIX + model_type, _stub(model_type))
+            CONFIG_MAPPING.register(PREFIX + model_type, stub(model_type))
 
 
 def own_config(model_type: str) -> type[PreTrainedConfig]:
@@ -22,12 +22,10 @@ def own_config(model_type: str) -> type[PreTrainedConfig]:
     return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
 
 
-def _stub(model_type: str) -> type[PreTrainedConfig]:
+def stub(model_type: str) -> type[PreTrainedConfig]:
     """Stands for a converted model's config class until a file of its type is read."""
 
     def from_dict(cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        from .classes import config_class
-
         return config_class(own_config(model_type)).from_dict(config_dict, **kwargs)
 
     members = {"model_type": PREFIX + model_type, "from_dict": classmethod(from_dict), "__module__": __name__}

@@ -8,7 +8,7 @@ Maker = Callable[[Any], type]
 
 def remakable(maker: Maker, base: type) -> dict[str, Any]:
     """Members for a class that `maker(base)` makes; `maker` is a function that can be imported, and makes it once."""
-    return {"_recipe": (maker, getattr(base, "_recipe", base)), "__reduce_ex__": _reduce}
+    return {"recipe": (maker, getattr(base, "recipe", base)), "__reduce_ex__": _reduce}
 
 
 def blank(recipe: tuple[Maker, Any]) -> Any:
@@ -25,4 +25,4 @@ def _make(recipe: Any) -> type:
 
 
 def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
-    return blank, (self._recipe,), self.__dict__
+    return blank, (self.recipe,), self.__dict__

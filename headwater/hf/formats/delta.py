@@ -10,7 +10,9 @@ from torch import nn
 
 from headwater.errors import UserError
 from headwater.hf.convert.classes import saved_settings
-from headwater.hf.convert.install import conversion_of, convert_with, load_added
+from headwater.hf.convert.conversion import convert_with, load_added
+from headwater.hf.convert.depth import fill, mark_filled
+from headwater.hf.convert.install import conversion_of
 from headwater.hf.convert.report import Report
 
 
@@ -42,9 +44,8 @@ def _read_about(metadata: dict[str, str] | None, path: str | Path) -> dict[str, 
 def reset(model: nn.Module) -> None:
     """Give the added parameters their start values: for a model converted on the meta device, after `to_empty`."""
     depth = conversion_of(model)[0].depth
-    for tensor in (*depth.residual.parameters(), *depth.residual.buffers()):
-        tensor._is_hf_initialized = False  # type: ignore[attr-defined]
-    depth.fill()
+    mark_filled(depth.residual, False)
+    fill(depth)
 
 
 def trainable(model: nn.Module, only: bool = False) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from headwater.errors import UserError
-from headwater.hf.convert.install import check_fit, convert
+from headwater.hf.convert.conversion import check_weights, convert
 
 OUTER = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -48,7 +48,7 @@ def export(
     ours = {_name(name): tensor for name, tensor in weights.items()}
     if settings["tie_embeddings"]:
         ours.setdefault("lm_head.weight", ours["model.embed_tokens.weight"])
-    check_fit(model, ours, "the weights do not fit the settings")
+    check_weights(model, ours, "the weights do not fit the settings")
     model.load_state_dict(ours)
     return model.eval()
 

@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, __version__
 
 from headwater.errors import UserError
-from headwater.hf.convert.install import conversion_of, convert
+from headwater.hf.convert.conversion import convert
+from headwater.hf.convert.install import conversion_of
 from headwater.hf.convert.report import Report
 from headwater.hf.verify import Verification, verify
 

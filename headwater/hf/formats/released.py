@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import UserError
-from headwater.hf.convert.install import convert, load_added
+from headwater.hf.convert.conversion import convert, load_added
 from headwater.hf.convert.report import Report
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from headwater.errors import UserError
+from headwater.errors import check_fit, user_values
 from headwater.train.checkpoint.storage import Reader, read
 from headwater.train.distributed.parts import counted_elsewhere
 
@@ -49,14 +49,10 @@ def fill(reader: Reader, model: nn.Module, optimizers: Optimizers, *, alone: boo
 
 def model_targets(reader: Reader, model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
     """The parameters to fill, if they fit. `whole`: the model has all names, so one that it lacks is an error too."""
-    mine, there = dict(model.named_parameters()), reader.shapes("model")
-    missing = sorted(mine.keys() - there.keys())
-    surplus = sorted(there.keys() - mine.keys()) if whole else []
-    if missing or surplus:
-        raise UserError(f"weights do not fit the model: missing {missing[:5]}, not expected {surplus[:5]}")
-    for name, parameter in mine.items():
-        if tuple(parameter.shape) != there[name]:
-            raise UserError(f"{name} is {tuple(parameter.shape)} in the model and {there[name]} in the file")
+    mine = dict(model.named_parameters())
+    there = {name: shape for name, shape in reader.shapes("model").items() if whole or name in mine}
+    with user_values():
+        check_fit({name: parameter.shape for name, parameter in mine.items()}, there, "weights do not fit the model")
     return {f"model/{name}": parameter.detach() for name, parameter in mine.items()}
 
 

@@ -1,0 +1,75 @@
+"""Swap the residual of a transformers model in place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwater.errors import UserError, check_fit, user_values
+
+from .classes import config_class, head_class
+from .install import install, revert
+from .layouts import PREFIX, Layout
+from .plan import Plan, new_plan, saved_plan
+from .report import Report
+
+
+def convert(
+    model: nn.Module,
+    residual: str = "attnres-block",
+    *,
+    layout: Layout | None = None,
+    exact: bool = True,
+    **options: Any,
+) -> Report:
+    """Replace the plain residual of a transformers model by another, in place.
+
+    No parameter is renamed; the added ones live under `residual.` of the model that owns the layers, on its device
+    (also meta) and in its dtype. Nothing is changed where an error is raised.
+
+    Arguments:
+        model: a transformers model with decoder layers, or a module that holds one (a PeftModel).
+        residual: its name, with options after a colon if you like: "attnres-block:block=4". `headwater residuals`
+            lists them.
+        layout: what the parts of a decoder layer are called, for an architecture that the table does not know.
+        exact: multiply every read so that, until it is trained, the model computes what it did. False leaves reads at
+            the residual's own scale, as a model trained from scratch has them, and relies on the norms to cancel it.
+        options: of the residual, such as block=4.
+
+    Returns: a `Report`; printed, it lists every site.
+
+    Raises: `headwater.errors.UserError` for a model, architecture, residual or option that does not fit.
+
+        model = AutoModelForCausalLM.from_pretrained("path/to/a/llama")
+        print(headwater.convert(model, "attnres-block", block=4))
+    """
+    return _install(new_plan(model, residual, layout, exact, options))
+
+
+def convert_with(model: nn.Module, settings: Mapping[str, Any]) -> Report:
+    """Convert as a saved config or delta file says."""
+    return _install(saved_plan(model, settings))
+
+
+def _install(plan: Plan) -> Report:
+    """A model that was reverted after it was loaded has a plain config again."""
+    config = type(plan.found.head.config)
+    assert not config.model_type.startswith(PREFIX)
+    return install(plan, head=head_class(type(plan.found.head)), config=config_class(config))
+
+
+def load_added(model: nn.Module, module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
+    """Load `module` of a model just converted; weights that do not fit leave the model as it was before."""
+    try:
+        check_weights(module, weights, what)
+    except UserError:
+        revert(model)
+        raise
+    module.load_state_dict(weights)
+
+
+def check_weights(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
+    """Every tensor of `module` is among `weights` in its shape, and nothing else is."""
+    with user_values():
+        expected, found = ({name: tuple(t.shape) for name, t in x.items()} for x in (module.state_dict(), weights))
+        check_fit(expected, found, what)
