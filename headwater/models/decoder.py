@@ -1,6 +1,8 @@
 """A decoder language model written for one device, whose residual is a part that can be swapped."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -8,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from headwater.errors import check_fit
 from headwater.residuals import State, build, pinned
 
 from .attention import Attention, KVCache, Rotary
@@ -20,6 +23,11 @@ class Cache(list[KVCache]):
     """One entry a sublayer, filled by attention alone; `past` is what the residual looks back at along the tokens."""
 
     past: State = ()
+
+    @property
+    def seen(self) -> int:
+        """Tokens so far."""
+        return max(len(entry) for entry in self)
 
 
 class Sublayer(nn.Module):
@@ -39,11 +47,21 @@ class Sublayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens (B, T) to logits (B, T, vocab)."""
+    """A pre-norm decoder, (B, T) tokens to (B, T, vocab) logits, whose residual `config.residual` names.
+
+        model = Decoder(ModelConfig.named("nano", vocab_size=256, residual="attnres-block"))
+        logits = model(tokens)
+
+    `around`, None at first, is what each sublayer of a forward pass is called through, as `around(step, *args)`:
+    activation checkpointing is `model.around = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)`.
+    """
+
+    around: Callable[..., State] | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.around = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         first_attention = config.kinds.index("attention")
         self.values_from = first_attention if config.value_residual else config.sublayers  # whose values are kept
@@ -88,20 +106,46 @@ class Decoder(nn.Module):
         return Cache(KVCache(self.config.shortswa if kind == "shortswa" else None) for kind in self.config.kinds)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        past = 0 if cache is None else max(len(entry) for entry in cache)
-        rotary = self.rotary(past, tokens.shape[1])
-        x = self.embed(tokens)
-        state = self.residual.begin(x) if cache is None else self.residual.resume(x, cache.past)
-        for i in range(len(self.sublayers)):
-            state = self.step(i, rotary, None if cache is None else cache[i], *state)
+        """Tokens (B, T) to logits (B, T, vocab). With a cache, tokens that continue those it has seen."""
+        rotary = self.rotary(0 if cache is None else cache.seen, tokens.shape[1])
+        state = self.begin(tokens, cache)
+        state = self.run(state, 0, len(self.sublayers), rotary, cache)
+        return self.finish(state, cache)
+
+    def begin(self, tokens: Tensor, cache: Cache | None = None) -> State:
+        """The state before the first sublayer."""
+        x = self._for_stream(self.embedding(tokens))
+        return self.residual.begin(x) if cache is None else self.residual.resume(x, cache.past)
+
+    def run(
+        self, state: State, start: int, stop: int, rotary: tuple[Tensor, Tensor], cache: Cache | None = None
+    ) -> State:
+        """The state after sublayers [start, stop), from the one before them: the only loop over depth.
+
+        `rotary`: `self.rotary(first position, length)`. A whole model, a pipeline stage and the plan of a run all call
+        this; `around` is what each sublayer is called through, where it is set.
+        """
+        step = self._step if self.around is None else partial(self.around, self._step)
+        for i in range(start, stop):
+            state = step(i, rotary, None if cache is None else cache[i], *state)
+        return state
+
+    def finish(self, state: State, cache: Cache | None = None) -> Tensor:
+        """Logits (B, T, vocab) from the state after the last sublayer."""
         state, _ = self._split(len(self.sublayers), state)
         if cache is not None:
             cache.past = self.residual.past(state)
         return self.head(self.residual.end(state, norm=self.norm))
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """What the residual begins with."""
-        return self._for_stream(self.embedding(tokens))
+    def settle(self, state: State, i: int) -> State:
+        """The state before sublayer i in its shortest form: what a pipeline stage sends on."""
+        state, kept = self._split(i, state)
+        return (*self.residual.settle(state, i), *kept)
+
+    def adopt(self, state: State, i: int) -> State:
+        """A settled state before sublayer i as the residual likes it best: what a pipeline stage runs on."""
+        state, kept = self._split(i, state)
+        return (*self.residual.adopt(state, i), *kept)
 
     def _for_stream(self, x: Tensor) -> Tensor:
         """Under autocast the residual has the dtype that sublayers compute in, or fp32 if the configuration says so."""
@@ -109,17 +153,17 @@ class Decoder(nn.Module):
             return x
         return x.to(torch.float32 if self.config.fp32_stream else torch.get_autocast_dtype(x.device.type))
 
-    def step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
-        """One sublayer: read, run, write. Activation checkpointing of both kinds wraps this from outside."""
+    def _step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
+        """One sublayer: read, run, write. The state comes as separate tensors, which activation checkpointing needs."""
         sublayer = cast(Sublayer, self.sublayers[i])
-        state, kept = self._split(i, state)
-        x, state = self.residual.read(state, i, norm=sublayer.norm)
+        held, kept = self._split(i, state)
+        x, held = self.residual.read(held, i, norm=sublayer.norm)
         if isinstance(sublayer.body, Attention):
             y, values = sublayer.body(x, rotary, cache, *kept)
             kept = (values,) if i == self.values_from else kept
         else:
             y = sublayer.body(x)
-        return (*self.residual.write(state, i, self._for_stream(y)), *kept)
+        return (*self.residual.write(held, i, self._for_stream(y)), *kept)
 
     def _split(self, i: int, state: State) -> tuple[State, State]:
         """The residual's state before sublayer i, and behind it the first attention's values where they are kept."""
@@ -156,15 +200,10 @@ class Decoder(nn.Module):
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         mine = dict(self.named_parameters(remove_duplicate=True))
-        missing, surplus = sorted(mine.keys() - weights.keys()), sorted(weights.keys() - mine.keys())
-        if missing or surplus:
-            raise ValueError(f"weights do not fit the model: missing {missing[:5]}, not expected {surplus[:5]}")
+        expected, found = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (mine, weights))
+        check_fit(expected, found, "weights do not fit the model")
         with torch.no_grad():
             for name, parameter in mine.items():
-                if parameter.shape != weights[name].shape:
-                    raise ValueError(
-                        f"{name} is {tuple(parameter.shape)} in the model and {tuple(weights[name].shape)} in the file"
-                    )
                 parameter.copy_(weights[name])
 
     @classmethod

@@ -1,7 +1,7 @@
 """How depth is connected: every residual behind `begin / read / write / end`."""
 
 from .attention import AttentionResidual
-from .base import Norm, Read, Residual, State
+from .base import Norm, Read, Residual, State, Watcher, watched
 from .cross import DeepCrossAttentionResidual
 from .deepnorm import DeepNormResidual
 from .delta import DeepDeltaResidual
@@ -14,7 +14,7 @@ from .laurel import LaurelResidual
 from .mhc import MHCLiteResidual, MHCResidual
 from .mudd import MUDDFormerResidual
 from .record import Trace, mixing, record
-from .registry import build, entry, names, parse, pinned, register
+from .registry import build, entry, names, parse, pinned, register, with_options
 from .scaled import LayerScaleResidual, ReZeroResidual
 from .standard import StandardResidual
 from .window import DepthWindowResidual
@@ -43,6 +43,7 @@ __all__ = [
     "State",
     "Trace",
     "VerticalAttentionResidual",
+    "Watcher",
     "build",
     "entry",
     "mixing",
@@ -51,4 +52,6 @@ __all__ = [
     "pinned",
     "record",
     "register",
+    "watched",
+    "with_options",
 ]

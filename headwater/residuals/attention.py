@@ -1,5 +1,6 @@
 """Attention Residuals (Kimi Team, arXiv 2603.15031): each sublayer chooses, by attention over depth, what it reads."""
 
+from collections.abc import Sequence
 from math import ceil
 from typing import Literal, cast, get_args
 
@@ -7,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from headwater.ops import Backend, depth_attention, depth_logits, mix_sources
-from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm
+from headwater.ops.depth.reference import stack_wide
+from headwater.ops.numerics import full_precision, rms_norm
 from headwater.ops.routing import use_triton
 
-from .base import Norm, Residual, State, apply_norm, hold, weights_held
+from .base import Layout, Next, Norm, Residual, State, apply_norm, hold, weights_held
 from .registry import register
 from .two_phase import TwoPhase
 
 Query = Literal["static", "projected"]
 Weights = Literal["softmax", "sigmoid", "static"]
+Schedule = Literal["auto", "one-pass", "two-phase"]
 
 
 def default_block(sublayers: int) -> int:
@@ -55,6 +58,8 @@ class AttentionResidual(Residual):
     zero at start); `weights` softmax, sigmoid, or static scalars (1/N at start); `key_norm`; `heads` over channel
     groups; `window`: only the embedding and the newest `window` sources are kept; `key_dim`: low-rank keys, the last
     so many channels of a source (arXiv 2607.09694), values stay whole.
+    How it is computed: `backend` as in `headwater.depth_attention`; `schedule` auto (in two phases where kernels run,
+    else read by read), one-pass, or two-phase (with backend=reference over the plain operators, on any device).
     """
 
     at_start = "scaled"
@@ -74,12 +79,14 @@ class AttentionResidual(Residual):
         key_dim: int | None = None,
         eps: float = 1e-6,
         backend: Backend = "auto",
+        schedule: Schedule = "auto",
     ) -> None:
         super().__init__(dim, sublayers)
         for name, value, kind in (
             ("query", query, Query),
             ("weights", weights, Weights),
             ("backend", backend, Backend),
+            ("schedule", schedule, Schedule),
         ):
             if value not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got '{value}'")
@@ -111,7 +118,15 @@ class AttentionResidual(Residual):
         self.fused = query == "static" and weights == "softmax" and key_norm and self.key_dim == dim
         if backend == "triton" and not (self.fused and heads == 1):
             raise ValueError("backend=triton needs static queries, softmax weights, normed whole keys and one head")
-        self.two_phase = TwoPhase(sublayers, block, eps) if self.fused and heads == 1 and window is None else None
+        phased = self.fused and heads == 1 and window is None
+        if schedule == "two-phase" and not phased:
+            raise ValueError(
+                "schedule=two-phase needs static queries, softmax weights, normed whole keys, one head, no window"
+            )
+        self.schedule: Schedule = schedule
+        self.two_phase = None
+        if phased and schedule != "one-pass":
+            self.two_phase = TwoPhase(sublayers, block, eps, reference=backend == "reference")
         self.reads = nn.ModuleDict(
             {
                 str(i): DepthRead(dim, self.key_dim, n, query=query, weights=weights, key_norm=key_norm, heads=heads)
@@ -125,48 +140,74 @@ class AttentionResidual(Residual):
         begun = ceil(i / self.block)
         return 1 + (begun if self.window is None else min(begun, self.window))
 
-    def begin(self, x: Tensor) -> State:
-        if self.two_phase is not None and not weights_held() and use_triton(self.backend, x):
+    def layout(self, i: int) -> Layout:
+        return ("embedding", *(f"block {n}" for n in range(self.num_sources(i) - 1)))
+
+    def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
+        """The sources alone, or the state of two phases."""
+        return (self.layout(i), *(() if self.two_phase is None else self.two_phase.layout(verb, i)))
+
+    def _begin(self, x: Tensor) -> State:
+        if self.two_phase is not None and not weights_held() and self._runs_two_phases(x):
             return self.two_phase.begin(x, self._folded(x.device))
         return (x,)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
-        if self.two_phase is not None and len(state) > self.num_sources(i):
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        if self.two_phase is not None and self.two_phase.holds(state, "read", i):
             return self.two_phase.read(state, i, norm)
         return apply_norm(norm, self._mix(state, i)), state
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
-        if self.two_phase is not None and len(state) > self.num_sources(i):
+    def _write(self, state: State, i: int, y: Tensor) -> State:
+        if self.two_phase is not None and self.two_phase.holds(state, "write", i):
             return self.two_phase.write(state, i, y)
         if i % self.block:
             return (*state[:-1], state[-1] + y)
-        if self.window is not None and len(state) > self.window:
+        if self.num_sources(i) == self.num_sources(i + 1):  # the window is full: its oldest source goes
             state = (state[0], *state[2:])
         return (*state, y)
 
-    def end(self, state: State, norm: Norm | None = None) -> Tensor:
-        if self.two_phase is not None and len(state) > self.num_sources(self.sublayers):
-            return self.two_phase.read(state, self.sublayers, norm)[0]
-        return apply_norm(norm, self._mix(state, self.sublayers))
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
+        return self._read(state, self.sublayers, norm)[0]
 
-    def weights(self, state: State, i: int) -> Tensor:
-        return self._weights(_stack(self.settle(state, i)), i)
+    def _weights(self, state: State, i: int) -> Tensor:
+        return self._weights_of(stack_wide(self.settle(state, i)), i)
 
     def settle(self, state: State, i: int) -> State:
-        """The state before read `i` as its sources alone, (..., D) each: what a pipeline stage sends on."""
-        if self.two_phase is not None and len(state) > self.num_sources(i):
+        if self.two_phase is not None and self.two_phase.holds(state, "read", i):
             return self.two_phase.settle(state, i)
         return state
 
+    def adopt(self, state: State, i: int) -> State:
+        if self.two_phase is None or i != self.two_phase.first or not self._runs_two_phases(state[0]):
+            return state
+        return self.two_phase.adopt(state, self._folded(state[0].device))
+
+    def keep_only(self, start: int, stop: int) -> None:
+        super().keep_only(start, stop)
+        if self.two_phase is not None:
+            self.two_phase = TwoPhase(
+                self.sublayers, self.block, self.eps, first=start, stop=stop, reference=self.two_phase.reference
+            )
+        self.forget_layouts()
+
+    def _runs_two_phases(self, x: Tensor) -> bool:
+        if self.schedule == "two-phase":
+            return self.backend == "reference" or use_triton("triton", x)
+        return use_triton(self.backend, x)
+
     def _folded(self, device: torch.device | None = None) -> Tensor:
-        """Query times key weight of every read, fp32 (L + 1, D); read 0 has one source and a row of zeros.
+        """Query times key weight of the reads of two phases, fp32 (R, D); read 0 has one source and a row of zeros.
 
         Where layers are spread over devices, so are their queries.
         """
-        reads = [self._parameters_of(i) for i in range(1, self.sublayers + 1)]
+        assert self.two_phase is not None
+        first, last = max(1, self.two_phase.first), self.two_phase.last
+        reads = [self._parameters_of(i) for i in range(first, last)]
+        if not reads:  # a pipeline stage of the first sublayer alone
+            return torch.zeros(1, self.dim, device=device)
         queries = torch.stack([cast(Tensor, read.query).to(device=device) for read in reads]).float()
         keys = torch.stack([cast(Tensor, read.key_weight).to(device=device) for read in reads]).float()
-        return torch.nn.functional.pad(queries * keys, (0, 0, 1, 0))
+        return torch.nn.functional.pad(queries * keys, (0, 0, first - self.two_phase.first, 0))
 
     def flops_per_token(self) -> int:
         reads = sum(n for i in range(self.sublayers + 1) if (n := self.num_sources(i)) > 1)
@@ -177,7 +218,7 @@ class AttentionResidual(Residual):
         return cast(DepthRead, self.reads[str(i)])
 
     def _mix(self, state: State, i: int) -> Tensor:
-        if len(state) == 1:
+        if i == 0:
             return state[0]
         if self.fused and not weights_held():
             read = self._parameters_of(i)
@@ -185,10 +226,10 @@ class AttentionResidual(Residual):
             return depth_attention(
                 state, read.query, read.key_weight, eps=self.eps, heads=self.heads, backend=self.backend
             )
-        stack = _stack(state)
-        return mix_sources(stack, hold(self._weights(stack, i))).to(state[0].dtype)
+        stack = stack_wide(state)
+        return mix_sources(stack, hold(self._weights_of(stack, i))).to(state[0].dtype)
 
-    def _weights(self, stack: Tensor, i: int) -> Tensor:
+    def _weights_of(self, stack: Tensor, i: int) -> Tensor:
         """(N, ..., H) for stack (N, ..., D)."""
         if len(stack) == 1:
             return torch.ones(1, *stack.shape[1:-1], self.heads, device=stack.device, dtype=stack.dtype)
@@ -204,7 +245,3 @@ class AttentionResidual(Residual):
         keys = stack[..., -self.key_dim :]
         logits = depth_logits(keys, query, read.key_weight, eps=self.eps, heads=self.heads, key_norm=self.key_norm)
         return logits.softmax(0) if self.weight_kind == "softmax" else logits.sigmoid()
-
-
-def _stack(state: State) -> Tensor:
-    return torch.stack([source.to(accumulation_dtype(source.dtype)) for source in state])

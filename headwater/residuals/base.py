@@ -6,23 +6,52 @@
         state = residual.write(state, i, sublayer(x))    # absorb what it produced
     x = residual.end(state, norm=final_norm)
 
-The state is a flat tuple of tensors, owned by the caller; nothing of a forward pass lives in `self`.
+The state is a flat tuple of tensors, owned by the caller; nothing of a forward pass lives in `self`. What the tuple
+holds before each read and each write is a table (`layouts`), which every verb checks; outside torch.compile a state
+also knows where it stands, so that a write whose result was dropped, or an early end, is an error.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import overload
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
 Read = Tensor | tuple[Tensor, Tensor, Tensor]  # what a sublayer sees: one input, or (query, key, value) inputs
 Norm = Callable[[Tensor], Tensor]
+Layout = tuple[str, ...]  # the names of a state's tensors, in order
+Next = Literal["read", "write"]
+
+
+class Placed(tuple[Tensor, ...]):
+    """A state that knows what comes next. Any other tuple of the right length is taken as well: what crosses a pipeline
+    stage, activation checkpointing or the compiler is one."""
+
+    next: tuple[Next, int]
+
+    def __new__(cls, tensors: State, verb: Next, i: int) -> "Placed":
+        placed = super().__new__(cls, tensors)
+        placed.next = (verb, i)
+        return placed
+
+    def __getnewargs__(self) -> tuple[State, Next, int]:  # type: ignore[override]
+        return tuple(self), *self.next
 
 
 class Residual(nn.Module, ABC):
-    """One object per network (or pipeline stage). Parameters of sublayer i live under the key str(i)."""
+    """How a network's depth is connected: one object per network (or pipeline stage).
+
+    Callers use `begin`, `read`, `write`, `end` and `weights`. A subclass writes `_begin`, `_read`, `_write`, `_end` and
+    `_weights` with the same arguments, and says in `layout` what its states hold. Parameters of sublayer i live in a
+    ModuleDict or ParameterDict under the key str(i), so that a pipeline stage keeps its own by name.
+
+    Arguments of the constructor: `dim`, the width D of the stream; `sublayers`, how many sublayers read and write.
+    """
 
     at_start: str  # against the plain residual at initialisation: "exact", "scaled" or "different"
     mixes: str = "scalar"  # a source enters a read times one "scalar" a token, one per "channel", or an "operator"
@@ -38,9 +67,12 @@ class Residual(nn.Module, ABC):
         self.sublayers = sublayers
         self.spec = type(self).__name__
 
-    @abstractmethod
     def begin(self, x: Tensor) -> State:
         """The state before the first read; `x` is the token embedding, (..., D)."""
+        if torch.compiler.is_compiling():
+            return self._begin(x)
+        watcher = _watcher_of(self)
+        return Placed(self._begin(x) if watcher is None else watcher.begin(self, x), "read", 0)
 
     def resume(self, x: Tensor, past: State) -> State:
         """`begin` for tokens that continue earlier ones: `past` is what those left behind, () before the first."""
@@ -50,21 +82,133 @@ class Residual(nn.Module, ABC):
         """What later tokens will look back at, from a resumed state before `end`: nothing, if reads are token-local."""
         return ()
 
-    @abstractmethod
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Read, State]:
-        """What sublayer `i` sees, passed through its pre-norm if one is given, and the state to write to."""
+        """What sublayer `i` sees, and the state to write to.
 
-    @abstractmethod
+        Arguments:
+            state: what `begin`, or the write before, returned.
+            i: the sublayer, 0 to sublayers - 1.
+            norm: the sublayer's pre-norm; applied here, because a kernel may fold it into the read.
+
+        Returns (..., D), or three of them for query, key and value where the residual routes them apart; and a state.
+        Raises ValueError if the state is not one that read `i` takes.
+        """
+        self.check(state, "read", i)
+        if torch.compiler.is_compiling():
+            return self._read(state, i, norm)
+        watcher = _watcher_of(self)
+        x, state = self._read(state, i, norm) if watcher is None else watcher.read(self, state, i, norm)
+        return x, Placed(state, "write", i)
+
     def write(self, state: State, i: int, y: Tensor) -> State:
-        """The state after sublayer `i` produced `y`."""
+        """The state after sublayer `i` produced `y`, (..., D). Raises ValueError if the state is not the one that read
+        `i` returned."""
+        self.check(state, "write", i)
+        if torch.compiler.is_compiling():
+            return self._write(state, i, y)
+        watcher = _watcher_of(self)
+        state = self._write(state, i, y) if watcher is None else watcher.write(self, state, i, y)
+        return Placed(state, "read", i + 1)
 
-    @abstractmethod
     def end(self, state: State, norm: Norm | None = None) -> Tensor:
-        """What the output head sees."""
+        """What the output head sees, (..., D), after the last write; `norm` is the network's final norm."""
+        self.check(state, "read", self.sublayers)
+        if torch.compiler.is_compiling():
+            return self._end(state, norm)
+        watcher = _watcher_of(self)
+        return self._end(state, norm) if watcher is None else watcher.end(self, state, norm)
 
-    @abstractmethod
     def weights(self, state: State, i: int) -> Tensor:
         """Depth weights of read `i` over what the state holds, (N, ..., H); `i == sublayers` is the final read."""
+        self.check(state, "read", i)
+        return self._weights(state, i)
+
+    def settle(self, state: State, i: int) -> State:
+        """The state before read `i` in its shortest form, which any later read can continue from: what is sent to
+        another device or pipeline stage. A state that keeps nothing besides what it must is its own."""
+        return state
+
+    def adopt(self, state: State, i: int) -> State:
+        """A settled state before read `i`, where a pipeline stage begins, as this residual likes it best to read on."""
+        return state
+
+    def may_cut(self, i: int) -> bool:
+        """Whether a pipeline may be cut before sublayer `i`: not where two stages would need the same parameter."""
+        return True
+
+    def keep_only(self, start: int, stop: int) -> None:
+        """Drop the parameters of all sublayers but [start, stop), as a pipeline stage does; the final read's, under the
+        key `sublayers`, stay with the last."""
+        own = range(start, stop + (stop == self.sublayers))
+        for name, table in self.named_children():
+            if not isinstance(table, nn.ModuleDict | nn.ParameterDict):
+                raise TypeError(f"'{self.spec}' keeps '{name}' outside of a dict keyed by sublayer: override keep_only")
+            for key in [key for key in table if int(key) not in own]:
+                del table[key]
+
+    @abstractmethod
+    def _begin(self, x: Tensor) -> State: ...
+
+    @abstractmethod
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]: ...
+
+    @abstractmethod
+    def _write(self, state: State, i: int, y: Tensor) -> State: ...
+
+    @abstractmethod
+    def _end(self, state: State, norm: Norm | None) -> Tensor: ...
+
+    @abstractmethod
+    def _weights(self, state: State, i: int) -> Tensor: ...
+
+    @abstractmethod
+    def layout(self, i: int) -> Layout:
+        """The names of the tensors in a state before read `i`, 0 to sublayers (the final read)."""
+
+    def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
+        """Every layout that a state may have before read or write `i`; most residuals have one, the same for both."""
+        return (self.layout(i),)
+
+    def forget_layouts(self) -> None:
+        """After a change of what states hold: the table is made again."""
+        self.__dict__.pop("layouts", None)
+        self.__dict__.pop("_lengths", None)
+
+    @cached_property
+    def layouts(self) -> dict[tuple[Next, int], Sequence[Layout]]:
+        """The table that states are checked against."""
+        reads: dict[tuple[Next, int], Sequence[Layout]] = {
+            ("read", i): self.layouts_at("read", i) for i in range(self.sublayers + 1)
+        }
+        return reads | {("write", i): self.layouts_at("write", i) for i in range(self.sublayers)}
+
+    @cached_property
+    def _lengths(self) -> dict[tuple[Next, int], frozenset[int]]:
+        return {place: frozenset(map(len, layouts)) for place, layouts in self.layouts.items()}
+
+    def check(self, state: State, verb: Next, i: int) -> None:
+        """Raise ValueError unless `state` may stand before read or write `i`; the message names what is expected."""
+        if torch.compiler.is_compiling():
+            return
+        if isinstance(state, Placed) and state.next != (verb, i):
+            self._refuse(state, verb, i)
+        if len(state) not in self._lengths.get((verb, i), ()):
+            self._refuse(state, verb, i)
+
+    def _refuse(self, state: State, verb: Next, i: int) -> None:
+        if (verb, i) not in self.layouts:
+            raise ValueError(f"'{self.spec}' connects {self.sublayers} sublayers, 0 to {self.sublayers - 1}; got {i}")
+        name = "end" if (verb, i) == ("read", self.sublayers) else f"{verb} {i}"
+        if isinstance(state, Placed) and state.next != (verb, i):
+            due, at = state.next
+            due_name = "end" if (due, at) == ("read", self.sublayers) else f"{due} {at}"
+            raise ValueError(
+                f"{name} of '{self.spec}' got a state whose next verb is {due_name}: each read is followed by the "
+                "write of the same sublayer, and each verb takes the state that the one before it returned"
+            )
+        expected = " or ".join(f"{len(layout)} tensors ({', '.join(layout)})" for layout in self.layouts[verb, i])
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in state)
+        raise ValueError(f"{name} of '{self.spec}' takes a state of {expected}; got {len(state)}: {shapes}")
 
     @property
     def scalar_mixing(self) -> bool:
@@ -84,29 +228,68 @@ def apply_norm(norm: Norm | None, x: Tensor) -> Tensor: ...
 @overload
 def apply_norm(norm: Norm | None, x: Read) -> Read: ...
 def apply_norm(norm: Norm | None, x: Read) -> Read:
+    """`norm` of what a sublayer sees; of each of its three inputs, where it has three."""
     if norm is None:
         return x
     return (norm(x[0]), norm(x[1]), norm(x[2])) if isinstance(x, tuple) else norm(x)
 
 
-_held = False
+class Watcher:
+    """Stands between the callers of a residual and its verbs inside `watched`; this one passes everything on."""
+
+    def begin(self, residual: Residual, x: Tensor) -> State:
+        return residual._begin(x)
+
+    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+        return residual._read(state, i, norm)
+
+    def write(self, residual: Residual, state: State, i: int, y: Tensor) -> State:
+        return residual._write(state, i, y)
+
+    def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
+        return residual._end(state, norm)
+
+
+# Of this thread, or of this asynchronous task, alone; nothing is assigned to the residual.
+_watchers: ContextVar[tuple[tuple[Residual, Watcher], ...]] = ContextVar("watchers", default=())
+_held: ContextVar[bool] = ContextVar("held", default=False)
+
+
+@contextmanager
+def watched(residual: Residual, watcher: Watcher) -> Iterator[None]:
+    """Inside, eager calls of this residual's verbs go through `watcher`."""
+    with _set(_watchers, (*_watchers.get(), (residual, watcher))):
+        yield
+
+
+def _watcher_of(residual: Residual) -> Watcher | None:
+    watchers = _watchers.get()
+    if not watchers:
+        return None
+    return next((watcher for watched, watcher in reversed(watchers) if watched is residual), None)
 
 
 @contextmanager
 def hold_weights() -> Iterator[None]:
     """Inside, `hold` cuts gradients: every residual becomes linear in its sources, which is how `mixing` reads it."""
-    global _held
-    before, _held = _held, True
-    try:
+    with _set(_held, True):
         yield
-    finally:
-        _held = before
 
 
 def hold(weights: Tensor) -> Tensor:
     """Every weight or gate that a residual computes from its state passes through here."""
-    return weights.detach() if _held else weights
+    return weights.detach() if weights_held() else weights
 
 
 def weights_held() -> bool:
-    return _held
+    """Whether the caller is inside `hold_weights`, which is never compiled."""
+    return not torch.compiler.is_compiling() and _held.get()
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -67,8 +67,10 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
         self.grns = nn.ModuleDict()
         for m in range(1, self.layers + 1):
             reads = 3 if inputs == "separate" and self.takes_inputs(m) else 1
-            sources = 1 + m if last is None else min(1 + m, last + 2)
-            self.grns[self.key(m)] = GRN(dim, reads, sources, version)
+            self.grns[self.key(m)] = GRN(dim, reads, self.bank_size(m), version)
+
+    def bank_size(self, m: int) -> int:
+        return 1 + m if self.last is None else min(1 + m, self.last + 2)
 
     def mix(self, bank: State, m: int) -> tuple[Read, Tensor]:
         if m == 0:

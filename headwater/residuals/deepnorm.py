@@ -34,7 +34,7 @@ class DeepNormResidual(StreamResidual):
         self.eps = eps
         self.norms = nn.ParameterDict({str(i): nn.Parameter(torch.ones(dim)) for i in range(sublayers)})
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
         new = self.alpha * wide(h) + y
         return ((new * hold(rms_scale(new, self.eps)) * self.norms[str(i)]).to(h.dtype),)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Norm, Residual, State, apply_norm, hold
+from .base import Layout, Next, Norm, Residual, State, apply_norm, hold
 from .layerwise import layer_starts, sublayer_kinds
 from .numerics import project, project_normed, wide
 from .registry import register
@@ -143,7 +143,28 @@ class DeepDeltaResidual(Residual):
         names = dict.fromkeys(self.compressor_of) if width > 1 else {}
         self.compressors = nn.ModuleDict({name: compressor(dim, width) for name in names})
 
-    def begin(self, x: Tensor) -> State:
+    def layout(self, i: int) -> Layout:
+        return ("stream",)
+
+    def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
+        """Alone; or resumed, with the queue behind it (see `resume`)."""
+        first = self.layout(i) if verb == "read" else (*self.layout(i), "read")
+        queue = (*(f"tokens before read {n}" for n in range(self.sublayers + 1)),) if self.convolves else ()
+        queue += () if self.expander is None else ("tokens before the embedding",)
+        return (first, (*first, *queue)) if queue else (first,)
+
+    def may_cut(self, i: int) -> bool:
+        """The sublayers of a layer share their compressor."""
+        return self.width == 1 or self.compressor_of[i] == str(i)
+
+    def keep_only(self, start: int, stop: int) -> None:
+        if start:
+            self.expander = None
+        expander, self.expander = self.expander, None
+        super().keep_only(start, stop)
+        self.expander = expander
+
+    def _begin(self, x: Tensor) -> State:
         if self.expander is not None:
             return (self.expander(x),)
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.width, self.dim),)
@@ -152,7 +173,7 @@ class DeepDeltaResidual(Residual):
         """Behind the stream, a queue: what reads 0 to L look back at; each takes the first and leaves its own last."""
         left: State = ()
         if self.expander is None:
-            (stream,) = self.begin(x)
+            (stream,) = self._begin(x)
         else:
             seen = torch.cat((past[0] if past else look_back(x, -2), x), dim=-2)
             stream, left = self.expander(seen)[..., KERNEL - 1 :, :, :], (last_tokens(seen, -2),)
@@ -164,7 +185,7 @@ class DeepDeltaResidual(Residual):
         stream, *queue = state
         return self._turn(stream, queue)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         stream, *queue = state
         x = self._compress(stream, i, queue)
         return apply_norm(norm, x), (stream, x, *self._turn(stream, queue))
@@ -175,7 +196,7 @@ class DeepDeltaResidual(Residual):
             return tuple(queue)
         return (*queue[1:], last_tokens(torch.cat((queue[0], stream), dim=-3), -3))
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         stream, x, *queue = state
         write = cast(DeltaWrite, self.writes[str(i)])
         beta = hold(2 * (project_normed(x, write.beta_weight) + wide(write.beta_bias)).sigmoid())  # (..., 1)
@@ -190,11 +211,11 @@ class DeepDeltaResidual(Residual):
         written = hold(beta * value * length).unsqueeze(-1) * y.unsqueeze(-2)
         return ((wide(stream) + written - beta.unsqueeze(-1) * overlap * direction).to(stream.dtype), *queue)
 
-    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
         stream, *queue = state
         return apply_norm(norm, self._compress(stream, self.sublayers, queue))
 
-    def weights(self, state: State, i: int) -> Tensor:
+    def _weights(self, state: State, i: int) -> Tensor:
         """Over the columns: their weights in the read, before any convolution."""
         if self.width == 1:
             return torch.ones(1, *state[0].shape[:-2], 1, device=state[0].device)

@@ -1,5 +1,6 @@
 """Delta Attention Residuals: the plain residual stays, and a read over depth is added to what a sublayer sees."""
 
+from math import ceil
 from typing import cast
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from headwater.ops import depth_attention
 
-from .base import Norm, Residual, State, apply_norm, hold, weights_held
+from .base import Layout, Norm, Residual, State, apply_norm, hold, weights_held
 from .numerics import combine
 from .registry import register
 
@@ -41,36 +42,43 @@ class DeltaAttentionResidual(Residual):
         self.block, self.eps = block, eps
         self.reads = nn.ModuleDict({str(i): AddedRead(dim) for i in range(1, sublayers)})
 
-    def begin(self, x: Tensor) -> State:
+    def num_sources(self, i: int) -> int:
+        """The embedding, and one for each block begun before read i."""
+        return 1 + ceil(i / self.block)
+
+    def layout(self, i: int) -> Layout:
+        return ("stream", "embedding", *(f"block {n}" for n in range(self.num_sources(i) - 1)))
+
+    def _begin(self, x: Tensor) -> State:
         return (x, x)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         stream, sources = state[0], state[1:]
-        if len(sources) == 1:
+        if i == 0:
             return apply_norm(norm, stream + sources[0]), state
         mixed, weights = self._attend(sources, i)
         if weights_held():
             mixed = combine(sources, hold(weights).unbind(0))
         return apply_norm(norm, stream + mixed), state
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         stream = state[0] + y
         if i % self.block:
             return (stream, *state[1:-1], state[-1] + y)
         return (stream, *state[1:], y)
 
-    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, state[0])
 
-    def weights(self, state: State, i: int) -> Tensor:
+    def _weights(self, state: State, i: int) -> Tensor:
         """Over the stream, then the sources."""
         one = torch.ones(1, *state[0].shape[:-1], 1, device=state[0].device)
         if i == self.sublayers:
             return one
-        return torch.cat((one, one if len(state) == 2 else self._attend(state[1:], i)[1]))
+        return torch.cat((one, one if i == 0 else self._attend(state[1:], i)[1]))
 
     def flops_per_token(self) -> int:
-        sources = sum(1 + (i + self.block - 1) // self.block for i in range(1, self.sublayers))
+        sources = sum(self.num_sources(i) for i in range(1, self.sublayers))
         return 6 * self.dim * sources + 3 * self.dim * self.sublayers
 
     def _attend(self, sources: State, i: int) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,9 @@ class DenseFormerResidual(LayerwiseResidual):
             {self.key(m): nn.Parameter(torch.eye(len(sources))[-1].clone()) for m, sources in summed.items()}
         )
 
+    def bank_size(self, m: int) -> int:
+        return len(self.kept[m])
+
     def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor]:
         if m not in self.chosen:
             return bank[-1], bank[-1]

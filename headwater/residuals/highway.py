@@ -48,7 +48,7 @@ class HighwayResidual(StreamResidual):
             {str(i): Gate(dim, width, -log(i + 1) if start == "mean" else CARRY_BIAS) for i in range(sublayers)}
         )
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
         gate = cast(Gate, self.gates[str(i)])
         g = hold((project_normed(h, gate.weight) + wide(gate.bias)).sigmoid())

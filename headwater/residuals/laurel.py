@@ -5,7 +5,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from .base import Norm, Residual, State, apply_norm
+from .base import Layout, Norm, Residual, State, apply_norm
 from .numerics import combine, project
 from .registry import register
 
@@ -64,13 +64,16 @@ class LaurelResidual(Residual):
             {str(i): LowRank(dim, rank, min(i + 1, self.states)) for i in range(sublayers)} if low_rank else {}
         )
 
-    def begin(self, x: Tensor) -> State:
+    def layout(self, i: int) -> Layout:
+        return ("stream", *(f"state {back} before" for back in range(1, min(i + 1, self.states))))
+
+    def _begin(self, x: Tensor) -> State:
         return (x,)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         return apply_norm(norm, state[0]), state
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         h = state[0]
         if self.balance:
             a, b = (2 * cast(Balance, self.balance[str(i)]).logits.softmax(0)).split(1)
@@ -83,10 +86,10 @@ class LaurelResidual(Residual):
             new = (new + project(project(x, low.down), low.up)).to(h.dtype)
         return (new, *state[: self.states - 1])
 
-    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, state[0])
 
-    def weights(self, state: State, i: int) -> Tensor:
+    def _weights(self, state: State, i: int) -> Tensor:
         return torch.ones(1, *state[0].shape[:-1], 1, device=state[0].device)
 
     def flops_per_token(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import Norm, Read, Residual, State, apply_norm
+from .base import Layout, Next, Norm, Read, Residual, State, apply_norm
 
 CHANNEL_MIXERS = ("mlp", "moe")
 INPUTS = ("attention", "shortswa")  # sublayers that take separate query, key and value inputs
@@ -67,10 +67,27 @@ class LayerwiseResidual(Residual):
         """Whether layer m begins with a sublayer that takes query, key and value apart."""
         return m < self.layers and self.kinds[self.starts[m]] in INPUTS
 
-    def begin(self, x: Tensor) -> State:
+    def bank_size(self, m: int) -> int:
+        """Tensors in the bank before layer m: by default the embedding and every layer's output."""
+        return m + 1
+
+    def layout(self, i: int) -> Layout:
+        return self.layouts_at("read", i)[0]
+
+    def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
+        layer = sum(start <= i for start in self.starts) - 1
+        if verb == "read" and i in self.boundaries:
+            return (self._bank(self.boundaries[i]),)
+        carried = ("carried",) if self.keeps_input or i in self.boundaries else ("input", "outputs")
+        return ((*carried, *self._bank(layer)),)
+
+    def _bank(self, m: int) -> Layout:
+        return tuple(f"bank {n}" for n in range(self.bank_size(m)))
+
+    def _begin(self, x: Tensor) -> State:
         return (x,)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Read, State]:
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
         if i in self.boundaries:
             x, carried = self.mix(state, self.boundaries[i])
             return apply_norm(norm, x), (carried, *state)
@@ -78,7 +95,7 @@ class LayerwiseResidual(Residual):
             return apply_norm(norm, state[0]), state
         return apply_norm(norm, state[0] + state[1] if self.rereads_input else state[1]), state
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         first = i in self.boundaries
         carried, bank = (state[:1], state[1:]) if first or self.keeps_input else (state[:2], state[2:])
         if self.keeps_input:
@@ -89,10 +106,10 @@ class LayerwiseResidual(Residual):
             return (*carried, *bank)
         return self.store(bank, carried[-1], self.layer_ends.index(i))
 
-    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, self.mix(state, self.layers)[1])
 
-    def weights(self, state: State, i: int) -> Tensor:
+    def _weights(self, state: State, i: int) -> Tensor:
         if i in self.boundaries:
             return self.bank_weights(state, self.boundaries[i])
         carried = 1 if self.keeps_input or not self.rereads_input else 2

@@ -10,51 +10,57 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .base import Norm, Read, Residual, State, apply_norm, hold_weights
+from .base import Norm, Read, Residual, State, Watcher, apply_norm, hold_weights, watched
 
 
 @dataclass
 class Trace:
-    """sources: the embedding, then each sublayer's output. reads: each read before its norm, the final one last."""
+    """One forward pass, by depth.
+
+    `sources`: the embedding, then each sublayer's output, (..., D) each. `reads`: what each sublayer saw before its
+    norm, the output head last. `weights`: the depth weights of each read, (N, ..., H).
+    """
 
     sources: list[Tensor] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
 
 
-@contextmanager
-def record(residual: Residual) -> Iterator[Trace]:
-    """Inside, one eager forward pass through `residual` fills the trace. Tensors keep their graph."""
-    trace = Trace()
-    begin, read, write, end = residual.begin, residual.read, residual.write, residual.end
+class _Recorder(Watcher):
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
 
-    def recorded_begin(x: Tensor) -> State:
-        trace.sources.append(x)
-        return begin(x)
+    def begin(self, residual: Residual, x: Tensor) -> State:
+        self.trace.sources.append(x)
+        return super().begin(residual, x)
 
-    def recorded_read(state: State, i: int, norm: Norm | None = None) -> tuple[Read, State]:
-        trace.weights.append(residual.weights(state, i))
-        x, state = read(state, i)
-        trace.reads.append(x)
+    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+        self.trace.weights.append(residual.weights(state, i))
+        x, state = super().read(residual, state, i, None)
+        self.trace.reads.append(x)
         return apply_norm(norm, x), state
 
-    def recorded_write(state: State, i: int, y: Tensor) -> State:
-        trace.sources.append(y)
-        return write(state, i, y)
+    def write(self, residual: Residual, state: State, i: int, y: Tensor) -> State:
+        self.trace.sources.append(y)
+        return super().write(residual, state, i, y)
 
-    def recorded_end(state: State, norm: Norm | None = None) -> Tensor:
-        trace.weights.append(residual.weights(state, residual.sublayers))
-        x = end(state)
-        trace.reads.append(x)
+    def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
+        self.trace.weights.append(residual.weights(state, residual.sublayers))
+        x = super().end(residual, state, None)
+        self.trace.reads.append(x)
         return apply_norm(norm, x)
 
-    recorded = {"begin": recorded_begin, "read": recorded_read, "write": recorded_write, "end": recorded_end}
-    residual.__dict__.update(recorded)  # instance attributes shadow the methods; nothing of the class changes
-    try:
+
+@contextmanager
+def record(residual: Residual) -> Iterator[Trace]:
+    """Inside, one eager forward pass of this thread through `residual` fills the trace. Tensors keep their graph.
+
+    with torch.no_grad(), record(model.residual) as trace:
+        model(tokens)
+    """
+    trace = Trace()
+    with watched(residual, _Recorder(trace)):
         yield trace
-    finally:
-        for name in recorded:
-            del residual.__dict__[name]
 
 
 def replay(residual: Residual, sources: Sequence[Tensor]) -> list[Read]:
@@ -70,11 +76,17 @@ def replay(residual: Residual, sources: Sequence[Tensor]) -> list[Read]:
 
 
 def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0) -> Tensor:
-    """The depth-mixing matrix M of h_l = sum_i M[l, i] v_i, per token: (L + 1, L + 1, ...).
+    """The depth-mixing matrix M of h_l = sum_i M[l, i] v_i, per token.
 
     With its weights held, a residual is linear in its sources, so one vector-Jacobian product per read, along random
     signs, gives M exactly where mixing is the same for all channels, and the channel average where it is not.
-    `stream` picks the query, key or value input of residuals that route them separately.
+
+    Arguments:
+        residual: any residual; L sublayers.
+        sources: L + 1 tensors (..., D), the embedding and each sublayer's output: a trace's `sources`.
+        stream: picks the query (0), key (1) or value (2) input of residuals that route them separately.
+
+    Returns (L + 1, L + 1, ...): reads, the output head last, by sources.
     """
     leaves = [source.detach().float().requires_grad_() for source in sources]
     with torch.enable_grad(), hold_weights():

@@ -80,13 +80,20 @@ def build(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None = Non
     return residual
 
 
+def with_options(spec: str, **options: Any) -> str:
+    """The spec with these options in place of its own, as far as its residual has them."""
+    name, _, text = spec.partition(":")
+    chosen = {key: value for key, value in options.items() if key in entry(name).options}
+    words = [word for word in text.split(",") if word and word.partition("=")[0] not in chosen]
+    words += [f"{key}={value}" for key, value in chosen.items()]
+    return ":".join(filter(None, (name, ",".join(words))))
+
+
 def pinned(residual: Residual) -> str:
     """Its spec with every derived option written out: a saved model must not change where such a default does."""
     name, given = parse(residual.spec)
     free = [key for key in residual.derived if key in entry(name).options and given.get(key) is None]
-    words = [word for word in residual.spec.partition(":")[2].split(",") if word and word.partition("=")[0] not in free]
-    words += [f"{key}={getattr(residual, key)}" for key in free]
-    return ":".join(filter(None, (name, ",".join(words))))
+    return with_options(residual.spec, **{key: getattr(residual, key) for key in free})
 
 
 def _convert(label: str, text: str, kind: Any) -> Any:

@@ -16,7 +16,7 @@ class GainResidual(StreamResidual):
         self.at_start = "exact" if start == 1 else "different"
         self.gains = nn.ParameterDict({str(i): nn.Parameter(torch.full((width,), start)) for i in range(sublayers)})
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
         return (torch.addcmul(h, y.to(h.dtype), self.gains[str(i)].to(h.dtype)),)
 

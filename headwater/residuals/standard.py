@@ -3,23 +3,26 @@
 import torch
 from torch import Tensor
 
-from .base import Norm, Residual, State, apply_norm
+from .base import Layout, Norm, Residual, State, apply_norm
 from .registry import register
 
 
 class StreamResidual(Residual):
     """Every read is the stream; a subclass says in `write` how a sublayer's output joins it."""
 
-    def begin(self, x: Tensor) -> State:
+    def layout(self, i: int) -> Layout:
+        return ("stream",)
+
+    def _begin(self, x: Tensor) -> State:
         return (x,)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         return apply_norm(norm, state[0]), state
 
-    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, state[0])
 
-    def weights(self, state: State, i: int) -> Tensor:
+    def _weights(self, state: State, i: int) -> Tensor:
         return torch.ones(1, *state[0].shape[:-1], 1, device=state[0].device)
 
 
@@ -32,5 +35,5 @@ class StandardResidual(StreamResidual):
 
     at_start = "exact"
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         return (state[0] + y,)

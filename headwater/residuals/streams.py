@@ -1,13 +1,14 @@
 """Residuals with n parallel streams: a sublayer reads a mixture of them, writes to all, and the streams mix."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from headwater.ops.numerics import full_precision
 
-from .base import Norm, Residual, State, apply_norm, hold
+from .base import Layout, Next, Norm, Residual, State, apply_norm, hold
 from .numerics import wide
 
 
@@ -43,24 +44,30 @@ class StreamsResidual(Residual):
     def coefficients(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
         """pre (..., n), post (..., n) and res (..., n, n) of sublayer i in fp32, for x (..., n, D)."""
 
-    def begin(self, x: Tensor) -> State:
+    def layout(self, i: int) -> Layout:
+        return ("streams",)
+
+    def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
+        return (self.layout(i),) if verb == "read" else (("streams", "post", "res"),)
+
+    def _begin(self, x: Tensor) -> State:
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.dim),)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         (x,) = state
         pre, post, res = (hold(c) for c in self.coefficients(x, i))
         h = mix_streams(pre.unsqueeze(-2), wide(x)).squeeze(-2).to(x.dtype)
         return apply_norm(norm, h), (x, post, res)
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         x, post, res = state
         mixed = mix_streams(res, wide(x))
         return (torch.addcmul(mixed, post.unsqueeze(-1), wide(y).unsqueeze(-2)).to(x.dtype),)
 
-    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, state[0].sum(-2))
 
-    def weights(self, state: State, i: int) -> Tensor:
+    def _weights(self, state: State, i: int) -> Tensor:
         """Over the streams, (n, ..., 1)."""
         x = state[0]
         if i == self.sublayers:

@@ -3,6 +3,9 @@
 Sublayers come in spans. When a span opens, all its queries read the finished sources at once (phase 1), and each of its
 reads then merges what the span itself has produced so far (phase 2): the running sum of a block, or, for Full Attention
 Residuals, the span's own outputs. Scores are computed when a source is finished, for every later query, in one pass.
+
+A pipeline stage has the queries of its own reads alone: it takes over the sources as they are (`adopt`), scores them
+for its queries, and hands sources on (`settle`).
 """
 
 from itertools import chain
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 
 from headwater.ops.depth import reference
 
-from .base import Norm, State, apply_norm
+from .base import Layout, Next, Norm, State, apply_norm
 
 FULL_SPAN = 8  # sublayers a span for Full Attention Residuals: N / span + span / 2 reads per sublayer, flat around here
 
@@ -24,8 +27,8 @@ Tensors = tuple[Tensor, ...]
 class Span(NamedTuple):
     """The state, named.
 
-    For each finished source its tensor (..., D); for each finished span the scores of its sources for all reads to come
-    (..., sources, Q), the embedding being the first. `folded`: query times key weight of all reads, (L + 1, D).
+    For each finished source its tensor (..., D). Scores of the sources for all reads to come, (..., sources, Q): of
+    those there were at first together, then of each finished span. `folded`: query times key weight of R reads, (R, D).
     For each read left in this span: phase 1's output (..., D), its log-sum-exp (...), and the folded query (D,).
     `own`, what the span produced: of a block, the sum but for the newest output (if there is an older one), and the
     newest output; in full, each output, then for each read left in this span the score of each output (..., 1), then of
@@ -45,13 +48,70 @@ class Span(NamedTuple):
         return (*self.sources, *self.scores, self.folded, *rest)
 
 
-class TwoPhase:
-    """The schedule for `sublayers` reads in blocks of `block`; block=1 is Full Attention Residuals."""
+class Counts(NamedTuple):
+    """How many tensors of each kind a state holds, `left` being the reads left in its span."""
 
-    def __init__(self, sublayers: int, block: int, eps: float, *, reference: bool = False) -> None:
+    sources: int
+    scores: int
+    left: int
+    own: int
+
+    @property
+    def layout(self) -> Layout:
+        numbered = {"source": self.sources, "scores": self.scores}
+        names = [f"{name} {n}" for name, count in numbered.items() for n in range(count)]
+        names += ["queries", *(f"{name} {n}" for name in ("out", "lse", "query") for n in range(self.left))]
+        return (*names, *(f"own {n}" for n in range(self.own)))
+
+
+class TwoPhase:
+    """The schedule for reads `first` to `stop` of `sublayers` in blocks of `block`; block=1 is the full residual.
+
+    `stop == sublayers` includes the final read. `reference`: with the plain PyTorch operators, which is how a CPU tests
+    the schedule.
+    """
+
+    def __init__(
+        self,
+        sublayers: int,
+        block: int,
+        eps: float,
+        *,
+        first: int = 0,
+        stop: int | None = None,
+        reference: bool = False,
+    ) -> None:
         self.sublayers, self.eps, self.reference = sublayers, eps, reference
         self.full = block == 1
         self.span = FULL_SPAN if self.full else block
+        self.first = first
+        self.last = sublayers + 1 if stop is None or stop == sublayers else stop  # reads end before it
+        places = range(first, min(self.last, sublayers) + 1)
+        self.table: dict[tuple[Next, int], Counts] = {("read", i): self._counts(i, i) for i in places}
+        self.table |= {("write", i): self._counts(i, i + 1) for i in places if i < sublayers}
+
+    def _counts(self, i: int, next_read: int) -> Counts:
+        """Before read i, or, with next_read = i + 1, before write i, when read i has taken its part away."""
+        into, reading = self._into(i), next_read == i
+        sources = 1 + (i - into if self.full else self._done(i))
+        left = max(0, self._span_end(i) - next_read) if into or not reading else 0
+        if self.full:
+            own = into * (left + 2)
+        else:
+            own = min(into, 1 if i == self.first or not reading else 2)
+        return Counts(sources, 1 + self._done(i) - self._done(self.first), left, own)
+
+    def _into(self, i: int) -> int:
+        """How many sublayers of its span come before read `i`."""
+        return 0 if i == self.sublayers else i % self.span
+
+    def _done(self, i: int) -> int:
+        """Spans finished before read `i`."""
+        return ceil(i / self.span) if i == self.sublayers else i // self.span
+
+    def _span_end(self, i: int) -> int:
+        """The read after the last one of the span of sublayer i, as far as this schedule goes."""
+        return min((i // self.span + 1) * self.span, self.sublayers, self.last)
 
     def operators(self) -> Any:
         """The module that has `score`, `mix` and `merge`: the kernels, or with the same signatures their references."""
@@ -61,31 +121,54 @@ class TwoPhase:
 
         return autograd
 
-    def unpack(self, state: State, i: int, *, reading: bool = True) -> Span:
-        """The state before read `i`; with reading=False before write `i`, when read `i` has taken its part away."""
-        into = self._into(i)
-        done = ceil(i / self.span) if i == self.sublayers else i // self.span  # spans
-        n = 1 + (i - into if self.full else done)
-        scored = n + 1 + done
+    def holds(self, state: State, verb: Next, i: int) -> bool:
+        """Whether a state is one of this schedule; the sources alone are always fewer."""
+        counts = self.table.get((verb, i))
+        return counts is not None and len(state) == sum(counts) + 2 * counts.left + 1
+
+    def layout(self, verb: Next, i: int) -> tuple[Layout, ...]:
+        counts = self.table.get((verb, i))
+        return () if counts is None else (counts.layout,)
+
+    def unpack(self, state: State, verb: Next, i: int) -> Span:
+        """The state before read or write `i`, named."""
+        n, groups, left, _ = self.table[verb, i]
+        scored = n + groups
         rest = state[scored + 1 :]
-        if self.full:
-            left = (len(rest) - 2 * into) // (3 + into)
-        else:
-            left = (len(rest) - min(into, 2 if reading else 1)) // 3
-        outs, lses, queries = (rest[k * left : (k + 1) * left] for k in range(3))
+        outs, lses, queries = rest[:left], rest[left : 2 * left], rest[2 * left : 3 * left]
         return Span(state[:n], state[n:scored], state[scored], outs, lses, queries, rest[3 * left :])
 
-    def _into(self, i: int) -> int:
-        """How many sublayers of its span come before read `i`."""
-        return 0 if i == self.sublayers else i % self.span
-
     def begin(self, x: Tensor, folded: Tensor) -> State:
-        source, scores = self.operators().score(x.contiguous(), folded, self.eps)
+        source, scores = self._score(x.contiguous(), folded)
         return Span((source,), (scores.unsqueeze(-2),), folded).pack()
 
+    def _score(self, source: Tensor, folded: Tensor) -> tuple[Tensor, Tensor]:
+        """The source again, and its scores (..., Q); a stage may have no read left that would ask."""
+        if len(folded) == 0:
+            return source, source.new_empty(*source.shape[:-1], 0, dtype=torch.float32)
+        return self.operators().score(source, folded, self.eps)
+
+    def adopt(self, state: State, folded: Tensor) -> State:
+        """The state before read `first` from its sources alone, (..., D) each, the running sum of a block last."""
+        counts = self.table["read", self.first]
+        plain = [source.contiguous() for source in state]
+        finished = [self._score(source, folded) for source in plain[: counts.sources]]
+        sources, scores = tuple(source for source, _ in finished), torch.stack([z for _, z in finished], -2)
+        own, left = plain[counts.sources :], counts.left
+        if not own:
+            return Span(sources, (scores,), folded).pack()
+        asked, later = scores.split([left, scores.shape[-1] - left], -1)
+        outs, lses, sources = self.operators().mix(sources, asked.contiguous()) if left else ((), (), sources)
+        span = Span(sources, (later,), folded, outs, lses, folded[:left].unbind(0))
+        if not self.full:
+            return span._replace(own=(own[0],)).pack()
+        for output in own:
+            span = self._absorb(span, output, folded)
+        return span.pack()
+
     def read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        span = self.unpack(state, i)
-        if i % self.span == 0 or i == self.sublayers:
+        span = self.unpack(state, "read", i)
+        if self._into(i) == 0:
             return self._open(span, i, norm)
         return self._merge_outputs(span, i, norm) if self.full else self._merge_sum(span, norm)
 
@@ -95,37 +178,43 @@ class TwoPhase:
         ends = into == self.span - 1 or i == self.sublayers - 1
         if not ends and not self.full:
             return (*state, y)
-        span = self.unpack(state, i, reading=False)
+        span = self.unpack(state, "write", i)
+        queries = span.folded[i + 1 - self.first :]
         if self.full:
-            return self._write_output(span, i, y, ends=ends)
+            span = self._absorb(span, y, queries)
+            if not ends:
+                return span.pack()
+            count = into + 1
+            outputs, scored = span.own[:count], span.own[count:]
+            return Span((*span.sources, *outputs), (*span.scores, torch.stack(scored, -2)), span.folded).pack()
         source = span.own[0] + y if span.own else y
-        source, scores = self.operators().score(source, span.folded[i + 1 :], self.eps)
+        source, scores = self._score(source, queries)
         return Span((*span.sources, source), (*span.scores, scores.unsqueeze(-2)), span.folded).pack()
 
-    def _write_output(self, span: Span, i: int, y: Tensor, *, ends: bool) -> State:
-        into, left = i % self.span, len(span.outs)
-        y, scores = self.operators().score(y, span.folded[i + 1 :], self.eps)
+    def _absorb(self, span: Span, y: Tensor, queries: Tensor) -> Span:
+        """In full: one more output of the span, with its scores for the reads left in it and for later spans."""
+        left = len(span.outs)
+        before = len(span.own) // (left + 2)
+        y, scores = self._score(y, queries)
         columns = scores.split([*[1] * left, scores.shape[-1] - left], -1)
-        groups = [span.own[k * into : (k + 1) * into] for k in range(left + 2)]
+        groups = [span.own[k * before : (k + 1) * before] for k in range(left + 2)]
         outputs, *scored = [(*group, new) for group, new in zip(groups, (y, *columns), strict=True)]
-        if ends:
-            return Span((*span.sources, *outputs), (*span.scores, torch.stack(scored[0], -2)), span.folded).pack()
-        return Span(*span[:6], (*outputs, *chain(*scored))).pack()
+        return span._replace(own=(*outputs, *chain(*scored)))
 
     def settle(self, state: State, i: int) -> State:
         """The plain state of read `i`: its sources alone, which any read can continue from."""
-        span = self.unpack(state, i)
+        span = self.unpack(state, "read", i)
         if self.full:
             return (*span.sources, *span.own[: self._into(i)])
         return (*span.sources, sum(span.own[1:], span.own[0])) if span.own else span.sources
 
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        count = min(self.span, self.sublayers - i) or 1
+        count = 1 if i == self.sublayers else self._span_end(i) - i
         pairs = [scores.split([count, scores.shape[-1] - count], -1) for scores in span.scores]
         asked, later = tuple(zip(*pairs))
         weight, eps = folded_norm(norm)
         outs, lses, sources = self.operators().mix(span.sources, torch.cat(asked, -2), weight, eps)
-        queries = span.folded[i + 1 : i + count].unbind(0)
+        queries = span.folded[i + 1 - self.first : i + count - self.first].unbind(0)
         span = Span(sources, later, span.folded, outs[1:], lses[1:], queries)
         return outs[0] if weight is not None else apply_norm(norm, outs[0]), span.pack()
 

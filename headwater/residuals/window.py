@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from .base import Norm, Residual, State, apply_norm, hold
+from .base import Layout, Next, Norm, Residual, State, apply_norm, hold
 from .numerics import combine, project, project_normed, rms_scale
 from .registry import register
 
@@ -62,31 +62,44 @@ class DepthWindowResidual(Residual):
         self.window, self.width = window, width
         self.reads = nn.ModuleDict({str(i): WindowRead(dim, width, min(i + 1, window)) for i in range(sublayers)})
 
-    def begin(self, x: Tensor) -> State:
+    def layout(self, i: int) -> Layout:
+        return self._layout(self.held(i))
+
+    def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
+        return (self._layout(self.held(i if verb == "read" else i + 1)),)
+
+    def held(self, i: int) -> int:
+        """States whose keys and values are kept before read i."""
+        return min(i, self.window)
+
+    def _layout(self, held: int) -> Layout:
+        return ("stream", *(f"key {n}" for n in range(held)), *(f"value {n}" for n in range(held)))
+
+    def _begin(self, x: Tensor) -> State:
         return (x,)
 
-    def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Tensor, State]:
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         h = state[0]
-        read = self._read(i)
+        read = self._parameters_of(i)
         scale = hold(rms_scale(h))  # of the norm, applied to the narrow projections instead of h
-        keys, values = self._window(state)
+        keys, values = self._window(state, i)
         keys, values = (*keys, project(h, read.key) * scale), (*values, project(h, read.value) * scale)
         mixed = values[0] if read.query is None else attend(project(h, read.query) * scale, keys, values)
         x = (h + project(mixed, read.output)).to(h.dtype)
         return apply_norm(norm, x), (x, *keys, *values)
 
-    def write(self, state: State, i: int, y: Tensor) -> State:
+    def _write(self, state: State, i: int, y: Tensor) -> State:
         return (state[0] + y, *state[1:])
 
-    def end(self, state: State, norm: Norm | None = None) -> Tensor:
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, state[0])
 
-    def weights(self, state: State, i: int) -> Tensor:
+    def _weights(self, state: State, i: int) -> Tensor:
         """Over the states in the window, oldest first; the final read is the stream alone."""
         h = state[0]
-        if i == self.sublayers or (read := self._read(i)).query is None:
+        if i == self.sublayers or (read := self._parameters_of(i)).query is None:
             return torch.ones(1, *h.shape[:-1], 1, device=h.device)
-        keys = (*self._window(state)[0], project_normed(h, read.key))
+        keys = (*self._window(state, i)[0], project_normed(h, read.key))
         return window_weights(project_normed(h, read.query), keys)
 
     def flops_per_token(self) -> int:
@@ -94,11 +107,11 @@ class DepthWindowResidual(Residual):
         reads = sum(min(i + 1, self.window) for i in range(self.sublayers))
         return 2 * matrices + 4 * self.width * reads + 2 * self.dim * self.sublayers
 
-    def _window(self, state: State) -> tuple[State, State]:
-        """Keys and values of the earlier states that the next read still sees."""
-        count = (len(state) - 1) // 2
+    def _window(self, state: State, i: int) -> tuple[State, State]:
+        """Keys and values of the earlier states that read i still sees."""
+        count = self.held(i)
         kept = min(count, self.window - 1)
         return state[1 + count - kept : 1 + count], state[1 + 2 * count - kept :]
 
-    def _read(self, i: int) -> WindowRead:
+    def _parameters_of(self, i: int) -> WindowRead:
         return cast(WindowRead, self.reads[str(i)])

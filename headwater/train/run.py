@@ -257,7 +257,7 @@ def wrap(model: Decoder, config: Config, *, alone: bool) -> Callable[[Tensor], T
     it: a graph over all of them would break at the hooks that fetch weights, and at every hop of a pipeline.
     """
     if config.train.checkpoint_activations:
-        model.step = functools.partial(recompute, model.step, use_reentrant=False)  # type: ignore[method-assign]
+        model.around = functools.partial(recompute, use_reentrant=False)
     if not config.train.compile:
         return model
     if alone:

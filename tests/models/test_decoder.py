@@ -39,14 +39,12 @@ def test_under_autocast_the_stream_has_the_sublayers_dtype_unless_fp32_is_asked_
     for sublayer in model.sublayers:
         sublayer.body.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        state = model.residual.begin(model.embed(tokens_of()))
-        for i in range(len(model.sublayers)):
-            state = model.step(i, model.rotary(0, tokens_of().shape[1]), None, *state)
+        state = model.run(model.begin(tokens_of()), 0, 8, model.rotary(0, tokens_of().shape[1]))
         assert model(tokens_of()).dtype == torch.bfloat16
     assert len(state) > 2
     assert {source.dtype for source in state} == {dtype}
     assert set(seen) == {dtype}
-    assert model.embed(tokens_of()).dtype == torch.float32
+    assert model.begin(tokens_of())[0].dtype == torch.float32
 
 
 def test_a_decoder_on_the_meta_device_computes_shapes():

@@ -1,39 +1,33 @@
 """The two-phase schedule on its references: the same network as with one pass per read, on any device."""
 
+import copy
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 
 from headwater.models import Decoder, ModelConfig
 from headwater.models.generate import generate
-from headwater.residuals import build, record
-from headwater.residuals.attention import AttentionResidual
-from headwater.residuals.base import weights_held
+from headwater.residuals import build, record, with_options
 
 SPECS = ["attnres-block:block=3", "attnres-block:block=8", "attnres-full"]  # 3: the last block is partial
 
 
-@pytest.fixture
-def two_phases(monkeypatch):
-    """A switch: models run in two phases, over the references, from the moment it is called."""
-    one_pass = AttentionResidual.begin
-
-    def begin(self, x):
-        if self.two_phase is None or weights_held():
-            return one_pass(self, x)
-        self.two_phase.reference = True
-        return self.two_phase.begin(x, self._folded())
-
-    return lambda: monkeypatch.setattr(AttentionResidual, "begin", begin)
+def phased(spec):
+    return with_options(spec, schedule="two-phase", backend="reference")
 
 
-def model_of(spec):
+def models_of(spec):
+    """The same weights twice: read by read, and in two phases."""
+    shape = {"vocab_size": 40, "dim": 24, "layers": 5, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 32}
     torch.manual_seed(0)
-    shape = {"vocab_size": 40, "dim": 24, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 32}
-    model = Decoder(ModelConfig(**shape, residual=spec))
+    one, two = (Decoder(ModelConfig(**shape, residual=s)) for s in (spec, phased(spec)))
     with torch.no_grad():
-        for p in model.parameters():
+        for p in one.parameters():
             p.add_(torch.randn(p.shape) * 0.2)
-    return model
+    two.load_weights(one.weights())
+    assert len(two.residual.begin(torch.zeros(2, 24))) > 1
+    return one, two
 
 
 def results_of(model, tokens):
@@ -44,47 +38,89 @@ def results_of(model, tokens):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_it_is_the_same_network(spec, two_phases):
-    model, tokens = model_of(spec), torch.randint(0, 40, (2, 7))
-    expected, text = results_of(model, tokens), generate(model, tokens, 9, temperature=0.0)
-    two_phases()
-    assert len(model.residual.begin(torch.zeros(2, 24))) > 1
-    for mine, other in zip(results_of(model, tokens), expected, strict=True):
+def test_it_is_the_same_network(spec):
+    (one, two), tokens = models_of(spec), torch.randint(0, 40, (2, 7))
+    for mine, other in zip(results_of(two, tokens), results_of(one, tokens), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
-    assert torch.equal(generate(model, tokens, 9, temperature=0.0), text)
+    text = generate(one, tokens, 9, temperature=0.0)
+    assert torch.equal(generate(two, tokens, 9, temperature=0.0), text)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_record_shows_the_same_reads_and_weights(spec, two_phases):
-    model, tokens = model_of(spec), torch.randint(0, 40, (1, 5))
-    with torch.no_grad(), record(model.residual) as one:
-        model(tokens)
-    two_phases()
-    with torch.no_grad(), record(model.residual) as two:
-        model(tokens)
+def test_a_record_shows_the_same_reads_and_weights(spec):
+    models, tokens, traces = models_of(spec), torch.randint(0, 40, (1, 5)), []
+    for model in models:
+        with torch.no_grad(), record(model.residual) as trace:
+            model(tokens)
+        traces.append(trace)
+    one, two = traces
     for mine, other in zip([*two.reads, *two.weights], [*one.reads, *one.weights], strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
+def scattered(spec, sublayers):
+    residual = build(spec, 16, sublayers)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in residual.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    return residual
+
+
+def drive(residual, state, start, stop, outputs):
+    for i in range(start, stop):
+        x, state = residual.read(state, i)
+        state = residual.write(state, i, outputs[i + 1] + x.tanh())
+    return state
+
+
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_settled_state_can_be_read_on(spec, two_phases):
-    """A pipeline stage sends sources alone; the next stage continues in one pass."""
-    residual = build(spec, 16, 8)
-    for p in residual.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    outputs = torch.randn(9, 2, 16)
+def test_a_settled_state_can_be_read_on(spec):
+    residual, outputs = scattered(phased(spec), 10), torch.randn(11, 2, 16)
+    whole = residual.end(drive(residual, residual.begin(outputs[0]), 0, 10, outputs))
+    for i in range(10):
+        state = residual.settle(drive(residual, residual.begin(outputs[0]), 0, i, outputs), i)
+        assert len(state) == residual.num_sources(i)
+        end = residual.end(drive(residual, state, i, 10, outputs))
+        torch.testing.assert_close(end, whole, atol=1e-5, rtol=1e-4)
 
-    def run(settle_at):
-        state = residual.begin(outputs[0])
-        for i in range(8):
-            if i == settle_at:
-                state = residual.settle(state, i)
-                assert len(state) == residual.num_sources(i)
-            _, state = residual.read(state, i)
-            state = residual.write(state, i, outputs[i + 1])
-        return residual.end(state)
 
-    two_phases()
-    whole = run(None)
-    for i in range(8):
-        torch.testing.assert_close(run(i), whole, atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("spec", [*SPECS, "attnres-block:block=1"])
+def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
+    """Every pair of cuts: inside a block, between two, before the last sublayer. Values, and the gradient of every
+    parameter and source."""
+    sublayers = 10
+    whole, outputs = scattered(spec, sublayers), torch.randn(sublayers + 1, 2, 16)
+    leaves = [o.requires_grad_() for o in outputs.unbind(0)]
+    end = whole.end(drive(whole, whole.begin(leaves[0]), 0, sublayers, leaves))
+    wanted = torch.autograd.grad(end.square().sum(), [*leaves, *whole.parameters()])
+    names = [name for name, _ in whole.named_parameters()]
+    blank = scattered(phased(spec), sublayers)
+    for cuts in combinations(range(1, sublayers), 2):
+        stages, state = [], None
+        for start, stop in pairwise((0, *cuts, sublayers)):
+            stage = copy.deepcopy(blank)
+            stage.keep_only(start, stop)
+            state = stage.adopt(state, start) if start else stage.begin(leaves[0])
+            assert stage.two_phase.holds(state, "read", start), "the stage runs in two phases"
+            state = drive(stage, state, start, stop, leaves)
+            stages.append(stage)
+            state = state if stop == sublayers else stage.settle(state, stop)
+        last = stages[-1].end(state)
+        torch.testing.assert_close(last, end, atol=1e-5, rtol=1e-4)
+        held = {name: p for stage in stages for name, p in stage.named_parameters()}
+        assert held.keys() == set(names)
+        found = torch.autograd.grad(last.square().sum(), [*leaves, *(held[name] for name in names)])
+        for mine, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, other, atol=2e-4, rtol=1e-3)
+
+
+def test_a_schedule_asked_for_by_name_runs_or_says_why_not():
+    with pytest.raises(ValueError, match="schedule=two-phase needs static queries"):
+        build("attnres-full:schedule=two-phase,heads=2", 16, 4)
+    with pytest.raises(ValueError, match="schedule must be one of auto, one-pass, two-phase"):
+        build("attnres-full:schedule=three-phase", 16, 4)
+    residual = build("attnres-full:schedule=two-phase", 16, 4)
+    with pytest.raises(ValueError, match="backend='triton' cannot take"):
+        residual.begin(torch.zeros(2, 16, dtype=torch.float64))
+    assert len(build("attnres-full:schedule=one-pass,backend=triton", 16, 4).begin(torch.zeros(2, 16))) == 1

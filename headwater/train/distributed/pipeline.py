@@ -30,7 +30,7 @@ from headwater.train.config import ParallelSettings
 from headwater.train.distributed.fsdp import shard
 from headwater.train.distributed.parts import Parts, local
 from headwater.train.distributed.ranks import Ranks
-from headwater.train.distributed.stages import Hop, cut, hops, plain_reads, prune, trace_states
+from headwater.train.distributed.stages import Hop, cut, hops, prune, trace_states
 from headwater.train.distributed.tensor_parallel import parallelize
 from headwater.train.losses import half_precision, nats_per_token
 
@@ -106,13 +106,14 @@ class Stage(nn.Module):
     def forward(self, *arrived: Tensor, micro: Tensor) -> Tensor | tuple[Tensor, ...]:
         model, number = self.model, int(micro)
         with half_precision(arrived[0].device):
-            state = self._assemble(arrived, number) if self.start else model.residual.begin(model.embed(arrived[0]))
-            rotary = model.rotary(0, self.context)
-            for i in range(self.start, self.stop):
-                state = model.step(i, rotary, None, *state)
+            if self.start:
+                state = model.adopt(self._assemble(arrived, number), self.start)
+            else:
+                state = model.begin(arrived[0])
+            state = model.run(state, self.start, self.stop, model.rotary(0, self.context))
             if self.following is None:
-                state = model._split(self.stop, state)[0]
-                return model.head(model.residual.end(state, norm=model.norm))
+                return model.finish(state)
+            state = model.settle(state, self.stop)
         return self._send(state, number)
 
     def _assemble(self, arrived: tuple[Tensor, ...], micro: int) -> tuple[Tensor, ...]:
@@ -211,14 +212,14 @@ def assemble(
     assert ranks.mesh is not None
     count, tied = settings.pipeline * settings.chunks, config.tie_embeddings
     context = config.context // ranks.tensor  # tokens of a window that one rank has between sublayers
-    bounds = cut(config.sublayers, count, settings.cuts)
+    with torch.device("meta"):
+        blank = Decoder(config)
+    bounds = cut(blank.residual, count, settings.cuts)
     states = trace_states(config, windows, context, device)
     plan = (*hops(states, bounds, settings.pipeline, cache=settings.block_cache), None)
     tokens = torch.empty(windows, context, dtype=torch.long, device="meta")
     logits_type = torch.bfloat16 if device.type == "cuda" else torch.float32
     logits = torch.empty(windows, context, config.vocab_size, dtype=logits_type, device="meta")
-    with torch.device("meta"):
-        blank = plain_reads(Decoder(config))
     cache, stages, counted = BlockCache(), [], []
     for s in range(ranks.pipeline_rank, count, settings.pipeline):
         hop, following = cast(Hop, plan[s]), plan[s + 1]

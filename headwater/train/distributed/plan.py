@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
+from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
 from headwater.train.config import Config
-from headwater.train.distributed.stages import States, cut, hops, name_states, plain_reads
+from headwater.train.distributed.stages import States, cut, hops, name_states, one_pass
 from headwater.train.distributed.tensor_parallel import (
     Exchange,
     bodies,
@@ -72,7 +73,7 @@ def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tenso
     """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels. `tensor`:
     ranks that share a window, of which one is traced."""
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
-        model = plain_reads(Decoder(config))
+        model = Decoder(one_pass(config))
         exchange = Pretended(tensor)
         if tensor > 1:
             divide_parameters(model, lambda parameter, placement: share(parameter, tensor, placement))
@@ -81,15 +82,14 @@ def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tenso
         tokens = torch.zeros(batch, config.context // tensor, dtype=torch.long)
         rotary, kept = model.rotary(0, tokens.shape[1]), []
         sent: list[int] = []
-        states = [model.residual.begin(model.embed(tokens))]
+        states = [model.begin(tokens)]
         for i in range(len(model.sublayers)):
-            with keeping(owned) as found, _reading(model, fused):
-                states.append(model.step(i, rotary, None, *states[-1]))
+            with keeping(owned) as found, watched(model.residual, FusedReads()) if fused else nullcontext():
+                states.append(model.run(states[-1], i, i + 1, rotary))
             kept.append(found)
             sent.append(exchange.sent - sum(sent))
         with keeping(owned) as found:
-            end = model.residual.end(model._split(len(model.sublayers), states[-1])[0], norm=model.norm)
-            loss = nats_per_token(model.head(end), tokens).mean()
+            loss = nats_per_token(model.finish(states[-1]), tokens).mean()
         kept.append(found)
         counts = _parameters(model)
         del loss
@@ -111,23 +111,12 @@ def keeping(owned: set[int]) -> Iterator[Kept]:
         yield found
 
 
-@contextmanager
-def _reading(model: Decoder, fused: bool) -> Iterator[None]:
-    """Inside, reads keep nothing if they are fused: the state that they read is counted with the hops instead."""
-    if not fused:
-        yield
-        return
-    read = model.residual.read
+class FusedReads(Watcher):
+    """Reads that keep nothing, as the kernels': the state that they read is counted with the hops instead."""
 
-    def silent(state, i, norm=None):  # type: ignore[no-untyped-def]
+    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-            return read(state, i, norm=norm)
-
-    model.residual.read = silent  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del model.residual.read
+            return super().read(residual, state, i, norm)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -198,7 +187,9 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     if tensor > 1:
         refuse_undivided(model, tensor, shards)
     found = footprint(model, config.train.batch_size // (micros * data), half=half, fused=fused, tensor=tensor)
-    bounds = cut(model.sublayers, pipeline * chunks, settings.cuts)
+    with torch.device("meta"):
+        residual = build(model.residual, model.dim, model.sublayers, model.kinds)
+    bounds = cut(residual, pipeline * chunks, settings.cuts)
     plan = hops(found.states, bounds, pipeline, cache=settings.block_cache)
     ranks = []
     for rank in range(pipeline):

@@ -8,7 +8,7 @@ again. So every residual gets the block cache, and none has to know of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
-from headwater.residuals import AttentionResidual
+from headwater.residuals import Residual, with_options
 from headwater.train.losses import half_precision
 
 
@@ -40,12 +40,12 @@ States = tuple[tuple[Slot, ...], ...]  # before each sublayer, and after the las
 def trace_states(config: ModelConfig, batch: int, context: int, device: torch.device) -> States:
     """The state before each sublayer for a micro-batch, from one pass that computes shapes alone."""
     with FakeTensorMode(), torch.no_grad(), half_precision(device), device:
-        model = plain_reads(Decoder(config))
+        model = Decoder(one_pass(config))
         tokens = torch.zeros(batch, context, dtype=torch.long)
         rotary = model.rotary(0, context)
-        states = [model.residual.begin(model.embed(tokens))]
+        states = [model.begin(tokens)]
         for i in range(len(model.sublayers)):
-            states.append(model.step(i, rotary, None, *states[-1]))
+            states.append(model.run(states[-1], i, i + 1, rotary))
     return name_states(states)
 
 
@@ -58,25 +58,40 @@ def name_states(states: Sequence[Sequence[Tensor]]) -> States:
     return tuple(tuple(Slot(keys[id(t)], t.shape, t.dtype) for t in state) for state in states)
 
 
-def plain_reads(model: Decoder) -> Decoder:
-    """Two-phase reads keep the queries of all depths in the state; a stage has its own only, and reads one by one."""
-    if isinstance(model.residual, AttentionResidual):
-        model.residual.two_phase = None
-    return model
+def one_pass(config: ModelConfig) -> ModelConfig:
+    """Between stages travel the sources alone, which is what a state holds where reads are made one by one."""
+    return replace(config, residual=with_options(config.residual, schedule="one-pass"))
 
 
-def cut(sublayers: int, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
-    """Bounds of the stages, 0 and `sublayers` included: `cuts` where given, else slices that differ by one at most."""
+def cut(residual: Residual, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
+    """Bounds of the stages, 0 and `sublayers` included: `cuts` where given, else slices as equal as the residual's own
+    limits allow, which differ by one sublayer at most where it has none."""
+    sublayers = residual.sublayers
+    allowed = [i for i in range(1, sublayers) if residual.may_cut(i)]
     if cuts:
         bounds = (0, *cuts, sublayers)
         if len(cuts) != stages - 1 or any(a >= b for a, b in pairwise(bounds)):
             raise UserError(
                 f"parallel.cuts must name {stages - 1} sublayers, rising, from 1 to {sublayers - 1}; got {list(cuts)}"
             )
+        if refused := [i for i in cuts if i not in allowed]:
+            raise UserError(
+                f"parallel.cuts may not name {refused[0]}: model.residual {residual.spec!r} shares parameters between "
+                f"the sublayers around it. Possible: {', '.join(map(str, allowed))}"
+            )
         return bounds
-    if stages > sublayers:
-        raise UserError(f"{sublayers} sublayers do not divide into {stages} stages: lower --pipeline or --chunks")
-    return tuple(s * sublayers // stages for s in range(stages + 1))
+    if stages > len(allowed) + 1:
+        raise UserError(
+            f"{sublayers} sublayers with model.residual {residual.spec!r} divide into {len(allowed) + 1} stages at "
+            f"most, not {stages}: lower --pipeline or --chunks"
+        )
+    bounds = (0,)
+    for s in range(1, stages):
+        # Near its even share, behind the cut before, and with a place left for each cut to come.
+        room = [i for i in allowed if i > bounds[-1]]
+        room = room[: len(room) - (stages - 1 - s)]
+        bounds += (min(room, key=lambda i: (abs(i - s * sublayers // stages), i)),)
+    return (*bounds, sublayers)
 
 
 @dataclass(frozen=True)
@@ -124,13 +139,9 @@ def hops(states: States, bounds: Sequence[int], ranks: int, *, cache: bool) -> t
 def prune(model: Decoder, start: int, stop: int) -> Decoder:
     """Leave sublayers [start, stop) and their residual parameters; the ends keep embedding and head. Names stay."""
     last = stop == len(model.sublayers)
-    own = range(start, stop + last)  # the final read belongs to the last stage
     for i in set(range(len(model.sublayers))) - set(range(start, stop)):
         model.sublayers[i] = nn.Module()
-    for table in model.residual.children():
-        assert isinstance(table, nn.ModuleDict | nn.ParameterDict), "residual parameters are keyed by sublayer"
-        for key in [key for key in table if int(key) not in own]:
-            del table[key]
+    model.residual.keep_only(start, stop)
     if not last:
         model.head, model.norm = nn.Identity(), nn.Identity()  # type: ignore[assignment]
     if start and not (last and model.config.tie_embeddings):
