@@ -225,6 +225,7 @@ def launch(job: Job, out: Path, jobs: int) -> subprocess.Popen[bytes]:
     """Its own session: Ctrl-C in the terminal reaches this process alone, which then asks the runs to stop once. Should
     this process be killed, they notice that they are orphans."""
     job.folder.mkdir(parents=True, exist_ok=True)
+    record_company(job, jobs)
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
     flags = ["--residual", job.residual, "--seed", str(job.seed), "--out", str(job.folder)]
     if (job.folder / "config.json").exists():
@@ -238,6 +239,21 @@ def launch(job: Job, out: Path, jobs: int) -> subprocess.Popen[bytes]:
             env={**os.environ, **threads, PARENT: str(os.getpid())},
             start_new_session=True,
         )
+
+
+def record_company(job: Job, jobs: int) -> None:
+    """launch.json: the most runs made at a time while this one ran, None where an attempt before did not say. Times of
+    runs that shared a machine tell how busy it was."""
+    path, begun = job.folder / "launch.json", (job.folder / "config.json").exists()
+    before = read_json(path)["side_by_side"] if path.exists() else None if begun else 1
+    write_json(path, {"side_by_side": None if before is None else max(before, jobs)})
+
+
+def side_by_side(jobs: Sequence[Job]) -> int | None:
+    """The most runs made at a time with any of these; None where one of them does not say."""
+    paths = [job.folder / "launch.json" for job in jobs]
+    counts = [read_json(path)["side_by_side"] for path in paths if path.exists()]
+    return None if None in counts or len(counts) < len(paths) else max(counts, default=None)
 
 
 def show(active: Active, live: Progress) -> None:
@@ -314,6 +330,7 @@ def tabulate(runs: list[Job], residuals: list[str]) -> list[dict[str, Any]]:
                 "pairs": len(pairs[residual]),
                 "interval": list(paired.interval) if paired and paired.interval else None,
                 "verdict": paired.verdict if paired else BASELINE if residual == residuals[0] else None,
+                "side_by_side": side_by_side([run for run in runs if run.finished and run.residual == residual]),
             }
         )
     return rows
@@ -355,6 +372,11 @@ def _caption(rows: list[dict[str, Any]]) -> str:
     if judged:
         corrected = f" ({len(judged)} residuals at once, Bonferroni)" if len(judged) > 1 else ""
         words += f", ± its 95 % interval{corrected}"
+    counts = [row["side_by_side"] for row in rows]
+    if counts and None in counts:
+        words += "; seconds are not comparable: how many runs were made side by side is unknown"
+    elif max(counts, default=1) > 1:
+        words += f"; seconds are not comparable: up to {max(counts)} runs were made at a time"
     fewest = min((row["pairs"] for row in rows if row["verdict"] not in (None, BASELINE)), default=0)
     return f"{words}.\n{limits(fewest, len(judged))}" if fewest else words
 

@@ -27,6 +27,7 @@ from headwater.train.compare import (
     expand,
     launch,
     plan,
+    side_by_side,
     slug,
     spread,
     tabulate,
@@ -69,6 +70,14 @@ def test_rows_have_mean_spread_and_paired_difference(tmp_path):
     assert rows[1]["interval"] == pytest.approx([-1.6706205, 0.8706205])
     assert [row["verdict"] for row in rows] == ["baseline", "not told apart"]
     assert "attnres-full" in shown
+    assert "how many runs were made side by side is unknown" in " ".join(shown.split())
+    for job, together in zip(jobs, (1, 1, 1, 3)):
+        write_json(job.folder / "launch.json", {"side_by_side": together})
+    rows = tabulate(jobs, ["standard", "attnres-full"])
+    assert [row["side_by_side"] for row in rows] == [1, 3]
+    assert "up to 3 runs were made at a time" in " ".join(text_of(draw(rows, tiny(tmp_path))).split())
+    assert "not comparable" not in text_of(draw(rows[:1], tiny(tmp_path)))
+
     (tmp_path / "standard-seed0" / "summary.json").unlink()
     (tmp_path / "standard-seed1" / "summary.json").unlink()
     unpaired = tabulate(jobs, ["standard", "attnres-full"])
@@ -138,6 +147,22 @@ def test_a_run_is_resumed_only_where_one_began_and_knows_its_parent(tmp_path, mo
     launch(job, tmp_path, 1)
     assert ["--resume" in command for command, _ in started] == [False, True]
     assert started[0][1][PARENT] == str(os.getpid())
+
+
+def test_a_run_records_how_many_ran_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **others: None)
+    job = Job("standard", 0, tmp_path / "run")
+    assert side_by_side([job]) is None
+    for jobs, most in ((2, 2), (1, 2), (3, 3)):  # attempts of one run
+        launch(job, tmp_path, jobs)
+        assert side_by_side([job]) == most
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "config.json").write_text("{}")  # begun before anybody recorded it
+    older = Job("standard", 1, tmp_path / "older")
+    launch(older, tmp_path, 1)
+    launch(older, tmp_path, 1)
+    assert side_by_side([older]) is None
+    assert side_by_side([job, older]) is None
 
 
 PROGRESS = "step 3/12  loss 2.5000  1,000 tokens/s  2 s left\nstep 4: validation 2.5000 bits per byte\n"
