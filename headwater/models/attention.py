@@ -10,6 +10,7 @@ from headwater.residuals import Read
 
 from .config import ModelConfig
 from .norm import RMSNorm
+from .projection import project_together
 from .window import window_attention
 
 
@@ -86,10 +87,10 @@ class Attention(nn.Module):
         first_values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the values of the tokens given."""
-        for_query, for_key, for_value = x if isinstance(x, tuple) else (x, x, x)
-        q = self.query(for_query).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, T, d)
-        k = self.key(for_key).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
-        v = self.value(for_value).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        q, k, v = self._project(x)
+        q = q.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, T, d)
+        k = k.unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        v = v.unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
         if self.value_mix is not None and first_values is not None:
             first_share, own_share = self.value_mix.to(v.dtype)
             v = first_share * first_values + own_share * v
@@ -100,6 +101,13 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         y = self._attend(q, k, v, past)
         return self.output(y.transpose(1, 2).flatten(2)), new_values
+
+    def _project(self, x: Read) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (B, T, heads times head_dim) each."""
+        if isinstance(x, tuple):
+            return self.query(x[0]), self.key(x[1]), self.value(x[2])
+        q, k, v = project_together(x, self.query, self.key, self.value)
+        return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
         if self.window is not None:

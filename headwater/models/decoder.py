@@ -4,14 +4,15 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headwater.errors import check_fit
-from headwater.residuals import State, build, pinned
+from headwater.residuals import Read, Residual, State, build, pinned
+from headwater.residuals.base import apply_norm
 
 from .attention import Attention, KVCache, Rotary
 from .config import ModelConfig
@@ -31,11 +32,13 @@ class Cache(list[KVCache]):
 
 
 class Sublayer(nn.Module):
-    """A pre-norm and the attention or MLP behind it."""
+    """A pre-norm and the attention or MLP behind it. `keeps_values`: it hands on the values that attention computed."""
 
-    def __init__(self, config: ModelConfig, kind: str, mixes_values: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, kind: str, *, mixes_values: bool = False, keeps_values: bool = False
+    ) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.keeps_values = kind, keeps_values
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.body: Attention | SwiGLU
         if kind == "mlp":
@@ -44,6 +47,34 @@ class Sublayer(nn.Module):
             self.body = Attention(config, window=config.shortswa)
         else:
             self.body = Attention(config, mixes_values=mixes_values)
+
+    def forward(
+        self, x: Read, rotary: tuple[Tensor, Tensor], cache: KVCache | None, kept: State, normed: bool
+    ) -> tuple[Tensor, State]:
+        """What it produces for what it reads, (..., D), and the first attention's values where they are kept."""
+        x = x if normed else apply_norm(self.norm, x)
+        if not isinstance(self.body, Attention):
+            return self.body(x), kept
+        y, values = self.body(x, rotary, cache, *kept)
+        return y, (values,) if self.keeps_values else kept
+
+
+def run_sublayer(
+    residual: Residual,
+    sublayer: Sublayer,
+    i: int,
+    dtype: torch.dtype | None,
+    rotary: tuple[Tensor, Tensor],
+    cache: KVCache | None,
+    held: State,
+    kept: State,
+) -> State:
+    """Read, run, write: the state after sublayer i, the kept values last. `dtype`: of the stream, if it is not what
+    sublayers produce."""
+    normed = residual.folds_norm(held, i)
+    x, held = residual.read(held, i, norm=sublayer.norm if normed else None)
+    y, kept = sublayer(x, rotary, cache, kept, normed)
+    return (*residual.write(held, i, y if dtype is None else y.to(dtype)), *kept)
 
 
 class Decoder(nn.Module):
@@ -62,11 +93,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.around = None
+        self._run_sublayer = run_sublayer
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         first_attention = config.kinds.index("attention")
         self.values_from = first_attention if config.value_residual else config.sublayers  # whose values are kept
         self.sublayers = nn.ModuleList(
-            Sublayer(config, kind, mixes_values=i > self.values_from) for i, kind in enumerate(config.kinds)
+            Sublayer(config, kind, mixes_values=i > self.values_from, keeps_values=i == self.values_from)
+            for i, kind in enumerate(config.kinds)
         )
         with torch.random.fork_rng(devices=[]):  # what a residual draws must not change the start of what it shares
             self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
@@ -107,14 +140,20 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Tokens (B, T) to logits (B, T, vocab). With a cache, tokens that continue those it has seen."""
+        return self.head(self.hidden(tokens, cache))
+
+    def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """What the output head sees, (B, T, D): for a loss that does not need all logits at once."""
         rotary = self.rotary(0 if cache is None else cache.seen, tokens.shape[1])
         state = self.begin(tokens, cache)
         state = self.run(state, 0, len(self.sublayers), rotary, cache)
-        return self.finish(state, cache)
+        return self._end(state, cache)
 
     def begin(self, tokens: Tensor, cache: Cache | None = None) -> State:
         """The state before the first sublayer."""
-        x = self._for_stream(self.embedding(tokens))
+        x = self.embedding(tokens)
+        dtype = self._stream_dtype(x.device)
+        x = x if dtype is None else x.to(dtype)
         return self.residual.begin(x) if cache is None else self.residual.resume(x, cache.past)
 
     def run(
@@ -130,12 +169,15 @@ class Decoder(nn.Module):
             state = step(i, rotary, None if cache is None else cache[i], *state)
         return state
 
-    def finish(self, state: State, cache: Cache | None = None) -> Tensor:
+    def finish(self, state: State) -> Tensor:
         """Logits (B, T, vocab) from the state after the last sublayer."""
+        return self.head(self._end(state))
+
+    def _end(self, state: State, cache: Cache | None = None) -> Tensor:
         state, _ = self._split(len(self.sublayers), state)
         if cache is not None:
             cache.past = self.residual.past(state)
-        return self.head(self.residual.end(state, norm=self.norm))
+        return self.residual.end(state, norm=self.norm)
 
     def settle(self, state: State, i: int) -> State:
         """The state before sublayer i in its shortest form: what a pipeline stage sends on."""
@@ -147,23 +189,30 @@ class Decoder(nn.Module):
         state, kept = self._split(i, state)
         return (*self.residual.adopt(state, i), *kept)
 
-    def _for_stream(self, x: Tensor) -> Tensor:
-        """Under autocast the residual has the dtype that sublayers compute in, or fp32 if the configuration says so."""
-        if x.is_meta or not torch.is_autocast_enabled(x.device.type):
-            return x
-        return x.to(torch.float32 if self.config.fp32_stream else torch.get_autocast_dtype(x.device.type))
+    def _stream_dtype(self, device: torch.device) -> torch.dtype | None:
+        """Under autocast the residual has the dtype that sublayers compute in, or fp32 if the configuration says so;
+        otherwise, None, what it is given."""
+        if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+            return None
+        return torch.float32 if self.config.fp32_stream else torch.get_autocast_dtype(device.type)
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile what a sublayer does, once for all sublayers of a kind: seconds, where a whole model takes a minute.
+
+        `options` are torch.compile's. Where the residual has no parameters, its read and write are compiled with the
+        sublayer; others run as they are around it, with a kernel of their own or eagerly.
+        """
+        if next(self.residual.parameters(), None) is None:
+            self._run_sublayer = torch.compile(run_sublayer, **options)
+        else:
+            for sublayer in self.sublayers:
+                sublayer.compile(**options)
 
     def _step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
-        """One sublayer: read, run, write. The state comes as separate tensors, which activation checkpointing needs."""
+        """One sublayer. The state comes as separate tensors, which activation checkpointing needs."""
         sublayer = cast(Sublayer, self.sublayers[i])
-        held, kept = self._split(i, state)
-        x, held = self.residual.read(held, i, norm=sublayer.norm)
-        if isinstance(sublayer.body, Attention):
-            y, values = sublayer.body(x, rotary, cache, *kept)
-            kept = (values,) if i == self.values_from else kept
-        else:
-            y = sublayer.body(x)
-        return (*self.residual.write(held, i, self._for_stream(y)), *kept)
+        dtype = self._stream_dtype(state[0].device)
+        return self._run_sublayer(self.residual, sublayer, i, dtype, rotary, cache, *self._split(i, state))
 
     def _split(self, i: int, state: State) -> tuple[State, State]:
         """The residual's state before sublayer i, and behind it the first attention's values where they are kept."""

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .projection import project_together
 
 
 class SwiGLU(nn.Module):
@@ -14,4 +15,5 @@ class SwiGLU(nn.Module):
         self.output = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(F.silu(self.gate(x)) * self.up(x))
+        gate, up = project_together(x, self.gate, self.up)
+        return self.output(F.silu(gate) * up)

@@ -172,6 +172,9 @@ class AttentionResidual(Residual):
     def _weights(self, state: State, i: int) -> Tensor:
         return self._weights_of(stack_wide(self.settle(state, i)), i)
 
+    def folds_norm(self, state: State, i: int) -> bool:
+        return self.two_phase is not None and self.two_phase.holds(state, "read", i)
+
     def settle(self, state: State, i: int) -> State:
         if self.two_phase is not None and self.two_phase.holds(state, "read", i):
             return self.two_phase.settle(state, i)

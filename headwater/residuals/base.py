@@ -39,7 +39,7 @@ class Placed(tuple[Tensor, ...]):
         placed.next = (verb, i)
         return placed
 
-    def __getnewargs__(self) -> tuple[State, Next, int]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[State, Next, int]:
         return tuple(self), *self.next
 
 
@@ -127,6 +127,10 @@ class Residual(nn.Module, ABC):
         """The state before read `i` in its shortest form, which any later read can continue from: what is sent to
         another device or pipeline stage. A state that keeps nothing besides what it must is its own."""
         return state
+
+    def folds_norm(self, state: State, i: int) -> bool:
+        """Whether read `i` of this state applies a norm inside a kernel; otherwise a caller may as well do it after."""
+        return False
 
     def adopt(self, state: State, i: int) -> State:
         """A settled state before read `i`, where a pipeline stage begins, as this residual likes it best to read on."""

@@ -91,7 +91,11 @@ class TrainSettings:
     """Draws the initial weights and the order of the data."""
     device: str = "auto"
     """auto is cuda where there is one, else cpu."""
-    compile: bool = False
+    compile: Literal["auto", "none", "layers", "model"] | bool = "auto"
+    """layers: what a sublayer does, once for all of a kind, in seconds; model: the whole, in a minute. auto is layers
+    on a GPU, else none."""
+    graph: bool = True
+    """On a GPU, capture a step as a CUDA graph, where that can be done: the host then costs nothing."""
     checkpoint_activations: bool = False
     deterministic: bool = True
     """On a GPU, choose kernels that resume bitwise, at some cost in speed."""
@@ -168,7 +172,7 @@ OUTER = frozenset(
 # A run may be resumed with other values of these as well: of how a step is computed, which changes rounding alone, and
 # of which steps to leave out, so that a run which one bad batch has stopped can go on.
 FREE = OUTER | {
-    *(f"train.{name}" for name in ("accumulate", "checkpoint_activations", "compile")),
+    *(f"train.{name}" for name in ("accumulate", "checkpoint_activations", "compile", "graph")),
     *(f"train.{name}" for name in ("skip_nonfinite", "skip_spikes", "spike_sigmas")),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.ops.cross_entropy import token_losses as chunked_losses
 from headwater.train.checkpoint.folder import last_good
 from headwater.train.config import Config, check
+from headwater.train.device_step import DeviceStep, Outcome
 from headwater.train.distributed.fsdp import clip, defer_reduction, gather, reshard
 from headwater.train.distributed.parts import squared_norm
 from headwater.train.distributed.ranks import gathered
@@ -36,6 +38,7 @@ from headwater.train.monitor.watchdog import Watchdog
 from headwater.train.optim import learning_rate, set_learning_rate
 from headwater.train.run import Run, begin, choose_device, finish, save
 
+DUE = ("eval", "depth", "save")  # what may be due after a step, each with its interval
 FAILED = 1000  # above every signal: a save in the background has failed
 
 
@@ -53,34 +56,76 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
         if ranks.main:
             run.log.mirrors = loggers.start(config.log, out, run.step, run.identity)
         with closing(run.log), Interruption() as interruption, watchdog, progress, run.saver:
-            clock = Clock(run)
+            clock, steps = Clock(run), steps_of(run, progress.say)
             for number in range(run.step + 1, settings.steps + 1):
                 watchdog.reset()
                 last = number == settings.steps
-                loss = accumulate(run, number)
-                gradients = depth_gradients(run) if last or number % settings.depth_every == 0 else None
-                grad_norm, rate = update(run, number, loss)
-
+                known = steps.take(number)
                 run.step = number
-                progress.update(number, loss, clock.tokens_per_second())
-                if last or number % settings.log_every == 0:
-                    log_update(run, loss, rate, grad_norm, clock.tokens_per_second())
-                    clock.rewind()
-                if last or number % settings.eval_every == 0:
-                    progress.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
-                if gradients:
-                    log_depth(run, gradients)
                 # Ranks act on what they have compared: a signal that comes after it waits for the next step.
                 asked = ranks.max(FAILED if run.saver.failed else interruption.signum)
+                due = {name for name in DUE if last or number % getattr(settings, f"{name}_every") == 0}
+                if due or asked:
+                    known += steps.wait()
+                for outcome in known:
+                    report_step(run, outcome, progress, clock)
+                if "eval" in due:
+                    progress.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
+                if "depth" in due:
+                    log_depth(run, known[-1].depth)
+                clock.rewind() if due & {"eval", "depth"} else None
                 if asked == FAILED:  # some have yet to notice
                     run.saver.wait()
-                if last or number % settings.save_every == 0 or asked:
+                if "save" in due or asked:
                     save(run)
                 if asked and not last:
                     run.saver.wait()
                     interruption.signum = asked
                     raise interruption.error(f"step {number} of {settings.steps}", f"headwater train --out {out}")
         return finish(run)
+
+
+def steps_of(run: Run, say: Callable[[str], None]) -> HostStep | DeviceStep:
+    """How steps are taken, and a line that says so."""
+    settings = run.config.train
+    compiled = {"none": "nothing compiled", "layers": "layers compiled", "model": "the model compiled"}[run.compiled]
+    if not run.on_device:
+        if run.device.type == "cuda" or run.compiled != "none":
+            reason = "" if run.device.type != "cuda" else ": a CUDA graph is for one process, and this run has several"
+            say(f"steps: {compiled}, the host takes part in each{reason}")
+        return HostStep(run)
+    graph = "as a CUDA graph (--no-graph to leave it)" if settings.graph else "kernel by kernel (--no-graph)"
+    say(f"steps: {graph}, {compiled} (--compile none, layers or model)")
+    return DeviceStep(run, lambda number, micro: host_windows(run, number, micro), graph=settings.graph, say=say)
+
+
+class HostStep:
+    """Steps that the host takes part in: loss and gradient norm are known when a step is done."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def take(self, number: int) -> list[Outcome]:
+        run, settings = self.run, self.run.config.train
+        loss = accumulate(run, number)
+        depth = number == settings.steps or number % settings.depth_every == 0
+        gradients = depth_gradients(run) if depth else None
+        grad_norm, rate = update(run, number, loss)
+        return [Outcome(number, loss, grad_norm, rate, gradients)]
+
+    def wait(self) -> list[Outcome]:
+        return []
+
+
+def report_step(run: Run, outcome: Outcome, progress: ProgressLine, clock: Clock) -> None:
+    """Show and log what has become known of a step."""
+    number, settings = outcome.number, run.config.train
+    if outcome.reason is not None:
+        leave_out(run, number, outcome.loss, outcome.grad_norm, outcome.reason, outcome.depth)
+    progress.update(number, outcome.loss, clock.tokens_per_second(number))
+    if number == settings.steps or number % settings.log_every == 0:
+        log_update(run, outcome, clock.tokens_per_second(number))
+        clock.rewind(number)
 
 
 def summary_in(out: Path) -> dict[str, Any] | None:
@@ -107,11 +152,15 @@ def accumulate(run: Run, number: int) -> float:
 
 
 def windows_of(run: Run, number: int, micro: int) -> Tensor:
-    """This rank's share of a micro-batch of update `number`."""
+    """This rank's share of a micro-batch of update `number`, (B, T + 1)."""
+    return host_windows(run, number, micro).to(run.device)
+
+
+def host_windows(run: Run, number: int, micro: int) -> Tensor:
     settings, ranks = run.config.train, run.ranks
     parts = {"micro": micro, "micros": settings.accumulate, "rank": ranks.data_rank, "world": ranks.data_world}
     batch = run.train.batch(seed=settings.seed, step=number - 1, size=settings.batch_size, **parts)
-    return ranks.own_tokens(torch.from_numpy(batch)).to(run.device)
+    return ranks.own_tokens(torch.from_numpy(batch))
 
 
 def token_losses(run: Run, forward: Any, windows: Tensor) -> Tensor:
@@ -134,15 +183,15 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
         for optimizer in run.optimizers.values():
             optimizer.step()
     else:
-        leave_out(run, number, loss, grad_norm, reason)
+        leave_out(run, number, loss, grad_norm, reason, depth_gradients(run))
     for optimizer in run.optimizers.values():
         optimizer.zero_grad(set_to_none=True)
     return grad_norm, rate
 
 
-def leave_out(run: Run, number: int, loss: float, grad_norm: float, reason: Reason) -> None:
+def leave_out(run: Run, number: int, loss: float, grad_norm: float, reason: Reason, depth: list[float] | None) -> None:
     """Record a step that is not taken; raise if there were too many in a row. Every rank comes here, or none."""
-    cause = write_cause(run, number, loss, grad_norm, reason)
+    cause = write_cause(run, number, loss, grad_norm, reason, depth)
     run.log.write("skip", number, reason=reason.kind, loss=loss, threshold=reason.threshold, grad_norm=grad_norm)
     if run.skips.in_a_row > reason.limit:
         run.saver.wait()  # then the last good checkpoint is the last
@@ -154,22 +203,29 @@ def leave_out(run: Run, number: int, loss: float, grad_norm: float, reason: Reas
         )
 
 
-def write_cause(run: Run, number: int, loss: float, grad_norm: float, reason: Reason) -> Path:
+def write_cause(
+    run: Run, number: int, loss: float, grad_norm: float, reason: Reason, depth: list[float] | None
+) -> Path:
     """nonfinite-step-N.json or spike-step-N.json: what helps to find out which tokens, rank or depth it came from."""
     path, settings = run.folder / f"{reason.kind}-step-{number}.json", run.config.train
-    depth = depth_gradients(run)
     losses = run.ranks.all_gather_object(run.own_loss)
     if run.ranks.main:
         batch = {"seed": settings.seed, "step": number - 1, "size": settings.batch_size}
-        values = {"loss": [loss], "grad_norm": [grad_norm], "loss_by_rank": losses, "grad_norm_by_sublayer": depth}
+        values = {
+            "loss": [loss],
+            "grad_norm": [grad_norm],
+            "loss_by_rank": losses,
+            "grad_norm_by_sublayer": depth or [],
+        }
         # As text, since JSON has no nan and no infinity, and the difference between them is a clue.
         write_json(path, {"step": number, "batch": batch} | {key: list(map(str, v)) for key, v in values.items()})
     return path
 
 
-def log_update(run: Run, loss: float, rate: float, grad_norm: float, tokens_per_second: float) -> None:
-    values = {"loss": loss, "lr": rate, "grad_norm": grad_norm, "tokens_per_second": tokens_per_second}
-    run.log.write("train", run.step, tokens=run.tokens, **values, seconds=run.elapsed())
+def log_update(run: Run, outcome: Outcome, tokens_per_second: float) -> None:
+    values = {"loss": outcome.loss, "lr": outcome.rate, "grad_norm": outcome.grad_norm}
+    values |= {"tokens_per_second": tokens_per_second, "seconds": run.elapsed()}
+    run.log.write("train", outcome.number, tokens=run.tokens_at(outcome.number), **values)
 
 
 class Clock:
@@ -179,11 +235,13 @@ class Clock:
         self.run = run
         self.rewind()
 
-    def rewind(self) -> None:
-        self.tokens, self.time = self.run.tokens, time.monotonic()
+    def rewind(self, step: int | None = None) -> None:
+        """Count from this step on, by default the last one."""
+        self.step, self.time = self.run.step if step is None else step, time.monotonic()
 
-    def tokens_per_second(self) -> float:
-        return (self.run.tokens - self.tokens) / max(time.monotonic() - self.time, 1e-9)
+    def tokens_per_second(self, step: int) -> float:
+        tokens = self.run.tokens_at(step) - self.run.tokens_at(self.step)
+        return tokens / max(time.monotonic() - self.time, 1e-9)
 
 
 @torch.no_grad()
@@ -218,13 +276,18 @@ def validation_shares(run: Run) -> Iterator[tuple[Tensor, int]]:
     chosen = run.validation.spread(settings.eval_windows)
     for start in range(ranks.data_rank * share, len(chosen) + ranks.data_rank * share, share * ranks.data_world):
         mine = chosen[start : start + share]
-        filler = [] if ranks.alone else [chosen[0]] * (share - len(mine))
+        same_size = run.on_device or not ranks.alone
+        filler = [chosen[0]] * (share - len(mine)) if same_size else []
         windows = torch.from_numpy(run.validation.take(np.append(mine, filler).astype(np.int64)))
         yield ranks.own_tokens(windows), len(mine)
 
 
 def validation_losses(run: Run, windows: Tensor) -> Tensor:
     """(B, T); of a pipeline, only its last rank knows them, and the others have none."""
+    if run.on_device:
+        with torch.enable_grad(), half_precision(run.device):  # as in training: what is compiled for it serves here too
+            hidden = run.hidden(windows[:, :-1])
+        return chunked_losses(hidden, run.whole.head.weight, windows[:, 1:])
     if run.pipeline is None:
         return token_losses(run, run.model, windows)
     logits = run.pipeline.logits(windows)
@@ -241,12 +304,14 @@ def depth_gradients(run: Run) -> list[float]:
     return [square**0.5 for square in run.ranks.sums(squares)]
 
 
-def log_depth(run: Run, gradients: list[float]) -> None:
+def log_depth(run: Run, gradients: list[float] | None) -> None:
     """Always the same tokens, the first validation window, so that records differ by the weights alone."""
     window = torch.from_numpy(run.validation.take(run.validation.spread(1)))[:, :-1].to(run.device)
     model = run.whole if run.ranks.alone else gather_model(run)
     if model is not None:
-        run.log.write("depth", run.step, tokens=run.tokens, gradient_norm=gradients, **depth_record(model, window))
+        with torch.compiler.set_stance("force_eager"):  # of another shape than a step: not worth a compilation
+            found = depth_record(model, window)
+        run.log.write("depth", run.step, tokens=run.tokens, gradient_norm=gradients, **found)
 
 
 def gather_model(run: Run) -> Decoder | None:

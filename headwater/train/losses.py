@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def half_precision(device: torch.device) -> torch.autocast:
-    """The model itself runs in bf16 on a GPU."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+def half_precision(device: torch.device, *, cached: bool = True) -> torch.autocast:
+    """The model itself runs in bf16 on a GPU. `cached`: weights that are rounded stay so until the context ends, which
+    a CUDA graph must not see."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda", cache_enabled=cached)
 
 
 def nats_per_token(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Muon for matrices of which every rank has a part.
+"""Muon for matrices on one GPU, all of a shape at once, and for matrices of which every rank has a part.
 
 An update is the orthogonalised momentum of a whole matrix; a part must not be orthogonalised by itself. Left to
 DTensor, every product of the iteration would be a collective, with the same work done on all ranks. Here as many
@@ -16,6 +16,54 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+
+class BatchedMuon(torch.optim.Muon):
+    """torch.optim.Muon for whole matrices on a GPU: those of one shape are orthogonalised together, and nothing depends
+    on the host: the learning rate is a tensor, and with `found_inf` set to one a step changes nothing."""
+
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody passes one
+        for group in self.param_groups:
+            alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike[parameter.shape].append(parameter)
+            for parameters in alike.values():
+                self._step_alike(parameters, group)
+
+    def _step_alike(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        before, gradients = torch.stack(buffers), torch.stack([cast(Tensor, p.grad) for p in parameters])  # (N, m, n)
+        momentum = before.lerp(gradients, 1 - group["momentum"])
+        update = gradients.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        taken = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        rate = taken * group["lr"]
+        scale = rate * _adjust_lr(1.0, group["adjust_lr_fn"], parameters[0].shape)
+        momentum = momentum if self.found_inf is None else torch.where(self.found_inf > 0, before, momentum)
+        update = update.nan_to_num() if self.found_inf is not None else update  # times zero it must be zero
+        for parameter, buffer, now, direction in zip(parameters, buffers, momentum, update, strict=True):
+            buffer.copy_(now)
+            parameter.mul_(1 - rate * group["weight_decay"]).sub_(scale * direction)
+
+
+def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Newton and Schulz's iteration in bf16 on matrices (N, m, n) at once: nearly orthogonal ones of the same span."""
+    a, b, c = coefficients
+    x = matrices.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 class DividedMuon(torch.optim.Muon):

@@ -53,6 +53,12 @@ class Run:
     """The decoder's shape, without weights where there are several ranks."""
     forward: Callable[[Tensor], Tensor]
     """The model, compiled if asked for."""
+    hidden: Callable[[Tensor], Tensor]
+    """The same without its output head."""
+    on_device: bool
+    """Alone on a GPU: a step never waits for the host."""
+    compiled: str
+    """What is compiled: none, layers or model."""
     pipeline: Pipeline | None
     optimizers: dict[str, torch.optim.Optimizer]
     train: Windows
@@ -74,7 +80,11 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        return self.step * self.config.train.batch_size * self.train.context
+        return self.tokens_at(self.step)
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens seen up to a step."""
+        return step * self.config.train.batch_size * self.train.context
 
     def elapsed(self) -> float:
         return self.seconds + time.monotonic() - self.began
@@ -114,11 +124,12 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     model: Decoder | Parts
     if ranks.alone:
         model, pipeline = whole.to(device), None
-        forward = wrap(model, config, alone=True)
+        forward, hidden = wrap(whole, config, device)
     else:
         model, pipeline = distribute(whole, config, ranks, device)
-        forward = model
-    optimizers = build_optimizers(model, config.optim)
+        forward, hidden = model, whole.hidden
+    on_device = ranks.alone and device.type == "cuda"
+    optimizers = build_optimizers(model, config.optim, on_device=on_device)
     saved = replace(model_config, residual=pinned(whole.residual))
     state = checkpoint.load(latest, model, optimizers, ranks) if latest else dict(FRESH)
     ranks.barrier()  # until everyone has looked, nothing in the folder changes
@@ -134,6 +145,9 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         model=model,
         whole=whole if ranks.alone else build_model(model_config, config.train.seed, meta=True),
         forward=forward,
+        hidden=hidden,
+        on_device=on_device,
+        compiled=compile_mode(config, device, alone=ranks.alone),
         pipeline=pipeline,
         optimizers=optimizers,
         train=train,
@@ -221,7 +235,7 @@ def distribute(
             model = Decoder(whole.config)
         if ranks.tensor > 1:
             parallelize(model, cast(DeviceMesh, ranks.mesh)["tensor"])
-        wrap(model, config, alone=False)
+        prepare_part(model, config)
         shard(model, cast(list[Sublayer], model.sublayers), ranks, recompute=config.train.checkpoint_activations)
         model.to_empty(device=device)
     else:
@@ -234,7 +248,7 @@ def distribute(
             device,
             **sizes,
             recompute=config.train.checkpoint_activations,
-            prepare=lambda part: wrap(part, config, alone=False),
+            prepare=lambda part: prepare_part(part, config),
         )
     fill(model, whole if ranks.main else None)
     return model, pipeline
@@ -250,21 +264,43 @@ def windows_per_micro(config: Config, ranks: Ranks) -> int:
     return size // parts
 
 
-def wrap(model: Decoder, config: Config, *, alone: bool) -> Callable[[Tensor], Tensor]:
-    """Recomputation and compilation are applied from outside, in this order; the model knows of neither.
+Forward = Callable[[Tensor], Tensor]
 
-    Alone, the model is compiled as one. Among ranks each attention and MLP is compiled by itself, before FSDP2 wraps
-    it: a graph over all of them would break at the hooks that fetch weights, and at every hop of a pipeline.
-    """
-    if config.train.checkpoint_activations:
-        model.around = functools.partial(recompute, use_reentrant=False)
-    if not config.train.compile:
-        return model
-    if alone:
-        return torch.compile(model)
-    for body in bodies(model):
-        body.compile()
-    return model
+
+def wrap(model: Decoder, config: Config, device: torch.device) -> tuple[Forward, Forward]:
+    """Recomputation and compilation are applied from outside, in this order; the model knows of neither. Returns the
+    model, and the model without its head."""
+    recompute_activations(model, config)
+    mode = compile_mode(config, device, alone=True)
+    if mode == "layers":
+        model.compile_layers(dynamic=False)
+    if mode == "model":
+        return torch.compile(model), torch.compile(model.hidden)
+    return model, model.hidden
+
+
+def prepare_part(model: Decoder, config: Config) -> None:
+    """Among ranks each attention and MLP is compiled by itself, before FSDP2 wraps it: a graph over all of them would
+    break at the hooks that fetch weights, and at every hop of a pipeline."""
+    recompute_activations(model, config)
+    if compile_mode(config, None, alone=False) != "none":
+        for body in bodies(model):
+            body.compile()
+
+
+def recompute_activations(model: Decoder, config: Config) -> None:
+    if config.train.checkpoint_activations:  # nothing in a decoder draws random numbers
+        model.around = functools.partial(recompute, use_reentrant=False, preserve_rng_state=False)
+
+
+def compile_mode(config: Config, device: torch.device | None, *, alone: bool) -> str:
+    """none, layers or model. Older configurations say true for the whole model, and false."""
+    asked = config.train.compile
+    if isinstance(asked, bool):
+        return "model" if asked else "none"
+    if asked != "auto":
+        return asked
+    return "layers" if alone and device is not None and device.type == "cuda" else "none"
 
 
 def save(run: Run) -> Path:

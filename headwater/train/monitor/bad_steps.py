@@ -35,16 +35,26 @@ class Skips:
 
     def judge(self, loss: float, grad_norm: float, settings: TrainSettings) -> Reason | None:
         """None, and the step is to be taken; or the reason why not."""
+        kind, threshold = "", math.inf
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._count("nonfinite")
+            kind = "nonfinite"
+        elif settings.skip_spikes and len(self.losses) == settings.spike_window:
+            threshold = self._threshold(settings.spike_sigmas)
+            kind = "spike" if loss > threshold else ""
+        return self.record(loss, kind, threshold, settings)
+
+    def record(self, loss: float, kind: str, threshold: float, settings: TrainSettings) -> Reason | None:
+        """Count a step of this kind: "nonfinite", "spike", or "" for one that is taken."""
+        if kind:
+            self.in_a_row = self.in_a_row + 1 if kind == self.kind else 1
+            self.kind = kind
+            self.total += 1
+        if kind == "nonfinite":
             text = "the loss or gradient is not finite"
             return Reason("nonfinite", text, None, settings.skip_nonfinite, "--skip-nonfinite")
-        if settings.skip_spikes and len(self.losses) == settings.spike_window:
-            threshold = self._threshold(settings.spike_sigmas)
-            if loss > threshold:
-                self._count("spike")
-                text = f"the loss is above {threshold:.6g}"
-                return Reason("spike", text, threshold, settings.skip_spikes, "--skip-spikes")
+        if kind == "spike":
+            text = f"the loss is above {threshold:.6g}"
+            return Reason("spike", text, threshold, settings.skip_spikes, "--skip-spikes")
         self.in_a_row, self.kind = 0, ""
         self.losses = [*self.losses, loss][-settings.spike_window :]
         return None
@@ -56,8 +66,3 @@ class Skips:
         middle = median(self.losses)
         deviation = 1.4826 * median(abs(loss - middle) for loss in self.losses)
         return middle + sigmas * max(deviation, abs(middle) / 1000)
-
-    def _count(self, kind: str) -> None:
-        self.in_a_row = self.in_a_row + 1 if kind == self.kind else 1
-        self.kind = kind
-        self.total += 1

@@ -1,0 +1,158 @@
+"""Steps that leave the host out: the judge here, on any device; the rest on a GPU."""
+
+import dataclasses
+import math
+import random
+import shutil
+
+import pytest
+import torch
+from tinyrun import fingerprint, tiny
+
+from headwater.errors import UserError
+from headwater.train import loop
+from headwater.train.config import TrainSettings
+from headwater.train.device_step import WARMUP, DeviceStep, Judge
+from headwater.train.loop import host_windows, train
+from headwater.train.monitor.bad_steps import Skips
+from headwater.train.muon import BatchedMuon
+from headwater.train.run import begin
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("window", [4, 5])
+def test_the_judge_on_the_device_decides_as_the_one_on_the_host(window):
+    """Drawn losses with spikes and numbers that are not finite, and a resume in between."""
+    settings = TrainSettings(skip_spikes=3, skip_nonfinite=3, spike_window=window, spike_sigmas=3.0)
+    draw = random.Random(window)
+    host, books = Skips(), Skips()
+    judge = Judge(books, settings, torch.device("cpu"))
+    decided = []
+    for step in range(200):
+        if step == 100:  # what a checkpoint holds is enough to go on
+            judge = Judge(books := Skips(**dataclasses.asdict(books)), settings, torch.device("cpu"))
+        loss = draw.choice([draw.gauss(3, 0.1)] * 8 + [draw.gauss(9, 1), math.nan])
+        norm = draw.choice([1.0] * 20 + [math.inf])
+        expected = host.judge(loss, norm, settings)
+        judge(torch.tensor(loss, dtype=torch.float64), torch.tensor(norm))
+        kind = ("", "nonfinite", "spike")[int(judge.kind)]
+        found = judge.record(loss, kind, judge.threshold.item())
+        assert (found is None) == (expected is None) == (not bool(judge.bad))
+        if expected is not None:
+            assert (found.kind, found.limit) == (expected.kind, expected.limit)
+            decided.append(found.kind)
+        assert dataclasses.asdict(books) == dataclasses.asdict(host)
+    assert {"spike", "nonfinite"} <= set(decided)
+
+
+def test_muon_in_batches_is_torchs_and_leaves_bad_steps_out():
+    torch.manual_seed(0)
+    shapes = [(8, 4), (4, 8), (8, 4), (6, 6)]
+    start = [torch.randn(shape) for shape in shapes]
+    mine, theirs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
+    options = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    batched, plain = BatchedMuon(mine, lr=0.02, **options), torch.optim.Muon(theirs, lr=0.02, **options)
+    batched.found_inf = torch.zeros(())
+    for number in range(4):
+        for ours, other in zip(mine, theirs, strict=True):
+            ours.grad = torch.randn(ours.shape)
+            other.grad = ours.grad.clone()
+        if number == 2:
+            before = [p.detach().clone() for p in mine]
+            momenta = [batched.state[p]["momentum_buffer"].clone() for p in mine]
+            mine[0].grad.fill_(math.nan)
+            batched.found_inf.fill_(1)
+            batched.step()
+            batched.found_inf.fill_(0)
+            assert all(torch.equal(p, value) for p, value in zip(mine, before, strict=True))
+            assert all(torch.equal(batched.state[p]["momentum_buffer"], m) for p, m in zip(mine, momenta, strict=True))
+            mine[0].grad = theirs[0].grad.clone()
+        batched.step()
+        plain.step()
+        for ours, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(ours, other, atol=2e-3, rtol=2e-2)  # the iteration is in bf16
+
+
+def gpu(tmp_path, **changes):
+    return tiny(tmp_path, device="cuda", **changes)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("residual", ["standard", "attnres-block:block=2", "mhc:streams=2"])
+class TestOnAGPU:
+    pytestmark = on_gpu
+
+    def test_captured_or_not_the_bits_are_the_same(self, tmp_path, residual, optimizer):
+        prints = []
+        for graph in (True, False):
+            out = tmp_path / f"graph-{graph}"
+            train(gpu(tmp_path, residual=residual, optimizer=optimizer, accumulate=2, graph=graph), out)
+            prints.append(fingerprint(out))
+        assert prints[0] == prints[1]
+
+    def test_a_resumed_run_is_bitwise_the_undisturbed_one(self, tmp_path, residual, optimizer):
+        config = gpu(tmp_path, residual=residual, optimizer=optimizer)
+        train(config, tmp_path / "whole")
+        shutil.copytree(tmp_path / "whole", tmp_path / "again")
+        for late in sorted((tmp_path / "again" / "checkpoints").glob("step-*"))[1:]:
+            shutil.rmtree(late)
+        (tmp_path / "again" / "summary.json").unlink()
+        train(config, tmp_path / "again", resume=True)
+        assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "whole")
+
+
+def poisoned(run, bad):
+    """Token 5 has an embedding that is not a number; only the step `bad` sees it."""
+    with torch.no_grad():
+        run.whole.embedding.weight[5] = math.nan
+
+    def batch(number, micro):
+        tokens = host_windows(run, number, micro).clone()
+        tokens[tokens == 5] = 6
+        tokens[0, 0] = 5 if number == bad else 6
+        return tokens
+
+    return batch
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bad", [2, WARMUP + 3])
+def test_a_bad_step_never_reaches_the_weights(tmp_path, bad):
+    config = gpu(tmp_path, skip_nonfinite=1)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_embeddings=False))
+    run = begin(config, tmp_path / "run", resume=False)
+    step, outcomes, weights = DeviceStep(run, poisoned(run, bad), graph=True, say=print), [], {}
+    for number in range(1, 10):
+        outcomes += [*step.take(number), *step.wait()]
+        weights[number] = {name: p.detach().clone() for name, p in run.whole.named_parameters()}
+    assert step.graph
+    assert [o.number for o in outcomes] == list(range(1, 10))
+    assert [o.number for o in outcomes if o.reason] == [bad]
+    assert outcomes[bad - 1].reason.kind == "nonfinite"
+    assert run.skips.total == 1
+    same = {n for n in weights[bad] if torch.equal(weights[bad][n].nan_to_num(), weights[bad - 1][n].nan_to_num())}
+    assert same == set(weights[bad])
+    moved = {n for n in weights[bad] if not torch.equal(weights[bad + 1][n].nan_to_num(), weights[bad][n].nan_to_num())}
+    assert len(moved) > len(weights[bad]) // 2
+    run.log.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(tmp_path, monkeypatch):
+    config = gpu(tmp_path, save_every=2)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_embeddings=False))
+    real = loop.begin
+
+    def begin_poisoned(*args, **options):
+        run = real(*args, **options)
+        batch = poisoned(run, 7)
+        monkeypatch.setattr(loop, "host_windows", lambda _, number, micro: batch(number, micro))
+        return run
+
+    monkeypatch.setattr(loop, "begin", begin_poisoned)
+    with pytest.raises(UserError, match=r"not finite at step 7 .*last good checkpoint is .*step-00000006"):
+        train(config, tmp_path / "run")
+    assert (tmp_path / "run" / "nonfinite-step-7.json").exists()
