@@ -5,7 +5,7 @@ perfectly fused kernels would move: each state tensor touched, once, and each ne
 move when each runs by itself.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from headwater._torch import TorchDispatchMode, tree_leaves
 from headwater.ops import rms_norm
 from headwater.residuals import Residual, State, build, names
 
@@ -113,10 +112,10 @@ def _traffic(residual: Residual) -> tuple[float, float, float]:
 
     def measure(call: Callable[..., Any], state: State, *rest: Any) -> Any:
         nonlocal stored, least, eager
-        before = {_storage(t): _stored(t) for t in tree_leaves((state, rest)) if isinstance(t, Tensor)}
+        before = {_storage(t): _stored(t) for t in _tensors((state, rest))}
         with _Ledger(residual.parameters()) as ledger:
             result = call(state, *rest)
-        after = {_storage(t): _stored(t) for t in tree_leaves(result)}
+        after = {_storage(t): _stored(t) for t in _tensors(result)}
         least += sum(size for storage, size in before.items() if storage in ledger.touched)
         least += sum(size for storage, size in after.items() if storage not in before)
         eager += ledger.elements
@@ -153,6 +152,15 @@ def _reads(spec: str, dim: int, sublayers: int) -> Tensor:
         reads.append(torch.stack(read).mean(0) if isinstance(read, tuple) else read)
         state = residual.write(state, i, (rms_norm(reads[-1], None, 1e-30) @ inner).tanh() @ outer)
     return torch.stack([*reads, residual.end(state)])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor of nested tuples, states included, which torch's tree functions do not open."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _storage(tensor: Tensor) -> int:
