@@ -1,0 +1,187 @@
+"""Tokens per second of a user's run: the trainer's own steps on one GPU, all residuals in one process, taking turns.
+
+    python -m benchmarks.speed --out FILE                                  # one H200, about 7 minutes
+    python -m benchmarks.speed --sizes 50m --arms standard attnres-block   # a part of it
+
+An arm is a residual as `headwater train` runs it by default (CUDA graph, layers compiled); `standard/model` compiles
+the whole plain model instead, and the better of the two is what others are measured against. `fla-attnres` is Block
+Attention Residuals over fla's operator, which reads every source at every sublayer, in the same decoder. `--cold`
+measures the first step in a fresh process with empty caches. An arm whose first loss is not that of the plain residual
+shows no speed: at the start all of these predict nearly alike.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.residuals import AttentionResidual, Norm, State, register
+from headwater.train.config import Config, DataSettings, ModelSettings, TrainSettings
+from headwater.train.loop import steps_of
+from headwater.train.run import Run, begin
+
+from .measure import provenance, times
+
+SIZES: dict[str, tuple[dict[str, int], int]] = {  # model, windows a step
+    "50m": ({"dim": 512, "layers": 16, "heads": 8, "kv_heads": 4, "mlp_dim": 1408, "context": 1024}, 32),
+    "342m": ({"dim": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 2816, "context": 2048}, 8),
+    "tiny": ({"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 128, "context": 64}, 4),
+}
+PLAIN = ("standard", "standard/model")
+ARMS = (*PLAIN, "attnres-block", "attnres-full", "fla-attnres")
+RIVALS = ("denseformer", "mhc", "hyper-connections", "deepcrossattention", "ddl")
+DEFAULT = {"50m": (*ARMS, *RIVALS), "342m": (*PLAIN, "attnres-block"), "tiny": ("standard", "attnres-block")}
+VOCABULARY, ROUNDS, STEPS, GATE = 8192, 7, 10, 0.05
+
+
+@register("fla-attnres")
+class FlaResidual(AttentionResidual):
+    """Block Attention Residuals, each read by fla's operator over all sources, with the pre-norm folded in."""
+
+    def __init__(self, dim: int, sublayers: int) -> None:
+        super().__init__(dim, sublayers, schedule="one-pass")
+
+    def folds_norm(self, state: State, i: int) -> bool:
+        return i > 0
+
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        from fla.ops.attnres import fused_attnres
+
+        if i == 0:
+            return super()._read(state, i, norm)
+        read, weight = self.reads[str(i)], getattr(norm, "weight", None)
+        dtype = state[0].dtype
+        weights = [None if w is None else w.to(dtype) for w in (read.query, read.key_weight, weight)]
+        out = fused_attnres(weights[0], list(state), *weights[1:], rms_eps=self.eps, checkpoint_level=0)
+        return out[0] if isinstance(out, tuple) else out, state
+
+
+def config_of(arm: str, size: str, folder: Path, device: str) -> Config:
+    residual, _, mode = arm.partition("/")
+    shape, windows = SIZES[size]
+    train = TrainSettings(steps=10**6, batch_size=windows, device=device, deterministic=False, compile=mode or "auto")
+    return Config(
+        model=ModelSettings(size="nano", residual=residual, vocab_size=VOCABULARY, **shape),
+        data=DataSettings(source=("stdlib",), cache=str(folder / "cache")),
+        train=train,
+    )
+
+
+class Arm:
+    """A run that is ready to step, and what its first steps cost."""
+
+    def __init__(self, name: str, size: str, folder: Path, device: str) -> None:
+        self.name, before, began = name, torch.cuda.memory_reserved() if device == "cuda" else 0, time.perf_counter()
+        self.run: Run = begin(config_of(name, size, folder, device), folder / size / name, resume=False)
+        said: list[str] = []
+        self.steps = steps_of(self.run, said.append)
+        first = [*self.steps.take(1), *self.steps.wait()][0]
+        self.found: dict[str, Any] = {"first_loss": first.loss, "first_step_seconds": time.perf_counter() - began}
+        self.number = 1
+        self.go(5)
+        self.found |= {
+            "way": said,
+            "parameters": self.run.whole.parameter_count()["total"],
+            "flops_per_token": self.run.whole.flops_per_token(self.run.train.context),
+            "reserved_gib": (torch.cuda.memory_reserved() - before) / 2**30 if device == "cuda" else None,
+        }
+        self.rates: list[float] = []
+
+    def go(self, steps: int) -> float:
+        """Tokens per second of so many steps, the last one waited for."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.number += 1
+            self.steps.take(self.number)
+        self.steps.wait()
+        settings = self.run.config.train
+        return steps * settings.batch_size * self.run.train.context / (time.perf_counter() - began)
+
+
+def measure(size: str, names: list[str], folder: Path, device: str, rounds: int) -> dict[str, Any]:
+    arms, failed = [], {}
+    for name in names:
+        if device == "cuda":
+            torch.compiler.reset()  # arms before are captured by now; their code would count against this one's
+        try:
+            arms.append(Arm(name, size, folder, device))
+            print(f"{size} {name}: ready after {arms[-1].found['first_step_seconds']:.1f} s", file=sys.stderr)
+        except (RuntimeError, ImportError, ValueError) as error:  # a peer's own; the others are measured all the same
+            failed[name] = {"failed": str(error).strip().splitlines()[0]}
+    for _ in range(rounds):
+        for arm in arms:
+            arm.rates.append(arm.go(STEPS))
+    plain = next(arm.found["first_loss"] for arm in arms if arm.name in PLAIN)
+    results: dict[str, Any] = {}
+    for arm in arms:
+        if abs(arm.found["first_loss"] - plain) > GATE * plain:
+            results[arm.name] = {**arm.found, "failed": "its first loss is not the plain residual's"}
+            continue
+        ordered = sorted(arm.rates)
+        rate = statistics.median(ordered)
+        spread = {"p20": ordered[len(ordered) // 5], "p80": ordered[-1 - len(ordered) // 5]}
+        results[arm.name] = {**arm.found, "tokens_per_second": rate, **spread}
+        arm.run.log.close()
+    best = max(results[name]["tokens_per_second"] for name in PLAIN if name in results)
+    for found in results.values():
+        if "tokens_per_second" in found:
+            found["of_plain"] = found["tokens_per_second"] / best
+    return results | failed
+
+
+def cold(arm: str, size: str) -> float:
+    """Seconds from the start of the run to the end of its first step, with nothing compiled before."""
+    shape, windows = SIZES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        command = [sys.executable, "-m", "headwater.cli", "train", "--size", "nano", *flags, "--residual", arm]
+        command += ["--vocab-size", str(VOCABULARY), "--batch-size", str(windows), "--steps", "2", "--log-every", "1"]
+        command += ["--eval-every", "9", "--depth-every", "9", "--no-deterministic", "--out", f"{folder}/run"]
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, **caches})
+        first = json.loads((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[0])
+        return first["seconds"]
+
+
+def matrix_rate() -> float:
+    """bf16 operations per second of a large matrix product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / times(lambda: a @ b)["ms"] * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["50m", "342m"], choices=SIZES)
+    parser.add_argument("--arms", nargs="+")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cold", nargs="*", default=["standard", "attnres-block"])
+    parser.add_argument("--out", type=Path)
+    flags = parser.parse_args()
+    gpu = flags.device == "cuda"
+    found: dict[str, Any] = provenance("python -m benchmarks.speed " + " ".join(sys.argv[1:]), flags.device)
+    found["matrix_flops"] = matrix_rate() if gpu else None
+    found["cold_first_step_seconds"] = {arm: cold(arm, flags.sizes[0]) for arm in flags.cold} if gpu else {}
+    with tempfile.TemporaryDirectory() as folder:
+        for size in flags.sizes:
+            found[size] = measure(size, flags.arms or list(DEFAULT[size]), Path(folder), flags.device, flags.rounds)
+            for arm in found[size].values():
+                if gpu and "tokens_per_second" in arm:
+                    arm["utilisation"] = arm["tokens_per_second"] * arm["flops_per_token"] / found["matrix_flops"]
+            if flags.out:
+                flags.out.write_text(json.dumps(found, indent=1) + "\n")
+            torch.cuda.empty_cache() if gpu else None
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
