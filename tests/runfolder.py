@@ -89,10 +89,11 @@ def make_run(
     """A run folder as the trainer leaves it; `finished=False` is one that was interrupted before its summary."""
     folder.mkdir(parents=True)
     model = {"vocab_size": 257, "dim": dim, "layers": layers, "heads": 6, "context": 256, "residual": residual}
-    write_json(
-        folder / "config.json",
-        {"model": model, "data": {"corpus": "stdlib"}, "train": {"seed": seed, "steps": steps, "lr": lr}},
-    )
+    write_json(folder / "config.json", {
+        "model": model, "data": {"source": ["stdlib"], "tokenizer": "bytes"},
+        "optim": {"optimizer": "adamw", "lr": lr, "schedule": "cosine"},
+        "train": {"seed": seed, "steps": steps, "batch_size": 16, "skip_nonfinite": 0, "skip_spikes": 0},
+    })  # fmt: skip
     write_json(folder / "tokenizer.json", {"kind": "bytes"})
     rows = metrics(residual, seed, layers, steps, evals=evals, depth=depth, records=records)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,10 +111,14 @@ def make_run(
     return folder
 
 
-def make_comparison(folder: Path, residuals: list[str], seeds: list[int], **settings) -> Path:
+def make_comparison(folder: Path, residuals: list[str], seeds: list[int], jobs: int | None = 1, **settings) -> Path:
+    """A comparison's folder; `jobs=None` is one of before it was recorded how many runs were made at a time."""
     folder.mkdir(parents=True)
-    write_json(folder / "compare.json", {"residuals": residuals, "seeds": seeds, "config": {}})
+    corpus = {"source_hash": "7d69e0bf02c6e71c", "tokenizer_hash": "1860b66e", "split": "by_document"}
+    write_json(folder / "compare.json", {"residuals": residuals, "seeds": seeds, "corpus": corpus, "config": {}})
     for number, residual in enumerate(residuals):
         for seed in seeds:
-            make_run(folder / "runs" / f"{number}-seed{seed}", residual, seed, **settings)
+            run = make_run(folder / "runs" / f"{number}-seed{seed}", residual, seed, **settings)
+            if jobs is not None:
+                write_json(run / "launch.json", {"side_by_side": jobs})
     return folder

@@ -1,7 +1,6 @@
 """Runs that differ only by seed, as one group: what it ended with, and its curves and depth records for drawing.
 
-Spread is the sample standard deviation over seeds. A difference is taken seed by seed (equal seeds saw equal data in
-equal order), so its spread is that of the paired differences, not of two independent means.
+A difference is taken seed by seed (equal seeds saw equal data in equal order) and judged as headwater.stats says.
 """
 
 import statistics
@@ -11,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from headwater.analyze.runs import Record, RecordedRun, number
+from headwater.stats import LOWER, Paired, Stat, pair, summarize
 
 BASELINE = "standard"
 # Settings that may differ inside a group: they say where and how a run was carried out, not what was computed.
@@ -20,20 +20,6 @@ DEPTH_LISTS = {"output": "output_norm", "read": "read_norm", "gradient": "gradie
 Points = list[tuple[int, float, float | None]]  # step, tokens, value
 
 
-@dataclass(frozen=True)
-class Stat:
-    mean: float
-    spread: float | None  # None: one value has no spread
-    count: int
-
-
-def stat(values: Sequence[float | None]) -> Stat | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return Stat(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
-
-
 @dataclass
 class Group:
     residual: str
@@ -41,6 +27,8 @@ class Group:
     runs: list[RecordedRun] = field(default_factory=list)
     label: str = ""
     baseline: "Group | None" = None
+    comparisons: int = 1
+    """Groups of the page that are compared with their baselines over several seeds."""
 
     @property
     def finished(self) -> list[RecordedRun]:
@@ -52,21 +40,42 @@ class Group:
         return self.finished or self.runs
 
     def final(self, key: str) -> Stat | None:
-        return stat([run.final(key) for run in self.results])
+        return summarize([run.final(key) for run in self.results])
 
     def tokens(self) -> float | None:
         """Tokens of the longest run in `results`."""
         last = [row["tokens"] for run in self.results for row in (run.train[-1:] or run.evals[-1:])]
         return max([value for run in self.finished if (value := run.final("tokens")) is not None] or last, default=None)
 
-    def difference(self, key: str = "loss") -> Stat | None:
-        """This group minus its baseline, over the seeds that finished in both."""
+    def by_seed(self, key: str = "loss") -> dict[int | None, float | None]:
+        return {run.seed: run.final(key) for run in self.finished}
+
+    def difference(self) -> Paired | None:
+        """This group's loss minus its baseline's, over the seeds that finished in both."""
         if self.baseline is None or self.baseline is self:
             return None
-        mine = {run.seed: run.final(key) for run in self.finished}
-        theirs = {run.seed: run.final(key) for run in self.baseline.finished}
-        pairs = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
-        return stat([a - b for a, b in pairs if a is not None and b is not None])
+        values = pair(self.by_seed(), self.baseline.by_seed())
+        return Paired(values, self.comparisons) if values else None
+
+    @property
+    def beside(self) -> int | None:
+        """The most runs made at a time with any run of a table row; None where one of them does not say."""
+        counts = [run.beside for run in self.results]
+        return max((count for count in counts if count is not None), default=None) if None not in counts else None
+
+
+def told_lowest(groups: list[Group]) -> Group | None:
+    """The group that ends below every other, each pair told from chance; none where the noise leaves it open.
+
+    It is chosen after looking at all of them, so every pair of groups counts as a comparison.
+    """
+    known = {id(group): loss.mean for group in groups if group.finished and (loss := group.final("loss")) is not None}
+    if len(known) < 2:
+        return None
+    best = min((group for group in groups if id(group) in known), key=lambda group: known[id(group)])
+    comparisons = len(known) * (len(known) - 1) // 2
+    others = [pair(best.by_seed(), group.by_seed()) for group in groups if id(group) in known and group is not best]
+    return best if all(values and Paired(values, comparisons).verdict == LOWER for values in others) else None
 
 
 def group_runs(runs: list[RecordedRun], baseline: str = BASELINE) -> list[Group]:
@@ -84,6 +93,9 @@ def group_runs(runs: list[RecordedRun], baseline: str = BASELINE) -> list[Group]
             [group.residual, *(f"{key.split('.')[-1]} {group.settings.get(key, 'unset')}" for key in keys[:2])]
         )
         group.baseline = next((g for g in ordered if g.residual == baseline and g.settings == group.settings), None)
+    judged = sum(1 for group in ordered if (found := group.difference()) is not None and len(found.values) > 1)
+    for group in ordered:
+        group.comparisons = max(1, judged)
     return ordered
 
 

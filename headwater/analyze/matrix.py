@@ -8,7 +8,10 @@ from torch import Tensor
 
 from headwater.analyze import measures
 from headwater.analyze.groups import Group, group_runs
-from headwater.analyze.report import cell, fill_template, first_colour, paragraphs, payload, row_name, text
+from headwater.analyze.markup import cell, paragraphs, text
+from headwater.analyze.provenance import command_lines, commands
+from headwater.analyze.report import fill_template, payload
+from headwater.analyze.results import first_colour, row_name
 from headwater.analyze.runs import find_baseline, find_runs, read_run
 from headwater.residuals import build
 
@@ -25,7 +28,13 @@ CAPTION = (
 
 
 def write_matrix(folders: list[Path], out: Path | None = None) -> Path:
-    """Write the page of run folders and comparison folders to `out` (default: matrix.html in the first folder)."""
+    """Write the depth-mixing maps of runs and comparisons, with their measures, as one HTML file.
+
+    `folders`: run folders and comparison folders. `out`: the file to write, by default matrix.html in the first folder.
+    Returns the file's path. Raises UserError where a folder is no run.
+
+        write_matrix([Path("runs/compare")])  # runs/compare/matrix.html
+    """
     folders = [Path(folder) for folder in folders]
     groups = group_runs([read_run(folder) for folder in find_runs(folders)], find_baseline(folders))
     data = payload(groups, points=1, frames=1, digits=4)
@@ -39,6 +48,7 @@ def write_matrix(folders: list[Path], out: Path | None = None) -> Path:
         findings=paragraphs("finding", [FINDING]),
         table=measure_table(groups, data),
         caption=text(CAPTION),
+        commands=command_lines(commands(folders)),
     )
     out = folders[0] / "matrix.html" if out is None else Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,15 +63,15 @@ def measure_table(groups: list[Group], data: dict[str, Any]) -> str:
         triangle = drawn["depth"] and drawn["depth"]["frames"][-1]["mixing"]
         cells = [cell("—") for _ in COLUMNS[1:]] if not triangle else measured(group, square(triangle))
         rows.append(f'<tr><th scope="row">{row_name(group, colour)}</th>{"".join(cells)}</tr>')
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"<table id='table'><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def measured(group: Group, matrix: Tensor) -> list[str]:
     means = (measures.row_sums, measures.entropy, measures.effective_sources, measures.effective_depth)
     mixes = build(group.residual, int(group.runs[0].config["model"]["dim"]), len(matrix) - 1).mixes
-    numbers = [f"{measure(matrix).mean().item():.2f}" for measure in means]
+    numbers = [measure(matrix).mean().item() for measure in means]
     rank = int(measures.semiseparable_rank(matrix, tolerance=1e-2))
-    return [cell(mixes), *(cell(value) for value in numbers), cell(str(rank))]
+    return [cell(mixes), *(cell(f"{value:.2f}", order=value) for value in numbers), cell(str(rank), order=rank)]
 
 
 def square(triangle: list[float | None]) -> Tensor:

@@ -2,7 +2,9 @@
 
 import json
 import math
-from dataclasses import dataclass
+import re
+from collections import Counter
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,12 @@ from typing import Any
 from headwater.errors import UserError
 
 Record = dict[str, Any]
+
+SKIPS = {  # by the reason in a record: the limit on them in a row, one step, several
+    "nonfinite": ("skip_nonfinite", "the loss or the gradient was not finite", "not finite"),
+    "spike": ("skip_spikes", "the loss was a spike", "a spike in the loss"),
+}
+PROGRESS = re.compile(r"step \d+(/\d+|:) ")  # what a run prints as it goes on
 
 EXPECTED = (
     "a run folder holds config.json and metrics.jsonl; a comparison folder holds runs/ with one run folder per run"
@@ -28,6 +36,12 @@ class RecordedRun:
     depth: list[Record]
     notes: list[str]
     written: datetime
+    stopped: str = ""
+    """Why it ended before its last step, where the folder says so."""
+    beside: int | None = None
+    """The most runs that were made at a time with this one, itself included; None: nobody recorded it."""
+    corpus: Record = field(default_factory=dict)
+    """Hashes of text and tokenizer, where a comparison recorded them."""
 
     def final(self, key: str) -> float | None:
         """A number the run ended with; an unfinished run answers with its last evaluation, or not at all."""
@@ -84,8 +98,10 @@ def read_run(folder: Path) -> RecordedRun:
     rows = read_metrics(folder / "metrics.jsonl", notes)
     if not rows:
         notes.append("no metrics were recorded")
-    train = config.get("train")
-    seed = (summary or {}).get("seed", train.get("seed") if isinstance(train, dict) else None)
+    notes += skip_notes(by_step(rows, "skip"))
+    train = section(config, "train")
+    seed = (summary or {}).get("seed", train.get("seed"))
+    beside = read_object(folder / "launch.json").get("side_by_side") if (folder / "launch.json").is_file() else None
     return RecordedRun(
         name=folder.resolve().name,
         residual=str((summary or {}).get("residual") or model.get("residual") or "unnamed"),
@@ -97,7 +113,22 @@ def read_run(folder: Path) -> RecordedRun:
         depth=[record for record in by_step(rows, "depth") if well_formed(record, notes)],
         notes=notes,
         written=last_write(folder),
+        stopped=stop_reason(rows, train) or last_words(folder / "log.txt") if summary is None else "",
+        beside=beside if isinstance(beside, int) else None,
+        corpus=section(read_comparison(folder), "corpus"),
     )
+
+
+def section(config: Record, name: str) -> Record:
+    """One table of a configuration; empty where it is none."""
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def read_comparison(folder: Path) -> Record:
+    """compare.json of the comparison that a run belongs to; empty for a run by itself."""
+    path = folder.resolve().parent.parent / "compare.json"
+    return read_object(path) if folder.resolve().parent.name == "runs" and path.is_file() else {}
 
 
 def read_object(path: Path) -> Record:
@@ -124,7 +155,9 @@ def read_metrics(path: Path, notes: list[str]) -> list[Record]:
         except json.JSONDecodeError:
             broken += 1
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and number(row.get("tokens")) is not None:
+        # Steps that were left out saw no tokens; every other record says how many it had seen.
+        complete = isinstance(row, dict) and (row.get("kind") == "skip" or number(row.get("tokens")) is not None)
+        if complete and isinstance(row.get("step"), int):
             rows.append(row)
         else:
             broken += 1
@@ -137,6 +170,42 @@ def by_step(rows: list[Record], kind: str) -> list[Record]:
     """Records of one kind in order of step. A resumed run may have written a step twice: the later line counts."""
     latest = {row["step"]: row for row in rows if row.get("kind") == kind}
     return [latest[step] for step in sorted(latest)]
+
+
+def skip_notes(skips: list[Record]) -> list[str]:
+    if not skips:
+        return []
+    kinds = Counter(str(row.get("reason")) for row in skips)
+    reasons = ", ".join(f"{count} {SKIPS[kind][2] if kind in SKIPS else kind}" for kind, count in kinds.items())
+    several = f"{len(skips)} steps were" if len(skips) > 1 else "1 step was"
+    return [f"{several} left out of training ({reasons}), at step {', '.join(str(row['step']) for row in skips[:5])}"]
+
+
+def stop_reason(rows: list[Record], settings: Record) -> str:
+    """Whether the metrics end where the trainer stops by itself: more bad steps in a row than its settings bear, or a
+    validation loss that is not finite."""
+    last = rows[-1] if rows else {}
+    if last.get("kind") == "eval" and number(last.get("loss")) is None:
+        return f"stopped at step {last['step']}: the validation loss was not finite"
+    reason = str(last.get("reason"))
+    if last.get("kind") != "skip" or reason not in SKIPS:
+        return ""
+    limit, cause, _ = SKIPS[reason]
+    steps = {row["step"] for row in rows if row.get("kind") == "skip" and row.get("reason") == reason}
+    in_a_row = next(count for count in range(1, len(steps) + 1) if last["step"] - count not in steps)
+    return f"stopped at step {last['step']}: {cause}" if in_a_row > (settings.get(limit) or 0) else ""
+
+
+def last_words(log: Path) -> str:
+    """The message with which the last attempt of a run gave up, if nothing was printed after it."""
+    if not log.is_file():
+        return ""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    begins = [number for number, line in enumerate(lines) if line.startswith("headwater: ")]
+    if not begins or any(PROGRESS.match(line) for line in lines[begins[-1] :]):
+        return ""
+    said = " ".join(line.strip() for line in lines[begins[-1] :]).removeprefix("headwater: ")
+    return "its last words were: " + (said if len(said) <= 300 else said[:300] + "…").rstrip(".")
 
 
 def well_formed(record: Record, notes: list[str]) -> bool:

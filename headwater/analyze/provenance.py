@@ -1,0 +1,142 @@
+"""Where the numbers come from: model, corpus, optimizer, versions, the runs, and the command that makes them again."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headwater.analyze.groups import Group
+from headwater.analyze.markup import count, definitions, text, unique
+from headwater.analyze.runs import RecordedRun, read_object, section
+
+
+def facts(groups: list[Group]) -> str:
+    """What every run of the page has in common; values that differ stand side by side."""
+    runs = [run for group in groups for run in group.runs]
+    counts = {len(group.runs) for group in groups}
+
+    def each(describe: Callable[[RecordedRun], str]) -> str:
+        return " or ".join(unique([said for run in runs if (said := describe(run))], 3)) or "—"
+
+    rows = {
+        "Model": each(model),
+        "Corpus": each(corpus),
+        "Training": each(training),
+        "Optimizer": each(optimizer),
+        "Tokens": " or ".join(unique([count(group.tokens()) for group in groups], 3)) + " per run",
+        "Seeds": f"{plain_range(counts)} per residual",
+        "Runs": f"{sum(run.summary is not None for run in runs)} of {len(runs)} finished, {side_by_side(groups)}",
+        "Device": each(lambda run: made_with(run, "device")),
+        "Versions": each(versions),
+        "Last written": max(run.written for run in runs).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    return definitions(rows)
+
+
+def plain_range(counts: set[int]) -> str:
+    return str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+
+
+def side_by_side(groups: list[Group]) -> str:
+    most = [group.beside for group in groups]
+    if None in most:
+        return "side by side: unknown"
+    largest = max(number for number in most if number is not None)
+    return "one at a time" if largest == 1 else f"up to {largest} at a time"
+
+
+def model(run: RecordedRun) -> str:
+    found = section(run.config, "model")
+    return f"{found.get('layers', '?')} layers, width {found.get('dim', '?')}"
+
+
+def corpus(run: RecordedRun) -> str:
+    found = section(run.config, "data")
+    source = found.get("source")
+    names = [Path(str(name)).name for name in source] if isinstance(source, list) else []
+    digest = str(run.corpus.get("source_hash") or "")[:12]
+    parts = [", ".join(unique(names, 3)), f"{found['tokenizer']} tokens" if found.get("tokenizer") else "", digest]
+    return ", ".join(part for part in parts if part)
+
+
+def training(run: RecordedRun) -> str:
+    settings, context = section(run.config, "train"), section(run.config, "model").get("context")
+    batch = settings.get("batch_size")
+    each = f" of {batch} × {context} tokens" if batch and context else ""
+    return f"{settings['steps']} steps{each}" if settings.get("steps") else ""
+
+
+def optimizer(run: RecordedRun) -> str:
+    settings = section(run.config, "optim")
+    parts = [
+        str(settings.get("optimizer") or ""),
+        f"learning rate {settings['lr']:g}" if isinstance(settings.get("lr"), int | float) else "",
+        str(settings.get("schedule") or ""),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def versions(run: RecordedRun) -> str:
+    known = [(name, made_with(run, name)) for name in ("headwater", "torch")]
+    return ", ".join(f"{name} {value}" for name, value in known if value)
+
+
+def made_with(run: RecordedRun, key: str) -> str:
+    return str((run.summary or {}).get(key) or "")
+
+
+def commands(folders: list[Path]) -> list[str]:
+    """One line for each folder that makes its runs again, from the folder's own record of its settings."""
+    return [command(folder) for folder in folders]
+
+
+def command(folder: Path) -> str:
+    name = folder.resolve().name
+    if not (folder / "compare.json").is_file():
+        return shlex.join(["headwater", "train", "--config", f"{name}/config.json", "--out", f"{name}-again"])
+    saved = read_object(folder / "compare.json")
+
+    def words(key: str) -> list[str]:
+        return [str(item) for item in saved[key]] if isinstance(saved.get(key), list) else []
+
+    flags = ["--config", f"{name}/settings.json", "--residuals", *words("residuals"), "--seeds", *words("seeds")]
+    return shlex.join(["headwater", "compare", *flags, "--out", f"{name}-again"])
+
+
+def command_lines(lines: list[str]) -> str:
+    return "".join(f"<pre><code>{text(line)}</code></pre>" for line in lines)
+
+
+def settings_table(groups: list[Group]) -> str:
+    """Every setting of the configuration but the residual; differing values are joined."""
+    keys = sorted({key for group in groups for key in group.settings})
+    return definitions({key: " or ".join(unique([g.settings.get(key, "unset") for g in groups], 3)) for key in keys})
+
+
+def run_rows(groups: list[Group]) -> str:
+    return "".join(run_row(run, group.label) for group in groups for run in group.runs)
+
+
+def run_row(run: RecordedRun, label: str) -> str:
+    made = run.summary or {}
+    values = [
+        run.name,
+        label,
+        run.seed,
+        count(run.final("steps")),
+        f"{loss:.4f}" if (loss := run.final("loss")) is not None else None,
+        run.beside or "unknown",
+        made.get("device"),
+        made.get("torch"),
+        made.get("headwater"),
+    ]
+    return "<tr>" + "".join(f"<td>{text('—' if value is None else value)}</td>" for value in values) + "</tr>"
+
+
+def results_data(group: Group) -> list[dict[str, Any]]:
+    """The numbers of each run, for whoever downloads them from the page."""
+    keys = ("loss", "bits_per_byte", "parameters", "flops_per_token", "tokens", "seconds", "peak_memory_bytes")
+    return [
+        {"seed": run.seed, "finished": run.summary is not None} | {key: run.final(key) for key in keys}
+        for run in group.runs
+    ]

@@ -1,0 +1,116 @@
+"""The sentences of a report: its headline, what was found, how to read the table, what to beware of.
+
+A verdict is that of headwater.stats, in its words; none is stronger than the interval beside it.
+"""
+
+import math
+from collections import Counter
+
+from headwater.analyze.groups import Group, differing
+from headwater.analyze.markup import count, join
+from headwater.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, minus
+
+
+def headline(groups: list[Group]) -> str:
+    rivals = [group.label for group in groups if group.baseline is not group]
+    bases = [group.label for group in groups if group.baseline is group]
+    if len(groups) == 1:
+        return groups[0].label
+    if len(groups) > 4:
+        return f"{len(rivals)} residuals against {join(bases)}" if len(bases) == 1 else f"{len(groups)} residuals"
+    return f"{join(rivals)} against {join(bases)}" if bases and rivals else join([group.label for group in groups])
+
+
+def findings(groups: list[Group]) -> list[str]:
+    """The result in words: one sentence for each rival of a baseline, or a count of many and the lowest three."""
+    rivals = [group for group in groups if group.difference() is not None]
+    said = []
+    if len(rivals) > 4:
+        said.append(tally(rivals))
+        rivals = sorted(rivals, key=lambda group: mean(group, "loss") or math.inf)[:3]
+    said += [finding(group) for group in rivals]
+    if said and fewest_pairs(groups) < 3:
+        said.append(limits(fewest_pairs(groups), groups[0].comparisons))
+    return said or [
+        f"{group.label} {'ends' if group.finished else 'stands'} at {loss.mean:.4f} nats per token."
+        for group in groups[:6]
+        if (loss := group.final("loss")) is not None
+    ]
+
+
+def finding(group: Group) -> str:
+    paired, loss, base = group.difference(), group.final("loss"), group.baseline
+    assert paired is not None
+    assert loss is not None
+    assert base is not None
+    away = f"{abs(paired.mean):.4f} {'below' if paired.mean < 0 else 'above'} {base.label}"
+    amount = f"{group.label} ends at {loss.mean:.4f} nats per token, {away}"
+    if paired.verdict == ONE_SEED:
+        return f"{amount}, on one seed: that may be chance."
+    return f"{amount} (95 % interval {interval(paired)}, over {len(paired.values)} seeds): {paired.verdict}."
+
+
+def tally(rivals: list[Group]) -> str:
+    verdicts = Counter(paired.verdict for group in rivals if (paired := group.difference()) is not None)
+    said = {LOWER: "end lower", HIGHER: "end higher", UNTOLD: "are not told apart", ONE_SEED: "have one seed"}
+    bases = list(dict.fromkeys(group.baseline.label for group in rivals if group.baseline is not None))
+    parts = [f"{verdicts[verdict]} {words}" for verdict, words in said.items() if verdicts[verdict]]
+    return f"Of {len(rivals)} residuals against {join(bases)}, {join(parts)}. The lowest three:"
+
+
+def interval(paired: Paired) -> str:
+    if paired.interval is None:
+        return "—"
+    return " to ".join(minus(f"{end:+.4f}") for end in paired.interval)
+
+
+def fewest_pairs(groups: list[Group]) -> int:
+    return min((len(paired.values) for group in groups if (paired := group.difference()) is not None), default=0)
+
+
+def mean(group: Group, key: str) -> float | None:
+    found = group.final(key)
+    return None if found is None else found.mean
+
+
+def caption(groups: list[Group]) -> str:
+    words = ["Validation loss in nats per token; ± is the standard deviation over seeds."]
+    judged = [paired for group in groups if (paired := group.difference()) is not None]
+    if judged:
+        words.append("Difference: minus the baseline, seed by seed on equal data; a dot is a seed.")
+    if any(paired.interval for paired in judged):
+        together = groups[0].comparisons
+        corrected = f" that hold for all {together} residuals at once (Bonferroni)" if together > 1 else ""
+        words += [f"Bars are 95 % intervals (Student's t){corrected}.", limits(fewest_pairs(groups), together)]
+    if judged:
+        words.append("× compares with the baseline.")
+    return " ".join([*words, wall_clock(groups)])
+
+
+def wall_clock(groups: list[Group]) -> str:
+    """Times of runs that shared the machine say how busy it was."""
+    most = [group.beside for group in groups]
+    if None in most:
+        return "Wall-clock is not compared: how many runs were made side by side is unknown."
+    if (largest := max(count for count in most if count is not None)) > 1:
+        return f"Wall-clock is not compared: up to {largest} runs were made at a time."
+    return "Runs were made one at a time."
+
+
+def page_notes(groups: list[Group]) -> list[str]:
+    """What a reader must know to read the numbers fairly."""
+    notes = []
+    keys = differing([group.settings for group in groups])
+    if keys:
+        notes.append(f"Settings differ beyond the residual: {', '.join(keys[:6] + ['…'] * (len(keys) > 6))}.")
+    for group in groups:
+        if group.baseline and group.difference() and group.tokens() != group.baseline.tokens():
+            seen = f"{count(group.tokens())} tokens, {group.baseline.label} {count(group.baseline.tokens())}"
+            notes.append(f"{group.label} saw {seen}: not a fair comparison.")
+        which = "the table counts only finished runs" if group.finished else "the table shows the last evaluation"
+        notes += [f"{run.name}: {run.stopped}; {which}." for run in group.runs if run.stopped]
+        waiting = [run.name for run in group.runs if run.summary is None and not run.stopped]
+        if waiting:
+            notes.append(f"Unfinished ({group.label}): {join(waiting)}, without summary.json; {which}.")
+        notes += [f"{run.name}: {note}." for run in group.runs for note in run.notes]
+    return notes
