@@ -13,7 +13,7 @@ TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/t
 
 KILLS ?= 100
 
-.PHONY: demo test test-crash test-faults test-hf test-torch lint format clean
+.PHONY: demo test test-crash test-faults test-gpu test-hf test-torch lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
@@ -21,6 +21,10 @@ demo: $(INSTALLED)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -m 'not faults and not alone'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone  # what takes the time: other tests would stretch it
+
+# Every GPU test, in several processes, on a machine that need not have .venv: make test-gpu PYTHON=python3.12
+test-gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/run_gpu.py
 
 # All faults of several ranks; the rank that hangs, which needs the clock, only here: a busy machine must not fail the rest.
 test-faults: $(INSTALLED)

@@ -11,6 +11,15 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, help="runs that test_crash.py kills in each way; `make test-crash`")
+    parser.addoption("--share", help="2/8: the third of eight shares of the chosen tests; `make test-gpu`")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--share"):
+        mine, shares = map(int, config.getoption("--share").split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % shares != mine])
+        items[:] = items[mine::shares]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The kernels on a GPU over the full grid. Skipped without CUDA: there the interpreter runs tests/ops/test_kernels.py.
 
-pytest tests/ops/test_kernels_gpu.py                                                 # all, one after the other
-pytest tests/ops/test_kernels_gpu.py -n 8 -k 'not many'          # many: up to 120 GB of memory, so by itself
+`make test-gpu` runs them with every other GPU test: many at once, but for those that take most of the memory.
 """
 
 import copy
@@ -41,6 +40,7 @@ def test_error_is_at_most_twice_plain_pytorchs(function, tokens, dim, dtype):
         assert worst(function, count, dim, tokens, dtype, "cuda") <= 1, count
 
 
+@pytest.mark.big  # up to 120 GB
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", WIDTHS)
 @pytest.mark.parametrize("function", [read, two_phases])
