@@ -105,10 +105,10 @@ def limits(seeds: int, comparisons: int = 1) -> str:
             "One seed has no spread: it shows that a residual trains, and cannot tell any difference from chance. "
             "Three seeds or more can."
         )
-    among = f" among {comparisons} residuals" if comparisons > 1 else ""
-    needed = f"{seeds} seeds tell a difference{among} from chance when it is beyond {reach(seeds, comparisons):.2g} "
-    few = f" Two seeds are few: five would tell {reach(5, comparisons):.2g} times." if seeds == 2 else ""
-    return f"{needed}times the spread of its pairs.{few}"
+    given = f"{seeds} seeds" + (f" and {comparisons} residuals" if comparisons > 1 else "")
+    more = f"; with five seeds, {reach(5, comparisons):.2g} times would do" if seeds < 5 else ""
+    needed = f"when it exceeds {reach(seeds, comparisons):.2g} times the spread of its pairs{more}"
+    return f"With {given}, a difference is told from chance {needed}."
 
 
 def t_quantile(error: float, freedom: int) -> float:

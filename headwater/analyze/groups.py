@@ -78,14 +78,17 @@ def told_lowest(groups: list[Group]) -> Group | None:
     return best if all(values and Paired(values, comparisons).verdict == LOWER for values in others) else None
 
 
-def group_runs(runs: list[RecordedRun], baseline: str = BASELINE) -> list[Group]:
-    """Groups in order of appearance, the baseline first; each knows the baseline trained with the same settings."""
+def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> list[Group]:
+    """Groups, first those in `order`, whose first is the baseline, then the others as they come. Each knows the
+    baseline trained with the same settings."""
+    baseline = order[0]
     groups: dict[tuple, Group] = {}
     for run in runs:
         settings = flatten(run.config)
         group = groups.setdefault((run.residual, *sorted(settings.items())), Group(run.residual, settings))
         group.runs.append(run)
-    ordered = sorted(groups.values(), key=lambda group: group.residual != baseline)
+    place = {residual: number for number, residual in enumerate(order)}
+    ordered = sorted(groups.values(), key=lambda group: place.get(group.residual, len(place)))
     for group in ordered:
         twins = [other for other in ordered if other.residual == group.residual]
         keys = differing([twin.settings for twin in twins])

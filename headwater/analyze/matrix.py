@@ -12,7 +12,7 @@ from headwater.analyze.markup import cell, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands
 from headwater.analyze.report import fill_template, payload
 from headwater.analyze.results import first_colour, row_name
-from headwater.analyze.runs import find_baseline, find_runs, read_run
+from headwater.analyze.runs import find_order, find_runs, read_run
 from headwater.residuals import build
 
 COLUMNS = ("Residual", "Mixes", "Row sum", "Entropy", "Effective sources", "Effective depth", "Rank across depth")
@@ -36,7 +36,7 @@ def write_matrix(folders: list[Path], out: Path | None = None) -> Path:
         write_matrix([Path("runs/compare")])  # runs/compare/matrix.html
     """
     folders = [Path(folder) for folder in folders]
-    groups = group_runs([read_run(folder) for folder in find_runs(folders)], find_baseline(folders))
+    groups = group_runs([read_run(folder) for folder in find_runs(folders)], find_order(folders))
     data = payload(groups, points=1, frames=1, digits=4)
     page = fill_template(
         groups,

@@ -8,6 +8,7 @@ nothing that a name contains can run or reach the network.
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -18,7 +19,7 @@ from headwater.analyze.groups import BASELINE, Group, draw_curves, draw_depth, g
 from headwater.analyze.markup import listing, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands, facts, results_data, run_rows, settings_table
 from headwater.analyze.results import first_colour, look, table
-from headwater.analyze.runs import RecordedRun, find_baseline, find_runs, read_run
+from headwater.analyze.runs import RecordedRun, find_order, find_runs, read_run
 from headwater.analyze.words import caption, findings, headline, page_notes
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
@@ -40,13 +41,14 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
     runs = [read_run(folder) for folder in find_runs(folders)]
     out = folders[0] / "report.html" if out is None else Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(make_page(runs, find_baseline(folders), commands(folders)), encoding="utf-8")
+    out.write_text(make_page(runs, find_order(folders), commands(folders)), encoding="utf-8")
     return out
 
 
-def make_page(runs: list[RecordedRun], baseline: str = BASELINE, again: list[str] | None = None) -> str:
-    """The page as text. `again`: the commands that make its runs once more."""
-    groups = group_runs(runs, baseline)
+def make_page(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,), again: list[str] | None = None) -> str:
+    """The page as text. `order`: residuals as the table lists them, the baseline first. `again`: the commands that make
+    its runs once more."""
+    groups = group_runs(runs, order)
     made_by = command_lines(again or [])
     for points, frames, digits in DETAILS:
         page = fill_template(groups, payload(groups, points, frames, digits), commands=made_by)

@@ -9,7 +9,7 @@ COLUMNS = (
     "Residual", "Validation loss", "Difference", "Seed by seed", "Bits per byte", "Parameters", "FLOPs per token",
     "Wall-clock", "Peak memory",
 )  # fmt: skip
-WIDTH, HEIGHT, EDGE = 190, 30, 8  # of the drawing in a row, in pixels
+WIDTH, HEIGHT, EDGE = 172, 30, 8  # of the drawing in a row, in pixels
 COLOURS = 7  # besides colour 0, the baseline's
 
 

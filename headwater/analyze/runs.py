@@ -73,14 +73,15 @@ def find_runs(folders: list[Path]) -> list[Path]:
     return list(found.values())
 
 
-def find_baseline(folders: list[Path]) -> str:
-    """What the others are compared with: the first residual of a comparison, else the plain one."""
+def find_order(folders: list[Path]) -> list[str]:
+    """Residuals as comparisons list them, the first of all being what the others are compared with; else the plain
+    one."""
+    named: list[str] = []
     for folder in folders:
         if (folder / "compare.json").is_file():
-            named = read_object(folder / "compare.json").get("residuals")
-            if isinstance(named, list) and named:
-                return str(named[0])
-    return "standard"
+            listed = read_object(folder / "compare.json").get("residuals")
+            named += map(str, listed) if isinstance(listed, list) else []
+    return list(dict.fromkeys(named)) or ["standard"]
 
 
 def read_run(folder: Path) -> RecordedRun:

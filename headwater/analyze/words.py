@@ -81,7 +81,9 @@ def caption(groups: list[Group]) -> str:
     if any(paired.interval for paired in judged):
         together = groups[0].comparisons
         corrected = f" that hold for all {together} residuals at once (Bonferroni)" if together > 1 else ""
-        words += [f"Bars are 95 % intervals (Student's t){corrected}.", limits(fewest_pairs(groups), together)]
+        words.append(f"Bars are 95 % intervals (Student's t){corrected}.")
+        if fewest_pairs(groups) > 2:  # else it is said above, with the findings
+            words.append(limits(fewest_pairs(groups), together))
     if judged:
         words.append("× compares with the baseline.")
     return " ".join([*words, wall_clock(groups)])

@@ -54,6 +54,16 @@ def test_the_first_residual_of_a_comparison_is_the_baseline(tmp_path):
     assert re.search(r"rezero ends at .* attnres-full", words)
 
 
+def test_rows_stand_in_the_order_of_the_comparison(tmp_path):
+    named = ["standard", "rezero", "highway", "attnres-full"]
+    folder = make_comparison(tmp_path / "compare", named, [0], layers=1, steps=5)
+    order = [*named[:2], named[3], named[2]]
+    rewrite(folder / "compare.json", residuals=order)  # runs are found in another order
+    extra = make_run(tmp_path / "extra", "mhc", 0, layers=1, steps=5)
+    page = write_report([folder, extra], tmp_path / "r.html").read_text()
+    assert re.findall(r'<th scope="row"><i [^>]*></i><code>([^<]+)</code>', page) == [*order, "mhc"]
+
+
 def test_table_holds_mean_spread_and_paired_difference(comparison, written):
     losses = {}
     for folder in sorted((comparison / "runs").iterdir()):
@@ -92,7 +102,7 @@ def test_few_seeds_say_what_they_can_tell(tmp_path):
     assert "it shows that a residual trains, and cannot tell any difference from chance" in one
     assert "95 % interval" not in one
     two = said_of(arms(tmp_path / "two", {"standard": [2.0, 2.1], "rezero": [1.9, 2.05], "highway": [2.0, 2.2]}))
-    assert two.count("2 seeds tell a difference among 2 residuals from chance when it is beyond 18 times") == 2
+    assert two.count("With 2 seeds and 2 residuals, a difference is told from chance when it exceeds 18 times") == 1
     assert "95 % intervals (Student's t) that hold for all 2 residuals at once (Bonferroni)" in two
 
 

@@ -66,7 +66,7 @@ def test_rows_have_mean_spread_and_paired_difference(tmp_path):
     assert "3.5000 ± 0.7071" in shown
     assert "−0.4000 ± 1.2706" in shown  # Student's t of one degree of freedom, 12.706, times 0.1
     assert "not told apart" in shown
-    assert "2 seeds tell a difference from chance when it is beyond 9 times" in " ".join(shown.split())
+    assert "With 2 seeds, a difference is told from chance when it exceeds 9 times" in " ".join(shown.split())
     assert rows[1]["interval"] == pytest.approx([-1.6706205, 0.8706205])
     assert [row["verdict"] for row in rows] == ["baseline", "not told apart"]
     assert "attnres-full" in shown
