@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .models import Decoder, ModelConfig
     from .models.generate import generate
     from .residuals import AttentionResidual, Residual, StandardResidual, build, mixing, record
+    from .residuals.groups import param_groups
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ _homes = {
     "depth_attention": "ops",
     "generate": "models.generate",
     "mixing": "residuals",
+    "param_groups": "residuals.groups",
     "record": "residuals",
     "revert": "hf",
     "verify": "hf",
@@ -42,6 +44,7 @@ __all__ = [
     "depth_attention",
     "generate",
     "mixing",
+    "param_groups",
     "record",
     "revert",
     "verify",

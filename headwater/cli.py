@@ -48,13 +48,11 @@ def train(argv: list[str]) -> None:
     base = base_config(where, where.out / "config.json")
     flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
     settings = sized(flags.settings, base, argv)
-    from headwater.train.loop import train as run
+    from headwater.train import train as run
 
-    summary = run(settings, flags.out, resume=flags.resume)
+    result = run(settings, flags.out, resume=flags.resume)
     if int(os.environ.get("RANK", "0")) == 0:
-        say(
-            f"{flags.out}: {summary['bits_per_byte']:.4f} bits per byte on held-out text after {summary['steps']} steps"
-        )
+        say(f"{flags.out}: {result.bits_per_byte:.4f} bits per byte on held-out text after {result.steps} steps")
 
 
 def compare(argv: list[str]) -> None:
@@ -68,7 +66,7 @@ def compare(argv: list[str]) -> None:
     flags = parse(CompareFlags, argv, compare, default)
     if (flags.settings.model.residual, flags.settings.train.seed) != (base.model.residual, base.train.seed):
         raise UserError("compare takes --residuals and --seeds, several of each, in place of --residual and --seed")
-    from headwater.train.compare import compare as run
+    from headwater.train import compare as run
 
     settings = sized(flags.settings, base, argv)
     run(settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
@@ -109,10 +107,11 @@ def generate(argv: list[str]) -> None:
     import torch
 
     from headwater.models.generate import generate as run
+    from headwater.train import load_run
 
     text = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
     check_device(flags.device)
-    model, tokenizer = load_run(flags.folder.resolve(), flags.device)
+    model, tokenizer, _ = load_run(flags.folder, flags.device)
     prompt = tokenizer.encode(text).tolist() or [tokenizer.end_of_text]
     with user_values():
         tokens = run(
@@ -186,19 +185,6 @@ def evaluate(argv: list[str]) -> None:
     say(f"{table(results)}\n{out}: these results with their settings")
 
 
-def load_run(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
-    """The model and tokenizer of a run, of one of its checkpoints, or of what `headwater export` wrote."""
-    if not folder.is_dir():
-        raise UserError(
-            f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"
-        )
-    if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
-        raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater.hf`")
-    from headwater.train.checkpoint.folder import load_model
-
-    return load_model(folder, device)
-
-
 def plan(argv: list[str]) -> None:
     """Say what a run will need on each rank: memory, bytes between stages, bubble. Starts nothing."""
     argv = ["--config", *argv] if argv and not argv[0].startswith("-") else argv
@@ -217,7 +203,9 @@ def plan(argv: list[str]) -> None:
 def export(argv: list[str]) -> None:
     """Write the model of a run, whatever its layout, as one safetensors file."""
     flags = parse(ExportFlags, argv, export)
-    model, tokenizer = load_run(flags.folder)
+    from headwater.train import load_run
+
+    model, tokenizer, _ = load_run(flags.folder)
     model.save(flags.out)
     tokenizer.save(flags.out)
     say(f"{flags.out}: {model.parameter_count()['total']:,} parameters in model.safetensors")
@@ -226,7 +214,7 @@ def export(argv: list[str]) -> None:
 def demo(argv: list[str]) -> None:
     """Compare the plain residual with Attention Residuals on this machine in a few minutes."""
     flags = parse(DemoFlags, argv, demo)
-    from headwater.train.compare import compare as run
+    from headwater.train import compare as run
 
     config = Config(model=DEMO["model"], optim=DEMO["optim"], train=DEMO["train"])
     run(config, flags.out, residuals=DEMO["residuals"], seeds=DEMO["seeds"], jobs=flags.jobs, resume=True)

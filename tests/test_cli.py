@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
 
 import pytest
 from tinyrun import flags, tiny
@@ -64,9 +65,8 @@ def test_help_names_every_command(capsys):
 
 def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        loop, "train", lambda config, out, resume: seen.append(config) or {"bits_per_byte": 1, "steps": 1}
-    )
+    done = SimpleNamespace(bits_per_byte=1.0, steps=1)
+    monkeypatch.setattr(loop, "train", lambda config, out, resume: seen.append(config) or done)
     (tmp_path / "run.toml").write_text(
         '[optim]\nlr = 1\nwarmup = 7\n[data]\nsource = ["a", "b"]\n[model]\nqk_norm = true\n'
     )
@@ -87,7 +87,7 @@ def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
         ("lr = 3", "unknown key 'lr'"),
         ("[train]\nsteps = 1.5", "steps must be an integer; got 1.5"),
         ("[train]\nsteps = true", "steps must be an integer; got True"),
-        ("[train]\ncompile = 1", "compile must be true or false; got 1"),
+        ("[train]\ndeterministic = 1", "deterministic must be true or false; got 1"),
         ("[optim]\noptimizer = 'sgd'", "optimizer must be 'adamw' or 'muon'; got 'sgd'"),
         ("[data]\nsource = 'text'", "source must be a list of strings; got 'text'"),
         ("[model]\ndim = 'wide'", "dim must be an integer or null; got 'wide'"),

@@ -6,11 +6,25 @@ from typing import TYPE_CHECKING, Any
 from .config import Config, DataSettings, LogSettings, ModelSettings, OptimSettings, ParallelSettings, TrainSettings
 
 if TYPE_CHECKING:
+    from .comparison import compare
     from .load import LoadedRun, load_run
+    from .loop import train
+    from .results import CompareResult, CompareRow, Spread, TrainResult
 
-_homes = {"LoadedRun": "load", "load_run": "load"}
+_homes = {
+    "CompareResult": "results",
+    "CompareRow": "results",
+    "LoadedRun": "load",
+    "Spread": "results",
+    "TrainResult": "results",
+    "compare": "comparison",
+    "load_run": "load",
+    "train": "loop",
+}
 
 __all__ = [
+    "CompareResult",
+    "CompareRow",
     "Config",
     "DataSettings",
     "LoadedRun",
@@ -18,8 +32,12 @@ __all__ = [
     "ModelSettings",
     "OptimSettings",
     "ParallelSettings",
+    "Spread",
+    "TrainResult",
     "TrainSettings",
+    "compare",
     "load_run",
+    "train",
 ]
 
 

@@ -69,6 +69,8 @@ class OptimSettings:
     beta2: float = 0.95
     weight_decay: float = 0.1
     """For the matrices of the sublayers only."""
+    query_lr: float = 1.0
+    """Factor on the learning rate of the residual's queries, in residuals that have some."""
     clip: float = 1.0
     """Largest gradient norm."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -177,6 +179,10 @@ FREE = OUTER | {
 }
 
 
+# What runs did that were begun before a setting existed.
+BEFORE: Mapping[str, Any] = {"optim.query_lr": 1.0, "train.graph": False}
+
+
 def load_file(path: str | Path, base: Config | None = None) -> Config:
     """`base` with what a TOML file says, or a JSON file such as the config.json of another run."""
     path = Path(path)
@@ -255,8 +261,9 @@ def check(config: Config) -> Config:
     for key, high in limits.items():
         if flat[key] > high:
             raise UserError(f"{key} must be at most {high}; got {flat[key]}")
-    if not 0 <= config.optim.weight_decay < math.inf:
-        raise UserError(f"optim.weight_decay must be 0 or a positive number; got {config.optim.weight_decay}")
+    for key in ("optim.weight_decay", "optim.query_lr"):
+        if not 0 <= flat[key] < math.inf:
+            raise UserError(f"{key} must be 0 or a positive number; got {flat[key]}")
     if config.train.batch_size % config.train.accumulate:
         raise UserError(
             f"train.batch_size ({config.train.batch_size}) must be a multiple of train.accumulate "
@@ -273,11 +280,11 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(
-    saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE, before: Mapping[str, Any] | None = None
+    saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE, before: Mapping[str, Any] = BEFORE
 ) -> list[str]:
     """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists).
     `before`: values of keys that the saved configuration may be too old to have."""
     old, new = (flatten(json.loads(json.dumps(values))) for values in (saved, asked))
-    old = {**(before or {}), **old}
+    old = {**before, **old}
     keys = [key for key in sorted(old.keys() | new.keys()) if key not in free and old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]

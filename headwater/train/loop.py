@@ -27,7 +27,7 @@ from headwater.train.device_step import DeviceStep, Outcome
 from headwater.train.distributed.fsdp import clip, defer_reduction, gather, reshard
 from headwater.train.distributed.parts import squared_norm
 from headwater.train.distributed.ranks import gathered
-from headwater.train.files import locked, read_json, write_json
+from headwater.train.files import locked, write_json
 from headwater.train.losses import half_precision, nats_per_token
 from headwater.train.monitor import loggers
 from headwater.train.monitor.bad_steps import Reason
@@ -36,27 +36,47 @@ from headwater.train.monitor.interrupts import Interruption
 from headwater.train.monitor.progress import ProgressLine
 from headwater.train.monitor.watchdog import Watchdog
 from headwater.train.optim import learning_rate, set_learning_rate
+from headwater.train.results import SUMMARY, TrainResult
 from headwater.train.run import Run, begin, choose_device, finish, save
 
 DUE = ("eval", "depth", "save")  # what may be due after a step, each with its interval
 FAILED = 1000  # above every signal: a save in the background has failed
 
 
-def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
-    """Train until `config.train.steps` updates are done; returns what summary.json then holds."""
-    settings = check(config).train
+def train(config: Config, out: str | Path, *, resume: bool = False, progress: bool = True) -> TrainResult:
+    """Train one model until `config.train.steps` updates are done; what `headwater train` calls.
+
+    Arguments:
+        config: what to train on what, and how: `Config()` is a small model on the text of Python's standard library.
+        out: folder of the run: settings, tokenizer, metrics.jsonl, checkpoints and, at the end, summary.json.
+        resume: continue from the newest checkpoint in `out`. A run that has finished is returned as it is.
+        progress: show loss, tokens per second and time left, on a terminal or in a notebook; messages go to stdout.
+
+    Returns: a `TrainResult`, the fields of summary.json and the folder. `load_run(out)` gives the model.
+
+    Raises: `headwater.errors.Interrupted` after Ctrl-C, SIGTERM or a closed terminal: the step under way is finished
+        and saved first, and `resume=True` goes on from there bitwise as if nothing had been. It is an error rather than
+        a result so that nothing takes half a run for a whole one. In a thread other than the main one Python passes on
+        no signals. `headwater.errors.UserError` for settings that do not fit together, a folder that holds another
+        run, a damaged checkpoint, a full disk or a loss that is not finite.
+
+    Seeds torch's global generator; on a GPU, `config.train.deterministic` sets torch's global switch.
+
+        config = Config(model=ModelSettings(size="nano", residual="attnres-block"), train=TrainSettings(steps=100))
+        print(train(config, "runs/first").bits_per_byte)
+    """
+    settings, out = check(config).train, Path(out)
     loggers.require(config.log)
     with gathered(config.parallel, choose_device(config)) as ranks, locked(out) if ranks.main else nullcontext():
         run = begin(config, out, resume=resume, ranks=ranks)
-        if run.step == settings.steps and (summary := ranks.broadcast_object(summary_in(out) if ranks.main else None)):
-            return summary
-        console = Console(quiet=not ranks.main)
+        if run.step == settings.steps and (result := ranks.broadcast_object(result_in(out) if ranks.main else None)):
+            return result
+        line = ProgressLine("training", run.step, settings.steps, Console(quiet=not (progress and ranks.main)))
         watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
-        progress = ProgressLine("training", run.step, settings.steps, console)
         if ranks.main:
             run.log.mirrors = loggers.start(config.log, out, run.step, run.identity)
-        with closing(run.log), Interruption() as interruption, watchdog, progress, run.saver:
-            clock, steps = Clock(run), steps_of(run, progress.say)
+        with closing(run.log), Interruption() as interruption, watchdog, line, run.saver:
+            clock, steps = Clock(run), steps_of(run, line.say)
             for number in range(run.step + 1, settings.steps + 1):
                 watchdog.reset()
                 last = number == settings.steps
@@ -68,9 +88,9 @@ def train(config: Config, out: Path, *, resume: bool = False) -> dict[str, Any]:
                 if due or asked:
                     known += steps.wait()
                 for outcome in known:
-                    report_step(run, outcome, progress, clock)
+                    report_step(run, outcome, line, clock)
                 if "eval" in due:
-                    progress.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
+                    line.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
                 if "depth" in due:
                     log_depth(run, known[-1].depth)
                 clock.rewind() if due & {"eval", "depth"} else None
@@ -117,19 +137,19 @@ class HostStep:
         return []
 
 
-def report_step(run: Run, outcome: Outcome, progress: ProgressLine, clock: Clock) -> None:
+def report_step(run: Run, outcome: Outcome, line: ProgressLine, clock: Clock) -> None:
     """Show and log what has become known of a step."""
     number, settings = outcome.number, run.config.train
     if outcome.reason is not None:
         leave_out(run, number, outcome.loss, outcome.grad_norm, outcome.reason, outcome.depth)
-    progress.update(number, outcome.loss, clock.tokens_per_second(number))
+    line.step(number, outcome.loss, clock.tokens_per_second(number))
     if number == settings.steps or number % settings.log_every == 0:
         log_update(run, outcome, clock.tokens_per_second(number))
         clock.rewind(number)
 
 
-def summary_in(out: Path) -> dict[str, Any] | None:
-    return read_json(out / "summary.json") if (out / "summary.json").exists() else None
+def result_in(out: Path) -> TrainResult | None:
+    return TrainResult.read(out) if (out / SUMMARY).exists() else None
 
 
 def accumulate(run: Run, number: int) -> float:

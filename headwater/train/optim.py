@@ -1,70 +1,53 @@
-"""Which parameter is updated how, and how fast at each step.
+"""Which optimizer takes which parameter, and how fast it learns at each step.
 
-The 2-D weights of the sublayers are the hidden matrices: they decay, and Muon may take them. Everything else
-(embeddings, head, norms, and whatever the residual owns: queries, key norms, gates) goes to AdamW without decay,
-since pulling those toward zero changes what they mean.
+What decays and what has a rate of its own is said by `headwater.param_groups`, for this trainer as for any other. Muon
+may take the matrices; everything else goes to AdamW.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from headwater.residuals.groups import param_groups
 from headwater.train.config import OptimSettings
 from headwater.train.muon import BatchedMuon, DividedMuon
-
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-
-
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(hidden matrices, everything else), each tied parameter once."""
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        (matrices if name.startswith("sublayers.") and parameter.ndim == 2 else others).append(parameter)
-    return matrices, others
 
 
 def build_optimizers(
     model: nn.Module, settings: OptimSettings, *, on_device: bool = False
 ) -> dict[str, torch.optim.Optimizer]:
     """AdamW, or Muon beside it. `on_device`: learning rates are tensors on the GPU, and nothing waits for the host."""
-    matrices, others = split_parameters(model)
-    plain = [{"params": group, "weight_decay": 0.0} for group in by_mesh(others)]
-    decayed = {"params": matrices, "weight_decay": settings.weight_decay}
-    betas = (settings.beta1, settings.beta2)
+    groups = param_groups(model, lr=settings.lr, weight_decay=settings.weight_decay, query_lr=settings.query_lr)
+    matrices = [group for group in groups if group["name"] == "matrices"]
+    others = [part for group in groups if group["name"] != "matrices" for part in by_mesh(group)]
     fused = all(parameter.is_cuda for parameter in model.parameters()) or None  # None: torch decides
-    rate: float | Tensor = torch.tensor(settings.lr, device=matrices[0].device) if on_device else settings.lr
-    options: dict[str, Any] = {"lr": rate, "betas": betas, "fused": fused, "capturable": on_device}
+    options: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "fused": fused, "capturable": on_device}
+    found: dict[str, torch.optim.Optimizer]
     if settings.optimizer == "adamw":
-        return {"adamw": own_rates(torch.optim.AdamW([decayed, *plain], **options))}
-    # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
-    kind: type[torch.optim.Muon] = BatchedMuon if on_device else torch.optim.Muon
-    kind = DividedMuon if any(isinstance(matrix, DTensor) for matrix in matrices) else kind
-    muon = kind(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
-    for group in muon.param_groups:
-        group["lr"] = rate
-    return {"muon": own_rates(muon), "adamw": own_rates(torch.optim.AdamW(plain, **options))}
+        found = {"adamw": torch.optim.AdamW([*matrices, *others], **options)}
+    else:
+        kind: type[torch.optim.Muon] = BatchedMuon if on_device else torch.optim.Muon
+        if any(isinstance(matrix, DTensor) for group in matrices for matrix in group["params"]):
+            kind = DividedMuon
+        # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
+        muon = kind(matrices, adjust_lr_fn="match_rms_adamw")
+        found = {"muon": muon, "adamw": torch.optim.AdamW(others, **options)}
+    for group in (group for optimizer in found.values() for group in optimizer.param_groups if on_device):
+        group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
+    return found
 
 
-def own_rates(optimizer: Optimizer) -> Optimizer:
-    """Learning rates that are tensors: one for each group, so that they can be set apart."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"] = group["lr"].clone()
-    return optimizer
-
-
-def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """One list for each set of ranks that parameters are divided over: an optimizer takes a list in one operation."""
+def by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """One group for each set of ranks that parameters are divided over: an optimizer takes a list in one operation."""
     lists: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for parameter in group["params"]:
         lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return list(lists.values())
+    return [{**group, "params": parameters} for parameters in lists.values()]
 
 
 def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:
@@ -80,9 +63,10 @@ def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:
 
 
 def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], rate: float) -> None:
+    """Of each group, times its factor."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(rate * group["lr_factor"])
             else:
-                group["lr"] = rate
+                group["lr"] = rate * group["lr_factor"]

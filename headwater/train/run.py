@@ -37,6 +37,7 @@ from headwater.train.files import write_json
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.monitor.metrics import MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
+from headwater.train.results import TrainResult
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
 
@@ -318,28 +319,29 @@ def save(run: Run) -> Path:
     return run.saver.save(run.step, state, keep=settings.keep, before=run.log.sync, background=settings.async_save)
 
 
-def finish(run: Run) -> dict[str, Any]:
-    """Write and return summary.json; its last checkpoint is already in place."""
+def finish(run: Run) -> TrainResult:
+    """Write and return what the run came to; its last checkpoint is already in place."""
     parameters = run.whole.parameter_count()
-    summary = {
-        "residual": run.whole.config.residual,
-        "seed": run.config.train.seed,
-        "parameters": parameters["total"],
-        "residual_parameters": parameters["residual"],
-        "flops_per_token": run.whole.flops_per_token(run.train.context),
-        "tokens": run.tokens,
-        "steps": run.step,
-        "skipped_steps": run.skips.total,
-        "seconds": run.elapsed(),
-        "peak_memory_bytes": run.ranks.max(max(run.peak_memory, peak_memory(run.device))),
+    result = TrainResult(
+        folder=run.folder,
+        residual=run.whole.config.residual,
+        seed=run.config.train.seed,
+        parameters=parameters["total"],
+        residual_parameters=parameters["residual"],
+        flops_per_token=run.whole.flops_per_token(run.train.context),
+        tokens=run.tokens,
+        steps=run.step,
+        skipped_steps=run.skips.total,
+        seconds=run.elapsed(),
+        peak_memory_bytes=run.ranks.max(max(run.peak_memory, peak_memory(run.device))),
         **run.evaluation,
-        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
-        "torch": torch.__version__,
-        "headwater": __version__,
-    }
+        device=torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
+        torch=str(torch.__version__),
+        headwater=__version__,
+    )
     if run.ranks.main:
-        write_json(run.folder / "summary.json", summary)
-    return summary
+        result.write()
+    return result
 
 
 def peak_memory(device: torch.device) -> int:

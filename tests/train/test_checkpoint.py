@@ -24,6 +24,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint import storage as shards
+from headwater.train.load import load_run
 from headwater.train.loop import accumulate, train, update
 from headwater.train.run import begin, save
 
@@ -133,7 +134,7 @@ def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
     assert "step-00000010" in message
 
     shutil.rmtree(newest)  # what the message says to do
-    assert train(config(run_folder), run_folder / "run", resume=True)["steps"] == 12
+    assert train(config(run_folder), run_folder / "run", resume=True).steps == 12
 
 
 def vouch(folder: Path, *names: str, without: str = "") -> None:
@@ -244,6 +245,19 @@ def test_a_run_from_before_the_bf16_stream_goes_on_in_fp32(run_folder):
     with pytest.raises(UserError, match=r"model\.fp32_stream: True there, False asked for"):
         train(asked, run_folder / "run", resume=True)
     train(replace(asked, model=replace(asked.model, fp32_stream=True)), run_folder / "run", resume=True)
+
+
+def test_a_run_from_before_the_factor_of_the_queries_goes_on_with_one(run_folder):
+    newest = run_folder / "run" / "checkpoints" / "step-00000012"
+    state = json.loads((newest / "state.json").read_text())
+    assert state["config"]["optim"].pop("query_lr") == 1.0
+    (newest / "state.json").write_text(json.dumps(state))
+    vouch(newest, "state.json")
+    asked = config(run_folder)
+    with pytest.raises(UserError, match=r"optim\.query_lr: 1\.0 there, 0\.1 asked for"):
+        train(replace(asked, optim=replace(asked.optim, query_lr=0.1)), run_folder / "run", resume=True)
+    assert train(asked, run_folder / "run", resume=True).steps == 12
+    assert load_run(newest).config.optim.query_lr == 1.0
 
 
 def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,32 +17,20 @@ from tinyrun import fingerprint, tiny
 
 from headwater.errors import UserError
 from headwater.residuals import names
-from headwater.train import compare as module
-from headwater.train import loop
-from headwater.train.compare import (
-    Active,
-    Job,
-    compare,
-    conclude,
-    draw,
-    expand,
-    launch,
-    plan,
-    side_by_side,
-    slug,
-    spread,
-    tabulate,
-    try_out,
-)
+from headwater.train import CompareResult, Spread, TrainResult, compare, comparison, loop, train
+from headwater.train.comparison import Active, Job, conclude, expand, launch, plan, side_by_side, slug, try_out
 from headwater.train.data.dataset import prepare
 from headwater.train.files import locked, write_json
-from headwater.train.loop import train
 from headwater.train.monitor.interrupts import PARENT
+from headwater.train.monitor.progress import Tasks
+from headwater.train.table import draw, spread, tabulate
 
 
-def summary(bits: float, **others) -> dict:
-    base = {"loss": bits, "seconds": 2.0, "peak_memory_bytes": 2**20, "parameters": 1000, "residual_parameters": 10}
-    return {"bits_per_byte": bits, **base, "flops_per_token": 6000, "tokens": 64, **others}
+def result(residual: str, seed: int, bits: float) -> TrainResult:
+    counts = {"parameters": 1000, "residual_parameters": 10, "flops_per_token": 6000, "tokens": 64, "steps": 4}
+    costs = {"seconds": 2.0, "peak_memory_bytes": 2**20, "loss": bits, "bits_per_byte": bits}
+    where = {"folder": Path(residual), "device": "cpu", "torch": "2.10.0", "headwater": "0.1.0"}
+    return TrainResult(residual=residual, seed=seed, **counts, **costs, **where)
 
 
 def text_of(table) -> str:
@@ -52,38 +41,39 @@ def text_of(table) -> str:
 
 def test_rows_have_mean_spread_and_paired_difference(tmp_path):
     values = {("standard", 0): 3.0, ("standard", 1): 4.0, ("attnres-full", 0): 2.5, ("attnres-full", 1): 3.7}
-    jobs = [Job(residual, seed, tmp_path / slug(residual, seed)) for residual, seed in values]
-    jobs.append(Job("attnres-full", 2, tmp_path / "unfinished"))
-    for job, value in zip(jobs, values.values()):
-        job.folder.mkdir()
-        write_json(job.folder / "summary.json", summary(value))
-    rows = tabulate(jobs, ["standard", "attnres-full", "attnres-block"])
-    assert [row["residual"] for row in rows] == ["standard", "attnres-full"]
-    assert rows[0]["bits_per_byte"] == pytest.approx({"mean": 3.5, "spread": 0.5**0.5})
-    assert rows[1]["difference"] == pytest.approx({"mean": -0.4, "spread": 0.02**0.5})
-    assert rows[1]["seeds"] == [0, 1]
+    finished = {(residual, seed): result(residual, seed, bits) for (residual, seed), bits in values.items()}
+    rows = tabulate(finished, ["standard", "attnres-full", "attnres-block"], {})
+    assert [row.residual for row in rows] == ["standard", "attnres-full"]
+    assert asdict(rows[0].bits_per_byte) == pytest.approx({"mean": 3.5, "spread": 0.5**0.5})
+    assert asdict(rows[1].difference) == pytest.approx({"mean": -0.4, "spread": 0.02**0.5})
+    assert rows[1].seeds == (0, 1)
     shown = text_of(draw(rows, tiny(tmp_path)))
     assert "3.5000 ± 0.7071" in shown
     assert "−0.4000 ± 1.2706" in shown  # Student's t of one degree of freedom, 12.706, times 0.1
     assert "not told apart" in shown
     assert "With 2 seeds, a difference is told from chance when it exceeds 9 times" in " ".join(shown.split())
-    assert rows[1]["interval"] == pytest.approx([-1.6706205, 0.8706205])
-    assert [row["verdict"] for row in rows] == ["baseline", "not told apart"]
+    assert rows[1].interval == pytest.approx((-1.6706205, 0.8706205))
+    assert [row.verdict for row in rows] == ["baseline", "not told apart"]
     assert "attnres-full" in shown
     assert "how many runs were made side by side is unknown" in " ".join(shown.split())
-    for job, together in zip(jobs, (1, 1, 1, 3)):
-        write_json(job.folder / "launch.json", {"side_by_side": together})
-    rows = tabulate(jobs, ["standard", "attnres-full"])
-    assert [row["side_by_side"] for row in rows] == [1, 3]
+    rows = tabulate(finished, ["standard", "attnres-full"], {"standard": 1, "attnres-full": 3})
+    assert [row.side_by_side for row in rows] == [1, 3]
     assert "up to 3 runs were made at a time" in " ".join(text_of(draw(rows, tiny(tmp_path))).split())
     assert "not comparable" not in text_of(draw(rows[:1], tiny(tmp_path)))
-
-    (tmp_path / "standard-seed0" / "summary.json").unlink()
-    (tmp_path / "standard-seed1" / "summary.json").unlink()
-    unpaired = tabulate(jobs, ["standard", "attnres-full"])
-    assert [row["verdict"] for row in unpaired] == [None]
+    unpaired = tabulate({("attnres-full", 0): finished["attnres-full", 0]}, ["standard", "attnres-full"], {})
+    assert [row.verdict for row in unpaired] == [None]
     assert "baseline" not in text_of(draw(unpaired, tiny(tmp_path)))
-    assert spread([2.0]) == {"mean": 2.0, "spread": None}
+    assert spread([2.0]) == Spread(2.0, None)
+
+
+def test_table_json_has_the_keys_that_readers_know(tmp_path):
+    rows = tabulate({("standard", 0): result("standard", 0, 3.0)}, ["standard"], {"standard": 1})
+    (row,) = CompareResult(folder=tmp_path, rows=rows, runs=()).table()
+    numbers = "loss bits_per_byte seconds peak_memory_bytes difference"
+    counts = "parameters residual_parameters flops_per_token tokens"
+    judged = ["pairs", "interval", "verdict", "side_by_side"]
+    assert list(row) == ["residual", "seeds", *counts.split(), *numbers.split(), *judged]
+    assert all(row[key] == {"mean": row[key]["mean"], "spread": None} for key in numbers.split())
 
 
 def test_all_means_every_registered_name_and_each_is_taken_once(tmp_path):
@@ -132,6 +122,7 @@ def test_a_changed_corpus_is_refused(tmp_path):
     assert (out / "compare.json").read_text() == held
 
     unrecorded = {key: value for key, value in json.loads(held).items() if key != "corpus"}
+    del unrecorded["config"]["optim"]["query_lr"]  # it is older than that, too
     write_json(out / "compare.json", unrecorded)
     now = prepare(config.data).identity
     plan(config, out, ["standard"], [0], now, resume=True)
@@ -187,7 +178,7 @@ def test_the_cause_of_a_failed_run_is_told_whole(tmp_path, said, code, cause):
     job = Job("standard", 0, tmp_path)
     earlier = "headwater: an earlier failure\n"
     job.log.write_text(earlier + said)
-    (message,) = conclude(Active(job, SimpleNamespace(returncode=code), 0, len(earlier)), Console())
+    (message,) = conclude(Active(job, SimpleNamespace(returncode=code), 0, len(earlier)), Tasks(Console()))
     assert re.search(cause, message, re.DOTALL)
     assert f"exit code {code}" in message
     assert "earlier" not in message
@@ -212,16 +203,21 @@ def test_runs_of_one_seed_see_the_same_batches(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch):
+def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, capsys):
     config = tiny(tmp_path, residual="standard")
     out = tmp_path / "compare"
-    console = Console(file=(tmp_path / "shown.txt").open("w"), width=120)
-    rows = compare(config, out, residuals=["standard", "attnres-full"], seeds=[0], jobs=2, console=console)
-    assert [row["residual"] for row in rows] == ["standard", "attnres-full"]
-    assert json.loads((out / "table.json").read_text()) == rows
+    result = compare(config, out, residuals=["standard", "attnres-full"], seeds=[0], jobs=2)
+    assert [row.residual for row in result.rows] == ["standard", "attnres-full"]
+    assert result.folder == out
+    assert [row.side_by_side for row in result.rows] == [2, 2]
+    assert [run.folder.name for run in result.runs] == ["standard-seed0", "attnres-full-seed0"]
+    assert json.loads((out / "table.json").read_text()) == json.loads(json.dumps(result.table()))
     assert json.loads((out / "compare.json").read_text())["config"] == json.loads(json.dumps(asdict(config)))
+    shown = capsys.readouterr().out
+    assert "standard seed 0: " in shown
+    assert "bits/byte" in shown
     alone = train(replace(config, model=replace(config.model, residual="attnres-full")), tmp_path / "alone")
-    assert rows[1]["loss"]["mean"] == alone["loss"]
+    assert result.rows[1].loss.mean == result.runs[1].loss == alone.loss
     assert fingerprint(out / "runs" / "attnres-full-seed0") == fingerprint(tmp_path / "alone")
 
     with pytest.raises(UserError, match="already holds a comparison"):
@@ -234,9 +230,11 @@ def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch):
     (damaged / "summary.json").unlink()
     (damaged / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
     kept = (out / "runs" / "standard-seed0" / "summary.json").stat().st_mtime_ns
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(comparison, "POLL_SECONDS", 0.05)
+    capsys.readouterr()
     with pytest.raises(UserError, match=r"1 of 3 runs failed:\n  attnres-full seed 0 .*step-00000012 is damaged"):
-        compare(config, out, residuals=["attnres-block"], seeds=[0], jobs=2, resume=True, console=console)
+        compare(config, out, residuals=["attnres-block"], seeds=[0], jobs=2, resume=True, progress=False)
+    assert capsys.readouterr().out == ""
     assert [row["residual"] for row in json.loads((out / "table.json").read_text())] == ["standard", "attnres-block"]
     assert (out / "runs" / "standard-seed0" / "summary.json").stat().st_mtime_ns == kept
 

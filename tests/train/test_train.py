@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -28,7 +28,8 @@ from headwater.train.data.dataset import prepare
 from headwater.train.distributed.parts import local
 from headwater.train.loop import accumulate, evaluate, train, update
 from headwater.train.monitor.bad_steps import Skips
-from headwater.train.optim import build_optimizers, learning_rate
+from headwater.train.optim import build_optimizers, learning_rate, set_learning_rate
+from headwater.train.results import TrainResult
 from headwater.train.run import begin, save
 
 
@@ -54,12 +55,16 @@ def cut_power(monkeypatch, at_step: int) -> None:
         ("attnres-block:block=2", "muon", {}),
         ("attnres-full", "adamw", {"accumulate": 2, "checkpoint_activations": True}),
         ("attnres-full", "muon", {"async_save": True, "save_every": 2}),
+        ("attnres-full", "adamw", {"query_lr": 0.1}),
     ],
 )
 def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
+    query_lr = options.get("query_lr", 1.0)
+    options = {key: value for key, value in options.items() if key != "query_lr"}
     config = tiny(tmp_path, residual=residual, optimizer=optimizer, **options)
+    config = replace(config, optim=replace(config.optim, query_lr=query_lr))
     summary = train(config, tmp_path / "whole")
-    assert summary["steps"] == STEPS
+    assert summary.steps == STEPS
     for cut in (3, 8):  # before the first checkpoint, and after it
         with monkeypatch.context() as patch:
             cut_power(patch, at_step=cut)
@@ -68,7 +73,7 @@ def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
         assert not (tmp_path / f"cut{cut}" / "summary.json").exists()
         again = train(config, tmp_path / f"cut{cut}", resume=True)
         assert fingerprint(tmp_path / f"cut{cut}") == fingerprint(tmp_path / "whole")
-        assert (again["loss"], again["tokens"]) == (summary["loss"], summary["tokens"])
+        assert (again.loss, again.tokens) == (summary.loss, summary.tokens)
 
 
 @pytest.mark.parametrize("residual", names())
@@ -110,7 +115,7 @@ def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
         train(config, tmp_path / "run")
 
     (tmp_path / "run" / "summary.json").unlink()  # killed between the last checkpoint and the summary
-    assert train(config, tmp_path / "run", resume=True)["loss"] == summary["loss"]
+    assert train(config, tmp_path / "run", resume=True).loss == summary.loss
 
 
 def test_training_learns(tmp_path):
@@ -126,7 +131,7 @@ def test_training_learns(tmp_path):
 def test_what_saves_memory_does_not_change_the_result(tmp_path, change):
     plain = train(tiny(tmp_path), tmp_path / "plain")
     other = train(tiny(tmp_path, **change), tmp_path / "other")
-    assert other["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert other.loss == pytest.approx(plain.loss, rel=1e-4)
 
 
 def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
@@ -134,7 +139,7 @@ def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
     plain = train(tiny(tmp_path, steps=4), tmp_path / "plain")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     compiled = train(tiny(tmp_path, steps=4, compile=True), tmp_path / "compiled")
-    assert compiled["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert compiled.loss == pytest.approx(plain.loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -176,14 +181,14 @@ def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_pa
     spikes(monkeypatch, 8, factor=math.nan)
     with pytest.raises(UserError, match=r"loss or gradient is not finite at step 8 .*--resume and --skip-nonfinite 1"):
         train(tiny(tmp_path), tmp_path / "run")
-    assert train(tiny(tmp_path, skip_nonfinite=1), tmp_path / "run", resume=True)["skipped_steps"] == 1
+    assert train(tiny(tmp_path, skip_nonfinite=1), tmp_path / "run", resume=True).skipped_steps == 1
 
     config = tiny(tmp_path, skip_spikes=1, spike_window=4)
     spikes(monkeypatch, 7, 8)
     with pytest.raises(UserError, match=r"above .* at step 8 .*--resume and --skip-spikes 2"):
         train(config, tmp_path / "spikes")
     more = replace(config.train, skip_spikes=2, spike_sigmas=5.0)
-    assert train(replace(config, train=more), tmp_path / "spikes", resume=True)["skipped_steps"] == 2
+    assert train(replace(config, train=more), tmp_path / "spikes", resume=True).skipped_steps == 2
 
 
 def test_each_kind_of_bad_step_has_its_own_count():
@@ -221,7 +226,7 @@ def spikes(monkeypatch, *numbers: int, factor: float = 100, real=loop.accumulate
 def test_a_loss_spike_is_left_out_and_a_resumed_run_decides_alike(tmp_path, monkeypatch):
     config = tiny(tmp_path, save_every=1, keep=99, skip_spikes=2, spike_window=4)
     spikes(monkeypatch, 3, 7, 8)  # the first comes before there are losses to measure it against
-    assert train(config, tmp_path / "whole")["skipped_steps"] == 2
+    assert train(config, tmp_path / "whole").skipped_steps == 2
     whole = fingerprint(tmp_path / "whole")
     records = [r for r in whole["metrics"] if r["kind"] == "skip"]
     assert [(r["step"], r["reason"]) for r in records] == [(7, "spike"), (8, "spike")]
@@ -423,9 +428,11 @@ def test_depth_records(tmp_path):
 def test_summary_and_resolved_configuration(tmp_path):
     summary = train(tiny(tmp_path), tmp_path / "run")
     keys = "residual seed parameters residual_parameters flops_per_token tokens steps seconds peak_memory_bytes loss"
-    assert set(summary) == {*keys.split(), "skipped_steps", "bits_per_byte", "device", "torch", "headwater"}
-    assert summary["tokens"] == STEPS * 4 * 32
-    assert summary["peak_memory_bytes"] > 50 * 2**20
+    saved = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert set(saved) == {*keys.split(), "skipped_steps", "bits_per_byte", "device", "torch", "headwater"}
+    assert {**saved, "folder": tmp_path / "run"} == asdict(summary) == asdict(TrainResult.read(tmp_path / "run"))
+    assert summary.tokens == STEPS * 4 * 32
+    assert summary.peak_memory_bytes > 50 * 2**20
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert ModelConfig.from_dict(config["model"]).residual == "attnres-block:block=2"
     assert config["model"]["vocab_size"] == 320
@@ -448,6 +455,32 @@ def test_every_parameter_meets_its_optimizer_once(optimizer):
         for name, parameter in model.named_parameters():
             hidden = name.startswith("sublayers.") and parameter.ndim == 2
             assert homes[id(parameter)] == ((optimizer, 0.1) if hidden else ("adamw", 0.0)), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_factor_of_the_queries_is_on_every_rate_of_the_schedule(optimizer):
+    model = Decoder(ModelConfig(vocab_size=64, dim=16, layers=2, heads=2, mlp_dim=32, residual="attnres-full"))
+    optimizers = build_optimizers(model, OptimSettings(optimizer=optimizer, query_lr=0.1))
+    for rate in (0.5, 0.25):
+        set_learning_rate(optimizers, rate)
+        rates = {group["name"]: group["lr"] for built in optimizers.values() for group in built.param_groups}
+        assert rates == {"matrices": rate, "rest": rate, "queries": rate * 0.1}
+
+
+def test_the_factor_of_the_queries_acts_on_queries_alone(tmp_path):
+    """A first step of AdamW is as long as its rate, whatever the gradient: the factor shows in full, and only there."""
+    moved = {}
+    for factor in (1.0, 0.25):
+        config = tiny(tmp_path, residual="attnres-full", steps=1)
+        run = begin(replace(config, optim=replace(config.optim, query_lr=factor)), tmp_path / str(factor), resume=False)
+        before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
+        update(run, 1, accumulate(run, 1))
+        run.log.close()
+        moved[factor] = {name: value.detach() - before[name] for name, value in run.model.named_parameters()}
+    assert all(change.abs().max() > 0 for name, change in moved[1.0].items() if name.endswith(".query"))
+    for name, change in moved[1.0].items():
+        expected = change * 0.25 if name.endswith(".query") else change
+        torch.testing.assert_close(moved[0.25][name], expected, rtol=1e-5, atol=1e-9, msg=name)
 
 
 def test_schedules():

@@ -22,7 +22,7 @@ from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.contents import Optimizers, fill, fill_model
 from headwater.train.checkpoint.storage import Hashes, Tensors
-from headwater.train.config import differences
+from headwater.train.config import BEFORE, differences
 from headwater.train.data.tokenizer import Tokenizer, load_tokenizer
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks
@@ -32,7 +32,6 @@ PREFIX = "step-"
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 CONFIG, STATE = "config.json", "state.json"
-BEFORE = {"model.fp32_stream": True}  # what runs did that were begun before there was a choice
 STATE_KEYS = ("step", "config", "seconds", "peak_memory", "evaluation", "skips")
 
 
@@ -142,7 +141,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
     """A run continues only under the configuration, and on the tokens, that it began with."""
-    differing = differences(read_state(folder)["config"], asked, before=BEFORE)
+    before = {**BEFORE, "model.fp32_stream": True}  # it was so before there was a choice
+    differing = differences(read_state(folder)["config"], asked, before=before)
     if differing:
         listing = "\n  ".join(differing)
         raise UserError(

@@ -1,30 +1,36 @@
-"""One live line on a terminal (loss, tokens/s, time left); plain lines every few seconds anywhere else."""
+"""How far the work is: renewed in place on a terminal and in a notebook, plain lines every few seconds elsewhere."""
 
 from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 PLAIN_SECONDS = 5.0
+NOTEBOOK_SECONDS = 0.5
 
 
-class ProgressLine:
-    def __init__(self, label: str, step: int, steps: int, console: Console | None = None) -> None:
-        self.console = console or Console()
-        self.steps, self.first, self.began = steps, step, time.monotonic()
-        self.printed = self.began
-        text = (
-            TextColumn("{task.description} {task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self.live = Progress(*text, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
-        self.task = self.live.add_task(label, total=steps, completed=step, note="")
+class Tasks:
+    """Tasks with a note each: bars on a terminal; in a notebook, where rich's bars would need ipywidgets, one text in
+    the output of the cell; anywhere else, and on a quiet console, nothing."""
 
-    def __enter__(self) -> ProgressLine:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+        note = TextColumn("{task.fields[note]}"), TimeRemainingColumn()
+        self.live = Progress(*columns, *note, console=console, disable=not console.is_terminal)
+        self.in_notebook = console.is_jupyter and not console.quiet
+        self.renewed = 0.0
+        self.output: Any = None
+
+    @property
+    def watched(self) -> bool:
+        return self.in_notebook or self.console.is_terminal
+
+    def __enter__(self) -> Tasks:
         self.live.start()
         return self
 
@@ -32,15 +38,48 @@ class ProgressLine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.live.stop()
+        if self.in_notebook:
+            self._renew()
 
-    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        note = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-        self.live.update(self.task, completed=step, note=note)
-        now = time.monotonic()
-        if not self.console.is_terminal and (now - self.printed >= PLAIN_SECONDS or step == self.steps):
-            left = (now - self.began) / (step - self.first) * (self.steps - step)
-            self.say(f"step {step}/{self.steps}  {note}  {left:.0f} s left")
-            self.printed = now
+    def add(self, label: str, total: int, completed: int = 0, note: str = "") -> TaskID:
+        return self.live.add_task(label, total=total, completed=completed, note=note)
+
+    def update(self, task: TaskID, completed: int, note: str = "") -> None:
+        self.live.update(task, completed=completed, note=note)
+        if self.in_notebook and time.monotonic() - self.renewed >= NOTEBOOK_SECONDS:
+            self._renew()
+
+    def remove(self, task: TaskID) -> None:
+        self.live.remove_task(task)
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _renew(self) -> None:
+        lines = [f"{t.description} {t.completed:.0f}/{t.total:.0f}  {t.fields['note']}" for t in self.live.tasks]
+        content = {"text/plain": "\n".join(lines)}
+        if self.output is None:
+            from IPython.display import display  # there, since this is a notebook
+
+            self.output = display(content, raw=True, display_id=True)
+        else:
+            self.output.update(content, raw=True)
+        self.renewed = time.monotonic()
+
+
+class ProgressLine(Tasks):
+    """The one task of a run: loss, tokens/s, time left."""
+
+    def __init__(self, label: str, step: int, steps: int, console: Console) -> None:
+        super().__init__(console)
+        self.steps, self.first, self.began = steps, step, time.monotonic()
+        self.printed = self.began
+        self.task = self.add(label, steps, step)
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        note, now = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", time.monotonic()
+        left = f"{(now - self.began) / (step - self.first) * (self.steps - step):.0f} s left"
+        self.update(self.task, step, f"{note}  {left}" if self.in_notebook else note)
+        if not self.watched and (now - self.printed >= PLAIN_SECONDS or step == self.steps):
+            self.say(f"step {step}/{self.steps}  {note}  {left}")
+            self.printed = now

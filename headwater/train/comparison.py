@@ -18,37 +18,56 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import TaskID
 
 from headwater.errors import UserError
-from headwater.stats import BASELINE, ONE_SEED, Paired, Stat, limits, pair, summarize
 from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
 from headwater.train.monitor.interrupts import PARENT, Interruption
 from headwater.train.monitor.metrics import read_record
+from headwater.train.monitor.progress import Tasks
+from headwater.train.results import SUMMARY, CompareResult, TrainResult
+from headwater.train.table import draw, tabulate
 
 POLL_SECONDS = 0.2
-MEANS = ("loss", "bits_per_byte", "seconds", "peak_memory_bytes")
 PROGRESS = re.compile(r"step \d+(/\d+|:) ")
-COUNTS = ("parameters", "residual_parameters", "flops_per_token", "tokens")
 
 
 def compare(
     config: Config,
-    out: Path,
+    out: str | Path,
     *,
     residuals: Sequence[str],
     seeds: Sequence[int],
     jobs: int = 1,
     resume: bool = False,
-    console: Console | None = None,
-) -> list[dict[str, Any]]:
-    """Run what is not finished yet, print the table and return its rows; the first residual is the baseline."""
-    console = console or Console()
+    progress: bool = True,
+) -> CompareResult:
+    """Train several residuals with several seeds on equal tokens; what `headwater compare` calls.
+
+    Each run is a process of its own, so that this works from a script and from a notebook alike.
+
+    Arguments:
+        config: of every run but for its residual and seed.
+        out: folder of the comparison: table.json, and under runs/ a folder for each run, which `load_run` takes.
+        residuals: specifications such as "attnres-block:block=4", the baseline first; "all" is every registered one.
+        seeds: of the initial weights and the order of the data; runs of one seed are compared in pairs.
+        jobs: runs at a time; the cores are shared among them.
+        resume: keep what is finished in `out`, continue what is not, and add the residuals and seeds that are new.
+        progress: show how far the runs are, and the table at the end.
+
+    Returns: a `CompareResult`: `.rows`, one for each residual, and `.runs`, a `TrainResult` for each finished run.
+
+    Raises: `headwater.errors.UserError` if arguments or folder do not fit (before anything is run), or after all runs
+        have ended if one of them failed: the others are kept, table.json is written, and `resume=True` tries again.
+        `headwater.errors.Interrupted` after Ctrl-C, when every run has been saved.
+
+        result = compare(Config(), "runs/pair", residuals=["standard", "attnres-block"], seeds=[0, 1], jobs=2)
+        print(result.rows[1].difference.mean)
+    """
+    console, out = Console(quiet=not progress), Path(out)
     residuals, seeds = admit(config, residuals, seeds, jobs)
     with locked(out):
         data = prepare(config.data)
@@ -56,16 +75,20 @@ def compare(
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = [Job(spec, seed, out / "runs" / slug(spec, seed)) for seed in seeds for spec in residuals]
         failures = run_all(runs, out, config, jobs, console)
-        rows = tabulate(runs, residuals)
-        write_json(out / "table.json", rows)
-        console.print(draw(rows, config))
+        done = [run for run in runs if run.finished]
+        finished = {(run.residual, run.seed): TrainResult.read(run.folder) for run in done}
+        company = {spec: side_by_side([run for run in done if run.residual == spec]) for spec in residuals}
+        rows = tabulate(finished, residuals, company)
+        result = CompareResult(folder=out, rows=rows, runs=tuple(finished.values()))
+        write_json(out / "table.json", result.table())
+        console.print(draw(result.rows, config))
     if failures:
         listing = "\n  ".join(failures)
         raise UserError(
             f"{len(failures)} of {len(runs)} runs failed:\n  {listing}\n"
             f"The others are kept. Mend the cause and go on with: headwater compare --out {out} --resume"
         )
-    return rows
+    return result
 
 
 @dataclass(frozen=True)
@@ -81,7 +104,7 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "summary.json").exists()
+        return (self.folder / SUMMARY).exists()
 
     @property
     def label(self) -> str:
@@ -194,25 +217,23 @@ def run_all(runs: list[Job], out: Path, config: Config, jobs: int, console: Cons
     waiting = [job for job in runs if not job.finished]
     running: list[Active] = []
     failures: list[str] = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
-    live = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
-    with Interruption() as interruption, live:
-        total = live.add_task("all runs", total=len(runs), completed=len(runs) - len(waiting), note="")
+    with Interruption() as interruption, Tasks(console) as tasks:
+        total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum:
                 while waiting and len(running) < jobs:
                     job = waiting.pop(0)
-                    task = live.add_task(job.label, total=config.train.steps, note="starting")
+                    task = tasks.add(job.label, config.train.steps, note="starting")
                     start = job.log.stat().st_size if job.log.exists() else 0
                     running.append(Active(job, launch(job, out, jobs), task, start))
                 time.sleep(POLL_SECONDS)
                 for active in list(running):
-                    show(active, live)
+                    show(active, tasks)
                     if active.process.poll() is not None:
                         running.remove(active)
-                        live.remove_task(active.task)
-                        live.advance(total)
-                        failures += conclude(active, console)
+                        tasks.remove(active.task)
+                        tasks.update(total, len(runs) - len(waiting) - len(running))
+                        failures += conclude(active, tasks)
         finally:
             stop(running)  # none is left, unless a signal or an error ended the loop
         if interruption.signum:
@@ -256,10 +277,10 @@ def side_by_side(jobs: Sequence[Job]) -> int | None:
     return None if None in counts or len(counts) < len(paths) else max(counts, default=None)
 
 
-def show(active: Active, live: Progress) -> None:
+def show(active: Active, tasks: Tasks) -> None:
     """The last complete training record, read from the end of the metrics file."""
     path = active.job.folder / "metrics.jsonl"
-    if live.disable or not path.exists():
+    if not (tasks.watched and path.exists()):
         return
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 65536))
@@ -269,15 +290,14 @@ def show(active: Active, live: Progress) -> None:
     if record:
         loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
         note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
-        live.update(active.task, completed=record["step"], note=note)
+        tasks.update(active.task, record["step"], note)
 
 
-def conclude(active: Active, console: Console) -> list[str]:
+def conclude(active: Active, tasks: Tasks) -> list[str]:
     job, code = active.job, active.process.returncode
     if code == 0:
-        summary = read_json(job.folder / "summary.json")
-        line = f"{job.label}: {summary['bits_per_byte']:.4f} bits per byte in {summary['seconds']:.0f} s"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        result = TrainResult.read(job.folder)
+        tasks.say(f"{job.label}: {result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s")
         return []
     with job.log.open("rb") as file:
         file.seek(active.log_start)
@@ -304,100 +324,3 @@ def stop(running: list[Active]) -> None:
         active.process.terminate()
     for active in running:
         active.process.wait()
-
-
-def tabulate(runs: list[Job], residuals: list[str]) -> list[dict[str, Any]]:
-    """One row per residual over its finished runs: means with spread, and the difference to the first residual."""
-    summaries: dict[str, dict[int, dict[str, Any]]] = {residual: {} for residual in residuals}
-    for run in runs:
-        if run.finished:
-            summaries[run.residual][run.seed] = read_json(run.folder / "summary.json")
-    bits = {name: {seed: s["bits_per_byte"] for seed, s in mine.items()} for name, mine in summaries.items()}
-    pairs = {name: pair(values, bits[residuals[0]]) for name, values in bits.items()}
-    comparisons = sum(len(values) > 1 for name, values in pairs.items() if name != residuals[0])
-    rows = []
-    for residual, mine in summaries.items():
-        if not mine:
-            continue
-        paired = Paired(pairs[residual], comparisons) if residual != residuals[0] and pairs[residual] else None
-        rows.append(
-            {
-                "residual": residual,
-                "seeds": sorted(mine),
-                **{key: next(iter(mine.values()))[key] for key in COUNTS},
-                **{key: spread([summary[key] for summary in mine.values()]) for key in MEANS},
-                "difference": spread(pairs[residual]),
-                "pairs": len(pairs[residual]),
-                "interval": list(paired.interval) if paired and paired.interval else None,
-                "verdict": paired.verdict if paired else BASELINE if residual == residuals[0] else None,
-                "side_by_side": side_by_side([run for run in runs if run.finished and run.residual == residual]),
-            }
-        )
-    return rows
-
-
-def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and sample standard deviation; one value has no spread, and none has no mean."""
-    found = summarize(values)
-    return {"mean": found.mean if found else None, "spread": found.spread if found else None}
-
-
-def draw(rows: list[dict[str, Any]], config: Config) -> Table:
-    seeds = max((len(row["seeds"]) for row in rows), default=0)
-    tokens = max((row["tokens"] for row in rows), default=0)
-    over = "one seed" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
-    title = f"{config.train.steps} steps, {tokens:,} tokens, {over}"
-    # Narrow gaps: the table fits 80 columns, and only a residual's name may be folded.
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.caption, table.caption_justify = _caption(rows), "left"
-    table.add_column("residual", overflow="fold", min_width=13)
-    for name in ("bits/byte", "difference", "params", "FLOPs", "seconds", "MiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["residual"],
-            _plus_minus(row["bits_per_byte"], ".4f"),
-            _difference(row),
-            _short(row["parameters"]),
-            _short(row["flops_per_token"]),
-            _plus_minus(row["seconds"], ".0f"),
-            f"{row['peak_memory_bytes']['mean'] / 2**20:.0f}",
-        )
-    return table
-
-
-def _caption(rows: list[dict[str, Any]]) -> str:
-    judged = [row for row in rows if row["interval"]]
-    words = "bits/byte on held-out text; FLOPs per token; difference to the first row, seed by seed"
-    if judged:
-        corrected = f" ({len(judged)} residuals at once, Bonferroni)" if len(judged) > 1 else ""
-        words += f", ± its 95 % interval{corrected}"
-    counts = [row["side_by_side"] for row in rows]
-    if counts and None in counts:
-        words += "; seconds are not comparable: how many runs were made side by side is unknown"
-    elif max(counts, default=1) > 1:
-        words += f"; seconds are not comparable: up to {max(counts)} runs were made at a time"
-    fewest = min((row["pairs"] for row in rows if row["verdict"] not in (None, BASELINE)), default=0)
-    return f"{words}.\n{limits(fewest, len(judged))}" if fewest else words
-
-
-def _difference(row: dict[str, Any]) -> str:
-    if row["verdict"] in (None, BASELINE):
-        return row["verdict"] or "-"
-    shown = Stat(row["difference"]["mean"], None, 1).text(sign="+")
-    if row["verdict"] == ONE_SEED:
-        return f"{shown} {ONE_SEED}"
-    low, high = row["interval"]
-    return f"{shown} ± {(high - low) / 2:.4f}\n{row['verdict']}"
-
-
-def _plus_minus(value: dict[str, float | None], form: str) -> str:
-    return "-" if value["mean"] is None else Stat(value["mean"], value["spread"], 0).text(form)
-
-
-def _short(count: float) -> str:
-    for unit in ("", "k", "M", "G"):
-        if count < 1000:
-            return f"{count:.4g}{unit}"
-        count /= 1000
-    return f"{count:.4g}T"

@@ -1,0 +1,82 @@
+"""How the parameters of a model are to be updated: which decay, and which learn at a rate of their own.
+
+Only matrices of the layers decay. Embeddings, head, norms, biases and whatever the residual owns do not: pulling those
+toward zero changes what they mean. The residual's queries have a factor on the learning rate, because Adam moves every
+one of a query's D numbers by about the learning rate in a step, and a key has D numbers of size one: a logit can move
+by D times the rate, and the depth weights close before the layers have learned what to write.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from .base import Residual
+
+QUERY = "query"  # the name that every residual gives to the parameter with which a read scores its sources
+
+
+def param_groups(
+    model: nn.Module, *, lr: float, weight_decay: float = 0.1, query_lr: float = 1.0
+) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer such as `torch.optim.AdamW`, for a training loop of your own.
+
+    Arguments:
+        model: any module: a `Decoder`, a transformers model that `headwater.convert` has converted, your own. A matrix
+            decays if it belongs to a numbered stack of layers (`nn.ModuleList`, `nn.Sequential`, a dictionary with
+            numbers for keys); an embedding or a norm inside of one does not.
+        lr: the learning rate.
+        weight_decay: of the matrices.
+        query_lr: factor on the learning rate of the residual's queries. They are the parameters called `query`, of
+            attnres-block, attnres-full, delta-attnres, deepcrossattention and depth-window; other residuals have none.
+
+    Returns: up to three groups, each with "name", "params", "lr", "weight_decay" and "lr_factor"; together they hold
+        every parameter once. They are called "matrices", "rest" and "queries"; one without parameters is left out. A
+        schedule that sets the rate itself, as against scaling it, sets `rate * group["lr_factor"]`.
+
+    Raises: ValueError for a rate, decay or factor below zero, or if something is to decay and no matrix was found.
+
+        optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=3e-3, weight_decay=0.1, query_lr=0.1))
+        print([(group["name"], group["lr"]) for group in optimizer.param_groups])
+    """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("query_lr", query_lr)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} must be 0 or a positive number, got {value}")
+    found = sort_parameters(model)
+    if weight_decay and not found["matrices"]:
+        raise ValueError(
+            f"weight_decay is {weight_decay}, and no parameter of this {type(model).__name__} is a matrix in a "
+            "numbered stack of layers: keep the layers in an nn.ModuleList, or pass weight_decay=0"
+        )
+    factors = {"matrices": 1.0, "rest": 1.0, "queries": query_lr}
+    return [
+        {
+            "name": name,
+            "params": parameters,
+            "lr": lr * factors[name],
+            "weight_decay": weight_decay if name == "matrices" else 0.0,
+            "lr_factor": factors[name],
+        }
+        for name, parameters in found.items()
+        if parameters
+    ]
+
+
+def sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Every parameter once, in the model's order, under "matrices", "rest" or "queries"."""
+    residuals = [module for module in model.modules() if isinstance(module, Residual)]
+    owned = {id(parameter) for residual in residuals for parameter in residual.parameters()}
+    kept = {id(p) for module in model.modules() if keeps_its_scale(module) for p in module.parameters(recurse=False)}
+    found: dict[str, list[nn.Parameter]] = {"matrices": [], "rest": [], "queries": []}
+    for name, parameter in model.named_parameters():
+        *path, last = name.split(".")
+        hidden = parameter.ndim > 1 and not last.endswith("bias") and any(part.isdigit() for part in path)
+        if id(parameter) in owned:
+            found["queries" if last == QUERY else "rest"].append(parameter)
+        else:
+            found["matrices" if hidden and id(parameter) not in kept else "rest"].append(parameter)
+    return found
+
+
+def keeps_its_scale(module: nn.Module) -> bool:
+    """Embeddings and norms, of which transformers has a class for each architecture."""
+    return isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()

@@ -1,0 +1,97 @@
+"""Every parameter is in one group, and in the right one, whatever the model."""
+
+import pytest
+import torch
+from tinyhf import tiny_model
+from torch import nn
+
+import headwater
+from headwater import Decoder, ModelConfig, param_groups
+from headwater.residuals import names
+
+HAVE_QUERIES = {"attnres-block", "attnres-full", "delta-attnres", "deepcrossattention", "depth-window"}
+
+
+def members(model: nn.Module, **settings) -> dict[str, set[str]]:
+    """The names of the parameters in each group; each parameter must be in one."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [(g["name"], known[id(p)]) for g in param_groups(model, lr=1.0, **settings) for p in g["params"]]
+    assert len(found) == len(set(found)) == len(known), "a parameter is missing, or there twice"
+    return {group: {name for kind, name in found if kind == group} for group in ("matrices", "rest", "queries")}
+
+
+@pytest.mark.parametrize("residual", names())
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_decoder(residual, tied):
+    shape = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "mlp_dim": 32, "qk_norm": True}
+    model = Decoder(ModelConfig(**shape, shortswa=4, value_residual=True, tie_embeddings=tied, residual=residual))
+    found = members(model)
+    hidden = {name for name, p in model.named_parameters() if name.startswith("sublayers.") and p.ndim == 2}
+    assert found["matrices"] == hidden
+    assert len(hidden) == 22
+    assert found["queries"] == {name for name, _ in model.residual.named_parameters("residual") if "query" in name}
+    assert bool(found["queries"]) == (residual in HAVE_QUERIES)
+
+
+def test_rates_decay_and_names_reach_the_optimizer():
+    model = Decoder(ModelConfig(vocab_size=32, dim=16, layers=2, heads=2, mlp_dim=32, residual="attnres-block"))
+    optimizer = torch.optim.AdamW(param_groups(model, lr=0.5, weight_decay=0.2, query_lr=0.1))
+    shown = [(g["name"], g["lr"], g["weight_decay"], g["lr_factor"]) for g in optimizer.param_groups]
+    assert shown == [("matrices", 0.5, 0.2, 1.0), ("rest", 0.5, 0.0, 1.0), ("queries", 0.05, 0.0, 0.1)]
+
+
+class HeadNorm(nn.Module):
+    """One row of weights a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+
+class Own(nn.Module):
+    """A model as somebody else would write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        layer = {"linear": nn.Linear(8, 8), "norm": HeadNorm(), "positions": nn.Embedding(4, 8)}
+        self.layers = nn.ModuleDict({str(i): nn.ModuleDict(layer) for i in range(1)})
+        self.experts = nn.ModuleList([nn.Module()])
+        self.experts[0].up = nn.Parameter(torch.zeros(3, 8, 8))
+        self.experts[0].up_bias = nn.Parameter(torch.zeros(3, 8))
+        self.mixer = headwater.build("attnres-full:query=projected", dim=8, sublayers=2)
+        self.output = nn.Linear(8, 10)
+
+
+def test_a_model_of_ones_own():
+    found = members(Own(), query_lr=0.1)
+    assert found["matrices"] == {"layers.0.linear.weight", "experts.0.up"}
+    assert found["queries"] == {"mixer.reads.1.query", "mixer.reads.2.query"}
+    assert {"words.weight", "output.weight", "layers.0.positions.weight", "experts.0.up_bias"} <= found["rest"]
+    assert {"layers.0.norm.weight", "mixer.reads.1.key_weight"} <= found["rest"]
+
+
+@pytest.mark.parametrize(("model_type", "matrix"), [("llama", "self_attn.q_proj"), ("gpt2", "attn.c_attn")])
+def test_a_converted_model(model_type, matrix):
+    model = tiny_model(model_type)
+    plain = members(model)
+    headwater.convert(model, "attnres-block", block=2)
+    found = members(model)
+    assert found["matrices"] == plain["matrices"]
+    assert any(matrix in name for name in found["matrices"])
+    assert not [
+        name for name in found["matrices"] if "norm" in name or "ln_" in name or "emb" in name or "head" in name
+    ]
+    added = {name for name, _ in model.named_parameters() if ".residual." in name}
+    assert found["queries"] == {name for name in added if name.endswith(".query")} != set()
+    assert found["rest"] == plain["rest"] | {name for name in added if not name.endswith(".query")}
+
+
+def test_numbers_that_make_no_sense_and_models_without_layers_are_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="query_lr must be 0 or a positive number, got -1"):
+        param_groups(model, lr=1.0, query_lr=-1)
+    with pytest.raises(ValueError, match=r"no parameter of this Linear is a matrix in a numbered stack of layers"):
+        param_groups(model, lr=1.0)
+    (group,) = param_groups(model, lr=1.0, weight_decay=0.0)
+    assert [p.ndim for p in group["params"]] == [2, 1]
