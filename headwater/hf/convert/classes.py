@@ -37,10 +37,16 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
             model = head_class(plain)
             model.config_class = made
             auto.register(made, model, exist_ok=True)
-    mapping = get_checkpoint_conversion_mapping(base.model_type)
-    if mapping is not None:  # how a released checkpoint's tensors become parameters, for example fused experts
-        register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)
+    _share_mapping(base.model_type, model_type)
     return made
+
+
+def _share_mapping(plain: str, made: str) -> None:
+    """How a released checkpoint's tensors become parameters, for example fused experts, is known by a model's type, or
+    by its class where only that head differs."""
+    mapping = get_checkpoint_conversion_mapping(plain)
+    if mapping is not None:
+        register_checkpoint_conversion_mapping(made, mapping, overwrite=True)
 
 
 _configs: dict[type, type[PreTrainedConfig]] = {}
@@ -85,8 +91,10 @@ def head_class(base: type[Any]) -> type[PreTrainedModel]:
         return outputs
 
     forward.__signature__ = _with_flag(inspect.signature(base.forward), "output_depth_weights")  # type: ignore[attr-defined]
-    members = {"plain": base, "forward": forward, "__module__": __name__, **remakable(head_class, base)}
+    # transformers reads the file of a class's module to learn which kernels of attention and experts it may set.
+    members = {"plain": base, "forward": forward, "__module__": base.__module__, **remakable(head_class, base)}
     _heads[base] = type(f"Headwater{base.__name__}", (Converted, base), members)
+    _share_mapping(base.__name__, _heads[base].__name__)
     return _heads[base]
 
 

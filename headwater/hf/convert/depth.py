@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.residuals import Norm, Read, Residual, State, build
+from headwater.residuals import Norm, Read, Residual, State
 
 from .devices import bring_back, call_on, hooked
 from .norms import ScaledNorm
+from .start import new_residual
 
 
 class Record:
@@ -116,12 +117,6 @@ def _norm_scaled(norm: Norm | None, scale: float, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def new_residual(spec: str, dim: int, kinds: tuple[str, ...]) -> Residual:
-    """From one seed the same start, whatever is set around it."""
-    with torch.random.fork_rng(devices=[]):
-        return build(spec, dim, len(kinds), kinds)
-
-
 def mark_filled(residual: Residual, filled: bool = True) -> None:
     """transformers' mark on a tensor that has its value, and that its own initialisation leaves alone."""
     for tensor in (*residual.parameters(), *residual.buffers()):
@@ -137,7 +132,7 @@ def fill(depth: Depth) -> None:
     if not empty:
         return
     with torch.device("cpu"):
-        fresh = new_residual(residual.spec, residual.dim, depth.kinds)
+        fresh = new_residual(residual.spec, residual.dim, residual.sublayers, depth.kinds)
     start = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
     for name, tensor in empty.items():
         tensor.copy_(start[name])

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headwater.errors import UserError
 from headwater.residuals import Residual, pinned
 
-from .depth import Depth, mark_filled, new_residual
+from .depth import Depth, mark_filled
 from .devices import execution_device, place
 from .find import Found
 from .layers import Site, accepted, converted_layer, converted_model, converted_norm, positional_names, take_input
@@ -25,6 +25,7 @@ from .layouts import PREFIX
 from .norms import ScaledNorm, foldable
 from .plan import Plan
 from .report import Report, describe
+from .start import new_residual
 
 RESIDUAL = "residual"  # the attribute, and so the prefix of every added parameter
 
@@ -74,7 +75,8 @@ def _residual(plan: Plan) -> Residual:
     device = execution_device(found.layers[0], like.device)
     drawn = device if device.type == "meta" else torch.device("cpu")  # from one seed the same start on any device
     with drawn:
-        residual = new_residual(plan.settings["residual"], found.body.config.hidden_size, plan.kinds)
+        kinds, dim = plan.kinds, found.body.config.hidden_size
+        residual = new_residual(plan.settings["residual"], dim, len(kinds), kinds)
     residual = residual.to(device, like.dtype)
     residual.spec = pinned(residual)
     layers = zip(found.layers, plan.groups, strict=True)

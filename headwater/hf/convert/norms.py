@@ -1,6 +1,6 @@
 """A read's norm as kernels like it: RMSNorm(scale * x) with eps is RMSNorm(x) with eps / scale^2.
 
-transformers has an RMSNorm class per architecture, so what a norm computes is found by trying it, once per class.
+transformers has an RMSNorm class per architecture, so what a norm computes is found by trying it, in fp32.
 """
 
 import copy
@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-
-_offsets: dict[type, float | None] = {}
 
 
 class ScaledNorm(nn.RMSNorm):
@@ -45,10 +43,7 @@ class ScaledNorm(nn.RMSNorm):
 
 def foldable(norm: nn.Module, scale: float) -> ScaledNorm | None:
     """`norm` after a multiplication by `scale`, if it is an RMSNorm of whatever class."""
-    kind = type(norm)
-    if kind not in _offsets:
-        _offsets[kind] = _offset(norm)
-    offset = _offsets[kind]
+    offset = _offset(norm)
     return None if offset is None else ScaledNorm(norm, scale, offset)
 
 
@@ -65,7 +60,8 @@ def _offset(norm: nn.Module) -> float | None:
     trial = copy.deepcopy(norm).to_empty(device="cpu").float()
     width = parameters["weight"].shape[0]
     generator = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(2, width, generator=generator, device="cpu").unbind(0)
+    # The dtype is said: while a model is loaded, its own is the default.
+    weight, x = torch.randn(2, width, generator=generator, device="cpu", dtype=torch.float32).unbind(0)
     cast(Tensor, trial.weight).copy_(weight)
     x = 1e-3 * x  # small, so that the eps counts
     normed = x * torch.rsqrt(x.square().mean() + eps_of(norm))

@@ -7,13 +7,14 @@ n for Attention Residuals, which makes it the plain residual's stream itself, wh
 they stand. The numbers are measured on the residual's start, not written down per residual.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headwater.residuals import build, parse
+from headwater.residuals import Residual, build, parse
 from headwater.residuals.record import replay
 
 
@@ -38,8 +39,9 @@ def measure_start(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | No
     dim = min(dim, 256 * options.get("heads", 1))  # a start does not depend on the width; heads must divide it
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.default_generator.manual_seed(0)  # what a residual draws at random must not change what is said of it
         sources = torch.randn(sublayers + 1, 2, dim, generator=generator, dtype=torch.float64)
-        reads = replay(build(spec, dim, sublayers, kinds).double(), list(sources))
+        reads = replay(new_residual(spec, dim, sublayers, kinds).double(), list(sources))
     scales: list[float] = []
     errors: list[float] = []
     for read, stream in zip(reads, sources.cumsum(0), strict=True):
@@ -51,3 +53,19 @@ def measure_start(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | No
     triples = tuple(i for i, read in enumerate(reads) if isinstance(read, tuple))
     start = Start(tuple(scales), max(errors), triples)
     return start if start.plain else Start((1.0,) * len(scales), start.error, triples)
+
+
+def new_residual(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None) -> Residual:
+    """With its start values in fp32, whatever dtype is the default around it: `from_pretrained` sets one."""
+    with torch.random.fork_rng(devices=[]), default_fp32():
+        return build(spec, dim, sublayers, kinds)
+
+
+@contextmanager
+def default_fp32() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

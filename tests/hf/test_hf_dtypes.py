@@ -1,0 +1,109 @@
+"""Converted models of every dtype, saved here and loaded in a new process: whose caches are empty, as a user's are."""
+
+import json
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tinyhf import stir, tiny_model, tokens
+from transformers import AutoModelForCausalLM
+
+from headwater.hf import LAYOUTS, convert
+from headwater.hf.convert.install import conversion_of
+from headwater.residuals import names
+
+
+class Case(NamedTuple):
+    """Saved in one dtype, and loaded in another, or in the one that the config names."""
+
+    model_type: str
+    residual: str = "attnres-block:block=3"
+    stored: str = "bfloat16"
+    asked: str | None = None
+
+    @property
+    def folder(self) -> str:
+        return "-".join(filter(None, (self.model_type, self.residual.partition(":")[0], self.stored, self.asked)))
+
+
+DTYPES = [
+    {"stored": "float32"},
+    {"stored": "float16"},
+    {"stored": "float32", "asked": "bfloat16"},
+    {"stored": "float32", "asked": "float16"},
+    {"stored": "bfloat16", "asked": "float32"},
+]
+CASES = [
+    *(Case(model_type) for model_type in LAYOUTS),
+    *(Case(name, **dtypes) for name in ("llama", "gemma2", "olmo2", "gpt_neox", "qwen3_moe") for dtypes in DTYPES),
+    *(Case("llama", residual) for residual in names() if residual != "attnres-block"),
+]
+
+LOAD = """
+import json, traceback
+import torch, transformers
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+import headwater.hf
+from headwater.hf.convert.install import conversion_of
+from safetensors.torch import load_file, save_file
+tokens = load_file("tokens.safetensors")["tokens"]
+found = {}
+for name, dtype in json.load(open("cases.json")).items():
+    try:
+        dtype = "auto" if dtype is None else getattr(torch, dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        with torch.no_grad():
+            save_file({"logits": model(tokens).logits}, f"{name}/logits.safetensors")
+        conversion = conversion_of(model)[0]
+        found[name] = {"folded": sorted(conversion.depth.norms), "report": str(conversion.report)}
+    except Exception as error:
+        found[name] = {"error": "".join(traceback.format_exception_only(error))}
+json.dump(found, open("found.json", "w"))
+"""
+
+
+def saved(case: Case, root) -> tuple[torch.Tensor, list[int], str]:
+    """What the model gives as it is loaded, its reads with a folded norm, and its report; the model is saved.
+
+    The plain one is loaded as a user has it: `model.bfloat16()` would also round the frequencies of rotary embeddings.
+    """
+    base = root / "plain" / f"{case.model_type}-{case.stored}"
+    if not base.exists():
+        tiny_model(case.model_type).to(getattr(torch, case.stored)).save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, case.stored))
+    convert(model, case.residual)
+    stir(model, 0.1)
+    model.save_pretrained(root / case.folder)
+    if case.asked is not None:
+        added = conversion_of(model)[0].depth.residual.state_dict()
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, case.asked))
+        convert(model, case.residual)
+        conversion_of(model)[0].depth.residual.load_state_dict(added)
+    conversion = conversion_of(model)[0]
+    with torch.no_grad():
+        return model(tokens()).logits, sorted(conversion.depth.norms), str(conversion.report)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """What every model gave before it was saved, and what a new process finds of it."""
+    root = tmp_path_factory.mktemp("saved")
+    expected = {case: saved(case, root) for case in CASES}
+    save_file({"tokens": tokens()}, root / "tokens.safetensors")
+    (root / "cases.json").write_text(json.dumps({case.folder: case.asked for case in CASES}))
+    subprocess.run([sys.executable, "-c", LOAD], cwd=root, check=True)
+    return root, expected, json.loads((root / "found.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.folder)
+def test_a_new_process_loads_it_as_it_was(loaded, case):
+    root, expected, found = loaded
+    logits, folded, report = expected[case]
+    assert "error" not in found[case.folder], found[case.folder]["error"]
+    assert found[case.folder]["folded"] == folded
+    assert found[case.folder]["report"] == report
+    assert torch.equal(load_file(root / case.folder / "logits.safetensors")["logits"], logits)
