@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.ops import linear_cross_entropy
+from headwater._torch import norms_of, skip_where
+from headwater.ops.cross_entropy import linear_cross_entropy, token_losses
 from headwater.train.losses import half_precision
 from headwater.train.monitor.bad_steps import Reason, Skips
 from headwater.train.optim import learning_rate, set_learning_rate
@@ -60,9 +61,10 @@ class DeviceStep:
         self.micro: list[Callable[[], None]] = [self._first_micro, self._next_micro]
         self.update: Callable[[], None] = self._update
         self.taken = 0
+        self.pool: Any = None  # the memory that all captures share: they never run at the same time
+        self.replay_losses: Callable[[], None] | None = None
         for optimizer in run.optimizers.values():
-            optimizer.found_inf = self.judge.bad  # type: ignore[attr-defined]  # see headwater/_torch.py
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            skip_where(optimizer, self.judge.bad)
 
     def take(self, number: int) -> list[Outcome]:
         """Hand step `number` to the GPU; returns the outcomes that are known by now, the last one before it."""
@@ -104,7 +106,7 @@ class DeviceStep:
     def _update(self) -> None:
         """Judge, clip and step. Nothing here waits for the GPU, and nothing depends on what the host knows."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        self.norms.copy_(torch.stack(torch._foreach_norm(gradients)))
+        self.norms.copy_(torch.stack(norms_of(gradients)))
         norm = torch.linalg.vector_norm(self.norms)
         self.judge(self.loss, norm)
         torch.nn.utils.clip_grads_with_norm_(self.parameters, self.run.config.optim.clip, norm)
@@ -113,28 +115,53 @@ class DeviceStep:
         values = (self.loss.double(), norm.double(), self.judge.kind, self.judge.threshold)
         self.results.copy_(torch.stack(values))
 
+    def losses(self, windows: Tensor) -> Tensor:
+        """Nats of each token of validation windows (B, T + 1), (B, T) on the GPU. Captured like a step, it borrows the
+        step's memory; it runs what is compiled for a step, whose graph of gradients is dropped."""
+        if windows.shape != self.tokens.shape:  # fewer windows than a micro-batch has
+            return self._losses(windows.to(self.run.device))
+        self.tokens.copy_(windows)
+        if self.replay_losses is None:
+            if self.pool is None or (recorded := self._record([self._validate], "evaluations")) is None:
+                return self._losses(self.tokens)
+            self.replay_losses = recorded[0]
+        self.replay_losses()
+        return self.validation.clone()
+
+    def _validate(self) -> None:
+        self.validation = self._losses(self.tokens)
+
+    def _losses(self, windows: Tensor) -> Tensor:
+        with torch.enable_grad(), half_precision(self.run.device, cached=False):
+            hidden = self.run.hidden(windows[:, :-1])
+        return token_losses(hidden, self.run.whole.head.weight, windows[:, 1:])
+
     def _capture(self) -> None:
-        """Record a micro-batch and the update; what is recorded is not run. A step that cannot be captured goes on
-        without, and the run says why."""
+        """Record a micro-batch and the update. A step that cannot be captured goes on without."""
+        further = [self._next_micro] if self.micros > 1 else []
+        recorded = self._record([self._first_micro, *further, self._update], "steps")
+        self.graph = recorded is not None
+        if recorded is not None:
+            self.micro, self.update = [recorded[0], recorded[1]], recorded[-1]
+
+    def _record(self, functions: list[Callable[[], None]], what: str) -> list[Callable[[], None]] | None:
+        """Replays of these functions, which are recorded and not run; or None, and the run says why."""
         torch.cuda.synchronize()
-        recorded: list[torch.cuda.CUDAGraph] = []
-        functions = [self._first_micro, *([self._next_micro] if self.micros > 1 else []), self._update]
-        pool: Any = None
+        replays: list[Callable[[], None]] = []
         try:
             for function in functions:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with torch.cuda.graph(graph, pool=self.pool):
                     function()
-                pool = graph.pool()
-                recorded.append(graph)
+                self.pool = graph.pool()
+                replays.append(graph.replay)
         except RuntimeError as error:
-            self.graph = False
+            self.pool = None
             torch.cuda.synchronize()
             reason = str(error).strip().splitlines()[0]
-            self.say(f"steps are not captured as a CUDA graph: {reason}. The run goes on without, more slowly")
-            return
-        self.micro = [recorded[0].replay, recorded[1].replay]
-        self.update = recorded[-1].replay
+            self.say(f"{what} are not captured as a CUDA graph: {reason}. The run goes on without, more slowly")
+            return None
+        return replays
 
     def _send_results(self, number: int, rate: float) -> None:
         """Copies to the host behind the step, and a mark to wait for."""

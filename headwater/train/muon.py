@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from headwater._torch import adjusted_rate, newton_schulz
 
 
 class BatchedMuon(torch.optim.Muon):
@@ -45,7 +46,7 @@ class BatchedMuon(torch.optim.Muon):
         update = orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
         taken = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         rate = taken * group["lr"]
-        scale = rate * _adjust_lr(1.0, group["adjust_lr_fn"], parameters[0].shape)
+        scale = rate * adjusted_rate(1.0, group["adjust_lr_fn"], parameters[0].shape)
         momentum = momentum if self.found_inf is None else torch.where(self.found_inf > 0, before, momentum)
         update = update.nan_to_num() if self.found_inf is not None else update  # times zero it must be zero
         for parameter, buffer, now, direction in zip(parameters, buffers, momentum, update, strict=True):
@@ -77,7 +78,7 @@ class DividedMuon(torch.optim.Muon):
                 for parameter, update in zip(batch, self._orthogonalise(batch[0], updates, group)):
                     part, rate = parameter.to_local(), group["lr"]
                     part.mul_(1 - rate * group["weight_decay"])
-                    part.add_(update, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape))
+                    part.add_(update, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], parameter.shape))
 
     def _advance(self, parameter: DTensor, group: dict[str, Any]) -> Tensor:
         """This rank's part of the momentum, one step on."""
@@ -96,7 +97,7 @@ class DividedMuon(torch.optim.Muon):
         parts = torch.stack([update.bfloat16() for update in updates])  # (N, m / ranks, n)
         matrices = redistribute(parts, like, size, by_part, by_matrix)  # (N / ranks, m, n)
         for matrix in matrices:  # none, where there are fewer matrices than ranks
-            matrix.copy_(_zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]))
+            matrix.copy_(newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]))
         return redistribute(matrices, like, size, by_matrix, by_part)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater._torch import apply
 from headwater.ops.numerics import rms_norm
 
 from .merge import merge as merge_op
@@ -42,14 +43,6 @@ def _owned(gradient: Tensor) -> bool:
 
 def _to_add_to(gradient: Tensor) -> Tensor:
     return gradient if _owned(gradient) else gradient.clone(memory_format=torch.contiguous_format)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """function.apply(*args), without its search for leftovers of functorch in every argument, which costs as much as a
-    launch."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def _first_order() -> None:
@@ -95,7 +88,7 @@ class _Score(torch.autograd.Function):
 
 def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The source, to be read in its place, and its logits (..., Q) for the fp32 queries `folded` (Q, D)."""
-    return _apply(_Score, source, folded, eps)
+    return apply(_Score, source, folded, eps)
 
 
 class _Mix(torch.autograd.Function):
@@ -182,9 +175,9 @@ def _mix(
 ) -> tuple[Tensor, ...]:
     dtype = sources[0].dtype
     if norm_weight is None or dtype != torch.float16:
-        return _apply(_Mix, z, norm_weight, norm_eps, rebuild and norm_weight is not None, False, *sources)
+        return apply(_Mix, z, norm_weight, norm_eps, rebuild and norm_weight is not None, False, *sources)
     # fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it unrounded.
-    first, *rest = _apply(_Mix, z, None, norm_eps, False, z.shape[-1] == 1, *sources)
+    first, *rest = apply(_Mix, z, None, norm_eps, False, z.shape[-1] == 1, *sources)
     return (rms_norm(first.float(), norm_weight, norm_eps).to(dtype), *rest)
 
 
@@ -248,7 +241,7 @@ def merge(
     partial = None if partial is None else partial.contiguous()
     y, out, lse, query = y.contiguous(), out.contiguous(), lse.contiguous(), _vector("query", query)
     key_weight, norm_weight = _optional("key weight", key_weight), _optional("norm weight", norm_weight)
-    return _apply(_Merge, y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)
+    return apply(_Merge, y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)
 
 
 class _Attend(torch.autograd.Function):

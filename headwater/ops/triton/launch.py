@@ -13,11 +13,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from headwater._torch import current_device, current_stream
+
 from .tiles import INTERPRETED, ceil_div
 
 launches: Counter[str] = Counter()  # how often each operator ran its kernels; the routing tests read it
 
 CHUNK = 16  # addresses written by one launch
+MAX_INT32 = 2**31 - 1
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -41,7 +44,23 @@ def _write_addresses(table, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a1
     tl.store(p + 15, a15.to(tl.int64))
 
 
-_compiled: dict[tuple, Any] = {}
+# A compiled kernel's own `run`, and what it expects, is a private part of Triton: seen on 3.6, with NVIDIA's GPUs.
+# There `kernel[grid]` took 63 us of the host a launch. On other versions, and with hooks set, it is taken all the same.
+KNOWN = ("3.6",)
+
+
+def runs_directly(version: str, hip: str | None) -> bool:
+    return hip is None and ".".join(version.split(".")[:2]) in KNOWN
+
+
+DIRECT = runs_directly(triton.__version__, torch.version.hip)
+
+# Compiled kernels by what they were specialised for. A model has some hundred; more than MOST come only of ever new
+# combinations of unaligned addresses. Then all are forgotten, which costs each one public launch: to note the order of
+# use, for dropping the oldest, would cost every launch.
+MOST = 4096
+_compiled: dict[tuple, tuple] = {}
+_numbers_fixed: dict[int, tuple] = {}
 
 
 def launch(
@@ -56,33 +75,64 @@ def launch(
 ) -> None:
     """kernel[grid](*tensors, *numbers, **constants), at a fraction of the cost on the host once it has been compiled.
 
-    Triton binds and specialises every argument at every launch. Here the compiled kernel is kept under what it may have
-    been specialised for (types, numbers, and whether addresses are multiples of 16) and called by address. The host is
-    what bounds an eager forward pass, so this counts microseconds.
+    Triton binds and specialises every argument at every launch. Here the compiled kernel is kept under what it has been
+    specialised for, and called by address: types, whether addresses are multiples of 16, constants, and of the numbers
+    those that the kernel does not declare `do_not_specialize`. Lengths are declared so: they may vary as they like.
+    The host is what bounds an eager forward pass, so this counts microseconds.
     """
     if INTERPRETED:
         launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
         return
     index = tensors[0].get_device()
-    if index != torch._C._cuda_getDevice():
+    if index != current_device():
         with torch.cuda.device(index):
             launch(kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages)
         return
     addresses = [tensor.data_ptr() for tensor in tensors]
-    dtypes = [tensor.dtype for tensor in tensors]
-    key: tuple = (kernel, index, num_warps, num_stages, numbers, *constants.values(), *dtypes)
-    if functools.reduce(operator.or_, addresses) & 15:
-        key += tuple(address & 15 == 0 for address in addresses)
+    key = _key(kernel, index, tensors, addresses, numbers, constants, num_warps, num_stages)
     found = _compiled.get(key)
     if found is None:
         compiled, constants = launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
         rest = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
-        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, (*numbers, *rest))
+        if len(_compiled) >= MOST:
+            _compiled.clear()
+        parts = (compiled.run, compiled.function, compiled.packed_metadata) if DIRECT else (None, None, None)
+        _compiled[key] = (kernel, constants, rest, *parts)  # the kernel itself, so that no other takes over its id
         return
-    run, function, metadata, rest = found
+    _, fitting, rest, run, function, metadata = found
+    if run is None or _hooked(kernel):
+        kernel[grid](*tensors, *numbers, **fitting, num_warps=num_warps)
+        return
     x, y = grid if len(grid) == 2 else (grid[0], 1)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    run(x, y, 1, stream, function, metadata, None, None, None, *addresses, *rest)
+    run(x, y, 1, current_stream(index), function, metadata, None, None, None, *addresses, *numbers, *rest)
+
+
+def _key(kernel, index, tensors, addresses, numbers, constants, num_warps, num_stages) -> tuple:
+    """What a launch may have been specialised for. Kernels go by id: to hash one takes a lock."""
+    _, fixed = _numbers_fixed.get(id(kernel)) or _find_fixed(kernel, len(tensors))
+    key = (id(kernel), index, num_warps, num_stages, *constants.values(), *(tensor.dtype for tensor in tensors))
+    key += tuple([numbers[i] for i in fixed])
+    if functools.reduce(operator.or_, addresses) & 15:
+        key += tuple(address & 15 == 0 for address in addresses)
+    if numbers and max(numbers) > MAX_INT32:  # which are passed as int64
+        key += tuple(number > MAX_INT32 for number in numbers)
+    return key
+
+
+def _find_fixed(kernel, tensors: int) -> tuple:
+    """The kernel, and which of the numbers after its tensors it is specialised for."""
+    numbers = [param for param in kernel.params[tensors:] if not param.is_constexpr]
+    found = (kernel, tuple(i for i, param in enumerate(numbers) if not param.do_not_specialize))
+    return _numbers_fixed.setdefault(id(kernel), found)
+
+
+def _hooked(kernel) -> bool:
+    """Whether someone wants to see this launch: a profiler, or a hook before runs of this kernel."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if getattr(hook, "calls", hook):  # a chain of them, one, or None
+            return True
+    return bool(kernel.pre_run_hooks)
 
 
 def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int) -> tuple[Any, dict]:

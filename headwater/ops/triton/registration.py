@@ -4,7 +4,8 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from headwater._torch import traced
 
 _library = torch.library.Library("headwater", "FRAGMENT")
 
@@ -24,7 +25,7 @@ class Operator:
         self.overload = getattr(torch.ops.headwater, name).default
 
     def __call__(self, *args):
-        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        if traced():
             return self.overload(*args)
         return self.function(*args)
 

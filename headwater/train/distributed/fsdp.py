@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from headwater._torch import scale_all_
 from headwater.models import Decoder
 from headwater.models.decoder import Sublayer
 from headwater.train.distributed.parts import copies, counted_elsewhere, local, part_of
@@ -70,7 +71,7 @@ def defer_reduction(module: nn.Module, deferred: bool) -> None:
 def clip(model: nn.Module, norm: float, limit: float) -> None:
     """Scale gradients of a known norm down to `limit`, as torch.nn.utils.clip_grad_norm_ does."""
     scale = (torch.tensor(limit) / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()  # in fp32, as there
-    torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], scale)
+    scale_all_([local(p.grad) for p in model.parameters() if p.grad is not None], scale)
 
 
 def reshard(module: nn.Module) -> None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from headwater._torch import local_rectangle
 from headwater.models import Decoder
 
 
@@ -43,8 +43,7 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this rank holds of `like`: one rectangle."""
     if not isinstance(like, DTensor):
         return whole
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape))]
+    return whole[local_rectangle(like)]
 
 
 def copies(value: Tensor) -> tuple[int, bool]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from headwater._torch import storage_key, without_data
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
@@ -72,13 +72,13 @@ class Pretended(Exchange):
 def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tensor: int = 1) -> Footprint:
     """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels. `tensor`:
     ranks that share a window, of which one is traced."""
-    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with without_data(), torch.autocast("cpu", torch.bfloat16, enabled=half):
         model = Decoder(one_pass(config))
         exchange = Pretended(tensor)
         if tensor > 1:
             divide_parameters(model, lambda parameter, placement: share(parameter, tensor, placement))
             route(model, exchange)
-        owned = {_storage(p) for p in model.parameters()}
+        owned = {storage_key(p) for p in model.parameters()}
         tokens = torch.zeros(batch, config.context // tensor, dtype=torch.long)
         rotary, kept = model.rotary(0, tokens.shape[1]), []
         sent: list[int] = []
@@ -103,7 +103,7 @@ def keeping(owned: set[int]) -> Iterator[Kept]:
     found: Kept = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if (storage := _storage(tensor)) not in owned:
+        if (storage := storage_key(tensor)) not in owned:
             found[storage] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -117,10 +117,6 @@ class FusedReads(Watcher):
     def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
             return super().read(residual, state, i, norm)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _parameters(model: Decoder) -> tuple[int, ...]:

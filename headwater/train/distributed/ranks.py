@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headwater._torch import norms_of
 from headwater.errors import UserError
 from headwater.train.config import ParallelSettings
 from headwater.train.distributed import rendezvous as attempts
@@ -108,7 +109,7 @@ class Ranks:
         held = [(local(g), copies(g)[0]) for g in gradients if local(g).numel()]  # of a small one, a rank may have none
         if not held:
             return self.sum(0.0) ** 0.5
-        norms = torch.stack(torch._foreach_norm([part for part, _ in held])).double().cpu()  # one wait for the GPU
+        norms = torch.stack(norms_of([part for part, _ in held])).double().cpu()  # one wait for the GPU
         return self.sum((norms.square() / torch.tensor([count for _, count in held])).sum().item()) ** 0.5
 
 

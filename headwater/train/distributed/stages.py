@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from headwater._torch import without_data
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Residual, with_options
@@ -39,7 +39,7 @@ States = tuple[tuple[Slot, ...], ...]  # before each sublayer, and after the las
 
 def trace_states(config: ModelConfig, batch: int, context: int, device: torch.device) -> States:
     """The state before each sublayer for a micro-batch, from one pass that computes shapes alone."""
-    with FakeTensorMode(), torch.no_grad(), half_precision(device), device:
+    with without_data(), torch.no_grad(), half_precision(device), device:
         model = Decoder(one_pass(config))
         tokens = torch.zeros(batch, context, dtype=torch.long)
         rotary = model.rotary(0, context)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from headwater._torch import all_gather, group_name, reduce_scatter
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
@@ -31,7 +32,6 @@ from headwater.models.mlp import SwiGLU
 from headwater.models.norm import RMSNorm
 from headwater.residuals import build
 
-WIRE = torch.ops._c10d_functional
 ROW_DIVIDED = frozenset({"output"})  # the linear layers that end a body divide their inputs; all others their outputs
 
 
@@ -80,13 +80,13 @@ class Scatter(torch.autograd.Function):
 
 def _all_gather(x: Tensor, group: str, size: int) -> Tensor:
     """The operators of torch.distributed that the compiler knows; they work along the first axis."""
-    ranks = WIRE.wait_tensor(WIRE.all_gather_into_tensor(x.contiguous(), size, group))  # (N B, T / N, D)
+    ranks = all_gather(x.contiguous(), size, group)  # (N B, T / N, D)
     return ranks.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)  # (B, T, D)
 
 
 def _reduce_scatter(y: Tensor, group: str, size: int) -> Tensor:
     ranks = y.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1).contiguous()  # (N B, T / N, D)
-    return WIRE.wait_tensor(WIRE.reduce_scatter_tensor(ranks, "sum", size, group))  # (B, T / N, D)
+    return reduce_scatter(ranks, size, group)  # (B, T / N, D)
 
 
 class Exchange:
@@ -153,7 +153,7 @@ DIVIDED: dict[type[nn.Module], type[nn.Module]] = {
 def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
     """Divide the bodies of a decoder (or of a stage of one) that has no weights yet, before anything else wraps it."""
     divide_parameters(model, lambda parameter, placement: _divided(parameter, mesh, placement))
-    route(model, Exchange(mesh.size(), mesh.get_group().group_name))
+    route(model, Exchange(mesh.size(), group_name(mesh.get_group())))
 
 
 def divide_parameters(model: Decoder, part: Callable[[Tensor, Placement], Tensor]) -> None:

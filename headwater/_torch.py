@@ -1,0 +1,222 @@
+"""Everything that headwater takes from PyTorch's private parts, and what stands in where a release lacks one.
+
+Each name below says why the public way is not enough. All have been seen on torch 2.10, 2.11 and 2.13;
+`tests/test_torch_private.py` compares each with its public way, and hides it to see that the rest still works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:  # kernels import this file, and do without seconds of torch.distributed
+    from torch.distributed.tensor import DTensor
+
+
+def find(path: str) -> Any:
+    """What stands under a dotted path, or None in a release that lacks it."""
+    owner, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(owner), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+# Autograd. `Function.apply` looks for leftovers of functorch in every argument, in Python: as long as a launch takes.
+
+_transforms_active = find("torch._C._are_functorch_transforms_active")
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """function.apply(*args), without that search where no functorch transform is active. Else: as it is."""
+    if _transforms_active is None or torch.compiler.is_compiling() or _transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+# Dispatch. Nothing public says whether fake tensors or another mode are listening. Else: assume that one is.
+
+_dispatch_mode = find("torch.utils._python_dispatch._get_current_dispatch_mode")
+
+
+def traced() -> bool:
+    """Whether something may want to see operators instead of what they run: torch.compile, a dispatch mode."""
+    return _dispatch_mode is None or torch.compiler.is_compiling() or _dispatch_mode() is not None
+
+
+class _FunctionMode(TorchFunctionMode):
+    """In the place of a dispatch mode: sees calls of PyTorch's functions, of which some are several operators."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            return result  # a shape, a device
+        return self.__torch_dispatch__(lambda *_, **__: result, types, args, kwargs)  # type: ignore[attr-defined]
+
+
+# A class to derive from, which sees every operator; PyTorch's documentation names it by this private path.
+TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or _FunctionMode
+
+
+def tree_leaves(tree: Any) -> Iterator[Any]:
+    """What nested tuples, lists and dicts hold. PyTorch's own is private, and this is all there is to it here."""
+    if isinstance(tree, tuple | list):
+        for branch in tree:
+            yield from tree_leaves(branch)
+    elif isinstance(tree, dict):
+        yield from tree_leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+# Tensors without data. The meta device is public, and autocast does not know it: dtypes would come out wrong.
+
+
+def without_data() -> AbstractContextManager[Any]:
+    """Inside, operators compute shapes and dtypes, and allocate nothing. Else: they compute, which costs memory."""
+    mode = find("torch._subclasses.fake_tensor.FakeTensorMode")
+    return nullcontext() if mode is None else mode()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for tensors that share memory, of fake tensors too (which have no address), while it is alive."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+# Many tensors at once. One launch for all of a dtype. Else: one for each.
+
+_foreach_mul_ = find("torch._foreach_mul_")
+_foreach_norm = find("torch._foreach_norm")
+
+
+def scale_all_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply all in place."""
+    if _foreach_mul_ is None:
+        for tensor in tensors:
+            tensor.mul_(factor)
+    elif tensors:
+        _foreach_mul_(list(tensors), factor)
+
+
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The Euclidean norm of each, a tensor without axes."""
+    if _foreach_norm is None:
+        return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    return list(_foreach_norm(list(tensors)))
+
+
+# The device that kernels are launched on: asked before every launch, where the public ways take microseconds.
+
+current_device: Callable[[], int] = find("torch._C._cuda_getDevice") or torch.cuda.current_device
+
+
+def _public_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+current_stream: Callable[[int], int] = find("torch._C._cuda_getCurrentRawStream") or _public_stream
+"""The address of the current stream of a device."""
+
+
+# Collectives that torch.compile keeps in its graph, in an autograd function's backward too: they go by a group's name.
+
+_functional: Any = torch.ops._c10d_functional if hasattr(torch.ops._c10d_functional, "wait_tensor") else None
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """What to call the group in the collectives below."""
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """(n, ...) of each of `size` ranks to (size * n, ...)."""
+    if _functional is not None:
+        return _functional.wait_tensor(_functional.all_gather_into_tensor(x, size, group))
+    out = x.new_empty(size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x, group=_groups[group])
+    return out
+
+
+def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """(size * n, ...) of each of `size` ranks to this rank's (n, ...) of their sum."""
+    if _functional is not None:
+        return _functional.wait_tensor(_functional.reduce_scatter_tensor(x, "sum", size, group))
+    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x, group=_groups[group])
+    return out
+
+
+# Divided tensors. DTensor does not say where its part lies. Else: worked out for plain shards, as `torch.chunk` cuts.
+
+
+def local_rectangle(whole: DTensor) -> tuple[slice, ...]:
+    """Which part of a divided tensor this rank has."""
+    shape_and_offset = find("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
+    if shape_and_offset is None:
+        return _cut_in_order(whole)
+    shape, offset = shape_and_offset(whole.shape, whole.device_mesh, whole.placements)
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape))
+
+
+def _cut_in_order(whole: DTensor) -> tuple[slice, ...]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    bounds = [(0, size) for size in whole.shape]
+    coordinate = cast(list[int], whole.device_mesh.get_coordinate())
+    for placement, ranks, rank in zip(whole.placements, whole.device_mesh.shape, coordinate):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard:
+            raise NotImplementedError(
+                f"with torch {torch.__version__} a rank's part is known of Shard and Replicate alone, not of "
+                f"{type(placement).__name__}: use torch 2.10 to 2.13"
+            )
+        first, stop = bounds[placement.dim]
+        step = math.ceil((stop - first) / ranks)
+        bounds[placement.dim] = min(stop, first + rank * step), min(stop, first + (rank + 1) * step)
+    return tuple(slice(*bound) for bound in bounds)
+
+
+# Muon's iteration, for one matrix that is not a parameter. Else: an optimizer for that matrix alone.
+
+
+def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """What torch.optim.Muon makes of a momentum (m, n), in bf16."""
+    iterate = find("torch.optim._muon._zeropower_via_newtonschulz")
+    if iterate is not None:
+        return iterate(matrix, coefficients, steps, eps)
+    wide = matrix.bfloat16().T if matrix.shape[0] > matrix.shape[1] else matrix.bfloat16()  # whose rate is not adjusted
+    weight = torch.nn.Parameter(torch.zeros_like(wide))
+    weight.grad = wide
+    options: dict[str, Any] = {"ns_coefficients": coefficients, "ns_steps": steps, "eps": eps}
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
+    update = weight.detach().neg_()
+    return update.T if matrix.shape[0] > matrix.shape[1] else update
+
+
+def adjusted_rate(rate: float, kind: str | None, shape: Sequence[int]) -> float:
+    """Muon's learning rate for a matrix of a shape, by the formulas of torch.optim.Muon's documentation."""
+    rows, columns = shape[:2]
+    if kind is None or kind == "original":
+        return rate * math.sqrt(max(1, rows / columns))
+    return rate * (0.2 * math.sqrt(max(rows, columns)))
+
+
+# Steps that the host does not judge. It is how torch.amp.GradScaler speaks to fused optimizers; there is no other way.
+
+
+def skip_where(optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
+    """Let each later step of a fused optimizer change nothing while `bad`, a float on its device, is one."""
+    optimizer.found_inf = bad  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]

@@ -1,0 +1,194 @@
+"""Which way a kernel is launched, and under what a compiled one is kept: with a stand-in, which needs no GPU."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="launching needs triton")
+
+import triton
+
+from headwater.ops.triton import launch as launching
+
+
+class Kernel:
+    """As triton.jit makes them: `M` may vary, `D` is specialised for. Notes which way each launch went."""
+
+    __name__ = "_kernel"
+    arg_names = ("x", "y", "M", "D", "BD", "STAGES")
+
+    def __init__(self):
+        self.pre_run_hooks, self.ways, self.compilations = [], [], 0
+        self.params = [
+            SimpleNamespace(is_constexpr=name in ("BD", "STAGES"), do_not_specialize=name == "M")
+            for name in self.arg_names
+        ]
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.ways.append(("public", grid, arguments[2:], constants))
+            self.compilations += 1
+            return SimpleNamespace(run=self.run, function="function", packed_metadata="metadata")
+
+        return run
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        assert (z, stream, function, metadata) == (1, 77, "function", "metadata")
+        assert launch_metadata is enter is leave is None
+        self.ways.append(("direct", (x, y), arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """On a CPU tensor's device, -1, as if it were a GPU's, with an empty table and Triton as it is known."""
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "DIRECT", True)
+    monkeypatch.setattr(launching, "current_device", lambda: -1)
+    monkeypatch.setattr(launching, "current_stream", lambda index: 77)
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(launching, "_numbers_fixed", {})
+    return Kernel()
+
+
+def start(kernel, rows=5, width=8, dtype=torch.float32, tensors=None, **constants):
+    x, y = tensors or (torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype))
+    launching.launch(kernel, (rows,), (x, y), (rows, width), {"BD": 8, **constants}, num_warps=4, num_stages=2)
+    return x, y
+
+
+def test_a_kernel_is_compiled_by_the_public_way_and_then_run_by_address(kernel):
+    start(kernel)
+    x, y = start(kernel)
+    (first, _, numbers, constants), (second, grid, arguments) = kernel.ways
+    assert (first, numbers) == ("public", (5, 8))
+    assert constants == {"BD": 8, "num_stages": 1, "STAGES": 2, "num_warps": 4}
+    assert (second, grid, arguments) == ("direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2))
+
+
+def test_lengths_vary_without_a_compilation_and_without_a_new_entry(kernel):
+    for rows in range(1, 50):
+        start(kernel, rows)
+        assert kernel.ways[-1][1][0] == rows
+        assert kernel.ways[-1][2][-4 if rows > 1 else 0] == rows  # this launch's number, not the first one's
+    assert kernel.compilations == len(launching._compiled) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"width": 16},
+        {"dtype": torch.bfloat16},
+        {"BD": 16},
+        {"tensors": tuple(torch.zeros(9)[1:5] for _ in range(2))},  # not at multiples of 16
+        {"rows": 2**31},  # an int64 from here on
+    ],
+)
+def test_what_a_kernel_is_specialised_for_has_an_entry_of_its_own(kernel, change):
+    start(kernel)
+    start(kernel, **change)
+    assert kernel.compilations == len(launching._compiled) == 2
+    start(kernel, **change)
+    start(kernel)
+    assert kernel.compilations == 2
+
+
+def test_two_kernels_have_entries_of_their_own(kernel):
+    other = Kernel()
+    start(kernel)
+    start(other)
+    assert (kernel.compilations, other.compilations) == (1, 1)
+
+
+def test_the_table_is_bounded(kernel, monkeypatch):
+    monkeypatch.setattr(launching, "MOST", 10)
+    for width in range(1, 40):
+        start(kernel, width=width)
+        assert len(launching._compiled) <= 10
+    start(kernel, width=39)
+    assert kernel.ways[-1][0] == "direct"
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "direct"),
+    [("3.6.0", None, True), ("3.6.1+git", None, True), ("3.7.0", None, False), ("3.60.0", None, False)]
+    + [("4.0", None, False), ("3.6.0", "6.4", False)],
+)
+def test_only_known_versions_are_run_directly(version, hip, direct):
+    assert launching.runs_directly(version, hip) == direct
+
+
+def test_on_an_unknown_version_every_launch_is_public_and_needs_no_private_part(kernel, monkeypatch):
+    monkeypatch.setattr(launching, "DIRECT", False)
+    monkeypatch.setattr(Kernel, "run", None)
+    for _ in range(3):
+        start(kernel)
+    assert [way[0] for way in kernel.ways] == ["public"] * 3
+    assert all(way == kernel.ways[0] for way in kernel.ways)  # with the stages that fitted the first time
+
+
+def test_hooks_are_served_by_the_public_way_as_long_as_they_are_set(kernel, monkeypatch):
+    start(kernel)
+    runtime = triton.knobs.runtime
+
+    def hook(metadata):
+        raise AssertionError("the stand-in does not call it")
+
+    for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook, kernel.pre_run_hooks):
+        add, remove = (chain.append, chain.remove) if isinstance(chain, list) else (chain.add, chain.remove)
+        add(hook)
+        start(kernel)
+        assert kernel.ways[-1][0] == "public"
+        remove(hook)
+        start(kernel)
+        assert kernel.ways[-1][0] == "direct"
+    monkeypatch.setattr(runtime, "launch_exit_hook", hook)  # one alone, without a chain
+    start(kernel)
+    assert kernel.ways[-1][0] == "public"
+    monkeypatch.setattr(runtime, "launch_exit_hook", None)
+    start(kernel)
+    assert kernel.ways[-1][0] == "direct"
+
+
+def test_another_device_is_made_the_current_one(kernel, monkeypatch):
+    current = [0]
+    monkeypatch.setattr(launching, "current_device", lambda: current[-1])
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    start(kernel)
+    start(kernel)
+    assert [way[0] for way in kernel.ways] == ["public", "direct"]
+    assert current == [0]
+
+
+def launched(tree):
+    """Kernels that a file launches: their names, the numbers and tensors they take, and what they do not specialise."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch"]
+    names = {ast.unparse(call.args[0]) for call in calls}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and function.name in names:
+            (jit,) = function.decorator_list
+            declared = ast.literal_eval(jit.keywords[0].value) if isinstance(jit, ast.Call) else []
+            yield function.name, {arg.arg for arg in function.args.args if arg.annotation is None}, set(declared)
+
+
+def test_kernels_declare_the_lengths_that_vary():
+    """One that was specialised for would be compiled, and kept, for ones and multiples of 16 apart."""
+    vary = {"M", "N", "S", "Q", "ZQ", "PS", "s0", "T", "tokens", "count", "start", "scale"}
+    folder = Path(launching.__file__).parent.parent
+    kernels = [kernel for path in folder.rglob("*.py") for kernel in launched(ast.parse(path.read_text()))]
+    assert len(kernels) >= 12
+    for name, taken, declared in kernels:
+        assert taken & vary == declared, name
