@@ -44,7 +44,7 @@ const written = (words, x, y, node) => {
   const style = getComputedStyle(node);
   return make("text", { x, y, fill: style.color, "font-family": style.fontFamily, "font-size": style.fontSize, "font-weight": style.fontWeight }, words);
 };
-function picture(where, title) {
+function picture(where, title, scale) {
   const edge = where.getBoundingClientRect(), page = getComputedStyle(document.body), top = 56, side = 20;
   const width = Math.ceil(Math.max(edge.width, ...[...where.querySelectorAll("svg")].map((svg) => svg.getBoundingClientRect().right - edge.left))) + 2 * side;
   const root = make("svg", { xmlns: "http://www.w3.org/2000/svg", width });
@@ -54,19 +54,21 @@ function picture(where, title) {
     root.append(make("circle", { cx: box.x + 5, cy: box.y + 11, r: 5, fill: colour }), written(name.textContent, box.x + 18, box.y + 15, name.querySelector("code")));
   }
   for (const canvas of where.querySelectorAll("canvas")) root.append(make("image", { href: canvas.toDataURL(), ...at(canvas) }));
-  for (const svg of where.querySelectorAll("svg")) {
-    const copy = withLooks(svg), box = at(svg);
-    for (const [name, value] of Object.entries({ ...box, overflow: "visible" })) copy.setAttribute(name, value);
+  const put = (svg, place) => {
+    const copy = withLooks(svg);
+    for (const [name, value] of Object.entries({ ...place, overflow: "visible" })) copy.setAttribute(name, value);
     root.append(copy);
-  }
+  };
+  for (const svg of where.querySelectorAll("svg")) put(svg, at(svg));
+  if (scale) put(scale, { x: width - side - 250, y: 8 });
   const height = Math.ceil(addKey(root, where, width, edge.height + top + 8, side));
   root.setAttribute("height", height);
   root.prepend(make("rect", { width, height, fill: page.backgroundColor }), written(title, side, 30, document.querySelector("h3")));
   return { text: new XMLSerializer().serializeToString(root), width, height };
 }
 function addKey(root, where, width, y, side) {
-  const shown = groups.filter(visible);
-  if (where.querySelector(".title") || shown.length < 2 || where.querySelector(".ending")) return y + 12;
+  const shown = groups.filter((group) => where.querySelector(`[data-arm="${group.index}"]`));
+  if (where.querySelector(".title") || where.querySelector(".ending")) return y + 12;
   let x = side;
   for (const group of shown) {
     const name = document.querySelector(`.legend [data-arm="${group.index}"] code`), room = 40 + 8.6 * group.label.length;
@@ -98,7 +100,7 @@ function addSaves() {
       made.addEventListener("click", act);
       where.append(made);
     };
-    const drawing = () => picture(host(id).querySelector(".grid") || host(id), title);
+    const drawing = () => picture(host(id).querySelector(".grid") || host(id), title, name === "maps" ? host("scale").querySelector("svg") : null);
     if (id) button("PNG", "picture", () => rasterize(drawing(), (blob) => save(`${name}.png`, "image/png", blob)));
     if (id) button("SVG", "picture that scales", () => save(`${name}.svg`, "image/svg+xml", drawing().text));
     if (rows) button("CSV", "numbers as a table", () => save(`${name}.csv`, "text/csv", csv(rows())));

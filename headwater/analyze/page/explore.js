@@ -4,6 +4,7 @@
 
 const views = new Set();
 const tip = host("tip");
+let active = null;
 
 function explore(svg, view) {
   Object.assign(view, { svg, layer: svg.appendChild(make("g", { class: "marks" })), point: null });
@@ -15,7 +16,7 @@ function explore(svg, view) {
   svg.addEventListener("pointermove", pointer);
   svg.addEventListener("pointerdown", pointer);
   svg.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") leave(); });
-  svg.addEventListener("blur", leave);
+  svg.addEventListener("blur", () => { if (active === view) leave(); });  // a finger has chosen elsewhere by now
   svg.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     if (event.key === "Escape") leave();
@@ -26,6 +27,7 @@ function explore(svg, view) {
 }
 
 function leave() {
+  active = null;
   tip.hidden = true;
   light(null);
   for (const view of views) {
@@ -38,6 +40,7 @@ function leave() {
 function choose(view, point) {
   leave();
   if (point === null) return;
+  active = view;
   view.point = point;
   for (const other of views) if (other.topic === view.topic) other.layer.replaceChildren(...other.marks(point));
   const { title, lines, at } = view.show(point);

@@ -19,7 +19,7 @@ function drawCurves(kind, title, height, nothing) {
   const chart = axes(where, {
     height, x: [from, end], y: [low - pad, high + pad], yTitle: title, xTitle: `${unit}tokens`, margin: named ? 22 + 7.3 * longest : 10,
     label: `${title} by tokens, means over seeds. ${ends}.`,
-    xTicks: (room) => linearTicks(from / size, end / size, clamp(Math.round(room / 90), 2, 10)).map((tick) => ({ value: tick.value * size, label: tick.label })),
+    xTicks: (room) => linearTicks(from / size, end / size, clamp(Math.round(room / 75), 2, 10)).map((tick) => ({ value: tick.value * size, label: tick.label })),
   });
   const { svg, X, Y, box } = chart;
   if (kind === "difference") svg.append(make("line", { class: "zero", x1: box.left, x2: box.right, y1: Y(0), y2: Y(0) }));

@@ -23,15 +23,14 @@ function drawMaps() {
   const sizes = every.map(Math.abs).sort((a, b) => a - b), top = sizes.at(-1) || 1, hundredth = sizes[Math.floor(sizes.length * 0.99)] || top;
   const most = hundredth < 0.9 * top ? hundredth : top, paint = painter(most);
   drawScale(most, most < top, every.some((value) => value < 0), paint);
-  const panels = groups.filter(visible).map((group) => {
+  const panels = groups.filter((group) => visible(group) && !(state.rows === "difference" && group.baseline)).map((group) => {
     const map = make("div", { class: "map" }), panel = make("div", { class: "panel" }, panelTitle(group), map);
     return { group, map, panel };
   });
   host("maps").replaceChildren(...panels.map(({ panel }) => panel));
   for (const { group, map } of panels) {
     if (drawn.includes(group)) drawMap(map, group, drawn, paint);
-    else if (state.rows === "difference") empty(map, group.baseline ? "The others are shown minus this one." : "It has no baseline of the same depth.");
-    else empty(map, "No depth records.");
+    else empty(map, state.rows === "difference" && group.depth ? "It has no baseline of the same depth." : "No depth records.");
   }
 }
 
