@@ -34,6 +34,27 @@ def test_measures_are_those_of_the_recorded_maps(tmp_path):
     assert f"attnres-block scalar {total:.2f} " in words
 
 
+@pytest.mark.browser
+def test_measures_are_sorted_and_downloaded(visit, tmp_path):
+    folder = make_comparison(tmp_path / "compare", ["standard", "muddformer", "attnres-full"], [0], layers=2, steps=20)
+    page = visit(write_matrix([folder]))
+    page.get_by_role("button", name="Mixes", exact=True).click()
+    names = page.eval_on_selector_all("#table tbody th", "all => all.map(head => head.textContent)")
+    mixes = page.eval_on_selector_all("#table tbody td:nth-child(2)", "all => all.map(cell => cell.textContent)")
+    assert mixes == sorted(mixes)
+    assert len(set(names)) == 3
+    page.get_by_role("button", name="Row sum", exact=True).click()
+    sums = [float(cell) for cell in page.locator("#table tbody td:nth-child(3)").all_inner_texts()]
+    assert sums == sorted(sums)
+    assert page.locator("#table tbody th").first.inner_text() == "attnres-full"  # sums of one
+    with page.expect_download() as caught:
+        page.locator('.save[data-save="table"]').get_by_text("CSV").click()
+    lines = caught.value.path().read_text().splitlines()
+    assert lines[0] == "Residual,Mixes,Row sum,Entropy,Effective sources,Effective depth,Rank across depth"
+    assert any(line.startswith("standard,scalar,3,") for line in lines)
+    assert not page.locator("#thumbnail").is_visible()
+
+
 def test_a_run_without_depth_records_has_a_row_all_the_same(tmp_path):
     make_run(tmp_path / "bare", depth=False)
     assert "standard — — — — — —" in words_of(write_matrix([tmp_path / "bare"], tmp_path / "m.html").read_text())

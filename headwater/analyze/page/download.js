@@ -23,6 +23,7 @@ const mapRows = () => [["residual", "step", "read", "source", SCALE_TITLES[state
 const measureRows = (key) => [["residual", "step", "sublayer", "kind", key], ...deep.flatMap((group) =>
   (frameOf(group)[key] || []).map((value, i) => [group.label, frameOf(group).step, i, group.depth.kinds[i] ?? "final read", value]))];
 function tableRows() {
+  if (document.body.classList.contains("matrix")) return [...host("table").rows].map((row) => [...row.cells].map((cell) => cell.dataset.value === undefined ? cell.textContent : Number(cell.dataset.value)));
   const keys = Object.keys(groups[0].results[0]);
   return [["residual", ...keys], ...groups.flatMap((group) => group.results.map((run) => [group.label, ...keys.map((key) => run[key])]))];
 }

@@ -2,9 +2,11 @@
 
 function sortable(table) {
   const body = table.tBodies[0], rows = [...body.rows];
+  const numeric = (column) => rows.some((row) => row.cells[column].dataset.value !== undefined);
   const valueOf = (row, column) => {
-    const cell = row.cells[column], value = cell.dataset.value;
-    return value === undefined ? (column ? null : cell.textContent) : Number(value);
+    const { dataset: { value }, textContent } = row.cells[column];
+    if (value !== undefined) return Number(value);
+    return numeric(column) || textContent === "—" ? null : textContent;
   };
   const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b) : a - b);
   [...table.tHead.rows[0].cells].forEach((head, column) => {
