@@ -19,7 +19,7 @@ class LoadedRun(NamedTuple):
     model: Decoder
     """In training mode, as PyTorch builds it: call `.eval()` before measuring."""
     tokenizer: Tokenizer
-    """`encode(text)` gives ids as a numpy array, `decode(ids)` text."""
+    """`encode(text)` gives ids as a numpy array of small integers (`.tolist()` before torch), `decode(ids)` text."""
     config: Config | None
     """The settings the weights were trained with; None of a model saved by itself. Its shape is `model.config`."""
 
@@ -37,7 +37,7 @@ def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
     Raises: `headwater.errors.UserError` if the folder holds no checkpoint, a damaged one, or a transformers model.
 
         run = load_run("runs/train")
-        print(run.config.optim.lr, run.model(torch.tensor([run.tokenizer.encode("def ")])).shape)
+        print(run.config.optim.lr, run.model(torch.tensor([run.tokenizer.encode("def ").tolist()])).shape)
     """
     folder = Path(folder).resolve()
     if not folder.is_dir():

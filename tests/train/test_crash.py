@@ -136,12 +136,17 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_a_request(signum):
-    before = signal.getsignal(signum)
-    with Interruption() as interruption:
-        assert interruption.signum == 0
-        os.kill(os.getpid(), signum)
-        assert interruption.signum == signum
-        assert signal.getsignal(signum) == before, "a second one would not end the run"
+    def before(signum, frame): ...
+
+    inherited = signal.signal(signum, before)  # under nohup it would be to ignore SIGHUP
+    try:
+        with Interruption() as interruption:
+            assert interruption.signum == 0
+            os.kill(os.getpid(), signum)
+            assert interruption.signum == signum
+            assert signal.getsignal(signum) == before, "a second one would not end the run"
+    finally:
+        signal.signal(signum, inherited)
     error = interruption.error("step 3 of 9", "headwater train")
     assert error.exit_code == 128 + signum
     assert str(error).startswith(f"stopped by {signum.name} after step 3 of 9")

@@ -57,5 +57,7 @@ class Interruption:
     def error(self, after: str, command: str) -> Interrupted:
         cause = "because what started it is gone" if self.orphaned else f"by {signal.Signals(self._signum).name}"
         return Interrupted(
-            f"stopped {cause} after {after}; everything so far is saved. Go on with: {command} --resume", self._signum
+            f"stopped {cause} after {after}; everything so far is saved. Go on with: {command} --resume (in Python: "
+            "resume=True)",
+            self._signum,
         )
