@@ -29,6 +29,8 @@ from headwater.flags import (
     PlanFlags,
     ReportFlags,
     ResidualsFlags,
+    ScalingFlags,
+    StudyFlags,
     TrainFlags,
     VerifyFlags,
     Where,
@@ -211,6 +213,23 @@ def export(argv: list[str]) -> None:
     say(f"{flags.out}: {model.parameter_count()['total']:,} parameters in model.safetensors")
 
 
+def study(argv: list[str]) -> None:
+    """Run what is missing of the runs that a TOML file describes, as far as time allows."""
+    flags = parse(StudyFlags, argv, study)
+    from headwater.train.study import study as run
+
+    run(flags.recipe, flags.out, minutes=flags.minutes)
+
+
+def scaling(argv: list[str]) -> None:
+    """Fit loss against compute for each residual, and say how much compute each is worth."""
+    flags = parse(ScalingFlags, argv, scaling)
+    with user_values():
+        from headwater.analyze.scaling import scaling_of, table
+
+        say(table(scaling_of(flags.folders, flags.baseline), flags.baseline))
+
+
 def demo(argv: list[str]) -> None:
     """Compare the plain residual with Attention Residuals on this machine in a few minutes."""
     flags = parse(DemoFlags, argv, demo)
@@ -233,6 +252,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "eval": evaluate,
     "plan": plan,
     "export": export,
+    "study": study,
+    "scaling": scaling,
     "demo": demo,
 }
 

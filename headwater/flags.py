@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,6 +141,24 @@ class ExportFlags:
     """A run, or one of its checkpoints, saved by any number of ranks."""
     out: Path
     """Folder for model.safetensors, config.json and tokenizer.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyFlags:
+    recipe: tyro.conf.Positional[Path]
+    """TOML file that names settings and lists of them."""
+    out: Path | None = None
+    """Folder of the study; by default runs/ and its name."""
+    minutes: float = math.inf
+    """Start no run after them, and save those under way: the next call goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingFlags:
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders, or the folder of a comparison or a study."""
+    baseline: str = "standard"
+    """The residual whose compute the others are measured in."""
 
 
 @dataclass(frozen=True, kw_only=True)

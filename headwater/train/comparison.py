@@ -1,38 +1,25 @@
 """Several residuals by several seeds on equal tokens: one process per run, one table.
 
-Runs with the same seed see the same batches in the same order, so their losses are compared in pairs. Each run has its
-own process, which makes its peak memory honest and keeps a crash from taking the others along. The folder is the state:
-finished runs are kept, unfinished ones resume.
+Runs with the same seed see the same batches in the same order, so their losses are compared in pairs. The folder is the
+state: finished runs are kept, unfinished ones resume.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import TaskID
 
 from headwater.errors import UserError
 from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
-from headwater.train.monitor.interrupts import PARENT, Interruption
-from headwater.train.monitor.metrics import read_record
-from headwater.train.monitor.progress import Tasks
-from headwater.train.results import SUMMARY, CompareResult, TrainResult
+from headwater.train.jobs import Job, run_all, side_by_side
+from headwater.train.results import CompareResult, TrainResult
 from headwater.train.table import draw, tabulate
-
-POLL_SECONDS = 0.2
-PROGRESS = re.compile(r"step \d+(/\d+|:) ")
 
 
 def compare(
@@ -73,11 +60,11 @@ def compare(
         data = prepare(config.data)
         try_out(residuals, config, data)
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
-        runs = [Job(spec, seed, out / "runs" / slug(spec, seed)) for seed in seeds for spec in residuals]
-        failures = run_all(runs, out, config, jobs, console)
-        done = [run for run in runs if run.finished]
-        finished = {(run.residual, run.seed): TrainResult.read(run.folder) for run in done}
-        company = {spec: side_by_side([run for run in done if run.residual == spec]) for spec in residuals}
+        runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
+        failures = run_all(list(runs.values()), jobs, console, go_on=f"headwater compare --out {out}")
+        done = {place: run for place, run in runs.items() if run.finished}
+        finished = {place: TrainResult.read(run.folder) for place, run in done.items()}
+        company = {spec: side_by_side([run for (s, _), run in done.items() if s == spec]) for spec in residuals}
         rows = tabulate(finished, residuals, company)
         result = CompareResult(folder=out, rows=rows, runs=tuple(finished.values()))
         write_json(out / "table.json", result.table())
@@ -91,39 +78,16 @@ def compare(
     return result
 
 
-@dataclass(frozen=True)
-class Job:
-    residual: str
-    seed: int
-    folder: Path
-
-    @property
-    def log(self) -> Path:
-        """What the run prints, attempt after attempt."""
-        return self.folder / "log.txt"
-
-    @property
-    def finished(self) -> bool:
-        return (self.folder / SUMMARY).exists()
-
-    @property
-    def label(self) -> str:
-        return f"{self.residual} seed {self.seed}"
-
-
-@dataclass(frozen=True)
-class Active:
-    """A job whose process is running."""
-
-    job: Job
-    process: subprocess.Popen[bytes]
-    task: TaskID
-    log_start: int
-    """Where in the log this attempt begins."""
-
-
 def slug(residual: str, seed: int) -> str:
     return f"{residual.replace(':', '_')}-seed{seed}"
+
+
+def job_of(residual: str, seed: int, out: Path, steps: int) -> Job:
+    """A run of the comparison in `out`, whose settings.json has what all of them share."""
+    flags = ("--config", str(out / "settings.json"), "--residual", residual, "--seed", str(seed))
+    return Job(
+        label=f"{residual} seed {seed}", folder=out / "runs" / slug(residual, seed), arguments=flags, steps=steps
+    )
 
 
 def admit(config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: int) -> tuple[list[str], list[int]]:
@@ -210,117 +174,3 @@ def refuse_other_corpus(out: Path, saved: dict[str, str], found: dict[str, str],
             f"({'; '.join(listing)}), and its runs would no longer be on equal tokens. Restore the files (or, for "
             "`stdlib`, run the same Python), or choose another --out"
         )
-
-
-def run_all(runs: list[Job], out: Path, config: Config, jobs: int, console: Console) -> list[str]:
-    """Keep `jobs` processes busy until every run has ended; returns what to say about those that failed."""
-    waiting = [job for job in runs if not job.finished]
-    running: list[Active] = []
-    failures: list[str] = []
-    with Interruption() as interruption, Tasks(console) as tasks:
-        total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
-        try:
-            while (waiting or running) and not interruption.signum:
-                while waiting and len(running) < jobs:
-                    job = waiting.pop(0)
-                    task = tasks.add(job.label, config.train.steps, note="starting")
-                    start = job.log.stat().st_size if job.log.exists() else 0
-                    running.append(Active(job, launch(job, out, jobs), task, start))
-                time.sleep(POLL_SECONDS)
-                for active in list(running):
-                    show(active, tasks)
-                    if active.process.poll() is not None:
-                        running.remove(active)
-                        tasks.remove(active.task)
-                        tasks.update(total, len(runs) - len(waiting) - len(running))
-                        failures += conclude(active, tasks)
-        finally:
-            stop(running)  # none is left, unless a signal or an error ended the loop
-        if interruption.signum:
-            done = sum(job.finished for job in runs)
-            raise interruption.error(f"{done} of {len(runs)} runs", f"headwater compare --out {out}")
-    return failures
-
-
-def launch(job: Job, out: Path, jobs: int) -> subprocess.Popen[bytes]:
-    """Its own session: Ctrl-C in the terminal reaches this process alone, which then asks the runs to stop once. Should
-    this process be killed, they notice that they are orphans."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    record_company(job, jobs)
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
-    flags = ["--residual", job.residual, "--seed", str(job.seed), "--out", str(job.folder)]
-    if (job.folder / "config.json").exists():
-        flags.append("--resume")
-    with job.log.open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "headwater.cli", "train", "--config", str(out / "settings.json"), *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **threads, PARENT: str(os.getpid())},
-            start_new_session=True,
-        )
-
-
-def record_company(job: Job, jobs: int) -> None:
-    """launch.json: the most runs made at a time while this one ran, None where an attempt before did not say. Times of
-    runs that shared a machine tell how busy it was."""
-    path, begun = job.folder / "launch.json", (job.folder / "config.json").exists()
-    before = read_json(path)["side_by_side"] if path.exists() else None if begun else 1
-    write_json(path, {"side_by_side": None if before is None else max(before, jobs)})
-
-
-def side_by_side(jobs: Sequence[Job]) -> int | None:
-    """The most runs made at a time with any of these; None where one of them does not say."""
-    paths = [job.folder / "launch.json" for job in jobs]
-    counts = [read_json(path)["side_by_side"] for path in paths if path.exists()]
-    return None if None in counts or len(counts) < len(paths) else max(counts, default=None)
-
-
-def show(active: Active, tasks: Tasks) -> None:
-    """The last complete training record, read from the end of the metrics file."""
-    path = active.job.folder / "metrics.jsonl"
-    if not (tasks.watched and path.exists()):
-        return
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 65536))
-        lines = file.read().split(b"\n")[:-1]
-    records = (read_record(line) for line in reversed(lines) if line.startswith(b'{"kind": "train"'))
-    record = next(filter(None, records), None)
-    if record:
-        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
-        note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
-        tasks.update(active.task, record["step"], note)
-
-
-def conclude(active: Active, tasks: Tasks) -> list[str]:
-    job, code = active.job, active.process.returncode
-    if code == 0:
-        result = TrainResult.read(job.folder)
-        tasks.say(f"{job.label}: {result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s")
-        return []
-    with job.log.open("rb") as file:
-        file.seek(active.log_start)
-        said = file.read().decode(errors="replace")
-    return [f"{job.label} (exit code {code}, see {job.log}): {cause(said, code)}"]
-
-
-def cause(said: str, code: int) -> str:
-    """Why a run failed: its last message to the user in full, else the signal that killed it, else its last words."""
-    lines = [line for line in said.splitlines() if line.strip()]
-    begins = [number for number, line in enumerate(lines) if line.startswith("headwater: ")]
-    if begins:
-        first, *rest = lines[begins[-1] :]
-        return "\n    ".join([first.removeprefix("headwater: "), *rest])
-    if code < 0:
-        hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-        return f"it was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
-    return next((line for line in reversed(lines) if not PROGRESS.match(line)), "it left no message")
-
-
-def stop(running: list[Active]) -> None:
-    """Ask every run to save and end, and wait until it has."""
-    for active in running:
-        active.process.terminate()
-    for active in running:
-        active.process.wait()

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder
-from headwater.ops.cross_entropy import token_losses as chunked_losses
 from headwater.train.checkpoint.folder import last_good
 from headwater.train.config import Config, check
 from headwater.train.device_step import DeviceStep, Outcome
@@ -90,7 +90,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
                 for outcome in known:
                     report_step(run, outcome, line, clock)
                 if "eval" in due:
-                    line.say(f"step {number}: validation {evaluate(run):.4f} bits per byte")
+                    line.say(f"step {number}: validation {evaluate(run, steps.losses):.4f} bits per byte")
                 if "depth" in due:
                     log_depth(run, known[-1].depth)
                 clock.rewind() if due & {"eval", "depth"} else None
@@ -135,6 +135,9 @@ class HostStep:
 
     def wait(self) -> list[Outcome]:
         return []
+
+    def losses(self, windows: Tensor) -> Tensor:
+        return validation_losses(self.run, windows)
 
 
 def report_step(run: Run, outcome: Outcome, line: ProgressLine, clock: Clock) -> None:
@@ -265,12 +268,12 @@ class Clock:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float:
+def evaluate(run: Run, losses_of: Callable[[Tensor], Tensor] | None = None) -> float:
     """Bits per byte over a fixed set of validation windows, the same for every run with this corpus and context."""
     nats, tokens, num_bytes = 0.0, 0, 0
     run.model.eval()
     for windows, count in validation_shares(run):
-        losses = validation_losses(run, windows.to(run.device))[:count]
+        losses = (losses_of or partial(validation_losses, run))(windows)[:count]
         nats += losses.double().sum().item()
         tokens += losses.numel()
         num_bytes += int(run.token_bytes[windows[: len(losses), 1:]].sum())
@@ -304,10 +307,7 @@ def validation_shares(run: Run) -> Iterator[tuple[Tensor, int]]:
 
 def validation_losses(run: Run, windows: Tensor) -> Tensor:
     """(B, T); of a pipeline, only its last rank knows them, and the others have none."""
-    if run.on_device:
-        with torch.enable_grad(), half_precision(run.device):  # as in training: what is compiled for it serves here too
-            hidden = run.hidden(windows[:, :-1])
-        return chunked_losses(hidden, run.whole.head.weight, windows[:, 1:])
+    windows = windows.to(run.device)
     if run.pipeline is None:
         return token_losses(run, run.model, windows)
     logits = run.pipeline.logits(windows)

@@ -17,10 +17,11 @@ from tinyrun import fingerprint, tiny
 
 from headwater.errors import UserError
 from headwater.residuals import names
-from headwater.train import CompareResult, Spread, TrainResult, compare, comparison, loop, train
-from headwater.train.comparison import Active, Job, conclude, expand, launch, plan, side_by_side, slug, try_out
+from headwater.train import CompareResult, Spread, TrainResult, compare, loop, train
+from headwater.train.comparison import expand, plan, slug, try_out
 from headwater.train.data.dataset import prepare
 from headwater.train.files import locked, write_json
+from headwater.train.jobs import Active, Job, conclude, launch, side_by_side
 from headwater.train.monitor.interrupts import PARENT
 from headwater.train.monitor.progress import Tasks
 from headwater.train.table import draw, spread, tabulate
@@ -129,29 +130,33 @@ def test_a_changed_corpus_is_refused(tmp_path):
     assert json.loads((out / "compare.json").read_text())["corpus"] == now
 
 
+def job_in(folder):
+    return Job(label="a run", folder=folder, arguments=("--residual", "standard"), steps=1)
+
+
 def test_a_run_is_resumed_only_where_one_began_and_knows_its_parent(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **others: started.append((command, others["env"])))
-    job = Job("standard", 0, tmp_path / "run")
-    launch(job, tmp_path, 1)
+    job = job_in(tmp_path / "run")
+    launch(job, 1)
     (job.folder / "config.json").write_text("{}")
-    launch(job, tmp_path, 1)
+    launch(job, 1)
     assert ["--resume" in command for command, _ in started] == [False, True]
     assert started[0][1][PARENT] == str(os.getpid())
 
 
 def test_a_run_records_how_many_ran_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda command, **others: None)
-    job = Job("standard", 0, tmp_path / "run")
+    job = job_in(tmp_path / "run")
     assert side_by_side([job]) is None
     for jobs, most in ((2, 2), (1, 2), (3, 3)):  # attempts of one run
-        launch(job, tmp_path, jobs)
+        launch(job, jobs)
         assert side_by_side([job]) == most
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "config.json").write_text("{}")  # begun before anybody recorded it
-    older = Job("standard", 1, tmp_path / "older")
-    launch(older, tmp_path, 1)
-    launch(older, tmp_path, 1)
+    older = job_in(tmp_path / "older")
+    launch(older, 1)
+    launch(older, 1)
     assert side_by_side([older]) is None
     assert side_by_side([job, older]) is None
 
@@ -175,7 +180,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nMemoryEr
 )
 def test_the_cause_of_a_failed_run_is_told_whole(tmp_path, said, code, cause):
     """And the log of an earlier attempt, which failed for another reason, is not taken for it."""
-    job = Job("standard", 0, tmp_path)
+    job = job_in(tmp_path)
     earlier = "headwater: an earlier failure\n"
     job.log.write_text(earlier + said)
     (message,) = conclude(Active(job, SimpleNamespace(returncode=code), 0, len(earlier)), Tasks(Console()))
@@ -230,7 +235,7 @@ def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, 
     (damaged / "summary.json").unlink()
     (damaged / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
     kept = (out / "runs" / "standard-seed0" / "summary.json").stat().st_mtime_ns
-    monkeypatch.setattr(comparison, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr("headwater.train.jobs.POLL_SECONDS", 0.05)
     capsys.readouterr()
     with pytest.raises(UserError, match=r"1 of 3 runs failed:\n  attnres-full seed 0 .*step-00000012 is damaged"):
         compare(config, out, residuals=["attnres-block"], seeds=[0], jobs=2, resume=True, progress=False)

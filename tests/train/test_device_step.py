@@ -141,6 +141,24 @@ def test_a_bad_step_never_reaches_the_weights(tmp_path, bad):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_cannot_be_captured_runs_without_a_graph_and_says_so(tmp_path, capsys, monkeypatch):
+    """A write that asks the GPU for a number, which a capture cannot know: as a run without graphs, and it says so."""
+    from headwater.residuals.attention import AttentionResidual
+
+    real = AttentionResidual._write
+    monkeypatch.setattr(AttentionResidual, "_write", lambda self, s, i, y: (y.sum().item(), real(self, s, i, y))[1])
+    prints = []
+    for graph in (True, False):
+        out = tmp_path / f"graph-{graph}"
+        train(gpu(tmp_path, graph=graph, compile="none"), out)
+        prints.append(fingerprint(out))
+        said = capsys.readouterr().out
+        assert ("not captured as a CUDA graph" in said) == graph
+    assert prints[0] == prints[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(tmp_path, monkeypatch):
     config = gpu(tmp_path, save_every=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_embeddings=False))

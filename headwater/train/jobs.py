@@ -1,0 +1,177 @@
+"""Runs as processes of their own, several at a time: started, watched, stopped together, resumed.
+
+A process of its own makes a run's peak memory honest and keeps a crash from taking the others along. The folder is the
+state: a run with a summary is finished, one with a configuration is resumed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import TaskID
+
+from headwater.train.files import read_json, write_json
+from headwater.train.monitor.interrupts import PARENT, Interruption
+from headwater.train.monitor.metrics import read_record
+from headwater.train.monitor.progress import Tasks
+from headwater.train.results import SUMMARY, TrainResult
+
+POLL_SECONDS = 0.2
+PROGRESS = re.compile(r"step \d+(/\d+|:) ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run to be made: `arguments` are those of `headwater train`, but for its folder."""
+
+    label: str
+    folder: Path
+    arguments: tuple[str, ...]
+    steps: int
+
+    @property
+    def log(self) -> Path:
+        """What the run prints, attempt after attempt."""
+        return self.folder / "log.txt"
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / SUMMARY).exists()
+
+
+@dataclass(frozen=True)
+class Active:
+    """A job whose process is running."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    task: TaskID
+    log_start: int
+    """Where in the log this attempt begins."""
+
+
+def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, seconds: float = math.inf) -> list[str]:
+    """Keep `jobs` processes busy until every run has ended, or for so many seconds: then none is started any more, and
+    those under way are asked to save and end. Returns what to say about those that failed; `go_on` is the command that
+    continues, for whoever interrupts it."""
+    deadline = time.monotonic() + seconds
+    waiting = [job for job in runs if not job.finished]
+    running: list[Active] = []
+    failures: list[str] = []
+    with Interruption() as interruption, Tasks(console) as tasks:
+        total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
+        try:
+            while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
+                while waiting and len(running) < jobs:
+                    job = waiting.pop(0)
+                    task = tasks.add(job.label, job.steps, note="starting")
+                    start = job.log.stat().st_size if job.log.exists() else 0
+                    running.append(Active(job, launch(job, jobs), task, start))
+                time.sleep(POLL_SECONDS)
+                for active in list(running):
+                    show(active, tasks)
+                    if active.process.poll() is not None:
+                        running.remove(active)
+                        tasks.remove(active.task)
+                        tasks.update(total, len(runs) - len(waiting) - len(running))
+                        failures += conclude(active, tasks)
+        finally:
+            stop(running)  # none is left, unless a signal or an error ended the loop
+        if interruption.signum:
+            done = sum(job.finished for job in runs)
+            raise interruption.error(f"{done} of {len(runs)} runs", go_on)
+    return failures
+
+
+def launch(job: Job, jobs: int) -> subprocess.Popen[bytes]:
+    """Its own session: Ctrl-C in the terminal reaches this process alone, which then asks the runs to stop once. Should
+    this process be killed, they notice that they are orphans."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    record_company(job, jobs)
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
+    flags = [*job.arguments, "--out", str(job.folder)]
+    if (job.folder / "config.json").exists():
+        flags.append("--resume")
+    with job.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "headwater.cli", "train", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **threads, PARENT: str(os.getpid())},
+            start_new_session=True,
+        )
+
+
+def record_company(job: Job, jobs: int) -> None:
+    """launch.json: the most runs made at a time while this one ran, None where an attempt before did not say. Times of
+    runs that shared a machine tell how busy it was."""
+    path, begun = job.folder / "launch.json", (job.folder / "config.json").exists()
+    before = read_json(path)["side_by_side"] if path.exists() else None if begun else 1
+    write_json(path, {"side_by_side": None if before is None else max(before, jobs)})
+
+
+def side_by_side(jobs: Sequence[Job]) -> int | None:
+    """The most runs made at a time with any of these; None where one of them does not say."""
+    paths = [job.folder / "launch.json" for job in jobs]
+    counts = [read_json(path)["side_by_side"] for path in paths if path.exists()]
+    return None if None in counts or len(counts) < len(paths) else max(counts, default=None)
+
+
+def show(active: Active, tasks: Tasks) -> None:
+    """The last complete training record, read from the end of the metrics file."""
+    path = active.job.folder / "metrics.jsonl"
+    if not (tasks.watched and path.exists()):
+        return
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        lines = file.read().split(b"\n")[:-1]
+    records = (read_record(line) for line in reversed(lines) if line.startswith(b'{"kind": "train"'))
+    record = next(filter(None, records), None)
+    if record:
+        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
+        tasks.update(active.task, record["step"], note)
+
+
+def conclude(active: Active, tasks: Tasks) -> list[str]:
+    job, code = active.job, active.process.returncode
+    if code == 0:
+        result = TrainResult.read(job.folder)
+        tasks.say(f"{job.label}: {result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s")
+        return []
+    with job.log.open("rb") as file:
+        file.seek(active.log_start)
+        said = file.read().decode(errors="replace")
+    return [f"{job.label} (exit code {code}, see {job.log}): {cause(said, code)}"]
+
+
+def cause(said: str, code: int) -> str:
+    """Why a run failed: its last message to the user in full, else the signal that killed it, else its last words."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    begins = [number for number, line in enumerate(lines) if line.startswith("headwater: ")]
+    if begins:
+        first, *rest = lines[begins[-1] :]
+        return "\n    ".join([first.removeprefix("headwater: "), *rest])
+    if code < 0:
+        hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+        return f"it was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
+    return next((line for line in reversed(lines) if not PROGRESS.match(line)), "it left no message")
+
+
+def stop(running: list[Active]) -> None:
+    """Ask every run to save and end, and wait until it has."""
+    for active in running:
+        active.process.terminate()
+    for active in running:
+        active.process.wait()

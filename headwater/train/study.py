@@ -1,0 +1,221 @@
+"""Many runs that one TOML file describes: what is missing is run, as far as time allows, and nothing twice.
+
+    name = "noise"
+    jobs = 2                                           # runs side by side; they share the GPU or the cores
+
+    [config.model]                                     # what all share, as in a file of `headwater train --config`
+    size = "small"
+
+    [[runs]]                                           # the product of all lists; there may be several such tables
+    "model.residual" = ["standard", "attnres-block"]
+    "optim.lr" = [1.5e-3, 3e-3]
+    "train.seed" = [0, 1, 2]
+    tokens_per_parameter = 20                          # instead of train.steps; embedding and head are not counted
+
+A run's folder is named after what the lists gave it. Its weights are dropped when it is finished, unless the file says
+`keep_weights = true`: metrics, settings and summary stay, which is what reports and fits are made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shutil
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from headwater.errors import UserError, nearest
+from headwater.train.config import Config, check, differences, override
+from headwater.train.data.dataset import Dataset, prepare
+from headwater.train.files import locked, read_json, write_json
+from headwater.train.jobs import Job, run_all
+from headwater.train.results import TrainResult
+
+KEYS = ("name", "jobs", "keep_weights", "config", "runs")
+RATIO = "tokens_per_parameter"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a study's file says: `runs` by the name of their folder."""
+
+    name: str
+    runs: dict[str, Config]
+    jobs: int = 1
+    keep_weights: bool = False
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """`finished` runs by name, and what is `left`; `seconds` is an estimate for that, None before any run is done."""
+
+    folder: Path
+    finished: dict[str, TrainResult]
+    left: tuple[str, ...]
+    seconds: float | None
+
+
+def study(
+    recipe: str | Path, out: str | Path | None = None, *, minutes: float = math.inf, progress: bool = True
+) -> StudyResult:
+    """Run what is missing of a study; what `headwater study` calls.
+
+    Arguments:
+        recipe: the TOML file; see the head of this module.
+        out: folder of the study, by default runs/ and its name. `headwater report` and `headwater scaling` take it.
+        minutes: no run is started after them, and those under way are saved: the next call goes on from there.
+        progress: show how far the runs are.
+
+    Returns a `StudyResult`. Raises `headwater.errors.UserError` for a file that does not fit, for a folder whose runs
+    were made with other settings, and, after all others have ended, for runs that failed.
+
+        study("studies/noise/recipe.toml", minutes=20)
+    """
+    console = Console(quiet=not progress)
+    plan = read_recipe(Path(recipe))
+    out = Path("runs") / plan.name if out is None else Path(out)
+    with locked(out):
+        (out / "settings").mkdir(exist_ok=True)
+        jobs = [job_of(name, config, out) for name, config in plan.runs.items()]
+        for job, config in zip(jobs, plan.runs.values(), strict=True):
+            refuse_other(job, config)
+            write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
+        console.print(describe(standing(out, jobs, plan)), highlight=False, soft_wrap=True)
+        failures = run_all(jobs, plan.jobs, console, go_on=f"headwater study {recipe}", seconds=60 * minutes)
+        if not plan.keep_weights:
+            for job in jobs:
+                if job.finished:
+                    shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+        result = standing(out, jobs, plan)
+        console.print(describe(result), highlight=False, soft_wrap=True)
+    if failures:
+        listing = "\n  ".join(failures)
+        raise UserError(f"{len(failures)} of {len(jobs)} runs failed:\n  {listing}\nThe others are kept")
+    return result
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The runs that a file describes, each with its whole configuration."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no recipe at {path}") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"cannot read the recipe {path}: {error}") from None
+    for key in values:
+        if key not in KEYS:
+            raise UserError(f"{path}: unknown key {key!r}; {nearest(key, KEYS)}")
+    name, tables = values.get("name", path.stem), values.get("runs")
+    if not isinstance(tables, list) or not tables:
+        raise UserError(f"{path}: needs at least one table [[runs]] with lists of settings")
+    jobs, keep = values.get("jobs", 1), values.get("keep_weights", False)
+    if type(jobs) is not int or jobs < 1 or type(keep) is not bool:
+        raise UserError(f"{path}: jobs must be a number from 1, keep_weights true or false; got {jobs!r}, {keep!r}")
+    base = override(Config(), values.get("config", {}), f"{path}: config")
+    runs: dict[str, Config] = {}
+    for table in tables:
+        for choice in products(table):
+            config = config_of(base, choice, f"{path}: runs")
+            runs[folder_name(choice)] = config
+    return Recipe(str(name), runs, jobs, keep)
+
+
+def products(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every choice of one value from each list; what is no list is the same in all."""
+    lists = [value if isinstance(value, list) else [value] for value in table.values()]
+    return [dict(zip(table, values, strict=True)) for values in itertools.product(*lists)]
+
+
+def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
+    nested: dict[str, Any] = {}
+    for key, value in choice.items():
+        if key != RATIO:
+            section, dot, name = key.partition(".")
+            if not dot:
+                raise UserError(f'{where}: {key!r} must name its section, for example "optim.{key}"; or be {RATIO!r}')
+            nested.setdefault(section, {})[name] = value
+    config = override(base, nested, where)
+    if RATIO in choice:
+        config = replace(config, train=replace(config.train, steps=steps_for(config, float(choice[RATIO]))))
+    return check(config)
+
+
+def steps_for(config: Config, tokens_per_parameter: float) -> int:
+    """Steps that see so many tokens for each parameter between embedding and head."""
+    model = model_of(config, prepare(config.data))
+    counts = model.parameter_count()
+    inner = counts["total"] - counts["embedding"] - (0 if model.config.tie_embeddings else model.head.weight.numel())
+    return max(1, math.ceil(tokens_per_parameter * inner / (config.train.batch_size * model.config.context)))
+
+
+def model_of(config: Config, data: Dataset) -> Any:
+    from headwater.train.run import build_model, resolve_model
+
+    return build_model(resolve_model(config.model, data), config.train.seed, meta=True)
+
+
+def folder_name(choice: Mapping[str, Any]) -> str:
+    """What tells a run from the others, as a name that any file system takes."""
+    words = [f"{key.rpartition('.')[2]}-{value}" for key, value in choice.items()]
+    return re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
+
+
+def job_of(name: str, config: Config, out: Path) -> Job:
+    settings = out / "settings" / f"{name}.json"
+    return Job(label=name, folder=out / "runs" / name, arguments=("--config", str(settings)), steps=config.train.steps)
+
+
+def refuse_other(job: Job, config: Config) -> None:
+    """A finished run is kept only if it is the one that the file describes."""
+    if not job.finished:
+        return
+    saved = read_json(job.folder / "config.json")
+    asked = asdict(config)
+    listing = differences({**saved, "model": asked["model"]}, asked)  # the model there has every setting spelled out
+    shape = {key: value for key, value in asked["model"].items() if value is not None and key != "size"}
+    listing += [
+        f"model.{key}: {saved['model'].get(key)!r} there, {value!r} asked for"
+        for key, value in shape.items()
+        if saved["model"].get(key) != value
+    ]
+    if listing:
+        raise UserError(
+            f"{job.folder} holds a finished run with other settings:\n  "
+            + "\n  ".join(listing)
+            + "\nChoose another --out"
+        )
+
+
+def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:
+    """What is done and what is left. The time for the rest is estimated from tokens a second of the runs that are done,
+    by the operations that each kind of run needs."""
+    finished = {job.label: TrainResult.read(job.folder) for job in jobs if job.finished}
+    left = tuple(job.label for job in jobs if not job.finished)
+    if not finished:
+        return StudyResult(out, finished, left, None)
+    per_operation = statistics.median(r.seconds / (r.flops_per_token * r.tokens) for r in finished.values())
+    work = sum(operations(plan.runs[name]) for name in left)
+    return StudyResult(out, finished, left, per_operation * work / plan.jobs)
+
+
+def operations(config: Config) -> float:
+    model = model_of(config, prepare(config.data))
+    tokens = config.train.steps * config.train.batch_size * model.config.context
+    return float(model.flops_per_token(model.config.context) * tokens)
+
+
+def describe(result: StudyResult) -> str:
+    done, left = len(result.finished), len(result.left)
+    text = f"{result.folder}: {done} of {done + left} runs finished"
+    if not left:
+        return text
+    if result.seconds is None:
+        return f"{text}; how long the others take is known when one is done"
+    return f"{text}; about {result.seconds / 60:.0f} minutes for the {left} that are left"

@@ -1,0 +1,109 @@
+"""A study: what a recipe describes, run once, in pieces if need be."""
+
+import json
+
+import pytest
+from tinyrun import tiny, write_corpus
+
+from headwater.errors import UserError
+from headwater.train.study import read_recipe, study
+
+RECIPE = """
+name = "pair"
+jobs = 2
+
+[config.model]
+size = "nano"
+dim = 16
+layers = 2
+heads = 2
+kv_heads = 1
+mlp_dim = 32
+context = 32
+[config.data]
+source = ["{corpus}"]
+cache = "{cache}"
+validation = 0.1
+[config.train]
+steps = 4
+batch_size = 4
+eval_windows = 8
+device = "cpu"
+
+[[runs]]
+"model.residual" = ["standard", "attnres-block:block=2"]
+"train.seed" = [0]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(corpus=write_corpus(tmp_path), cache=tmp_path / "cache"))
+    return path
+
+
+def test_a_recipe_is_the_product_of_its_lists(recipe):
+    text = (
+        recipe.read_text().replace("[0]", "[0, 1]") + '\n[[runs]]\n"optim.lr" = [0.1, 1]\ntokens_per_parameter = 20\n'
+    )
+    recipe.write_text(text)
+    plan = read_recipe(recipe)
+    assert list(plan.runs) == [
+        "residual-standard-seed-0",
+        "residual-standard-seed-1",
+        "residual-attnres-block_block=2-seed-0",
+        "residual-attnres-block_block=2-seed-1",
+        "lr-0.1-tokens_per_parameter-20",
+        "lr-1-tokens_per_parameter-20",
+    ]
+    first, last = plan.runs["residual-attnres-block_block=2-seed-1"], plan.runs["lr-1-tokens_per_parameter-20"]
+    assert (first.model.residual, first.train.seed, first.train.steps) == ("attnres-block:block=2", 1, 4)
+    inner = 2 * (16 * 16 * 3 + 3 * 16 * 32 + 2 * 16) + 16  # two layers, and the final norm
+    assert (last.optim.lr, last.train.steps) == (1.0, -(-20 * inner // (4 * 32)))
+    assert (plan.jobs, plan.keep_weights) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nmae = 1", "unknown key 'nmae'; did you mean 'name'"),
+        ("name = 'x'", r"needs at least one table \[\[runs\]\]"),
+        ("[[runs]]\nlr = [1.0]", "'lr' must name its section"),
+        ("[[runs]]\n'optim.rate' = [1.0]", "unknown key 'rate'"),
+        ("[[runs]]\n'optim.lr' = ['fast']", "lr must be a number; got 'fast'"),
+        ("jobs = 0\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a number from 1"),
+        ("[[runs]", "cannot read the recipe"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_says_what_does(tmp_path, text, message):
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_recipe(tmp_path / "recipe.toml")
+    with pytest.raises(UserError, match="no recipe at"):
+        read_recipe(tmp_path / "none.toml")
+
+
+@pytest.mark.slow
+def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys):
+    out = tmp_path / "study"
+    nothing = study(recipe, out, minutes=0)
+    assert (len(nothing.finished), len(nothing.left), nothing.seconds) == (0, 2, None)
+    assert not any(out.glob("runs/*/config.json"))
+    done = study(recipe, out)
+    assert (len(done.finished), done.left) == (2, ())
+    assert "2 of 2 runs finished" in capsys.readouterr().out
+    files = {path.name for path in (out / "runs" / "residual-standard-seed-0").iterdir()}
+    assert {"metrics.jsonl", "config.json", "summary.json"} <= files
+    assert "checkpoints" not in files
+    before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/metrics.jsonl")}
+    assert study(recipe, out).finished.keys() == done.finished.keys()
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 5"))
+    with pytest.raises(UserError, match=r"other settings:\n  train.steps: 4 there, 5 asked for"):
+        study(recipe, out)
+    recipe.write_text(recipe.read_text().replace("steps = 5", "steps = 4").replace("mlp_dim = 32", "mlp_dim = 48"))
+    with pytest.raises(UserError, match=r"model.mlp_dim: 32 there, 48 asked for"):
+        study(recipe, out)
+    assert json.loads((out / "settings" / "residual-standard-seed-0.json").read_text())["train"]["steps"] == 4
+    assert tiny(tmp_path).train.steps != 4, "the recipe's own settings were used"
