@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 Seed = TypeVar("Seed")
@@ -111,6 +112,7 @@ def limits(seeds: int, comparisons: int = 1) -> str:
     return f"With {given}, a difference is told from chance {needed}."
 
 
+@cache
 def t_quantile(error: float, freedom: int) -> float:
     """The t that Student's |T| with `freedom` degrees of freedom exceeds with probability `error`, in (0, 1).
 

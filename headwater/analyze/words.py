@@ -86,7 +86,7 @@ def caption(groups: list[Group]) -> str:
             words.append(limits(fewest_pairs(groups), together))
     if judged:
         words.append("× compares with the baseline.")
-    return " ".join([*words, wall_clock(groups)])
+    return " ".join([*words, wall_clock(groups)] if len(groups) > 1 else words)
 
 
 def wall_clock(groups: list[Group]) -> str:
