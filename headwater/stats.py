@@ -73,14 +73,15 @@ class Paired:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        return None if self.half_width is None else (self.mean - self.half_width, self.mean + self.half_width)
+        half = self.half_width
+        return None if half is None else (self.mean - half, self.mean + half)
 
     @property
     def verdict(self) -> str:
         """One of "lower", "higher" (the interval leaves zero out), "not told apart" and "one seed"."""
-        if self.half_width is None:
+        if (half := self.half_width) is None:
             return ONE_SEED
-        if abs(self.mean) <= self.half_width:
+        if abs(self.mean) <= half:
             return UNTOLD
         return LOWER if self.mean < 0 else HIGHER
 

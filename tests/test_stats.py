@@ -34,7 +34,7 @@ def test_tails_at_the_ends():
 def test_equal_residuals_are_told_apart_in_five_of_a_hundred_comparisons(seeds, comparisons):
     """Any of the verdicts: with |mean| > spread, two seeds and one rival err in half of all comparisons."""
     rng = random.Random(f"{seeds}/{comparisons}")
-    trials = 3000
+    trials = 1500
     wrong = 0
     for _ in range(trials):
         rivals = [Paired(tuple(rng.gauss(0, 1) for _ in range(seeds)), comparisons) for _ in range(comparisons)]
