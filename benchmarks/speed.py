@@ -170,7 +170,6 @@ def main() -> None:
     gpu = flags.device == "cuda"
     found: dict[str, Any] = provenance("python -m benchmarks.speed " + " ".join(sys.argv[1:]), flags.device)
     found["matrix_flops"] = matrix_rate() if gpu else None
-    found["cold_first_step_seconds"] = {arm: cold(arm, flags.sizes[0]) for arm in flags.cold} if gpu else {}
     with tempfile.TemporaryDirectory() as folder:
         for size in flags.sizes:
             found[size] = measure(size, flags.arms or list(DEFAULT[size]), Path(folder), flags.device, flags.rounds)
@@ -180,6 +179,10 @@ def main() -> None:
             if flags.out:
                 flags.out.write_text(json.dumps(found, indent=1) + "\n")
             torch.cuda.empty_cache() if gpu else None
+    for arm in flags.cold if gpu else ():
+        found.setdefault("cold_first_step_seconds", {})[arm] = cold(arm, flags.sizes[0])
+    if flags.out:
+        flags.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
 
 
