@@ -130,6 +130,9 @@ def test_lowest_is_said_only_where_every_pair_is_told_apart(tmp_path):
     # Both are below the baseline, but which of the two is lower is left open.
     close = clear | {"highway": shifted(-0.101, -0.099, -0.1)}
     assert 'class="best"' not in write_report([arms(tmp_path / "close", close)]).read_text()
+    # Below the baseline by t = 7.56: told (4.30) if that were the only pair, not (7.65) as one of three.
+    chosen = {"standard": base, "rezero": shifted(-0.03, -0.038, -0.024), "highway": shifted(1, 1.001, 0.999)}
+    assert 'class="best"' not in write_report([arms(tmp_path / "chosen", chosen)]).read_text()
     noise = {"standard": base, "rezero": shifted(0.01, -0.03, 0.01)}
     assert 'class="best"' not in write_report([arms(tmp_path / "noise", noise)]).read_text()
     assert (
