@@ -13,9 +13,9 @@ from tinyrun import flags, tiny
 from headwater.cli import DEMO, main, sized
 from headwater.errors import UserError
 from headwater.models import ModelConfig
-from headwater.train import loop
+from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
 from headwater.train.checkpoint.folder import checkpoints, load_model
-from headwater.train.config import Config, ModelSettings, check, load_file
+from headwater.train.config import check
 
 
 def fails(capsys, *argv: str) -> str:
@@ -129,6 +129,26 @@ def test_shares_and_rates_out_of_range(tmp_path):
             check(replace(config, optim=replace(config.optim, **change)))
     with pytest.raises(UserError, match=r"data.validation must"):
         check(replace(config, data=replace(config.data, validation=0.0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": DataSettings(source="my.txt")}, "source must be a list of strings; got 'my.txt'"),
+        ({"train": TrainSettings(steps="20")}, "steps must be an integer; got '20'"),
+        ({"optim": OptimSettings(optimizer="sgd")}, "optimizer must be 'adamw' or 'muon'; got 'sgd'"),
+        ({"model": "nano"}, "expected a section of keys, got 'nano'"),
+    ],
+)
+def test_a_configuration_made_in_python_is_held_to_its_types(tmp_path, change, message):
+    with pytest.raises(UserError, match=f"^the configuration: .*{message}"):
+        train(Config(**change), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_lists_and_whole_numbers_will_do_in_python():
+    config = check(Config(data=DataSettings(source=["a", "b"]), optim=OptimSettings(lr=1)))
+    assert config == Config(data=DataSettings(source=("a", "b")), optim=OptimSettings(lr=1.0))
 
 
 def test_model_settings_mirror_the_model_and_config_json_can_be_reused(tmp_path):

@@ -10,15 +10,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"```(\w+)\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+BLOCKS = blocks_of("README.md")
+
+
+def run_python(page: str, folder: Path) -> str:
+    """What the Python blocks of a page print, run in order as one program."""
+    script = folder / "blocks.py"
+    script.write_text("\n".join(body for language, body in blocks_of(page) if language == "python"))
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_python_blocks_run(tmp_path):
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(body for language, body in BLOCKS if language == "python"))
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("torch.Size") == 2
+    assert run_python("README.md", tmp_path).count("torch.Size") == 2
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_page_about_python_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
+    shown = run_python("docs/python.md", tmp_path)
+    assert "[('matrices', 0.003, 0.1), ('rest', 0.003, 0.0), ('queries', 0.00030000000000000003, 0.0)]" in shown
+    assert "standard" in shown
+    assert "attnres-block" in shown
 
 
 @pytest.mark.slow

@@ -3,7 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import Config, DataSettings, LogSettings, ModelSettings, OptimSettings, ParallelSettings, TrainSettings
+from .config import (
+    Config,
+    DataSettings,
+    LogSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    TrainSettings,
+    load_file,
+)
 
 if TYPE_CHECKING:
     from .comparison import compare
@@ -36,6 +45,7 @@ __all__ = [
     "TrainResult",
     "TrainSettings",
     "compare",
+    "load_file",
     "load_run",
     "train",
 ]

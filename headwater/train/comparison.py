@@ -54,7 +54,7 @@ def compare(
         result = compare(Config(), "runs/pair", residuals=["standard", "attnres-block"], seeds=[0, 1], jobs=2)
         print(result.rows[1].difference.mean)
     """
-    console, out = Console(quiet=not progress), Path(out)
+    config, console, out = check(config), Console(quiet=not progress), Path(out)
     residuals, seeds = admit(config, residuals, seeds, jobs)
     with locked(out):
         data = prepare(config.data)
@@ -92,7 +92,8 @@ def job_of(residual: str, seed: int, out: Path, steps: int) -> Job:
 
 def admit(config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: int) -> tuple[list[str], list[int]]:
     """The arguments checked, `all` spelled out and every repetition dropped."""
-    check(config)
+    if isinstance(residuals, str):
+        raise UserError(f"residuals takes a list of names; got {residuals!r}: write [{residuals!r}]")
     for seed in seeds:
         check(replace(config, train=replace(config.train, seed=seed)))
     if jobs < 1:

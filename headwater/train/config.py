@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
+    """The decoder. None is what the named size says."""
+
     size: str = "tiny"
     """Named size; every other field of this section overrides it."""
     residual: str = "standard"
@@ -29,10 +31,15 @@ class ModelSettings:
     vocab_size: int | None = None
     """Defaults to the tokenizer's, rounded up to a multiple of 64."""
     dim: int | None = None
+    """Channels of the residual stream."""
     layers: int | None = None
+    """Each of an attention and an MLP, which are two sublayers."""
     heads: int | None = None
+    """Of queries; they divide dim into an even number of channels each."""
     kv_heads: int | None = None
+    """Of keys and values; they divide heads."""
     mlp_dim: int | None = None
+    """Hidden channels of an MLP."""
     context: int | None = None
     """Tokens in a training window."""
     shortswa: int | None = None
@@ -40,18 +47,25 @@ class ModelSettings:
     value_residual: bool | None = None
     """Mix the first attention's values into every other's."""
     qk_norm: bool | None = None
+    """RMSNorm on every head's queries and keys: steadier at high learning rates."""
     tie_embeddings: bool | None = None
+    """One matrix for the embedding and the output head."""
     fp32_stream: bool | None = None
     """On a GPU, keep the residual in fp32: more exact sums, twice the bytes. By default it is bf16 as the sublayers."""
     rope_theta: float | None = None
+    """Base of the rotary embedding's wavelengths."""
     norm_eps: float | None = None
+    """Of every RMSNorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
+    """The text, and how it becomes tokens."""
+
     source: tuple[str, ...] = ("stdlib",)
     """Text or .jsonl files or folders, plain, .gz or .xz; `stdlib` is the running Python's standard library."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """bpe is trained on the text itself; needs headwater[bpe]."""
     bpe_vocab: int = 4096
     """Vocabulary to train when the tokenizer is bpe."""
     validation: float = 0.05
@@ -62,11 +76,16 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
+    """How weights are updated."""
+
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon takes the matrices of the sublayers; everything else stays with AdamW."""
     lr: float = 3e-3
+    """Largest learning rate, at the end of the warm-up."""
     beta1: float = 0.9
+    """AdamW's memory of gradients."""
     beta2: float = 0.95
+    """AdamW's memory of their squares."""
     weight_decay: float = 0.1
     """For the matrices of the sublayers only."""
     query_lr: float = 1.0
@@ -74,6 +93,7 @@ class OptimSettings:
     clip: float = 1.0
     """Largest gradient norm."""
     schedule: Literal["cosine", "wsd"] = "cosine"
+    """wsd: warm-up, stay, decay at the end."""
     warmup: int = 20
     """Steps of linear warm-up."""
     decay: float = 0.2
@@ -84,7 +104,10 @@ class OptimSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
+    """How long, in which portions, on what, and what is kept on the way."""
+
     steps: int = 500
+    """Updates of the weights."""
     batch_size: int = 16
     """Windows in one step, over all micro-batches."""
     accumulate: int = 1
@@ -99,14 +122,19 @@ class TrainSettings:
     graph: bool = True
     """On a GPU, capture a step as a CUDA graph, where that can be done: the host then costs nothing."""
     checkpoint_activations: bool = False
+    """Recompute a sublayer in the backward pass instead of keeping what it computed."""
     deterministic: bool = True
     """On a GPU, choose kernels that resume bitwise, at some cost in speed."""
     log_every: int = 10
+    """Steps between records of loss, gradient norm and speed."""
     eval_every: int = 100
+    """Steps between evaluations on held-out text."""
     eval_windows: int = 64
+    """Windows of held-out text in an evaluation, always the same."""
     depth_every: int = 100
     """Steps between records of norms, gradients and depth weights."""
     save_every: int = 100
+    """Steps between checkpoints."""
     keep: int = 3
     """Checkpoints to keep."""
     async_save: bool = False
@@ -130,6 +158,7 @@ class ParallelSettings:
     chunks: int = 1
     """Slices of depth on each rank of the row: the interleaved schedule."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """gpipe keeps the activations of all micro-batches; 1f1b those in flight."""
     cuts: tuple[int, ...] = ()
     """Sublayers before which the depth is cut, in order; left out, the slices are as equal as can be."""
     block_cache: bool = True
@@ -154,6 +183,14 @@ class LogSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
+    """A training run, as `headwater.train.train` and the `headwater` command take it. Every value has a default.
+
+    `dataclasses.replace` makes another one; config.json in a run's folder holds it, and `load_file` reads it back.
+
+        config = Config(model=ModelSettings(size="nano", residual="attnres-full"), train=TrainSettings(steps=200))
+        longer = replace(config, train=replace(config.train, steps=400))
+    """
+
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
@@ -178,13 +215,17 @@ FREE = OUTER | {
     *(f"train.{name}" for name in ("skip_nonfinite", "skip_spikes", "spike_sigmas")),
 }
 
-
 # What runs did that were begun before a setting existed.
 BEFORE: Mapping[str, Any] = {"optim.query_lr": 1.0, "train.graph": False}
 
 
 def load_file(path: str | Path, base: Config | None = None) -> Config:
-    """`base` with what a TOML file says, or a JSON file such as the config.json of another run."""
+    """`base` (the defaults, if not given) with what a TOML file says, or a JSON file such as a run's config.json.
+
+    Raises: `UserError` for a file that cannot be read, an unknown key (naming the nearest) or a value of another type.
+
+        config = load_file("runs/first/config.json")
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -240,7 +281,10 @@ def _describe(options: tuple[Any, ...]) -> str:
 
 
 def check(config: Config) -> Config:
-    """Hold the ranges that types cannot, once, at the door of a run."""
+    """`config` with numbers and lists as its fields have them, if types and ranges hold: once, at the door of a run."""
+    sections = asdict(config).items()
+    given = {name: _with_lists(section) if isinstance(section, dict) else section for name, section in sections}
+    config = override(Config(), given, "the configuration")
     flat = flatten(asdict(config))
     counts = [f"train.{f.name}" for f in fields(TrainSettings) if f.type == "int"]
     positive = {**dict.fromkeys(counts, 1), "data.bpe_vocab": 257, "parallel.pipeline": 1, "parallel.chunks": 1}
@@ -270,6 +314,11 @@ def check(config: Config) -> Config:
             f"({config.train.accumulate}): each micro-batch takes an equal share"
         )
     return config
+
+
+def _with_lists(section: dict[str, Any]) -> dict[str, Any]:
+    """As a file has it."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -65,7 +65,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
         config = Config(model=ModelSettings(size="nano", residual="attnres-block"), train=TrainSettings(steps=100))
         print(train(config, "runs/first").bits_per_byte)
     """
-    settings, out = check(config).train, Path(out)
+    config, out = check(config), Path(out)
+    settings = config.train
     loggers.require(config.log)
     with gathered(config.parallel, choose_device(config)) as ranks, locked(out) if ranks.main else nullcontext():
         run = begin(config, out, resume=resume, ranks=ranks)

@@ -96,6 +96,7 @@ def test_all_means_every_registered_name_and_each_is_taken_once(tmp_path):
     ("arguments", "message"),
     [
         ({"residuals": []}, "--residuals needs at least one name, or `all`. Valid: standard, "),
+        ({"residuals": "standard"}, r"a list of names; got 'standard': write \['standard'\]"),
         ({"seeds": []}, "--seeds needs at least one seed"),
         ({"seeds": [0, -1]}, "seed must be at least 0; got -1"),
         ({"jobs": 0}, "--jobs must be at least 1; got 0"),
