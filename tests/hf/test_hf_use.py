@@ -443,6 +443,8 @@ def test_the_command_line_converts_and_verifies(tmp_path, capsys):
     assert main(["convert", str(plain), "--out", str(different), "--residual", "ddl"]) == 0
     assert main(["verify", str(plain), str(different)]) == 1
     assert "NOT equal" in capsys.readouterr().err
+    assert main(["verify", str(plain), str(out), "--tokens", "0"]) == 1
+    assert "--tokens must be at least 2, got 0" in capsys.readouterr().err
     assert main(["convert", str(plain), "--out", str(out)]) == 1
     assert main(["convert", str(tmp_path), "--out", str(tmp_path / "new")]) == 1
     assert "no checkpoint in" in capsys.readouterr().err

@@ -77,10 +77,12 @@ def convert_folder(source: Path, out: Path, residual: str | None) -> Report:
 
 
 def verify_folders(first: Path, second: Path, tokens: int, seed: int) -> Verification:
-    """Both models on the same random tokens, two rows of them."""
+    """Both models on the same random tokens, four rows of them."""
+    if tokens < 2:
+        raise UserError(f"--tokens must be at least 2, got {tokens}: the last ones of a row are decoded from a cache")
     one, two = load(first), load(second)
     vocabulary = min(one.config.vocab_size, two.config.vocab_size)
-    rows = torch.randint(0, vocabulary, (2, tokens), generator=torch.Generator().manual_seed(seed))
+    rows = torch.randint(0, vocabulary, (4, tokens), generator=torch.Generator().manual_seed(seed))
     converted, reference = (one, two) if hasattr(one.config, "headwater") else (two, one)
     return verify(converted, reference, rows)
 

@@ -1,0 +1,121 @@
+"""What `verify` calls equal: in half precision against the fp32 forward, and decoding from a cache with padding too."""
+
+import copy
+
+import pytest
+import torch
+from tinyhf import stir, tiny_config, tiny_model, tokens
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from headwater.errors import UserError
+from headwater.hf import convert, verify
+from headwater.hf.verify import KL_LIMIT
+
+
+def pair(model_type, dtype, tmp_path):
+    """Weights large enough that half precision shows, loaded twice as a user loads them."""
+    model = tiny_model(model_type)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    model.save_pretrained(tmp_path)
+    return [AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "olmo2", "gpt_neox", "granite", "qwen3_moe", "lfm2"])
+def test_half_precision_is_judged_by_the_plain_model_s_distance_from_fp32(model_type, dtype, tmp_path):
+    model, plain = pair(model_type, dtype, tmp_path)
+    convert(model, "attnres-block", block=3)
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    result = verify(model, plain, tokens(4, 24))
+    assert result.equal, str(result)
+    if dtype is torch.bfloat16:
+        assert result.kl > KL_LIMIT / 2  # the limit of fp32 would not do, or hardly
+        assert result.whole.limit > KL_LIMIT
+    assert {name for name, tensor in plain.state_dict().items() if not torch.equal(tensor, before[name])} == set()
+    stir(model, 0.2)
+    assert not verify(model, plain, tokens(4, 24)).equal
+
+
+def test_a_reference_in_fp32_gives_the_same_verdict(tmp_path):
+    model, plain = pair("llama", torch.bfloat16, tmp_path)
+    convert(model)
+    truth = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    against_truth = verify(model, truth, tokens(4, 24))
+    assert against_truth.equal
+    with torch.no_grad():
+        for parameter in truth.parameters():
+            parameter.copy_(parameter.bfloat16())
+    assert verify(model, plain, tokens(4, 24)).kl == pytest.approx(verify(model, truth, tokens(4, 24)).kl)
+
+
+def drop(model, argument):
+    """Every attention of the model stays without an argument that its layer is given."""
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, argument: None}), with_kwargs=True
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lost", "shows"),
+    [
+        ("past_key_values", {"from the cache", "from the cache, rows with padding"}),
+        ("attention_mask", {"rows with padding", "from the cache, rows with padding"}),
+    ],
+)
+def test_a_model_that_decodes_wrongly_or_forgets_padding_is_not_equal(lost, shows, dtype, tmp_path):
+    model, plain = pair("llama", dtype, tmp_path)
+    convert(model)
+    drop(model, lost)
+    result = verify(model, plain, tokens(4, 24))
+    assert result.whole.equal
+    assert not result.equal
+    assert {name for name, distance in result.decoding.items() if not distance.equal} == shows
+    assert str(result).startswith("NOT equal")
+
+
+def test_padding_in_the_batch_does_not_count_and_modes_are_kept(tmp_path):
+    model, plain = pair("llama", torch.float32, tmp_path)
+    convert(model)
+    model.train()
+    model.model.layers[1].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    rows = tokens(3, 12)
+    mask = torch.ones_like(rows)
+    mask[2, :5] = 0
+    result = verify(model, plain, {"input_ids": rows, "attention_mask": mask, "labels": rows})
+    assert result.equal, str(result)
+    assert result.whole.tokens == 31
+    assert {name: distance.tokens for name, distance in result.decoding.items()} == {
+        "rows with padding": 3,
+        "from the cache": 8,
+        "from the cache, rows with padding": 4,
+    }
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_where_there_is_no_cache_none_is_tried():
+    classifier = AutoModelForSequenceClassification.from_config(tiny_config("qwen3")).eval()
+    plain = copy.deepcopy(classifier)
+    convert(classifier)
+    result = verify(classifier, plain, tokens())
+    assert result.equal
+    assert not result.decoding
+    looks_back = tiny_model("llama")
+    convert(looks_back, "ddl:width=2,compress=token,expand=token")
+    result = verify(looks_back, tiny_model("llama"), tokens())
+    assert not result.decoding
+    assert str(result).endswith("decoding from a cache: not tried")
+
+
+def test_a_reference_without_an_fp32_forward_is_refused(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, plain = pair("llama", torch.bfloat16, tmp_path)
+    convert(model)
+    accelerate.cpu_offload(plain, "cpu")
+    with pytest.raises(UserError, match="load the reference in fp32, without a device map"):
+        verify(model, plain, tokens())
