@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.residuals import AttentionResidual, Residual, State
+from headwater.residuals import Residual, State
 
 
 class Verbs(nn.Module):
@@ -52,7 +52,7 @@ def before_hop(module: nn.Module, residual: Residual, state: State, i: int) -> S
 
     What kernels keep beside them is more to send, and of no use where there may be no kernels.
     """
-    if not hooked(module) or not isinstance(residual, AttentionResidual):
+    if not hooked(module):
         return state
     here = state[0].device
     return residual.settle(state, i) if execution_device(module, here) != here else state
