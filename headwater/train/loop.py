@@ -39,6 +39,7 @@ from headwater.train.optim import learning_rate, set_learning_rate
 from headwater.train.results import SUMMARY, TrainResult
 from headwater.train.run import Run, begin, choose_device, finish, save
 
+TOGETHER = 1e-3  # seconds; no step is shorter
 DUE = ("eval", "depth", "save")  # what may be due after a step, each with its interval
 FAILED = 1000  # above every signal: a save in the background has failed
 
@@ -257,15 +258,19 @@ class Clock:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.since = (run.step, time.monotonic())
         self.rewind()
 
     def rewind(self, step: int | None = None) -> None:
         """Count from this step on, by default the last one."""
-        self.step, self.time = self.run.step if step is None else step, time.monotonic()
+        self.before = self.since
+        self.since = (self.run.step if step is None else step, time.monotonic())
 
     def tokens_per_second(self, step: int) -> float:
-        tokens = self.run.tokens_at(step) - self.run.tokens_at(self.step)
-        return tokens / max(time.monotonic() - self.time, 1e-9)
+        """Two steps that become known together are counted together."""
+        now = time.monotonic()
+        first, began = self.since if now - self.since[1] > TOGETHER else self.before
+        return (self.run.tokens_at(step) - self.run.tokens_at(first)) / max(now - began, 1e-9)
 
 
 @torch.no_grad()
