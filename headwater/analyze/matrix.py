@@ -10,7 +10,7 @@ from headwater.analyze import measures
 from headwater.analyze.groups import Group, group_runs
 from headwater.analyze.markup import cell, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands
-from headwater.analyze.report import fill_template, payload
+from headwater.analyze.report import fill_template, payload, write_page
 from headwater.analyze.results import first_colour, row_name
 from headwater.analyze.runs import find_order, find_runs, read_run
 from headwater.residuals import build
@@ -31,7 +31,7 @@ def write_matrix(folders: list[Path], out: Path | None = None) -> Path:
     """Write the depth-mixing maps of runs and comparisons, with their measures, as one HTML file.
 
     `folders`: run folders and comparison folders. `out`: the file to write, by default matrix.html in the first folder.
-    Returns the file's path. Raises UserError where a folder is no run.
+    Returns the file's path. Raises UserError where a folder is no run, or `out` is another's file.
 
         write_matrix([Path("runs/compare")])  # runs/compare/matrix.html
     """
@@ -50,10 +50,7 @@ def write_matrix(folders: list[Path], out: Path | None = None) -> Path:
         caption=text(CAPTION),
         commands=command_lines(commands(folders)),
     )
-    out = folders[0] / "matrix.html" if out is None else Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
-    return out
+    return write_page(folders[0] / "matrix.html" if out is None else Path(out), page)
 
 
 def measure_table(groups: list[Group], data: dict[str, Any]) -> str:

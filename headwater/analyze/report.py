@@ -21,10 +21,12 @@ from headwater.analyze.provenance import command_lines, commands, facts, results
 from headwater.analyze.results import first_colour, look, table
 from headwater.analyze.runs import RecordedRun, find_order, find_runs, read_run
 from headwater.analyze.words import caption, findings, headline, page_notes
+from headwater.errors import UserError
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
 # Less and less detail, until a page fits: points per curve, depth records per residual, significant digits.
 DETAILS = ((400, 16, 3), (240, 6, 3), (120, 1, 3), (60, 1, 2))
+DOCTYPE = b"<!doctype html>"
 # In this order: each uses what stands above it.
 SCRIPTS = ("basics", "numbers", "axes", "explore", "loss", "depth", "maps", "measures", "table", "download", "main")
 
@@ -33,16 +35,28 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
     """Write the report of runs and comparisons as one HTML file that needs no network.
 
     `folders`: run folders and comparison folders, in any mixture. `out`: the file to write, by default report.html in
-    the first folder. Returns the file's path. Raises UserError where a folder is no run.
+    the first folder. Returns the file's path. Raises UserError where a folder is no run, or `out` is another's file.
 
         write_report([Path("runs/compare")])  # runs/compare/report.html
     """
     folders = [Path(folder) for folder in folders]
     runs = [read_run(folder) for folder in find_runs(folders)]
-    out = folders[0] / "report.html" if out is None else Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(make_page(runs, find_order(folders), commands(folders)), encoding="utf-8")
-    return out
+    page = make_page(runs, find_order(folders), commands(folders))
+    return write_page(folders[0] / "report.html" if out is None else Path(out), page)
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Whole or not at all, over a page of before but nothing else. A link is replaced: what it leads to stays."""
+    if path.is_file() and not path.is_symlink():
+        with path.open("rb") as file:
+            if file.read(len(DOCTYPE)).lower() != DOCTYPE:
+                raise UserError(f"{path} is no web page, and would be overwritten: choose another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".tmp-{path.name}")
+    scratch.unlink(missing_ok=True)
+    scratch.write_text(page, encoding="utf-8")
+    scratch.replace(path)
+    return path
 
 
 def make_page(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,), again: list[str] | None = None) -> str:

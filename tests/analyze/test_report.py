@@ -13,6 +13,7 @@ from runfolder import make_comparison, make_run
 
 from headwater.analyze import report
 from headwater.analyze.groups import group_runs, smooth, thin
+from headwater.analyze.matrix import write_matrix
 from headwater.analyze.report import make_page, write_report
 from headwater.analyze.runs import read_run
 from headwater.errors import UserError
@@ -45,6 +46,26 @@ def said_of(folder: Path) -> str:
 def test_lands_in_the_folder_or_where_asked(comparison, tmp_path):
     assert write_report([comparison]) == comparison / "report.html"
     assert write_report([comparison], tmp_path / "new" / "page.html").is_file()
+
+
+@pytest.mark.parametrize("write", [write_report, write_matrix])
+def test_a_page_replaces_a_page_and_nothing_else(tmp_path, write):
+    run = make_run(tmp_path / "run", layers=1, steps=5)
+    page = write([run])
+    first = page.read_text()
+    assert write([run]) == page  # a second time is fine
+    held = (run / "config.json").read_text()
+    with pytest.raises(UserError, match=r"config.json is no web page, and would be overwritten: choose another --out"):
+        write([run], run / "config.json")
+    assert (run / "config.json").read_text() == held
+    (tmp_path / "precious.html").write_text(first.replace("headwater", "mine"))
+    precious = (tmp_path / "precious.html").read_text()
+    page.unlink()
+    page.symlink_to(tmp_path / "precious.html")
+    write([run])
+    assert (tmp_path / "precious.html").read_text() == precious
+    assert not page.is_symlink()
+    assert [path.name for path in run.iterdir() if path.name.startswith(".tmp")] == []
 
 
 def test_the_first_residual_of_a_comparison_is_the_baseline(tmp_path):
