@@ -218,12 +218,12 @@ def leave_out(run: Run, number: int, loss: float, grad_norm: float, reason: Reas
     """Record a step that is not taken; raise if there were too many in a row. Every rank comes here, or none."""
     cause = write_cause(run, number, loss, grad_norm, reason, depth)
     run.log.write("skip", number, reason=reason.kind, loss=loss, threshold=reason.threshold, grad_norm=grad_norm)
-    if run.skips.in_a_row > reason.limit:
+    if reason.in_a_row > reason.limit:
         run.saver.wait()  # then the last good checkpoint is the last
         raise UserError(
             f"{reason.text} at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
             f"as they were. {last_good(run.folder / 'checkpoints')} What is known of the step is in {cause}. "
-            f"Go on without such steps with --resume and {reason.flag} {run.skips.in_a_row} (or more), or try a lower "
+            f"Go on without such steps with --resume and {reason.flag} {reason.in_a_row} (or more), or try a lower "
             "--lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out"
         )
 

@@ -40,7 +40,7 @@ def test_the_judge_on_the_device_decides_as_the_one_on_the_host(window):
         found = judge.record(loss, kind, judge.threshold.item())
         assert (found is None) == (expected is None) == (not bool(judge.bad))
         if expected is not None:
-            assert (found.kind, found.limit) == (expected.kind, expected.limit)
+            assert (found.kind, found.limit, found.in_a_row) == (expected.kind, expected.limit, expected.in_a_row)
             decided.append(found.kind)
         assert dataclasses.asdict(books) == dataclasses.asdict(host)
     assert {"spike", "nonfinite"} <= set(decided)

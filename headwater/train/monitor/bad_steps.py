@@ -22,6 +22,8 @@ class Reason:
     threshold: float | None
     limit: int
     flag: str
+    in_a_row: int
+    """With this one. Later steps may be known by the time that it is acted on."""
 
 
 @dataclass
@@ -51,10 +53,10 @@ class Skips:
             self.total += 1
         if kind == "nonfinite":
             text = "the loss or gradient is not finite"
-            return Reason("nonfinite", text, None, settings.skip_nonfinite, "--skip-nonfinite")
+            return Reason("nonfinite", text, None, settings.skip_nonfinite, "--skip-nonfinite", self.in_a_row)
         if kind == "spike":
             text = f"the loss is above {threshold:.6g}"
-            return Reason("spike", text, threshold, settings.skip_spikes, "--skip-spikes")
+            return Reason("spike", text, threshold, settings.skip_spikes, "--skip-spikes", self.in_a_row)
         self.in_a_row, self.kind = 0, ""
         self.losses = [*self.losses, loss][-settings.spike_window :]
         return None
