@@ -37,7 +37,7 @@ from headwater.flags import (
 )
 from headwater.models.config import SIZES
 from headwater.train.config import Config, load_file
-from headwater.train.files import read_json, write_json
+from headwater.train.files import read_json, refuse_others, write_json
 
 T = TypeVar("T")
 
@@ -45,8 +45,6 @@ T = TypeVar("T")
 def train(argv: list[str]) -> None:
     """Train one model."""
     where = peek(argv, Where())
-    if where.resume and not (where.out / "config.json").exists():
-        raise UserError(f"there is no run at {where.out} to resume: check --out, or leave --resume out to start one")
     base = base_config(where, where.out / "config.json")
     flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
     settings = sized(flags.settings, base, argv)
@@ -205,6 +203,7 @@ def plan(argv: list[str]) -> None:
 def export(argv: list[str]) -> None:
     """Write the model of a run, whatever its layout, as one safetensors file."""
     flags = parse(ExportFlags, argv, export)
+    refuse_others(flags.out, "an exported model")
     from headwater.train import load_run
 
     model, tokenizer, _ = load_run(flags.folder)
@@ -236,7 +235,8 @@ def demo(argv: list[str]) -> None:
     from headwater.train import compare as run
 
     config = Config(model=DEMO["model"], optim=DEMO["optim"], train=DEMO["train"])
-    run(config, flags.out, residuals=DEMO["residuals"], seeds=DEMO["seeds"], jobs=flags.jobs, resume=True)
+    begun = (flags.out / "compare.json").exists()
+    run(config, flags.out, residuals=DEMO["residuals"], seeds=DEMO["seeds"], jobs=flags.jobs, resume=begun)
     say(f"Report: {make_report([flags.out], flags.out / 'report.html').resolve()}")
 
 

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -223,6 +224,57 @@ def test_generate_takes_a_folder_that_a_model_was_saved_to(tmp_path, capsys):
     assert "no tokenizer" in fails(capsys, "generate", str(tmp_path / "saved"), "--max-new-tokens", "4")
     tokenizer.save(tmp_path / "saved")
     assert main(["generate", str(tmp_path / "saved"), "--prompt", "river ", "--max-new-tokens", "4"]) == 0
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_nothing_is_written_into_a_folder_that_holds_something_else(tmp_path, capsys):
+    run, other = tmp_path / "run", tmp_path / "other"
+    config = tiny(tmp_path, steps=2)
+    for folder in (run, other):
+        assert main(flags(config, folder)) == 0
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.md").write_text("mine")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    before = snapshot(tmp_path)
+    checkpoint = checkpoints(run / "checkpoints")[-1]
+    for out in (run, other, checkpoint, tmp_path / "notes", tmp_path / "llama"):
+        assert "holds something else (" in fails(capsys, "export", run, "--out", out)
+    new = flags(config, tmp_path / "new")[:-1]
+    for out in (run / "checkpoints", checkpoint, tmp_path / "notes", tmp_path / "llama", tmp_path):
+        assert "holds something else (" in fails(capsys, *new, out)
+        assert "holds something else (" in fails(capsys, "compare", *new[1:-1], "--seeds", "0", "--out", out)
+    with pytest.raises(UserError, match=r"holds something else \(its config.json is not a run's\)"):
+        train(config, tmp_path / "llama", resume=True)
+    assert "holds something else (checkpoints, config.json" in fails(capsys, "compare", *new[1:-1], "--out", run)
+    after = snapshot(tmp_path)
+    del after["new.json"]
+    assert after == before
+    assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
+
+
+def test_resuming_a_comparison_that_is_not_there_starts_nothing(tmp_path, capsys):
+    assert "there is no comparison at" in fails(capsys, "compare", "--resume", "--out", tmp_path / "typo")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    assert "is a link, and a lock must be a file" in fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"))
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_logs_and_hidden_files_may_be_there_before_a_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("log.txt", "nohup.out", "mine.log", ".DS_Store"):
+        (tmp_path / "run" / name).write_text("")
+    assert main(flags(tiny(tmp_path, steps=2), tmp_path / "run")) == 0
 
 
 def test_generate_and_report_from_a_run(tmp_path, capsys):

@@ -16,7 +16,7 @@ from rich.console import Console
 from headwater.errors import UserError
 from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
-from headwater.train.files import locked, read_json, write_json
+from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, run_all, side_by_side
 from headwater.train.results import CompareResult, TrainResult
 from headwater.train.table import draw, tabulate
@@ -56,6 +56,12 @@ def compare(
     """
     config, console, out = check(config), Console(quiet=not progress), Path(out)
     residuals, seeds = admit(config, residuals, seeds, jobs)
+    if not (out / "compare.json").exists():
+        if resume:
+            raise UserError(
+                f"there is no comparison at {out} to resume: check --out, or leave --resume out to start one"
+            )
+        refuse_others(out, "a comparison", known=("settings.json",))
     with locked(out):
         data = prepare(config.data)
         try_out(residuals, config, data)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from headwater.errors import UserError
 
@@ -37,15 +38,48 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is damaged ({error}): restore it, or start again in another folder") from None
 
 
+LOGS = ("log.txt", "launch.json", "nohup.out")  # what may be in a folder before the work in it begins
+
+
+def others_in(folder: Path, known: Collection[str] = ()) -> list[str]:
+    """What a folder holds besides `known` names, hidden files and logs: where there is something, nobody may write."""
+    if not folder.is_dir():
+        return []
+    kept = (*known, *LOGS)
+    return sorted(
+        p.name for p in folder.iterdir() if not (p.name.startswith(".") or p.suffix == ".log" or p.name in kept)
+    )
+
+
+def refuse_others(folder: Path, what: str, known: Collection[str] = ()) -> None:
+    """`what` begins in a folder of its own: files that are there already would be overwritten or mixed up with it."""
+    if others := others_in(folder, known):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise UserError(
+            f"{folder} holds something else ({', '.join(others[:3])}{more}), and {what} needs a folder of its own: "
+            "choose another --out"
+        )
+
+
+def open_lock(path: Path) -> IO[str]:
+    """Never through a link: what it leads to would be emptied."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{path} is a link, and a lock must be a file: remove it, or choose another --out") from None
+    return os.fdopen(handle, "r+", encoding="utf-8")
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time: the kernel drops the lock with its holder, however that one dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+    with open_lock(folder / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
             holder = file.read().strip() or "it left no name"
             raise UserError(
                 f"another process is working in {folder} ({holder}): wait for it, end it with kill, or choose another "
@@ -60,7 +94,6 @@ def locked(folder: Path) -> Iterator[None]:
 @contextmanager
 def taking_turns(lock: Path) -> Iterator[None]:
     """As `locked`, but the others wait until it is their turn."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as file:
+    with open_lock(lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

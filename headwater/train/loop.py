@@ -68,6 +68,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
     """
     config, out = check(config), Path(out)
     settings = config.train
+    if resume and not (out / "config.json").exists():
+        raise UserError(f"there is no run at {out} to resume: check --out, or leave --resume out to start one")
     loggers.require(config.log)
     with gathered(config.parallel, choose_device(config)) as ranks, locked(out) if ranks.main else nullcontext():
         run = begin(config, out, resume=resume, ranks=ranks)

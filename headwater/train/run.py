@@ -33,7 +33,7 @@ from headwater.train.distributed.parts import Parts
 from headwater.train.distributed.pipeline import Pipeline, assemble
 from headwater.train.distributed.ranks import Ranks
 from headwater.train.distributed.tensor_parallel import bodies, parallelize, refuse_undivided
-from headwater.train.files import write_json
+from headwater.train.files import read_json, refuse_others, write_json
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.monitor.metrics import MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
@@ -166,14 +166,30 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
 
 
 def admit(out: Path, resume: bool, ranks: Ranks) -> bool:
-    """Whether the run in this folder goes on, from what the main rank finds: one that is not ours is refused."""
+    """Whether the run in this folder goes on, from what the main rank finds: what is not ours is refused."""
     launch = attempts.launch() if ranks.main else ""
-    goes_on, taken = ranks.broadcast_object((resume or attempts.began(out, launch), (out / "config.json").exists()))
-    if taken and not goes_on:
-        raise UserError(f"{out} already holds a run: continue it with --resume, or choose another --out")
+    goes_on = ranks.broadcast_object(resume or attempts.began(out, launch))
+    problem = ranks.broadcast_object(obstacle(out, goes_on) if ranks.main else None)
+    if problem:
+        raise UserError(problem)
     if ranks.main:
         attempts.claim(out, launch)
     return goes_on
+
+
+def obstacle(out: Path, goes_on: bool) -> str | None:
+    """Why no run may begin, or go on, in this folder."""
+    try:
+        if not (out / "config.json").exists():
+            if not goes_on:
+                refuse_others(out, "a run")
+            return None
+        held = read_json(out / "config.json")
+    except UserError as error:
+        return str(error)
+    if not (isinstance(held, dict) and {"model", "train"} <= held.keys()):
+        return f"{out} holds something else (its config.json is not a run's): choose another --out"
+    return None if goes_on else f"{out} already holds a run: continue it with --resume, or choose another --out"
 
 
 def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
