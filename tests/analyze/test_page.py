@@ -287,6 +287,9 @@ def test_pictures_are_downloaded(visit, written, figure, charts):
     assert drawn.count("<image") == (charts if figure == "maps" else 0)
     assert all(f">{residual}<" in drawn for residual in RESIDUALS)  # each is named in the picture itself
     assert "class=" not in drawn  # no style sheet goes with it
+    colours = page.eval_on_selector_all(".loss .legend .key", "all => all.map(key => getComputedStyle(key).color)")
+    assert all(f'="{colour}"' in drawn for colour in colours)  # but every look it gave
+    assert 'font-size="12px"' in drawn
     image = download(page, figure, "PNG").read_bytes()
     assert image.startswith(b"\x89PNG")
     width, height = (int.from_bytes(image[at : at + 4]) for at in (16, 20))
@@ -321,6 +324,7 @@ def test_a_finger_leaves_the_words_standing(visit, written):
     page.wait_for_timeout(100)
     assert page.locator("#tip").is_visible()
     before = page.locator("#tip").bounding_box()
+    assert abs(before["y"] + before["height"] / 2 - (box["y"] + 100)) < 120  # beside the finger, not pages away
     assert before["x"] >= 0
     assert before["x"] + before["width"] <= 390
     page.evaluate("scrollBy(0, 60)")
@@ -357,12 +361,15 @@ def test_nineteen_residuals_are_told_apart(visit, nineteen):
         "all => all.map(k => [getComputedStyle(k).color, getComputedStyle(k).backgroundImage].join())",
     )
     assert len(set(keys)) == len(arms)
-    names = sorted(
-        (box for box in (t.bounding_box() for t in page.locator("#eval text.ending").all())), key=lambda b: b["y"]
-    )
-    assert len(names) == len(arms)
-    assert all(below["y"] - above["y"] >= 13.5 for above, below in pairwise(names))  # no name over another
-    assert all(box["x"] + box["width"] <= 1280 for box in names)
+    for span in ("whole run", "last half", "last tenth"):
+        page.get_by_label(span).check()
+        names = sorted((t.bounding_box() for t in page.locator("#eval text.ending").all()), key=lambda box: box["y"])
+        assert len(names) == len(arms)
+        assert all(below["y"] - above["y"] >= 13.5 for above, below in pairwise(names))  # no name over another
+        assert all(box["x"] + box["width"] <= 1280 for box in names)
+        chart = page.locator("#eval svg").bounding_box()
+        assert names[0]["y"] >= chart["y"] + 10
+        assert names[-1]["y"] + names[-1]["height"] <= chart["y"] + chart["height"] - 20
 
 
 def test_one_of_many_is_lit_under_the_pointer(visit, nineteen):
