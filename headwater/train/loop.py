@@ -289,6 +289,7 @@ def evaluate(run: Run, losses_of: Callable[[Tensor], Tensor] | None = None) -> f
     reshard(run.model)
     sums = run.ranks.sums([nats, tokens, num_bytes])
     if not math.isfinite(sums[0]):  # the last update destroyed the weights: they are not saved
+        run.log.write("eval", run.step, tokens=run.tokens, loss=math.nan, bits_per_byte=math.nan)
         run.saver.wait()
         raise UserError(
             f"the validation loss is not finite after step {run.step}. {last_good(run.folder / 'checkpoints')} "

@@ -1,12 +1,15 @@
 """What a run's folder says is read as it is meant: steps left out, runs that stopped, runs made beside others."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from runfolder import make_comparison, make_run, write_json
+from tinyrun import tiny
 
 from headwater.analyze.runs import read_run
 from headwater.errors import UserError
+from headwater.train.loop import train
 
 
 def append(folder, *rows):
@@ -102,3 +105,10 @@ def test_a_damaged_record_of_the_launch_is_named(tmp_path):
     (folder / "launch.json").write_text("{")
     with pytest.raises(UserError, match=r"launch.json is not valid JSON"):
         read_run(folder)
+
+
+def test_the_trainer_leaves_word_of_a_validation_loss_that_is_not_finite(tmp_path):
+    config = tiny(tmp_path, eval_every=1, steps=3)
+    with pytest.raises(UserError, match="the validation loss is not finite"):
+        train(replace(config, optim=replace(config.optim, lr=1e30, warmup=0)), tmp_path / "run")
+    assert read_run(tmp_path / "run").stopped == "stopped at step 1: the validation loss was not finite"

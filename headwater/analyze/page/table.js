@@ -6,7 +6,7 @@ function sortable(table) {
   const valueOf = (row, column) => {
     const { dataset: { value }, textContent } = row.cells[column];
     if (value !== undefined) return Number(value);
-    return numeric(column) || textContent === "—" ? null : textContent;
+    return numeric(column) ? null : textContent;
   };
   const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b) : a - b);
   [...table.tHead.rows[0].cells].forEach((head, column) => {
