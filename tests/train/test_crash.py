@@ -1,7 +1,6 @@
 """Kill -9 at random moments, Ctrl-C and SIGTERM: real processes, real signals, and the same weights in the end."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -13,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import enter, free_port
+from ranks import enter, fork_server, free_port
 from tinyrun import fingerprint, flags, tiny
 
 from headwater.train.checkpoint.folder import checkpoints, damage
@@ -27,8 +26,7 @@ class Processes:
 
     def __init__(self, config: Config, world: int) -> None:
         self.config, self.world = config, world
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["headwater.train.loop", "torch._dynamo", "ranks"])
+        self.context = fork_server()
 
     def start(self, out: Path, *, resume: bool) -> None:
         if self.world == 1:

@@ -110,20 +110,23 @@ def cases() -> list[Case]:
 
 
 def settings(folder: Path, residual: str, **changes: Any) -> Config:
-    """Eight sublayers, micro-batches of one window at most."""
+    """Eight sublayers."""
     config = tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **changes)
     return replace(config, model=replace(config.model, layers=4, context=8, heads=4, kv_heads=2, qk_norm=True))
 
 
 def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = None) -> Config:
-    """Muon gets three layers: three or six matrices of each shape, which four ranks do not share evenly."""
+    """Muon gets three layers: three or six matrices of each shape, which four ranks do not share evenly. Where nothing
+    is pipelined, two micro-batches show what four do, in half the time."""
+    parallel = parallel or config.parallel
     layers, optimizer = (3, "muon") if case.muon else (config.model.layers, "adamw")
+    micros = config.train.accumulate if parallel.pipeline > 1 else 2
     return replace(
         config,
         model=replace(config.model, residual=case.residual, layers=layers),
         optim=replace(config.optim, optimizer=optimizer),
-        train=replace(config.train, compile=case.compile, checkpoint_activations=case.recompute),
-        parallel=parallel or config.parallel,
+        train=replace(config.train, compile=case.compile, checkpoint_activations=case.recompute, accumulate=micros),
+        parallel=parallel,
     )
 
 
