@@ -3,12 +3,13 @@
 `import headwater.hf` makes converted models known to transformers' Auto classes.
 """
 
+from headwater.hf.convert.adapters import trainable
 from headwater.hf.convert.conversion import convert
 from headwater.hf.convert.install import revert
 from headwater.hf.convert.layouts import LAYOUTS, Layout
 from headwater.hf.convert.registration import register_types
 from headwater.hf.convert.report import Report
-from headwater.hf.formats.delta import load_delta, reset, save_delta, trainable
+from headwater.hf.formats.delta import load_delta, reset, save_delta
 from headwater.hf.formats.export import export
 from headwater.hf.formats.fla import read_fla
 from headwater.hf.formats.released import FLA, KIMI_K3, from_release, load_released, to_release

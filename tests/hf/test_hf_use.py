@@ -21,7 +21,7 @@ from transformers import (
 
 import headwater
 from headwater.errors import UserError
-from headwater.hf import convert, load_delta, reset, revert, save_delta, trainable, verify
+from headwater.hf import convert, load_delta, reset, revert, save_delta, verify
 
 
 @pytest.fixture
@@ -374,25 +374,6 @@ def test_the_delta_file_holds_the_added_parameters_alone(model, tmp_path):
     with pytest.raises(UserError, match="made for 8 sublayers"):
         load_delta(tiny_model("llama", num_hidden_layers=2), path)
     assert type(wrong).__name__ == "Qwen3ForCausalLM"
-
-
-def test_peft_before_and_after():
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
-    plain = tiny_model("llama")
-    before = peft.get_peft_model(tiny_model("llama"), settings)
-    convert(before, "muddformer")  # with separate inputs for query, key and value
-    assert verify(before, plain, tokens()).equal
-    after = tiny_model("llama")
-    report = convert(after)
-    after = peft.get_peft_model(after, settings)
-    assert trainable(after) == sum(torch.Size(shape).numel() for shape in report.added.values())
-    after(tokens(), labels=tokens()).loss.backward()
-    with_gradient = {name for name, parameter in after.named_parameters() if parameter.grad is not None}
-    assert any("lora" in name for name in with_gradient)
-    assert any("residual" in name for name in with_gradient)
-    revert(after)
-    assert verify(after, plain, tokens()).equal
 
 
 def test_hooks_of_accelerate_from_before_the_conversion(tmp_path):

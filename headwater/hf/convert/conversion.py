@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from headwater.errors import UserError, check_fit, user_values
 
+from .adapters import keep_in_adapters
 from .classes import config_class, head_class
 from .install import install, revert
 from .layouts import PREFIX, Layout
@@ -43,7 +44,9 @@ def convert(
         model = AutoModelForCausalLM.from_pretrained("path/to/a/llama")
         print(headwater.convert(model, "attnres-block", block=4))
     """
-    return _install(new_plan(model, residual, layout, exact, options))
+    report = _install(new_plan(model, residual, layout, exact, options))
+    keep_in_adapters(model)
+    return report
 
 
 def convert_with(model: nn.Module, settings: Mapping[str, Any]) -> Report:

@@ -1,5 +1,6 @@
 """What passes from layer to layer of a converted model, and what its sites share."""
 
+import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from headwater.residuals import Norm, Read, Residual, State
 from .devices import bring_back, call_on, hooked
 from .norms import ScaledNorm
 from .start import new_residual
+
+RESIDUAL = "residual"  # the attribute of the owner, and so the prefix of every added parameter
 
 
 class Record:
@@ -71,10 +74,21 @@ class Depth:
     `scales[i]` multiplies read i so that, at the start, it is the plain residual's stream (see `start.py`).
     """
 
-    residual: Residual
+    owner: nn.Module  # the model that owns the loop over layers
     kinds: tuple[str, ...]
     scales: tuple[float, ...]
     norms: dict[int, ScaledNorm] = field(default_factory=dict)  # of the reads whose norm a kernel can fold in
+
+    @property
+    def residual(self) -> Residual:
+        """Looked up where it is registered: an adapter may have put its own copy there."""
+        return unwrapped(getattr(self.owner, RESIDUAL))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Depth":
+        """With a copy of the whole model goes a copy of this; a copy of one of its modules stays part of the model."""
+        if id(self.owner) not in memo:
+            return self
+        return Depth(memo[id(self.owner)], self.kinds, self.scales, copy.deepcopy(self.norms, memo))
 
     def begin(self, x: Tensor, layer: nn.Module) -> DepthState:
         if not torch.compiler.is_compiling():
@@ -106,10 +120,22 @@ class Depth:
         if state.record is not None:
             state.record.weights = (*state.weights, self.call(site, "weights", state.tensors, last))
             state.record.reads = state.reads
-        scaled = self.norms.get(last) or partial(_norm_scaled, norm, self.scales[last])
+        prepared = self.norms.get(last)
+        if prepared is None or prepared.norm is not site:  # an adapter trains a copy of it
+            scaled: Norm = partial(_norm_scaled, norm, self.scales[last])
+        else:
+            scaled = prepared
         if hooked(site):
             return call_on(state.tensors[0].device, self.residual, last, "end", state.tensors, norm=scaled)
         return self.residual.end(state.tensors, norm=scaled)
+
+
+def unwrapped(module: Any) -> Residual:
+    """The residual that computes: where PEFT has wrapped it, that of the adapter in use, or the original."""
+    if isinstance(module, Residual):
+        return module
+    names = [] if module.disable_adapters else [n for n in module.active_adapters if n in module.modules_to_save]
+    return module.modules_to_save[names[0]] if names else module.original_module
 
 
 def _norm_scaled(norm: Norm | None, scale: float, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headwater.errors import UserError
 from headwater.residuals import Residual, pinned
 
-from .depth import Depth, mark_filled
+from .depth import RESIDUAL, Depth, mark_filled
 from .devices import execution_device, place
 from .find import Found
 from .layers import Site, accepted, converted_layer, converted_model, converted_norm, positional_names, take_input
@@ -26,8 +26,6 @@ from .norms import ScaledNorm, foldable
 from .plan import Plan
 from .report import Report, describe
 from .start import new_residual
-
-RESIDUAL = "residual"  # the attribute, and so the prefix of every added parameter
 
 
 @dataclass
@@ -45,11 +43,11 @@ def install(plan: Plan, *, head: type[Any], config: type[PreTrainedConfig]) -> R
     """From here on the model changes. `head` and `config` are the classes that the whole model and its config get."""
     found = plan.found
     residual = _residual(plan)
-    depth = Depth(residual, plan.kinds, tuple(plan.settings["scales"]))
+    found.body.add_module(RESIDUAL, residual)
+    depth = Depth(found.body, plan.kinds, tuple(plan.settings["scales"]))
     depth.norms.update(_foldable_norms(found, plan.groups, depth.scales))
     conversion = Conversion(describe(found, plan.groups, residual, plan.start, depth.scales), depth)
     replace_config(found, conversion, {**plan.settings, "residual": residual.spec}, config)
-    found.body.add_module(RESIDUAL, residual)
     for layer, group in zip(found.layers, plan.groups, strict=True):
         marks = {
             "_depth_sites": group,

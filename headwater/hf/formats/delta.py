@@ -46,12 +46,3 @@ def reset(model: nn.Module) -> None:
     depth = conversion_of(model)[0].depth
     mark_filled(depth.residual, False)
     fill(depth)
-
-
-def trainable(model: nn.Module, only: bool = False) -> int:
-    """Let the added parameters train, also where PEFT froze them; `only`: and nothing else. Their number."""
-    if only:
-        model.requires_grad_(False)
-    residual = conversion_of(model)[0].depth.residual
-    residual.requires_grad_(True)
-    return sum(p.numel() for p in residual.parameters())
