@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -16,7 +17,7 @@ from headwater.errors import UserError
 
 
 def write_json(path: Path, value: Any) -> None:
-    replace_file(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+    replace_file(path, encode_json(value))
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -27,6 +28,33 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
+
+
+def encode_json(value: Any, indent: int | None = 1) -> bytes:
+    """Without an indent it is C that writes, which counts for the thousands of entries of an index."""
+    return (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
+
+
+def seal(values: dict[str, Any]) -> bytes:
+    """JSON with a hash of itself, so that it can be told from a damaged one."""
+    return encode_json({**values, "seal": hashlib.sha256(encode_json(values)).hexdigest()})
+
+
+def unseal(raw: bytes) -> dict[str, Any] | None:
+    """What `seal` was given; None if this is not what it wrote."""
+    try:
+        values = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    values.pop("seal", None)
+    return values if seal(values) == raw else None
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> Any:

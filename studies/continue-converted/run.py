@@ -35,7 +35,8 @@ def main() -> None:
     curves: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
     for seed in range(flags.seeds):
         config = plain_config(flags.steps, seed)
-        train(config, flags.runs / f"plain-{seed}", resume=True)
+        plain = flags.runs / f"plain-{seed}"
+        train(config, plain, resume=(plain / "config.json").exists())
         decoder, _ = load_model(flags.runs / f"plain-{seed}")
         base = hf.export(decoder.config.to_dict(), decoder.weights())
         data = prepare(config.data)

@@ -1,9 +1,11 @@
 """The corpus becomes the same tokens everywhere, and a batch depends on (seed, step) alone."""
 
+import errno
 import gzip
 import json
 import lzma
 import multiprocessing
+import os
 import random
 import shutil
 
@@ -13,7 +15,8 @@ import pytest
 from headwater.errors import UserError
 from headwater.train.config import DataSettings
 from headwater.train.data.corpus import documents, find_files
-from headwater.train.data.dataset import cache_folder, permute, prepare
+from headwater.train.data.dataset import cache_folder, damage, permute, prepare
+from headwater.train.files import hash_file
 
 
 def settings(tmp_path, *source, **others) -> DataSettings:
@@ -161,6 +164,90 @@ def test_the_cache_is_reused_renewed_and_repaired(tmp_path, monkeypatch):
     assert cache_folder(DataSettings()) == tmp_path / "elsewhere"
 
 
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("train-00000.bin", zero),
+        ("validation-00000.bin", lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x")),
+        ("validation-00000.bin", lambda path: path.unlink()),
+        ("tokenizer.json", lambda path: path.write_text(path.read_text().replace("257", "258"))),
+        ("manifest.json", lambda path: path.write_text("{}")),
+        ("manifest.json", lambda path: path.write_text('{"dtype": 1}')),
+        ("manifest.json", lambda path: path.write_text(path.read_text().replace("by_", "buy_"))),
+    ],
+)
+def test_a_cache_that_is_not_what_was_written_is_made_anew_and_says_so(tmp_path, capsys, name, spoil):
+    folder = corpus(tmp_path)
+    first = prepare(settings(tmp_path, folder))
+    expected = {path.name: path.read_bytes() for path in first.folder.iterdir() if path.name != "checked.json"}
+    before = (first.folder / name).stat()
+    spoil(first.folder / name)
+    if (first.folder / name).exists():
+        os.utime(first.folder / name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert capsys.readouterr().err == ""
+    again = prepare(settings(tmp_path, folder))
+    assert again.folder == first.folder
+    message = capsys.readouterr().err
+    assert f"token cache {first.folder} is damaged ({name} is " in message
+    assert {path.name: path.read_bytes() for path in again.folder.iterdir() if path.name != "checked.json"} == expected
+    prepare(settings(tmp_path, folder))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cache_is_hashed_when_it_is_new_here_and_not_again(tmp_path, monkeypatch):
+    folder, looked_at = corpus(tmp_path), []
+    first = prepare(settings(tmp_path, folder))
+    monkeypatch.setattr(
+        "headwater.train.data.dataset.hash_file", lambda path: looked_at.append(path) or hash_file(path)
+    )
+    prepare(settings(tmp_path, folder))
+    assert looked_at == []
+    os.utime(first.folder / "train-00000.bin")
+    for _ in range(2):
+        prepare(settings(tmp_path, folder))
+    assert sorted(path.name for path in looked_at) == ["tokenizer.json", "train-00000.bin", "validation-00000.bin"]
+
+
+def test_an_edit_that_keeps_size_and_time_is_noticed(tmp_path):
+    folder = corpus(tmp_path)
+    first = prepare(settings(tmp_path, folder))
+    file = folder / "000.txt"
+    before = file.stat()
+    file.write_text(file.read_text().swapcase())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert prepare(settings(tmp_path, folder)).identity["source_hash"] != first.identity["source_hash"]
+
+
+def refuse_writing(monkeypatch, number=errno.EROFS):
+    """As a file system that is mounted read-only; root may write anywhere else."""
+
+    def open_lock(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("headwater.train.files.open_lock", open_lock)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_cache_that_may_only_be_read(tmp_path, monkeypatch, number):
+    folder = corpus(tmp_path)
+    first = prepare(settings(tmp_path, folder))
+    refuse_writing(monkeypatch, number)
+    (first.folder / "checked.json").unlink()  # made elsewhere
+    assert prepare(settings(tmp_path, folder)).identity == first.identity
+    zero(first.folder / "train-00000.bin")
+    with pytest.raises(
+        UserError, match=r"damaged \(train-00000.bin is not what was written\): have it deleted, or choose"
+    ):
+        prepare(settings(tmp_path, folder))
+    with pytest.raises(UserError, match=r"cannot be written \(.*\): choose another folder with --cache"):
+        prepare(settings(tmp_path, folder, validation=0.2))
+
+
 def prepare_in_rounds(barrier, rounds, failures):
     for settings in rounds:
         barrier.wait(60)
@@ -194,13 +281,14 @@ def test_processes_that_need_a_fresh_cache_at_once_share_one(tmp_path):
 
 def test_shards_split_and_windows_stay_inside(tmp_path, monkeypatch):
     whole = prepare(settings(tmp_path, corpus(tmp_path)))
-    monkeypatch.setattr("headwater.train.data.SHARD_TOKENS", 1000)
+    monkeypatch.setattr("headwater.train.data.dataset.SHARD_TOKENS", 1000)
     data = prepare(settings(tmp_path, corpus(tmp_path), validation=0.0500001))  # another cache key, the same split
     assert len(data.manifest["train"]["shards"]) > 3
     assert np.array_equal(tokens(data, "train"), tokens(whole, "train"))
     windows = data.windows("train", 16)
     lengths = [(shard["tokens"] - 1) // 16 for shard in data.manifest["train"]["shards"]]
     assert len(windows) == sum(lengths)
+    assert damage(data.folder) is None
     first_of_second = windows.take(np.array([lengths[0]]))[0]
     assert np.array_equal(first_of_second, windows.shards[1][:17])
 

@@ -7,7 +7,6 @@ nothing is pickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from headwater.train.config import BEFORE, differences
 from headwater.train.data.tokenizer import Tokenizer, load_tokenizer
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks
-from headwater.train.files import read_json
+from headwater.train.files import encode_json, hash_file, read_json, seal, unseal
 
 PREFIX = "step-"
 MANIFEST = "manifest.json"
@@ -91,10 +90,10 @@ def place(root: Path, step: int) -> Path:
 def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes: Hashes) -> None:
     """The manifest is written last and the rename follows it: a checkpoint has both, or it is none."""
     hashes = hashes | {
-        name: shards.write_file(scratch / name, [_encode(text, indent=None if name == shards.INDEX else 1)])
+        name: shards.write_file(scratch / name, [encode_json(text, indent=None if name == shards.INDEX else 1)])
         for name, text in texts.items()
     }
-    shards.write_file(scratch / MANIFEST, [_seal({"step": step, "sha256": hashes})])
+    shards.write_file(scratch / MANIFEST, [seal({"step": step, "sha256": hashes})])
     _sync_folder(scratch)
     _put_in_place(scratch, final)
 
@@ -166,14 +165,12 @@ def newest(root: Path) -> Path | None:
 def damage(folder: Path, share: slice = slice(None)) -> str | None:
     """What is wrong with a checkpoint, or None; of its files, only a share may be looked at."""
     try:
-        raw = (folder / MANIFEST).read_bytes()
-        manifest = json.loads(raw)
-        hashes = manifest["sha256"]
-        sealed = raw == _seal({"step": manifest["step"], "sha256": dict(hashes)})
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = unseal((folder / MANIFEST).read_bytes())
+    except OSError:
         return f"{MANIFEST} is missing or unreadable"
-    if not sealed:
+    if manifest is None or not isinstance(manifest.get("sha256"), dict):
         return f"{MANIFEST} is not what was written"
+    hashes: dict[str, str] = manifest["sha256"]
     if elsewhere := [name for name in hashes if Path(name).name != name]:
         return f"{MANIFEST} names {elsewhere[0]!r}, outside of its folder"
     if missing := {shards.INDEX, CONFIG, STATE} - set(hashes):
@@ -182,9 +179,8 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                return f"{name} is not what was written ({path.stat().st_size} bytes, its hash differs)"
+        if hash_file(path) != expected:
+            return f"{name} is not what was written ({path.stat().st_size} bytes, its hash differs)"
     return None
 
 
@@ -218,16 +214,6 @@ def last_good(root: Path) -> str:
 
 def _named(path: Path | None) -> str:
     return f"The last good checkpoint is {path}." if path else "There is no good checkpoint."
-
-
-def _encode(value: Any, indent: int | None = 1) -> bytes:
-    """Without an indent it is C that writes, which counts for the thousands of entries of an index."""
-    return (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
-
-
-def _seal(manifest: dict[str, Any]) -> bytes:
-    """The manifest with a hash of itself, so that it too can be told from a damaged one."""
-    return _encode({**manifest, "seal": hashlib.sha256(_encode(manifest)).hexdigest()})
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,10 +8,12 @@ whatever their number.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -24,10 +26,13 @@ import numpy as np
 from headwater.errors import UserError
 from headwater.train.config import DataSettings
 from headwater.train.data.corpus import Document, TextFile, documents, find_files
+from headwater.train.data.tokenizer import FILE as TOKENIZER
 from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
-from headwater.train.files import taking_turns
+from headwater.train.files import hash_file, seal, taking_turns, unseal, write_json
 
-FORMAT = 2
+FORMAT = 3
+MANIFEST = "manifest.json"  # what was written, and the sha256 of every file and of itself
+CHECKED = "checked.json"  # size and times of the files when their hashes were last checked
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 27
 Divide = Callable[[Document], Iterable[tuple[str, str]]]
@@ -35,13 +40,19 @@ BPE_DOCUMENTS = 100_000  # enough to learn merges from; a longer corpus only cos
 
 
 def prepare(settings: DataSettings) -> Dataset:
-    """The corpus as tokens: from the cache when the same files were tokenised before, else built now."""
+    """The corpus as tokens: from the cache when the same files were tokenised before, else built now.
+
+    What the cache holds is checked against its hashes when it is opened first, and again when a file has changed since.
+    """
     files = find_files(settings.source)
     folder = cache_folder(settings) / _cache_key(settings, files)
-    if not _is_whole(folder):
-        with taking_turns(folder.with_name(f".lock-{folder.name}")):
-            if not _is_whole(folder):  # else another process built it while this one waited
-                _build(settings, files, folder)
+    if not _is_known(folder):
+        try:
+            with taking_turns(folder.with_name(f".lock-{folder.name}")):
+                if not _is_known(folder):  # else another process did this while this one waited
+                    _repair(settings, files, folder)
+        except OSError as error:
+            _bear_read_only(folder, error)
     return Dataset(folder)
 
 
@@ -52,7 +63,7 @@ def cache_folder(settings: DataSettings) -> Path:
 class Dataset:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -148,22 +159,66 @@ def _scramble(x: np.ndarray) -> np.ndarray:
 
 
 def _cache_key(settings: DataSettings, files: list[TextFile]) -> str:
-    """Names the result without reading the corpus: paths, sizes and times stand in for contents."""
+    """Names the result without reading the corpus: paths, sizes and times stand in for contents. An edit that keeps
+    size and time of modification still changes the time of change, which nobody can set."""
     stats = [(file.name, file.path.stat()) for file in files]
     parts = {key: value for key, value in asdict(settings).items() if key not in ("cache", "source")}
-    parts["files"] = [(name, str(file.path), s.st_size, s.st_mtime_ns) for (name, s), file in zip(stats, files)]
+    parts["files"] = [
+        (name, str(file.path), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for (name, s), file in zip(stats, files)
+    ]
     return hashlib.sha256(json.dumps([FORMAT, parts]).encode()).hexdigest()[:20]
 
 
-def _is_whole(folder: Path) -> bool:
+def _repair(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
+    """Build a cache that is not there or not what was written, and remember that it has been checked."""
+    problem = damage(folder)
+    if problem:
+        if folder.exists():
+            print(f"headwater: the token cache {folder} is damaged ({problem}): it is made anew", file=sys.stderr)
+        _build(settings, files, folder)
+    write_json(folder / CHECKED, _stats(folder))
+
+
+def _bear_read_only(folder: Path, error: OSError) -> None:
+    """A cache that may only be read, as one that others share, is checked each time, and must be whole."""
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        raise error
+    if problem := damage(folder):
+        broken = f" and what is there is damaged ({problem}): have it deleted, or" if folder.exists() else ":"
+        raise UserError(
+            f"the token cache {folder} cannot be written ({error.strerror}){broken} choose another folder with --cache "
+            "or $HEADWATER_CACHE"
+        )
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a cache, or None: every byte of it is looked at."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        manifest = unseal((folder / MANIFEST).read_bytes())
+    except OSError:
+        return f"{MANIFEST} is missing"
+    if manifest is None or not isinstance(manifest.get("sha256"), dict):
+        return f"{MANIFEST} is not what was written"
+    for name, expected in manifest["sha256"].items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if hash_file(folder / name) != expected:
+            return f"{name} is not what was written"
+    return None
+
+
+def _is_known(folder: Path) -> bool:
+    """Whether the cache was checked, and no file of it has changed since."""
+    try:
+        return json.loads((folder / CHECKED).read_text(encoding="utf-8")) == _stats(folder)
+    except (OSError, ValueError):
         return False
-    width = np.dtype(manifest["dtype"]).itemsize
-    shards = [shard for split in SPLITS for shard in manifest[split]["shards"]]
-    paths = [(folder / shard["file"], shard["tokens"] * width) for shard in shards]
-    return all(path.exists() and path.stat().st_size == size for path, size in paths)
+
+
+def _stats(folder: Path) -> dict[str, list[int]]:
+    """Size and times of everything in a cache."""
+    found = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.name != CHECKED)
+    return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in found if name[0] != "."}
 
 
 def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
@@ -172,10 +227,10 @@ def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
     for stale in (scratch, folder):  # a build that was killed, a cache that lost a file
         if stale.exists():
             shutil.rmtree(stale)
-    scratch.mkdir()
+    scratch.mkdir(parents=True)
     try:
         manifest = _tokenise(settings, files, scratch)
-        (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        (scratch / MANIFEST).write_bytes(seal(manifest))
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -240,35 +295,47 @@ def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scrat
         content.update(f"{name}/{len(raw)}/".encode() + raw)
         writers[name].add(np.append(tokenizer.encode(text), tokenizer.end_of_text).astype(dtype), len(raw))
     tokenizer.save(scratch)
+    tokenizer_hash = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+    splits = {name: writer.close() for name, writer in writers.items()}
+    hashes = {name: digest for writer in writers.values() for name, digest in writer.hashes.items()}
     return {
         "format": FORMAT,
         "source_hash": content.hexdigest(),
-        "tokenizer_hash": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
+        "tokenizer_hash": tokenizer_hash,
         "vocab_size": tokenizer.vocab_size,
         "dtype": dtype.str,
-        **{name: writer.close() for name, writer in writers.items()},
+        **splits,
+        "sha256": {**hashes, TOKENIZER: tokenizer_hash},
     }
 
 
 class _ShardWriter:
-    """Appends documents to a split's shards and counts what it wrote."""
+    """Appends documents to a split's shards, and counts and hashes what it wrote."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
         self.folder, self.split, self.dtype = folder, split, dtype
         self.shards: list[dict[str, Any]] = []
+        self.hashes: dict[str, str] = {}
         self.bytes = self.documents = 0
 
     def add(self, tokens: np.ndarray, num_bytes: int) -> None:
         if not self.shards or self.shards[-1]["tokens"] >= SHARD_TOKENS:
+            self._end_shard()
             self.shards.append({"file": f"{self.split}-{len(self.shards):05d}.bin", "tokens": 0})
-            self.file = (self.folder / self.shards[-1]["file"]).open("wb")
-        self.file.write(tokens.tobytes())
+            self.file, self.digest = (self.folder / self.shards[-1]["file"]).open("wb"), hashlib.sha256()
+        raw = tokens.tobytes()
+        self.file.write(raw)
+        self.digest.update(raw)
         self.shards[-1]["tokens"] += len(tokens)
         self.bytes += num_bytes
         self.documents += 1
 
-    def close(self) -> dict[str, Any]:
+    def _end_shard(self) -> None:
         if self.shards:
             self.file.close()
+            self.hashes[self.shards[-1]["file"]] = self.digest.hexdigest()
+
+    def close(self) -> dict[str, Any]:
+        self._end_shard()
         tokens = sum(shard["tokens"] for shard in self.shards)
         return {"tokens": tokens, "bytes": self.bytes, "documents": self.documents, "shards": self.shards}
