@@ -7,7 +7,7 @@ from headwater.stats import Paired, Stat, minus
 
 COLUMNS = (
     "Residual", "Validation loss", "Difference", "Seed by seed", "Bits per byte", "Parameters", "FLOPs per token",
-    "Wall-clock", "Peak memory",
+    "Wall\u2011clock", "Peak memory",
 )  # fmt: skip
 WIDTH, HEIGHT, EDGE = 172, 30, 8  # of the drawing in a row, in pixels
 COLOURS = 7  # besides colour 0, the baseline's

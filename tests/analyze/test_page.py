@@ -211,6 +211,9 @@ def test_one_evaluation_is_drawn_as_dots(visit, tmp_path):
     assert "attnres-full" in said
     assert all(f"seed {seed}\n{value:.4f}" in said for seed, value in zip(SEEDS, finals))
     assert "the only record" in page.locator("#eval").text_content()
+    phone = visit(folder / "report.html", **PHONE)
+    words = [text.bounding_box() for text in phone.locator("#eval text, #difference text").all()]
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= 390 for box in words)
 
 
 def test_a_point_between_gaps_is_drawn(visit, tmp_path):

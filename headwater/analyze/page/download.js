@@ -18,12 +18,17 @@ function csv(rows) {
 }
 const curveRows = (kind) => [["residual", "seed", "tokens", kind === "difference" ? "difference" : "loss"], ...groups.flatMap((group) =>
   curvesOf(group, kind).flatMap((run) => run.x.map((tokens, i) => [group.label, run.seed, tokens, run.y[i]])))];
-const mapRows = () => [["residual", "step", "read", "source", SCALE_TITLES[state.rows].split(",")[0]], ...groups.filter((group) => group.depth && (state.rows === "difference" ? subtractable(group) : frameOf(group).mixing)).flatMap((group) =>
-  [...everyRead(group)].flatMap((read) => weightsOf(group, frameOf(group), read).map((weight, source) => [group.label, frameOf(group).step, read, source, weight])))];
+function mapRows() {
+  const drawn = deep.filter((group) => (state.rows === "difference" ? subtractable(group) : frameOf(group).mixing));
+  const rowsOf = (group, frame, read) => weightsOf(group, frame, read).map((weight, source) => [group.label, frame.step, read, source, weight]);
+  const rows = drawn.flatMap((group) => [...everyRead(group)].flatMap((read) => rowsOf(group, frameOf(group), read)));
+  return [["residual", "step", "read", "source", SCALE_TITLES[state.rows].split(",")[0]], ...rows];
+}
 const measureRows = (key) => [["residual", "step", "sublayer", "kind", key], ...deep.flatMap((group) =>
   (frameOf(group)[key] || []).map((value, i) => [group.label, frameOf(group).step, i, group.depth.kinds[i] ?? "final read", value]))];
 function tableRows() {
-  if (document.body.classList.contains("matrix")) return [...host("table").rows].map((row) => [...row.cells].map((cell) => cell.dataset.value === undefined ? cell.textContent : Number(cell.dataset.value)));
+  const cellValue = ({ dataset, textContent }) => (dataset.value === undefined ? textContent : Number(dataset.value));
+  if (document.body.classList.contains("matrix")) return [...host("table").rows].map((row) => [...row.cells].map(cellValue));
   const keys = Object.keys(groups[0].results[0]);
   return [["residual", ...keys], ...groups.flatMap((group) => group.results.map((run) => [group.label, ...keys.map((key) => run[key])]))];
 }
@@ -74,8 +79,8 @@ function addKey(root, where, width, y, side) {
   for (const group of shown) {
     const name = document.querySelector(`.legend [data-arm="${group.index}"] code`), room = 40 + 8.6 * group.label.length;
     if (x > side && x + room > width - side) { x = side; y += 22; }
-    const style = getComputedStyle(name.previousElementSibling);
-    root.append(make("line", { x1: x, x2: x + 20, y1: y + 6, y2: y + 6, stroke: style.color, "stroke-width": 3, "stroke-dasharray": { look1: "6 4", look2: "2 4" }[group.look.split(" ")[1]] }));
+    const stroke = getComputedStyle(name.previousElementSibling).color, dashes = { look1: "6 4", look2: "2 4" }[group.look.split(" ")[1]];
+    root.append(make("line", { x1: x, x2: x + 20, y1: y + 6, y2: y + 6, stroke, "stroke-width": 3, "stroke-dasharray": dashes }));
     root.append(written(group.label, x + 26, y + 10, name));
     x += room;
   }

@@ -74,7 +74,8 @@ function exploreCurves({ svg, X, Y, box }, kind, shown, end, from) {
       if (shown.length > CROWD) light(chosen);
       const write = kind === "difference" ? signed : loss;
       const range = (seeds) => (seeds.length > 1 ? ` (${write(Math.min(...seeds))} to ${write(Math.max(...seeds))})` : "");
-      const lines = there(tokens).map(({ group, value, seeds }) => ({ key: swatch(group), name: group.label, value: (value === null ? "—" : write(value)) + range(seeds), near: group === chosen }));
+      const lines = there(tokens).map(({ group, value, seeds }) =>
+        ({ key: swatch(group), name: group.label, value: (value === null ? "—" : write(value)) + range(seeds), near: group === chosen }));
       return { title: `${many(tokens)} tokens`, lines, at: [X(tokens), box.top + 70] };
     },
   });
@@ -87,7 +88,7 @@ function drawDots(where, kind, title, all, shown) {
   const tokens = curvesOf(all[0], kind)[0].x.at(-1), step = 40, height = 64 + step * Math.max(1, rowsOf.length);
   const means = rowsOf.map(({ group, runs }) => ({ group, runs, mean: average(runs.map(lastOf)) }));
   const { svg, X, box } = axes(where, {
-    height, x: [low - pad, high + pad], y: [0, 1], yTicks: [], yTitle: title, xTitle: `at ${many(tokens)} tokens, the only record; a dot is a seed, the line their mean`,
+    height, x: [low - pad, high + pad], y: [0, 1], yTicks: [], yTitle: title, xTitle: `at ${many(tokens)} tokens, the only record`,
     label: `${title} after ${many(tokens)} tokens, means over seeds. ${means.map(({ group, mean }) => `${group.label} ends at ${loss(mean)}`).join("; ")}.`,
     xTicks: (room) => linearTicks(low - pad, high + pad, clamp(Math.round(room / 90), 2, 8)),
   });
@@ -115,11 +116,13 @@ function drawDots(where, kind, title, all, shown) {
 function drawLoss() {
   drawCurves("eval", "validation loss, nats per token", 340, "No evaluation was recorded.");
   drawCurves("train", "training loss, nats per token", 270, "No training loss was recorded.");
-  const lone = groups.length === 1 ? "There is nothing to subtract: the page shows one residual." : "No run has an evaluated baseline (the standard residual) with the same settings and seed.";
+  const lone = groups.length === 1 ? "There is nothing to subtract: the page shows one residual."
+    : "No run has an evaluated baseline with the same settings and seed.";
   drawCurves("difference", "difference in nats per token; below zero is better", 270, lone);
   const recorded = Math.max(...groups.flatMap((group) => ["eval", "train"].map((kind) => group.curves[kind].recorded)));
   const thinned = recorded > data.points ? `Curves are thinned for this page: at most ${data.points} of up to ${recorded} recorded points each. ` : "";
   const several = groups.some((group) => group.curves.train.runs.length > 1);
-  host("strokes").textContent = several ? `Thick: the mean over seeds. Thin: each seed${groups.length > CROWD ? " of the residual under the pointer" : ""}.` : "";
+  const dots = document.querySelector(".loss circle.seed") ? "A dot is a seed, the line beside it their mean. " : "";
+  host("strokes").textContent = dots + (several ? `Thick: the mean over seeds. Thin: each seed${groups.length > CROWD ? " of the residual under the pointer" : ""}.` : "");
   host("thinned").textContent = `${thinned}Training loss is a moving average over ${Math.max(...groups.map((group) => group.curves.train.window))} records.`;
 }

@@ -33,7 +33,8 @@ function addControls() {
 }
 function addSlider() {
   const last = steps.at(-1), words = (frame) => `step ${frame.step} · ${many(frame.tokens)} tokens`;
-  host("frames").textContent = deep.some((group) => group.depth.recorded > group.depth.frames.length) ? `Thinned for this page: ${steps.length} of ${Math.max(...deep.map((group) => group.depth.recorded))} depth records.` : "";
+  const recorded = Math.max(...deep.map((group) => group.depth.recorded)), thinned = deep.some((group) => group.depth.recorded > group.depth.frames.length);
+  host("frames").textContent = thinned ? `Thinned for this page: ${steps.length} of ${recorded} depth records.` : "";
   if (steps.length < 2) return void host("slider").append(make("output", {}, `Recorded at ${words(last)}`));
   const input = make("input", { type: "range", min: 0, max: steps.length - 1, value: steps.length - 1, "aria-label": "Training step of the depth charts", "aria-valuetext": words(last) });
   const output = make("output", {}, words(last));

@@ -18,7 +18,8 @@ const everyRead = (group) => group.depth.kinds.concat("final").keys();
 function drawMaps() {
   if (!deep.some((group) => group.depth.frames.some((frame) => frame.mixing))) return empty(host("maps"), "No depth-mixing weights were recorded.");
   const drawn = groups.filter((group) => group.depth && (state.rows === "difference" ? subtractable(group) : group.depth.frames.some((frame) => frame.mixing)));
-  const every = drawn.flatMap((group) => group.depth.frames.filter((frame) => frame.mixing).flatMap((frame) => [...everyRead(group)].flatMap((read) => known(weightsOf(group, frame, read)))));
+  const weightsIn = (group, frame) => [...everyRead(group)].flatMap((read) => known(weightsOf(group, frame, read)));
+  const every = drawn.flatMap((group) => group.depth.frames.filter((frame) => frame.mixing).flatMap((frame) => weightsIn(group, frame)));
   // The first reads have few sources and so large weights; the scale ends below the largest hundredth, or they would fade the rest.
   const sizes = every.map(Math.abs).sort((a, b) => a - b), top = sizes.at(-1) || 1, hundredth = sizes[Math.floor(sizes.length * 0.99)] || top;
   const most = hundredth < 0.9 * top ? hundredth : top, paint = painter(most);
@@ -60,7 +61,8 @@ function drawMap(where, group, drawn, paint) {
   const size = clamp(Math.floor((room / columns) * 2) / 2, 3, 30), tall = (size * columns - gap) / reads.length;
   const X = (column) => left + column * size, Y = (r) => top + r * tall + (r === reads.length - 1 ? gap : 0);
   const right = X(columns), bottom = Y(reads.length - 1) + tall;
-  const svg = make("svg", { width: Math.max(right + 4, 230), height: bottom + 44, role: "img", tabindex: 0, "aria-label": `Depth-mixing map of ${group.label}: ${reads.length} reads by ${columns} sources` });
+  const label = `Depth-mixing map of ${group.label}: ${reads.length} reads by ${columns} sources`;
+  const svg = make("svg", { width: Math.max(right + 4, 230), height: bottom + 44, role: "img", tabindex: 0, "aria-label": label });
   const values = reads.map((read) => weightsOf(group, frame, read));
   const canvas = paintCells(values, { size, tall, width: right - left, height: bottom - top, row: (r) => Y(r) - top }, paint);
   Object.assign(canvas.style, { left: `${left}px`, top: `${top}px` });
@@ -91,8 +93,9 @@ function labelMap(svg, group, reads, { X, Y, left, bottom, size, tall }) {
   const every = (space, needed) => [1, 2, 4, 8, 16, 32, 64].find((stride) => stride * space >= needed) || 128;
   const down = every(tall, 15), across = every(size, 22);
   reads.forEach((read, r) => {
-    const last = r === reads.length - 1;
-    if (last || (r % down === 0 && (reads.length - 1 - r) * tall >= 13)) svg.append(make("text", { x: left - 13, y: Y(r) + tall / 2 + 4, "text-anchor": "end", class: last ? "name" : "" }, last ? "final" : String(read)));
+    const last = r === reads.length - 1, room = r % down === 0 && (reads.length - 1 - r) * tall >= 13;
+    const name = { x: left - 13, y: Y(r) + tall / 2 + 4, "text-anchor": "end", class: last ? "name" : "" };
+    if (last || room) svg.append(make("text", name, last ? "final" : String(read)));
   });
   for (let i = 0; i < count; i += across) if ((i + 1) * size >= 30) svg.append(make("text", { x: X(i + 1.5), y: bottom + 21, "text-anchor": "middle" }, String(i)));
   svg.append(make("text", { class: "name", x: X(0.5), y: bottom + 21, "text-anchor": "middle" }, "emb"), make("text", { x: 0, y: bottom + 38 }, "rows: reads, columns: sources"));
