@@ -177,7 +177,7 @@ def evaluate(argv: list[str]) -> None:
     model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else export_run)(flags.folder)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about how it is called, which is our doing
     options = {name: getattr(flags, name) for name in ("fewshot", "limit", "batch_size", "device")}
-    results = run(model, tokenizer, tasks, include_path=flags.include_path, **options)
+    results = run(model, tokenizer, tasks, include_path=flags.include_path, unsafe_code=flags.unsafe_code, **options)
     settings = getattr(model.config, "headwater", {"residual": "standard"})
     about = {"checkpoint": str(flags.folder), "residual": settings["residual"], **options}
     out = flags.out or flags.folder / "eval.json"

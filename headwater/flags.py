@@ -118,6 +118,8 @@ class EvalFlags:
     """Score only so many questions of each task."""
     batch_size: int = 8
     device: str = "cpu"
+    unsafe_code: bool = False
+    """Run the code that the model writes, as humaneval asks: on this machine, with your rights, nothing around it."""
     out: Path | None = None
     """The JSON file to write; by default eval.json in the folder."""
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 
 import pytest
@@ -100,6 +101,41 @@ def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(run,
         assert written["results"]["rivers"]["acc,none"] == accuracy
         assert written["results"]["rivers_perplexity"]["perplexity,none"] == pytest.approx(perplexity, rel=1e-4)
         assert written["n-samples"]["rivers"]["effective"] == len(QUESTIONS)
+
+
+CODE = """
+import os
+
+def ran(doc, results):
+    return {"acc": float(os.environ["HF_ALLOW_CODE_EVAL"])}
+"""
+
+
+def test_code_that_a_model_writes_is_run_only_when_asked(run, tmp_path, capsys, monkeypatch, tasks):
+    monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
+    text = (tasks / "rivers.yaml").read_text()
+    unsafe = "unsafe_code: true\nprocess_results: !function check.ran\ntag: risky\n"
+    (tmp_path / "unsafe.yaml").write_text(text.replace("task: rivers", "task: unsafe") + unsafe)
+    (tmp_path / "group.yaml").write_text("group: both\ntask:\n- unsafe\n")
+    (tmp_path / "check.py").write_text(CODE)
+    manager = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+    command = ["eval", str(run), "--include-path", str(tmp_path), "--out", str(tmp_path / "eval.json"), "--tasks"]
+    for name in ("unsafe", "both", "risky"):
+        assert main([*command, name]) == 1
+        message = capsys.readouterr().err
+        assert "headwater: unsafe: scored by running the code that the model writes" in message
+        assert "--unsafe-code" in message
+    assert main([*command, "unsafe", "--unsafe-code"]) == 0
+    assert json.loads((tmp_path / "eval.json").read_text())["results"]["unsafe"]["acc,none"] == 1.0
+    assert "HF_ALLOW_CODE_EVAL" not in os.environ
+
+    def cannot_fetch(*_, **__):
+        raise FileNotFoundError("Couldn't find a module script")
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", cannot_fetch)
+    assert main([*command, "unsafe", "--unsafe-code"]) == 1
+    assert "the data of unsafe is not on this machine and cannot be fetched" in capsys.readouterr().err
 
 
 def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, capsys, monkeypatch):
