@@ -161,7 +161,7 @@ class TwoPhase:
         outs, lses, sources = self.operators().mix(sources, asked.contiguous()) if left else ((), (), sources)
         span = Span(sources, (later,), folded, outs, lses, folded[:left].unbind(0))
         if not self.full:
-            return span._replace(own=(own[0],)).pack()
+            return Span(*span[:6], (own[0],)).pack()
         for output in own:
             span = self._absorb(span, output, folded)
         return span.pack()
@@ -199,7 +199,7 @@ class TwoPhase:
         columns = scores.split([*[1] * left, scores.shape[-1] - left], -1)
         groups = [span.own[k * before : (k + 1) * before] for k in range(left + 2)]
         outputs, *scored = [(*group, new) for group, new in zip(groups, (y, *columns), strict=True)]
-        return span._replace(own=(*outputs, *chain(*scored)))
+        return Span(*span[:6], (*outputs, *chain(*scored)))
 
     def settle(self, state: State, i: int) -> State:
         """The plain state of read `i`: its sources alone, which any read can continue from."""
