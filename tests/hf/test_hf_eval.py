@@ -103,6 +103,14 @@ def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(run,
         assert written["n-samples"]["rivers"]["effective"] == len(QUESTIONS)
 
 
+def own_tasks_only(monkeypatch):
+    """Reading lm-eval's own thousands of tasks takes many seconds, and none of them is wanted here."""
+    import lm_eval.tasks
+
+    manager = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+
+
 CODE = """
 import os
 
@@ -118,8 +126,7 @@ def test_code_that_a_model_writes_is_run_only_when_asked(run, tmp_path, capsys, 
     (tmp_path / "unsafe.yaml").write_text(text.replace("task: rivers", "task: unsafe") + unsafe)
     (tmp_path / "group.yaml").write_text("group: both\ntask:\n- unsafe\n")
     (tmp_path / "check.py").write_text(CODE)
-    manager = lm_eval.tasks.TaskManager
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+    own_tasks_only(monkeypatch)
     command = ["eval", str(run), "--include-path", str(tmp_path), "--out", str(tmp_path / "eval.json"), "--tasks"]
     for name in ("unsafe", "both", "risky"):
         assert main([*command, name]) == 1
@@ -143,9 +150,7 @@ def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, c
         assert main(["eval", *map(str, words)]) == 1
         return capsys.readouterr().err
 
-    # Reading lm-eval's own thousands of tasks takes many seconds, and none of them is wanted here.
-    manager = lm_eval.tasks.TaskManager
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+    own_tasks_only(monkeypatch)
     include = ("--include-path", tasks)
     assert "lm-eval has no task 'riverz'. Did you mean 'rivers'?" in refused(run, "--tasks", "riverz", *include)
     assert "is not a folder" in refused(run, "--tasks", "rivers", "--include-path", tmp_path / "none")
