@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from headwater import __version__
 from headwater.errors import UserError, nearest, user_values
 from headwater.flags import (
     DEMO,
@@ -260,8 +261,13 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[0:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         say(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        say(f"headwater {__version__}")
         return 0
     try:
         if words[0] not in COMMANDS:
@@ -351,7 +357,8 @@ def make_report(folders: list[Path], out: Path | None) -> Path:
 def usage() -> str:
     lines = [f"  {name:<10} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items()]
     about = "headwater: the residual stream as a part you can swap.\n\nusage: headwater COMMAND [FLAGS]\n"
-    return "\n".join([about, *lines, "\nheadwater COMMAND --help lists the flags of a command."])
+    more = "\nheadwater COMMAND --help lists the flags of a command; headwater --version says which one this is."
+    return "\n".join([about, *lines, more])
 
 
 def say(text: str) -> None:

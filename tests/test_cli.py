@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tinyrun import flags, tiny
 
+import headwater
 from headwater.cli import DEMO, main, sized
 from headwater.errors import UserError
 from headwater.models import ModelConfig
@@ -62,6 +63,19 @@ def test_help_names_every_command(capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("train", "compare", "report", "generate", "demo"))
     assert "did you mean 'compare'?" in fails(capsys, "compar")
+
+
+def test_version_help_and_python_m(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"headwater {headwater.__version__}\n"
+    assert main(["help"]) == 0
+    assert "usage: headwater COMMAND" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["help", "train"])
+    assert "usage: headwater train" in capsys.readouterr().out
+    assert "did you mean 'train'?" in fails(capsys, "help", "trian")
+    shown = subprocess.run([sys.executable, "-m", "headwater", "-V"], capture_output=True, text=True, check=True).stdout
+    assert shown == f"headwater {headwater.__version__}\n"
 
 
 def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
