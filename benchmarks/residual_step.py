@@ -47,7 +47,7 @@ class PlainDecoder(nn.Module):
             return y.float()
 
         with torch.autocast(device, enabled=False):
-            x = self.formula(model.residual, model.embedding(tokens), run)
+            x = self.formula(model.embedding(tokens), run)
         return model.head(model.norm(x))
 
 

@@ -1,13 +1,18 @@
 """Every residual's formula written a second time, in the plainest way: the tests' oracle and the benchmark's rival.
 
-    formula(residual, x, run) -> what the head sees;   run(i, read) -> what sublayer i makes of its read
+    formula_of(residual)(x, run) -> what the head sees;   run(i, read) -> what sublayer i makes of its read
 
-The residual lends its parameters and options. Nothing here saves memory, guards precision or keeps a state apart from
-the loop: that is what the classes are for. Layers are attention, then MLP.
+The residual lends its parameters; options come from its name, so that a class which ignores one is found out. Nothing
+here saves memory, guards precision or keeps a state apart from the loop: that is what the classes are for. Layers are
+attention, then MLP.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import permutations
+from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Read, Residual
+from .registry import entry, parse
 
 Run = Callable[[int, Read], Tensor]
-Formula = Callable[[Any, Tensor, Run], Tensor]
+Formula = Callable[[Any, Any, Tensor, Run], Tensor]  # the residual, its options, the embedding, the sublayers
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -28,19 +34,19 @@ def weighted(weights: Any, sources: Any) -> Tensor:
     return sum(w * s for w, s in zip(weights, sources, strict=True))
 
 
-def standard(residual: Any, x: Tensor, run: Run) -> Tensor:
+def standard(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     for i in range(residual.sublayers):
         x = x + run(i, x)
     return x
 
 
-def gain(residual: Any, x: Tensor, run: Run) -> Tensor:
+def gain(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     for i in range(residual.sublayers):
         x = x + residual.gains[str(i)] * run(i, x)
     return x
 
 
-def highway(residual: Any, x: Tensor, run: Run) -> Tensor:
+def highway(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     for i in range(residual.sublayers):
         gate = residual.gates[str(i)]
         g = F.linear(unit(x), gate.weight, gate.bias).sigmoid()
@@ -48,95 +54,118 @@ def highway(residual: Any, x: Tensor, run: Run) -> Tensor:
     return x
 
 
-def deepnorm(residual: Any, x: Tensor, run: Run) -> Tensor:
+def deepnorm(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     for i in range(residual.sublayers):
-        x = unit(residual.sublayers**0.25 * x + run(i, x)) * residual.norms[str(i)]  # 2 M sublayers for M layers
+        # 2 M sublayers for M layers
+        x = unit(residual.sublayers**0.25 * x + run(i, x), o.eps) * residual.norms[str(i)]
     return x
 
 
-def laurel(residual: Any, x: Tensor, run: Run) -> Tensor:
+def laurel(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     states = [x]
     for i in range(residual.sublayers):
         new, old = 1.0, 1.0
-        if residual.balance:
+        if o.form in ("weighted", "weighted-low-rank"):
             new, old = 2 * residual.balance[str(i)].logits.softmax(0)
         x = new * run(i, states[-1]) + old * states[-1]
-        if residual.low_rank:
-            low = residual.low_rank[str(i)]
-            seen = states[-residual.states :][::-1]
-            x = x + F.linear(F.linear(seen[0] if low.mix is None else weighted(low.mix, seen), low.down), low.up)
+        if o.form != "weighted":
+            low, seen = residual.low_rank[str(i)], states[-1]
+            if o.form == "previous" and i > 0:
+                seen = weighted(low.mix, states[-o.states :][::-1])
+            x = x + F.linear(F.linear(seen, low.down), low.up)
         states.append(x)
     return states[-1]
 
 
-def depth_window(residual: Any, x: Tensor, run: Run) -> Tensor:
+def depth_window(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     keys, values = [], []
+    window, width = o.window or min(4, residual.sublayers), o.width or residual.dim // 4
     for i in range(residual.sublayers):
         read, n = residual.reads[str(i)], unit(x)
         keys.append(F.linear(n, read.key))
         values.append(F.linear(n, read.value))
-        k, v = torch.stack(keys[-residual.window :]), torch.stack(values[-residual.window :])
-        query = torch.zeros_like(k[0]) if read.query is None else F.linear(n, read.query)
-        scores = (query * k).sum(-1, keepdim=True) / residual.width**0.5
+        k, v = torch.stack(keys[-window:]), torch.stack(values[-window:])
+        query = torch.zeros_like(k[0]) if i == 0 else F.linear(n, read.query)
+        scores = (query * k).sum(-1, keepdim=True) / width**0.5
         x = x + F.linear((scores.softmax(0) * v).sum(0), read.output)
         x = x + run(i, x)
     return x
 
 
-def depth_read(read: Any, sources: list[Tensor], eps: float) -> Tensor:
-    stack = torch.stack(sources)
-    logits = (unit(stack, eps) * read.key_weight * read.query).sum(-1, keepdim=True)
-    return (logits.softmax(0) * stack).sum(0)
+# Of a depth read in a residual that leaves no choice.
+PLAIN_READ = {"query": "static", "weights": "softmax", "key_norm": True, "heads": 1, "key_dim": None}
 
 
-def attention(residual: Any, x: Tensor, run: Run) -> Tensor:
-    """Static queries, softmax, one head, no window."""
-    sources = [x]
+def depth_read(read: Any, o: Any, sources: list[Tensor]) -> Tensor:
+    """One read of Attention Residuals: for each head its channels of query, keys and values."""
+    values = torch.stack(sources)
+    if o.weights == "static":
+        return per_head(values, read.scalars.view(len(sources), *[1] * (values.dim() - 2), o.heads))
+    keys = values[..., -(o.key_dim or values.shape[-1]) :]
+    if o.key_norm:
+        keys = unit(keys, o.eps) * read.key_weight
+    query = read.query
+    if o.query == "projected":
+        query = F.linear(unit(sources[-1], o.eps), read.query)
+    logits = torch.stack([part.sum(-1) for part in (keys * query).chunk(o.heads, -1)], -1)
+    return per_head(values, logits.softmax(0) if o.weights == "softmax" else logits.sigmoid())
+
+
+def per_head(values: Tensor, weights: Tensor) -> Tensor:
+    """sum_n weights_n values_n for values (N, ..., D), a head's weight for all channels of the head."""
+    parts = zip(values.chunk(weights.shape[-1], -1), weights.unbind(-1), strict=True)
+    return torch.cat([(part * weight.unsqueeze(-1)).sum(0) for part, weight in parts], -1)
+
+
+def attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    block = o.block or max(2, ceil(residual.sublayers / 8))
+    outputs: list[Tensor] = []
     for i in range(residual.sublayers + 1):
-        h = x if i == 0 else depth_read(residual.reads[str(i)], sources, residual.eps)
-        if i == residual.sublayers:
-            break
-        y = run(i, h)
-        sources = [*sources[:-1], sources[-1] + y] if i % residual.block else [*sources, y]
+        blocks = [torch.stack(outputs[j : j + block]).sum(0) for j in range(0, i, block)]
+        h = x if i == 0 else depth_read(residual.reads[str(i)], o, [x, *blocks[-(o.window or i) :]])
+        if i < residual.sublayers:
+            outputs.append(run(i, h))
     return h
 
 
-def delta_attention(residual: Any, x: Tensor, run: Run) -> Tensor:
-    sources = [x]
+def delta_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    stream = x
+    outputs: list[Tensor] = []
     for i in range(residual.sublayers):
-        mixed = sources[0] if i == 0 else depth_read(residual.reads[str(i)], sources, residual.eps)
-        y = run(i, x + mixed)
-        x = x + y
-        sources = [*sources[:-1], sources[-1] + y] if i % residual.block else [*sources, y]
-    return x
+        blocks = [torch.stack(outputs[j : j + o.block]).sum(0) for j in range(0, i, o.block)]
+        mixed = x if i == 0 else depth_read(residual.reads[str(i)], o, [x, *blocks])
+        outputs.append(run(i, stream + mixed))
+        stream = stream + outputs[-1]
+    return stream
 
 
-def denseformer(residual: Any, x: Tensor, run: Run) -> Tensor:
+def denseformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     outputs = [x]
     for i in range(0, residual.sublayers, 2):
         x = x + run(i, x)
         x = x + run(i + 1, x)
         outputs.append(x)
         m = i // 2 + 1
-        if m % residual.period == 0:
+        if m % o.period == 0:
             weights = residual.sums[key] if (key := str(i + 2)) in residual.sums else [1.0]  # the last, of one term
-            x = weighted(weights, outputs[m % residual.dilation :: residual.dilation])
+            x = weighted(weights, outputs[m % o.dilation :: o.dilation])
     return x
 
 
-def every_layer_counts(residual: Any, x: Tensor, run: Run) -> Tensor:
+def every_layer_counts(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     outputs = [x]
     for i in range(0, residual.sublayers, 2):
         if i:
             x = weighted(residual.logits[str(i)].softmax(0), outputs)
         t = run(i, x)
-        u = t + run(i + 1, x + t if residual.rereads_input else t)
-        outputs.append(unit(u) if residual.normalized else u)
-    final = str(residual.sublayers)
-    return weighted(residual.logits[final].softmax(0), outputs) if final in residual.logits else outputs[-1]
+        u = t + run(i + 1, t if o.variant == "base" else x + t)
+        outputs.append(unit(u) if o.variant == "normalized" else u)
+    if o.variant != "weighted-output":
+        return outputs[-1]
+    return weighted(residual.logits[str(residual.sublayers)].softmax(0), outputs)
 
 
-def vertical_attention(residual: Any, x: Tensor, run: Run) -> Tensor:
+def vertical_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     outputs = [x]
     for i in range(0, residual.sublayers, 2):
         if i:
@@ -147,26 +176,26 @@ def vertical_attention(residual: Any, x: Tensor, run: Run) -> Tensor:
     return x
 
 
-def deep_cross_attention(residual: Any, x: Tensor, run: Run) -> Tensor:
+def deep_cross_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     def reads(i: int) -> list[Tensor]:
         """One for each input, over all outputs or (k-DCA) the embedding, the sum of older ones and the last k."""
-        k, grn = residual.last, residual.grns[str(i)]
+        k, grn = o.last, residual.grns[str(i)]
         bank = outputs if k is None or len(outputs) <= k + 2 else [x, torch.stack(outputs[1:-k]).sum(0), *outputs[-k:]]
         inputs = []
         for way, constants in enumerate(grn.constant):
-            extra = [0.0 if grn.query is None else (u * grn.query[way]).sum(-1, keepdim=True).relu() for u in bank]
+            extra = [(u * grn.query[way]).sum(-1, keepdim=True).relu() if o.version == "v3" else 0.0 for u in bank]
             inputs.append(weighted([b + e for b, e in zip(constants, extra, strict=True)], bank))
         return inputs
 
     outputs = [x]
     for i in range(0, residual.sublayers, 2):
         inputs = reads(i) if i else [x]
-        t = run(i, inputs[0] if len(inputs) == 1 else (inputs[0], inputs[1], inputs[2]))
+        t = run(i, (inputs[0], inputs[1], inputs[2]) if i and o.inputs == "separate" else inputs[0])
         outputs.append(t + run(i + 1, inputs[0] + t))
     return reads(residual.sublayers)[0]
 
 
-def muddformer(residual: Any, x: Tensor, run: Run) -> Tensor:
+def muddformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     def reads(i: int) -> list[Tensor]:
         dense = residual.dense[str(i)]
         hidden = F.linear(F.gelu(F.linear(unit(outputs[-1]), dense.down)), dense.up)
@@ -184,32 +213,32 @@ def muddformer(residual: Any, x: Tensor, run: Run) -> Tensor:
     return reads(residual.sublayers)[0]
 
 
-def streams(residual: Any, x: Tensor, run: Run, coefficients: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    h = torch.stack([x] * residual.streams, dim=-2)  # (..., n, D)
+def streams(residual: Any, o: Any, x: Tensor, run: Run, coefficients: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+    h = torch.stack([x] * o.streams, dim=-2)  # (..., n, D)
     for i in range(residual.sublayers):
-        pre, post, res = coefficients(residual, h, i)
+        pre, post, res = coefficients(h, i)
         y = run(i, torch.einsum("...n,...nd->...d", pre, h))
         h = torch.einsum("...ij,...jd->...id", res, h) + torch.einsum("...n,...d->...nd", post, y)
     return h.sum(-2)
 
 
-def hyper_connections(residual: Any, x: Tensor, run: Run) -> Tensor:
+def hyper_connections(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     """The paper's matrices: h = A_m^T H, H' = A_r^T H + B^T y, each plus its dynamic part."""
 
-    def coefficients(residual: Any, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    def coefficients(h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
         c = residual.connections[str(i)]
-        if c.dynamic is None:
+        if o.form == "static":
             shape = h.shape[:-2]
             return c.pre.expand(*shape, -1), c.post.expand(*shape, -1), c.res.T.expand(*shape, -1, -1)
         t = torch.tanh(F.linear(unit(h), c.dynamic))  # (..., n, n + 2)
         beta, alpha = c.post + c.post_scale * t[..., 0], c.pre + c.mix_scale * t[..., 1]
         return alpha, beta, (c.res + c.mix_scale * t[..., 2:]).mT
 
-    return streams(residual, x, run, coefficients)
+    return streams(residual, o, x, run, coefficients)
 
 
-def constrained(residual: Any, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-    n, mapping = residual.streams, residual.mappings[str(i)]
+def constrained(residual: Any, n: int, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    mapping = residual.mappings[str(i)]
     raw = F.linear(unit(h.flatten(-2), eps=1e-20), mapping.weight)
     counts = torch.tensor([n, n, raw.shape[-1] - 2 * n], device=h.device)
     scales = mapping.scale.repeat_interleave(counts, output_size=raw.shape[-1])
@@ -217,36 +246,36 @@ def constrained(residual: Any, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tenso
     return pre.sigmoid(), 2 * post.sigmoid(), res
 
 
-def mhc(residual: Any, x: Tensor, run: Run) -> Tensor:
-    def coefficients(residual: Any, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, logits = constrained(residual, h, i)
-        matrix = logits.unflatten(-1, (residual.streams, residual.streams)).exp()
-        for _ in range(residual.iterations):
+def mhc(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    def coefficients(h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, logits = constrained(residual, o.streams, h, i)
+        matrix = logits.unflatten(-1, (o.streams, o.streams)).exp()
+        for _ in range(o.iterations):
             matrix = matrix / matrix.sum(-2, keepdim=True)
             matrix = matrix / matrix.sum(-1, keepdim=True)
         return pre, post, matrix
 
-    return streams(residual, x, run, coefficients)
+    return streams(residual, o, x, run, coefficients)
 
 
-def mhc_lite(residual: Any, x: Tensor, run: Run) -> Tensor:
-    def coefficients(residual: Any, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, logits = constrained(residual, h, i)
+def mhc_lite(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    def coefficients(h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, logits = constrained(residual, o.streams, h, i)
         return pre, post, torch.einsum("...r,rij->...ij", logits.softmax(-1), matrices)
 
-    one = torch.eye(residual.streams, dtype=x.dtype, device=x.device)
-    matrices = torch.stack([one[list(order)] for order in permutations(range(residual.streams))])
-    return streams(residual, x, run, coefficients)
+    one = torch.eye(o.streams, dtype=x.dtype, device=x.device)
+    matrices = torch.stack([one[list(order)] for order in permutations(range(o.streams))])
+    return streams(residual, o, x, run, coefficients)
 
 
-def deep_delta(residual: Any, x: Tensor, run: Run) -> Tensor:
+def deep_delta(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     def compressed(i: int) -> Tensor:
-        if residual.width == 1:
+        if o.width == 1:
             return stream[..., 0]
         c = residual.compressors[str(i - i % 2)]
-        columns = range(residual.width)
-        if c.kernel.dim() == 2:  # over the columns, one before and the rest after
-            padded = F.pad(stream, (1, residual.width))
+        columns = range(o.width)
+        if o.compress == "channel":  # one column before and the rest after
+            padded = F.pad(stream, (1, o.width))
             convolved = [weighted(c.kernel, [padded[..., o + j] for j in columns]) for o in columns]
         else:  # over the last four tokens
             padded = F.pad(stream, (0, 0, 0, 0, 3, 0))
@@ -255,8 +284,8 @@ def deep_delta(residual: Any, x: Tensor, run: Run) -> Tensor:
             convolved = [weighted(c.kernel[:, o], [tap[..., o] for tap in taps]) for o in columns]
         return weighted(c.read, convolved)
 
-    stream = torch.stack([x] * residual.width, dim=-1)  # (..., D, n)
-    if residual.expander is not None:
+    stream = torch.stack([x] * o.width, dim=-1)  # (..., D, n)
+    if o.expand == "token":
         taps = [F.pad(x, (0, 0, 3 - j, 0))[..., : x.shape[-2], :] for j in range(4)]
         stream = torch.stack([weighted(taps_of, taps) for taps_of in residual.expander.kernel.unbind(1)], dim=-1)
     for i in range(residual.sublayers):
@@ -265,7 +294,7 @@ def deep_delta(residual: Any, x: Tensor, run: Run) -> Tensor:
         k = y / (y.square().sum(-1, keepdim=True) + 1e-10).sqrt()
         beta = 2 * F.linear(unit(h), w.beta_weight, w.beta_bias).sigmoid().unsqueeze(-1)
         value = unit(h) @ w.value_weight.T
-        if residual.bounded:
+        if o.value == "bounded":
             value = 4 * F.linear(h, w.value_weight, w.value_bias).sigmoid()
         error = value - torch.einsum("...d,...dn->...n", k, stream)
         stream = stream + beta * torch.einsum("...d,...n->...dn", k, error)
@@ -295,5 +324,15 @@ FORMULAS: Mapping[str, Formula] = {
 }
 
 
-def formula_of(residual: Residual) -> Formula:
-    return FORMULAS[residual.spec.partition(":")[0]]
+def formula_of(residual: Residual) -> Callable[[Tensor, Run], Tensor]:
+    """The formula of this residual: of the embedding, and of what runs a sublayer."""
+    return partial(FORMULAS[residual.spec.partition(":")[0]], residual, options_of(residual))
+
+
+def options_of(residual: Residual) -> SimpleNamespace:
+    """What the residual's name asks for, and defaults."""
+    name, given = parse(residual.spec)
+    known = entry(name)
+    keywords = inspect.signature(known.build).parameters.values()
+    defaults = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
+    return SimpleNamespace(**{**PLAIN_READ, **defaults, **known.fixed, **given})
