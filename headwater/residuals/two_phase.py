@@ -213,9 +213,10 @@ class TwoPhase:
         pairs = [scores.split([count, scores.shape[-1] - count], -1) for scores in span.scores]
         asked, later = tuple(zip(*pairs))
         weight, eps = folded_norm(norm)
-        outs, lses, sources = self.operators().mix(span.sources, torch.cat(asked, -2), weight, eps)
+        z, ends = torch.cat(asked, -2), i == self.sublayers  # after the final read nobody takes sources from here
+        outs, lses, sources = self.operators().mix(span.sources, z, weight, eps, thread=not ends)
         queries = span.folded[i + 1 - self.first : i + count - self.first].unbind(0)
-        span = Span(sources, later, span.folded, outs[1:], lses[1:], queries)
+        span = Span(sources or span.sources, later, span.folded, outs[1:], lses[1:], queries)
         return outs[0] if weight is not None else apply_norm(norm, outs[0]), span.pack()
 
     def _merge_sum(self, span: Span, norm: Norm | None) -> tuple[Tensor, State]:

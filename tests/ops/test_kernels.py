@@ -16,7 +16,8 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.attnres import error, worst_of
 from headwater.models import Decoder, ModelConfig
 from headwater.ops import attend_blocks, decode_read, depth_attention
-from headwater.ops.depth import autograd
+from headwater.ops.depth import autograd, merge, mix, score
+from headwater.ops.depth import read as read_kernel
 from headwater.ops.depth import reference as two_phase
 from headwater.ops.triton.launch import launch_that_fits, launches
 from headwater.residuals import build
@@ -339,25 +340,31 @@ def test_the_backend_asked_for_runs_or_raises():
 
 def test_operators_are_well_registered():
     v, folded, g = torch.randn(2, 16), torch.randn(3, 16), torch.ones(16)
-    ops = torch.ops.headwater
-    z, rstd = ops.score(v, folded, 1e-6)
-    x, r, out, lse, p = ops.mix([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)
-    merged = ops.merge(v, None, out[0], lse[1], g.clone(), None, g, 1e-6, 1e-6)[2]
+    sources, others, douts = [v, v.clone()], [v, v + 1], [v.clone() for _ in range(3)]
+    z, rstd = score.score(v, folded, 1e-6)
+    scores = torch.stack([z, z], -2)
+    x, r, out, lse, p = mix.mix(sources, scores, g, 1e-6, False)
+    merged = merge.merge(v, None, out[0], lse[1], g.clone(), None, g, 1e-6, 1e-6)[2]
+    one, out, lse = p[..., :1].contiguous(), out[0].clone(), lse[1].clone()
     checks = [
-        (ops.score.default, (v, folded, 1e-6)),
-        (ops.score_backward.default, (v, folded, z, rstd, z.clone(), None)),
-        (ops.score_backward_.default, (v, folded, z, rstd, z.clone(), v.clone())),
-        (ops.mix.default, ([v, v.clone()], torch.stack([z, z], -2), g, 1e-6, False)),
-        (ops.mix_backward.default, ([v, v.clone()], p, [v.clone() for _ in range(3)], lse.clone(), False, None)),
-        (ops.mix_backward_.default, ([v, v + 1], p, [v.clone() for _ in range(3)], None, [v.clone(), v + 2], None)),
-        (ops.mix_backward_.default, ([v], p[..., :1].contiguous(), [v.clone()], None, [v + 2], rstd.clone())),
-        (ops.merge.default, (v, None, out[0].clone(), lse[1].clone(), g.clone(), None, g, 1e-6, 1e-6)),
-        (ops.merge_backward.default, (v, v + 1, x, v + 2, None, lse[1].clone(), g.clone(), None, g, merged, 1e-6)),
-        (ops.norm_backward.default, (v, x, g, r, 1e-6, True)),
-        (ops.read.default, ([v, v.clone()], None, g.clone(), None, g, 1e-6, 1e-6, True)),
+        (score.score, (v, folded, 1e-6)),
+        (score.score_backward, (v, folded, z, rstd, z.clone(), None)),
+        (score.score_backward_, (v, folded, z, rstd, z.clone(), v.clone())),
+        (mix.mix, (sources, scores, g, 1e-6, False)),
+        (mix.mix, (sources, scores, None, 1e-6, True)),
+        (mix.mix_backward, (sources, p, douts, torch.randn(3, 2), False, None)),
+        (mix.mix_backward, ([v], one, douts[:1], None, False, rstd.clone())),
+        (mix.mix_backward_, (others, p, douts, None, [v.clone(), v + 2], None)),
+        (mix.mix_backward_, ([v], one, douts[:1], None, [v + 2], rstd.clone())),
+        (merge.merge, (v, None, out, lse, g.clone(), None, g, 1e-6, 1e-6)),
+        (merge.merge_backward, (v, v + 1, x, v + 2, None, lse, g.clone(), None, g, merged, 1e-6)),
+        (merge.norm_backward, (v, x, g, r, 1e-6, True)),
+        (read_kernel.read, (sources, None, g.clone(), None, g, 1e-6, 1e-6, True)),
     ]
-    for operator, arguments in checks:
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    for writer, arguments in checks:
+        made = writer.allocate(*arguments)
+        assert writer.overload(*arguments, *made) is None  # see `Writer`
+        torch.library.opcheck(writer.overload, (*arguments, *made), test_utils=("test_schema", "test_faketensor"))
 
 
 class Hungry:

@@ -79,7 +79,7 @@ class _Score(torch.autograd.Function):
         dz = dz.contiguous()
         if gradient is not None and (torch.compiler.is_compiling() or _owned(gradient)):
             gradient = _to_add_to(gradient)
-            df = score_backward_(source, folded, z, rstd, dz, gradient)
+            (df,) = score_backward_(source, folded, z, rstd, dz, gradient)
         else:  # none, or one that is not ours: written anew, which is less than to copy it and add
             gradient = None if gradient is None else gradient.contiguous()
             gradient, df = score_backward(source, folded, z, rstd, dz, gradient)
@@ -95,14 +95,15 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         # Not one name each: without gradients dynamo drops ctx where it counts one argument more than parameters.
-        z, norm_weight, norm_eps, rebuild, exact, *sources = args
+        z, norm_weight, norm_eps, rebuild, exact, thread, *sources = args
         x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps, exact)
         normed = norm_weight is not None
         ctx.queries, ctx.normed, ctx.norm_eps, ctx.rebuild = z.shape[-1], normed, norm_eps, rebuild
         ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources[rebuild:])
         ctx.set_materialize_grads(False)
         outs = ((x,) if normed else ()) + out.unbind(0)
-        return (*outs, *lse.unbind(0), *(source.view_as(source) for source in sources[rebuild:]))
+        again = (source.view_as(source) for source in sources[rebuild:]) if thread else ()
+        return (*outs, *lse.unbind(0), *again)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -118,13 +119,13 @@ class _Mix(torch.autograd.Function):
             dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps, exact)
             douts = (dh, *douts[1:])
         if ctx.rebuild and along is None:  # this read was not used
-            return (None, None, None, None, None, None, *later)
+            return (None, None, None, None, None, None, None, *later)
         filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
         dlse = None
         if not ctx.rebuild and any(d is not None for d in dlses):  # no one sees that of a rebuilt read
             dlse = torch.stack([p.new_zeros(p.shape[:-2]) if d is None else d for d in dlses])
         dz, dsources = _gather_into(sources, p, filled, dlse, later, along if ctx.rebuild else None)
-        return (dz, dg, None, None, None, *dsources)
+        return (dz, dg, None, None, None, None, *dsources)
 
 
 def _gather_into(
@@ -138,23 +139,28 @@ def _gather_into(
     """dz, and for each source its gradient from later reads plus this one's share; with `whole`, first that of the
     source that was not kept."""
     if all(g is None for g in later):
-        dz, *made = mix_backward(sources, p, douts, dlse, False, whole)
+        dz, first, made = mix_backward(sources, p, douts, dlse, False, whole)
     else:
-        given = [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
-        dz, first = mix_backward_(sources, p, douts, dlse, given, whole)
-        made = [*([] if whole is None else [first]), *given]
-    return dz, [_own(g) for g in made]
+        made = [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
+        dz, first = mix_backward_(sources, p, douts, dlse, made, whole)
+    return dz, [_own(g) for g in (made if first is None else [first, *made])]
 
 
 def mix(
-    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+    sources: Sequence[Tensor],
+    z: Tensor,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    *,
+    thread: bool = True,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
     """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and the sources again.
 
-    `z`: scores (..., N, S) in fp32.
+    `z`: scores (..., N, S) in fp32. thread=False, for the last read of all: no sources again. Compiled, their gradients
+    would be zeros that are written, and then added to.
     """
     queries = z.shape[-1]
-    results = _mix(sources, z, norm_weight, norm_eps)
+    results = _mix(sources, z, norm_weight, norm_eps, thread=thread)
     return results[:queries], results[queries : 2 * queries], results[2 * queries :]
 
 
@@ -171,13 +177,19 @@ def merge_outputs(
 
 
 def _mix(
-    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, norm_eps: float, *, rebuild: bool = False
+    sources: Sequence[Tensor],
+    z: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    *,
+    rebuild: bool = False,
+    thread: bool = True,
 ) -> tuple[Tensor, ...]:
     dtype = sources[0].dtype
     if norm_weight is None or dtype != torch.float16:
-        return apply(_Mix, z, norm_weight, norm_eps, rebuild and norm_weight is not None, False, *sources)
+        return apply(_Mix, z, norm_weight, norm_eps, rebuild and norm_weight is not None, False, thread, *sources)
     # fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it unrounded.
-    first, *rest = apply(_Mix, z, None, norm_eps, False, z.shape[-1] == 1, *sources)
+    first, *rest = apply(_Mix, z, None, norm_eps, False, z.shape[-1] == 1, thread, *sources)
     return (rms_norm(first.float(), norm_weight, norm_eps).to(dtype), *rest)
 
 
@@ -216,8 +228,6 @@ class _Merge(torch.autograd.Function):
             dx.contiguous(), None if dtotal is None else dtotal.contiguous(), x, total, kept, lse, query, key_weight,
             norm_weight, stats, ctx.norm_eps,
         )  # fmt: skip
-        dkey = None if key_weight is None else dkey
-        dg = None if norm_weight is None else dg
         return dp, None if ctx.opens else dp, dout, dlse, dquery, dkey, dg, None, None, None
 
 
@@ -272,7 +282,7 @@ class _Attend(torch.autograd.Function):
         if ctx.normed and dx is not None:
             douts[0], dg = _norm_backward(dx, rstd, norm_weight, ctx.eps, sources, scores)
         dlse = None if dlse is None else dlse.contiguous()
-        dz, *dsources = mix_backward(sources, p, douts, dlse, True, None)
+        dz, _, dsources = mix_backward(sources, p, douts, dlse, True, None)
         dz = dz if dz_given is None else dz + dz_given
         df = torch.zeros_like(folded)
         results = []

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
-from headwater.ops.triton.registration import operator
+from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import INTERPRETED, add3, ceil_div, power_of_2, processors, rows_of
 
 from .mix import gain
@@ -185,11 +185,12 @@ def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
     launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), flags | sizes, num_warps=4)
 
 
-def _fake_merge(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
-    return _merge_outputs(y, partial)
+def _outputs(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
+    total = None if partial is None else torch.empty_like(y)
+    return torch.empty_like(y), total, torch.empty((3, *y.shape[:-1]), dtype=torch.float32, device=y.device)
 
 
-@operator(_fake_merge)
+@writer(_outputs)
 def merge(
     y: Tensor,
     partial: Tensor | None,
@@ -200,32 +201,30 @@ def merge(
     norm_weight: Tensor | None,
     eps: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The read, the block's new sum (empty without `partial`: it is y itself), and per token 1/rms, logit, 1/rms(h)."""
+    x: Tensor,
+    total: Tensor | None,
+    stats: Tensor,
+) -> None:
+    """The read, the block's new sum (none without `partial`: it is y itself), and per token 1/rms, logit, 1/rms(h)."""
     launches["merge"] += 1
     rows, width = rows_of(y)
-    x, total, stats = _merge_outputs(y, partial)
     key = query if key_weight is None else key_weight
     args = (y, y if partial is None else partial, out, lse, query, key, query if norm_weight is None else norm_weight)
     constants = {
         "OPENS": partial is None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
         "BD": power_of_2(width),
     }  # fmt: skip
-    args += (total, x, stats)
+    args += (x if total is None else total, x, stats)
     launch(_merge, (rows,), args, (width, eps, norm_eps), constants, num_warps=_warps(width))
-    return x, total, stats
 
 
-def _merge_outputs(y, partial):
-    total = y.new_empty(0) if partial is None else torch.empty_like(y)
-    return torch.empty_like(y), total, torch.empty((3, *y.shape[:-1]), dtype=torch.float32, device=y.device)
+def _gradients(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, stats, norm_eps):
+    dkey = None if key_weight is None else torch.empty_like(key_weight)
+    dg = None if norm_weight is None else torch.empty_like(norm_weight)
+    return torch.empty_like(dx), torch.empty_like(dx), torch.empty_like(lse), torch.empty_like(query), dkey, dg
 
 
-def _fake_merge_backward(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, stats, norm_eps):
-    return _merge_gradients(dx, query, key_weight, norm_weight)
-
-
-@operator(_fake_merge_backward)
+@writer(_gradients)
 def merge_backward(
     dx: Tensor,
     dtotal: Tensor | None,
@@ -238,11 +237,16 @@ def merge_backward(
     norm_weight: Tensor | None,
     stats: Tensor,
     norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dp: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    dquery: Tensor,
+    dkey: Tensor | None,
+    dg: Tensor | None,
+) -> None:
     """dP (the gradient of both y and partial), dout, dlse, and the gradients of query, key weight and norm weight."""
     launches["merge_backward"] += 1
     rows, width = rows_of(dx)
-    dp, dout, dlse, dquery, dkey, dg = _merge_gradients(dx, query, key_weight, norm_weight)
     key = query if key_weight is None else key_weight
     flags = {"MERGE": True, "KEY": key_weight is not None, "NORM": norm_weight is not None}
     args = (
@@ -250,32 +254,31 @@ def merge_backward(
         query if norm_weight is None else norm_weight, stats, stats, dp, dout, dlse,
     )  # fmt: skip
     constants = {"GIVEN": dtotal is not None, "OUT": out is not None}
-    _backward(args, (query, key, dquery, dkey, dg), rows, width, norm_eps, constants, flags)
-    return dp, dout, dlse, dquery, dkey, dg
+    of_weights = (dquery, dquery if dkey is None else dkey, dquery if dg is None else dg)
+    _backward(args, (query, key, *of_weights), rows, width, norm_eps, constants, flags)
 
 
-def _merge_gradients(dx, query, key_weight, norm_weight):
-    dkey = dx.new_empty(0) if key_weight is None else torch.empty_like(key_weight)
-    dg = dx.new_empty(0) if norm_weight is None else torch.empty_like(norm_weight)
-    dlse = torch.empty(dx.shape[:-1], dtype=torch.float32, device=dx.device)
-    return torch.empty_like(dx), torch.empty_like(dx), dlse, torch.empty_like(query), dkey, dg
-
-
-def _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact):
+def _gradients_of_norm(dx, x, norm_weight, rstd, norm_eps, exact):
     dh = torch.empty_like(dx, dtype=torch.float32 if exact else dx.dtype)
     return dh, torch.empty_like(norm_weight), torch.empty_like(rstd)
 
 
-@operator(_fake_norm_backward)
+@writer(_gradients_of_norm)
 def norm_backward(
-    dx: Tensor, x: Tensor, norm_weight: Tensor, rstd: Tensor, norm_eps: float, exact: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    dx: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    rstd: Tensor,
+    norm_eps: float,
+    exact: bool,
+    dh: Tensor,
+    dg: Tensor,
+    along: Tensor,
+) -> None:
     """From a folded RMSNorm's output: the gradients dh of its input and of its weight, and <dh, h> of each token.
     exact: dh in fp32."""
     launches["norm_backward"] += 1
     rows, width = rows_of(dx)
-    dh, dg, along = _fake_norm_backward(dx, x, norm_weight, rstd, norm_eps, exact)
     flags = {"MERGE": False, "KEY": False, "NORM": True}
     args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, dh, dh, along)
     _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)
-    return dh, dg, along

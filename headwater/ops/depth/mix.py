@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import address_table, launch, launches
-from headwater.ops.triton.registration import operator
+from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import ceil_div, power_of_2, row_pointer, rows_of, vectorised
 
 GROUP, BACKWARD_WARPS = 4, 2  # sources that a program of the backward takes at once (at most), and its warps
@@ -212,22 +212,37 @@ def _floor_power(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
-def _fake_mix(sources, z, norm_weight, eps, exact):
-    return _mix_outputs(sources, z, norm_weight, exact)
+def _outputs(sources, z, norm_weight, eps, exact):
+    shape, dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
+    normed = norm_weight is not None
+    x = torch.empty(shape, dtype=dtype, device=device) if normed else None
+    rstd = torch.empty(shape[:-1], dtype=torch.float32, device=device) if normed else None
+    queries = z.shape[-1]
+    out = torch.empty(queries - normed, *shape, dtype=torch.float32 if exact else dtype, device=device)
+    lse = torch.empty(queries, *shape[:-1], dtype=torch.float32, device=device)
+    return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=device)
 
 
-@operator(_fake_mix)
+@writer(_outputs)
 def mix(
-    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None, eps: float, exact: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    sources: Sequence[Tensor],
+    z: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    exact: bool,
+    x: Tensor | None,
+    rstd: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    p: Tensor,
+) -> None:
     """N sources (..., D) and scores (..., N, S) to: the first output normed, its 1/rms, the outputs (S, ..., D),
-    their log-sum-exp (S, ...) and the weights (..., N, S). With `norm_weight` the outputs lack the first; without, the
-    normed one and its 1/rms are empty. exact: the outputs in fp32."""
+    their log-sum-exp (S, ...) and the weights (..., N, S). With `norm_weight` the outputs lack the first; without,
+    there is no normed one and no 1/rms. exact: the outputs in fp32."""
     launches["mix"] += 1
     rows, width = rows_of(sources[0])
     count, queries = z.shape[-2:]
-    x, rstd, out, lse, p = _mix_outputs(sources, z, norm_weight, exact)
-    narrow = power_of_2(queries)
+    narrow, first = power_of_2(queries), p if x is None else x
     grid = (ceil_div(rows, 32),)
     launch(_softmax, grid, (z, p, lse), (rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
     table = address_table(sources)
@@ -247,35 +262,21 @@ def mix(
             table,
             p.view(-1)[s:],
             sources[0],
-            out[shift:] if len(out) else x,
-            x,
-            rstd,
+            out[shift:] if len(out) else first,
+            first,
+            p if rstd is None else rstd,
             norm_weight if norm_weight is not None and normed else p,
         )
         launch(_mix, (rows,), args, (rows, count, queries, width, eps), constants, num_warps=warps)
-    return x, rstd, out, lse, p
 
 
-def _mix_outputs(sources, z, norm_weight, exact):
-    first, shape = sources[0], sources[0].shape
-    queries = z.shape[-1]
-    normed = norm_weight is not None
-    x = torch.empty(shape if normed else (0,), dtype=first.dtype, device=first.device)
-    rstd = torch.empty(shape[:-1] if normed else (0,), dtype=torch.float32, device=first.device)
-    out_dtype = torch.float32 if exact else first.dtype
-    out = torch.empty(queries - normed, *shape, dtype=out_dtype, device=first.device)
-    lse = torch.empty(queries, *shape[:-1], dtype=torch.float32, device=first.device)
-    return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=first.device)
-
-
-def launch_mix_backward(sources, p, douts, dlse, gradients, whole, *, fresh: bool) -> tuple[Tensor, Tensor]:
-    """Adds dv to `gradients` (fresh: writes it there), and returns dz (..., N, S), and the gradient of the source that
-    was not kept (without `whole`: empty)."""
+def launch_mix_backward(sources, p, douts, dlse, gradients, whole, dz, first, *, fresh: bool) -> None:
+    """Adds dv to `gradients` (fresh: writes it there), and writes dz (..., N, S) and, with `whole`, the gradient
+    `first` of the source that was not kept."""
     assert whole is None or (dlse is None and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
     launches["mix_backward"] += 1
     rows, width = rows_of(sources[0])
     queries = p.shape[-1]
-    dz, first = _mix_gradients(p, gradients, whole)
     made = [] if whole is None else [first]
     table = address_table([*sources, *gradients, *gradients, *douts, *made])
     vector = vectorised(width, *sources, *gradients, *douts, *made)
@@ -289,20 +290,15 @@ def launch_mix_backward(sources, p, douts, dlse, gradients, whole, *, fresh: boo
         args += (sources[0], gradients[0], douts[0])
         numbers = (rows, len(sources), queries, width, s)
         launch(_mix_backward, (rows,), args, numbers, constants, num_warps=BACKWARD_WARPS)
-    return dz, first
 
 
-def _mix_gradients(p, gradients, whole):
-    return torch.empty_like(p), p.new_empty(0) if whole is None else torch.empty_like(gradients[0])
-
-
-def _fake_mix_backward(sources, p, douts, dlse, exact, whole):
+def _gradients(sources, p, douts, dlse, exact, whole):
     dtype = torch.float32 if exact else sources[0].dtype
-    like = sources if whole is None else [sources[0], *sources]
-    return [torch.empty_like(p), *(torch.empty_like(source, dtype=dtype) for source in like)]
+    first = None if whole is None else torch.empty_like(sources[0], dtype=dtype)
+    return torch.empty_like(p), first, [torch.empty_like(source, dtype=dtype) for source in sources]
 
 
-@operator(_fake_mix_backward)
+@writer(_gradients)
 def mix_backward(
     sources: Sequence[Tensor],
     p: Tensor,
@@ -310,22 +306,23 @@ def mix_backward(
     dlse: Tensor | None,
     exact: bool,
     whole: Tensor | None,
-) -> list[Tensor]:
-    """[dz, *dv]. exact: dv in fp32.
+    dz: Tensor,
+    first: Tensor | None,
+    gradients: Sequence[Tensor],
+) -> None:
+    """dz, and the gradients of the sources. exact: these in fp32.
 
     `whole`: for one query, <dout, out> of each token (...): then the first of the sources that were mixed is not among
-    `sources`, and its gradient comes first all the same.
+    `sources`, and its gradient is `first`.
     """
-    gradients = _fake_mix_backward(sources, p, douts, dlse, exact, None)[1:]
-    dz, first = launch_mix_backward(sources, p, douts, dlse, gradients, whole, fresh=True)
-    return [dz, *([] if whole is None else [first]), *gradients]
+    launch_mix_backward(sources, p, douts, dlse, gradients, whole, dz, first, fresh=True)
 
 
-def _fake_mix_backward_(sources, p, douts, dlse, gradients, whole):
-    return _mix_gradients(p, gradients, whole)
+def _gradients_besides(sources, p, douts, dlse, gradients, whole):
+    return torch.empty_like(p), None if whole is None else torch.empty_like(gradients[0])
 
 
-@operator(_fake_mix_backward_, mutates=("gradients",))
+@writer(_gradients_besides, adds_to=("gradients",))
 def mix_backward_(
     sources: Sequence[Tensor],
     p: Tensor,
@@ -333,6 +330,8 @@ def mix_backward_(
     dlse: Tensor | None,
     gradients: Sequence[Tensor],
     whole: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As `mix_backward`, adding into `gradients` in place; returns dz, and the first gradient (else: empty)."""
-    return launch_mix_backward(sources, p, douts, dlse, gradients, whole, fresh=False)
+    dz: Tensor,
+    first: Tensor | None,
+) -> None:
+    """As `mix_backward`, adding into `gradients` in place."""
+    launch_mix_backward(sources, p, douts, dlse, gradients, whole, dz, first, fresh=False)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import address_table, launch, launches
-from headwater.ops.triton.registration import operator
+from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import INTERPRETED, add2, power_of_2, processors, row_pointer, rows_of, vectorised
 
 
@@ -77,11 +77,14 @@ def _read(
     tl.store(x + t * D + o_d, acc.to(x.dtype.element_ty), mask=m)
 
 
-def _fake_read(sources, y, query, key_weight, norm_weight, eps, norm_eps, with_weights):
-    return _read_outputs(sources, y, with_weights)
+def _outputs(sources, y, query, key_weight, norm_weight, eps, norm_eps, with_weights):
+    x = torch.empty_like(sources[0])
+    shape = (len(sources), *x.shape[:-1])
+    weights = torch.empty(shape, dtype=torch.float32, device=x.device) if with_weights else None
+    return x, None if y is None else torch.empty_like(x), weights
 
 
-@operator(_fake_read)
+@writer(_outputs)
 def read(
     sources: Sequence[Tensor],
     y: Tensor | None,
@@ -91,15 +94,18 @@ def read(
     eps: float,
     norm_eps: float,
     with_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The read (..., D); the last source with `y` added, empty without y; the weights (N, ...), empty unless asked."""
+    x: Tensor,
+    summed: Tensor | None,
+    weights: Tensor | None,
+) -> None:
+    """The read (..., D); the last source with `y` added, if there is one; the weights (N, ...), if asked for."""
     launches["read"] += 1
     rows, width = rows_of(sources[0])
-    x, summed, weights = _read_outputs(sources, y, with_weights)
     block = power_of_2(width)
     args = (
         address_table(sources), x if y is None else y, query, query if key_weight is None else key_weight,
-        query if norm_weight is None else norm_weight, x, summed, weights,
+        query if norm_weight is None else norm_weight, x, x if summed is None else summed,
+        query if weights is None else weights,
     )  # fmt: skip
     numbers = (rows, len(sources), width, eps, norm_eps)
     constants = {
@@ -108,11 +114,3 @@ def read(
     }  # fmt: skip
     few = rows < 4 * processors(x.device)  # too few programs to fill the device: spread each over more warps
     launch(_read, (rows,), args, numbers, constants, num_warps=max(1, min(16, block // (512 if few else 2048))))
-    return x, summed, weights
-
-
-def _read_outputs(sources, y, with_weights):
-    first = sources[0]
-    summed = torch.empty((0,) if y is None else first.shape, dtype=first.dtype, device=first.device)
-    shape = (len(sources), *first.shape[:-1]) if with_weights else (0,)
-    return torch.empty_like(first), summed, torch.empty(shape, dtype=torch.float32, device=first.device)

@@ -120,9 +120,15 @@ def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def mix(
-    sources: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+    sources: Sequence[Tensor],
+    z: Tensor,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    *,
+    thread: bool = True,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and the sources again.
+    """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and, to `thread` them, the
+    sources again.
 
     `z`: scores (..., N, S) in fp32.
     """
@@ -131,7 +137,11 @@ def mix(
         mixed = (z.softmax(-2).mT @ stack).unbind(-2)  # S of (..., D)
     if norm_weight is not None:
         mixed = (rms_norm(mixed[0], norm_weight, norm_eps), *mixed[1:])
-    return tuple(out.to(sources[0].dtype) for out in mixed), z.logsumexp(-2).unbind(-1), tuple(sources)
+    return (
+        tuple(out.to(sources[0].dtype) for out in mixed),
+        z.logsumexp(-2).unbind(-1),
+        tuple(sources) if thread else (),
+    )
 
 
 def merge_outputs(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
-from headwater.ops.triton.registration import operator
+from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import ceil_div, exact_dot, half, power_of_2, processors, rows_of
 
 # Tokens and channels of a tile, warps, stages, tiles summed by the matrix units; in bf16, and otherwise.
@@ -114,30 +114,27 @@ def _padded(count: int) -> int:
     return max(16, power_of_2(count))
 
 
-def _fake_score(source, folded, eps):
+def _scores(source, folded, eps):
     like = {"dtype": torch.float32, "device": source.device}
     return torch.empty(*source.shape[:-1], len(folded), **like), torch.empty(source.shape[:-1], **like)
 
 
-@operator(_fake_score)
-def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`source` (..., D) and `folded` (Q, D) fp32 to logits (..., Q) and 1/rms (...), both fp32."""
+@writer(_scores)
+def score(source: Tensor, folded: Tensor, eps: float, z: Tensor, rstd: Tensor) -> None:
+    """`source` (..., D) and `folded` (Q, D) fp32 to logits `z` (..., Q) and 1/rms (...), both fp32."""
     launches["score"] += 1
     rows, width = rows_of(source)
     count = len(folded)
-    z = torch.empty(*source.shape[:-1], count, dtype=torch.float32, device=source.device)
-    rstd = torch.empty(source.shape[:-1], dtype=torch.float32, device=source.device)
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
         tile, channels, warps, stages, run = FORWARD if half(source) else FORWARD_WIDE
         constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": half(source)}
         args, numbers = (source, folded[q:], z.view(rows, count)[:, q:], rstd), (rows, width, now, count, eps)
         launch(_score, (ceil_div(rows, tile),), args, numbers, constants, num_warps=warps, num_stages=stages)
-    return z, rstd
 
 
-def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
-    """Writes gradient + dv to `out` (which may be `gradient` itself) and returns df."""
+def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df) -> None:
+    """Writes gradient + dv to `out` (which may be `gradient` itself), and df."""
     launches["score_backward"] += 1
     rows, width = rows_of(source)
     count = len(folded)
@@ -146,7 +143,6 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
     ranges = max(1, min(ceil_div(rows, tile), waves * processors(source.device) // columns))
     tokens = ceil_div(ceil_div(rows, ranges), tile) * tile
     ranges = ceil_div(rows, tokens)
-    df = torch.empty(count, width, dtype=torch.float32, device=source.device)
     halves = half(source)
     pull = torch.empty(rows, dtype=torch.float32, device=source.device)
     for q in range(0, count, MAX_QUERIES):
@@ -165,26 +161,34 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out) -> Tensor:
         grid, numbers = (columns, ranges), (rows, width, now, tokens)
         launch(_score_backward, grid, args, numbers, constants, num_warps=warps, num_stages=stages)
         torch.sum(parts, 0, out=df[q : q + now])
-    return df
 
 
-def _fake_score_backward(source, folded, z, rstd, dz, gradient):
+def _gradients(source, folded, z, rstd, dz, gradient):
     return torch.empty_like(source), torch.empty_like(folded)
 
 
-@operator(_fake_score_backward)
+@writer(_gradients)
 def score_backward(
-    source: Tensor, folded: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(source)
-    return out, launch_score_backward(source, folded, z, rstd, dz, gradient, out)
+    source: Tensor,
+    folded: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    dz: Tensor,
+    gradient: Tensor | None,
+    out: Tensor,
+    df: Tensor,
+) -> None:
+    """The gradients of the source, with what later reads gathered for it in `gradient`, and of `folded`."""
+    launch_score_backward(source, folded, z, rstd, dz, gradient, out, df)
 
 
-def _fake_score_backward_(source, folded, z, rstd, dz, gradient):
-    return torch.empty_like(folded)
+def _gradient_of_queries(source, folded, z, rstd, dz, gradient):
+    return (torch.empty_like(folded),)
 
 
-@operator(_fake_score_backward_, mutates=("gradient",))
-def score_backward_(source: Tensor, folded: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor) -> Tensor:
+@writer(_gradient_of_queries, adds_to=("gradient",))
+def score_backward_(
+    source: Tensor, folded: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor, df: Tensor
+) -> None:
     """As `score_backward`, adding into `gradient` in place."""
-    return launch_score_backward(source, folded, z, rstd, dz, gradient, gradient)
+    launch_score_backward(source, folded, z, rstd, dz, gradient, gradient, df)

@@ -59,6 +59,7 @@ DIRECT = runs_directly(triton.__version__, torch.version.hip)
 # combinations of unaligned addresses. Then all are forgotten, which costs each one public launch: to note the order of
 # use, for dropping the oldest, would cost every launch.
 MOST = 4096
+_address, _dtype = Tensor.data_ptr, operator.attrgetter("dtype")
 _compiled: dict[tuple, tuple] = {}
 _numbers_fixed: dict[int, tuple] = {}
 
@@ -88,7 +89,7 @@ def launch(
         with torch.cuda.device(index):
             launch(kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages)
         return
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = [*map(_address, tensors)]
     key = _key(kernel, index, tensors, addresses, numbers, constants, num_warps, num_stages)
     found = _compiled.get(key)
     if found is None:
@@ -110,8 +111,8 @@ def launch(
 def _key(kernel, index, tensors, addresses, numbers, constants, num_warps, num_stages) -> tuple:
     """What a launch may have been specialised for. Kernels go by id: to hash one takes a lock."""
     _, fixed = _numbers_fixed.get(id(kernel)) or _find_fixed(kernel, len(tensors))
-    key = (id(kernel), index, num_warps, num_stages, *constants.values(), *(tensor.dtype for tensor in tensors))
-    key += tuple([numbers[i] for i in fixed])
+    own = [numbers[i] for i in fixed]
+    key = (id(kernel), index, num_warps, num_stages, *constants.values(), *map(_dtype, tensors), *own)
     if functools.reduce(operator.or_, addresses) & 15:
         key += tuple(address & 15 == 0 for address in addresses)
     if numbers and max(numbers) > MAX_INT32:  # which are passed as int64

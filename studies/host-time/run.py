@@ -1,0 +1,79 @@
+"""Time of the host in an eager step, per sublayer: `PYTHONPATH=. python studies/host-time/run.py [--profile] [SPEC...]`.
+
+On a CPU: kernels are kept and launched as on a GPU, but for the driver's call at the end, which is left out, and tensors
+are small enough that PyTorch's own arithmetic hardly counts. What remains is Python, autograd and allocation, in CPU time
+of this process, the least of several steps. A GPU adds its driver: about 3 us a launch, and more in PyTorch's own.
+"""
+
+import argparse
+import cProfile
+import os
+import pstats
+import time
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks.arms import Stack, fill
+from headwater.ops.depth import autograd
+from headwater.ops.triton import launch as launching
+
+assert autograd, "imported before the next line: the kernels are real ones, and yet tensors on a CPU are taken"
+os.environ["TRITON_INTERPRET"] = "1"
+TOKENS, WIDTH, SUBLAYERS, STEPS = 8, 64, 48, 40
+SPECS = ("standard", "attnres-block:block=6,backend=triton", "attnres-full:backend=triton")
+calls = 0
+
+
+def without_driver() -> None:
+    def run(*_: object) -> None:
+        global calls
+        calls += 1
+
+    def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages):
+        run()
+        stages = {"STAGES": num_stages} if "STAGES" in kernel.arg_names else {}
+        return SimpleNamespace(run=run, function=None, packed_metadata=None), constants | stages
+
+    launching.DIRECT, launching.launch_that_fits = True, launch_that_fits
+    launching.current_device, launching.current_stream = lambda: -1, lambda index: 0
+
+
+def measure(spec: str, profile: bool) -> tuple[float, float, float]:
+    """Microseconds and launches a sublayer: forward, backward, launches of both."""
+    stack = Stack(spec, WIDTH, SUBLAYERS)
+    fill(stack)
+    x, seed = (torch.randn(TOKENS, WIDTH) for _ in range(2))
+    forward, backward = [], []
+    profiler = cProfile.Profile()
+    for number in range(STEPS):
+        stack.zero_grad(set_to_none=True)
+        before = calls
+        if profile and number > 3:
+            profiler.enable()
+        start = time.process_time()
+        out = stack(x)
+        middle = time.process_time()
+        out.backward(seed)
+        end = time.process_time()
+        profiler.disable()
+        forward.append(middle - start)
+        backward.append(end - middle)
+    if profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
+    return min(forward) / SUBLAYERS * 1e6, min(backward) / SUBLAYERS * 1e6, (calls - before) / SUBLAYERS
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("specs", nargs="*", default=SPECS)
+    options = parser.parse_args()
+    without_driver()
+    for spec in options.specs:
+        forward, backward, launches = measure(spec, options.profile)
+        print(
+            f"{spec}  forward {forward:.0f}  backward {backward:.0f}  sum {forward + backward:.0f} us a sublayer",
+            end="",
+        )
+        print(f"  launches {launches:.1f}", flush=True)
