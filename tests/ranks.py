@@ -5,14 +5,15 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing
 
 # What ranks import sooner or later; a fork server does so once for all. It takes longer than most of their work.
-PRELOADED = ("headwater.train.loop", "torch._dynamo", "torch.distributed.pipelining", "pytest")
+PRELOADED = ("headwater.train.loop", "headwater.cli", "torch._dynamo", "torch.distributed.run", "pytest")
 
 
 def fork_server() -> ForkServerContext:
@@ -33,6 +34,23 @@ def spawn(world: int, job: Callable[..., None], *arguments: Any, minutes: int = 
             for process in context.processes:
                 process.kill()
             raise TimeoutError(f"{world} ranks did not end in {minutes} minutes")
+
+
+def torchrun(log: Path, *arguments: str) -> ForkServerProcess:
+    """torchrun itself, writing to `log`. It and its workers are forks of a process that has imported torch already; a
+    worker runs its script to the end instead of calling sys.exit(0)."""
+    process = fork_server().Process(target=launch, args=(log, ["--run-path", "--start-method", "fork", *arguments]))
+    process.start()
+    return process
+
+
+def launch(log: Path, arguments: list[str]) -> None:
+    from torch.distributed.run import main
+
+    with log.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    main(arguments)
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from ranks import enter, fork_server, free_port
 from tinyrun import fingerprint, flags, tiny
 
+from headwater.cli import main
 from headwater.train.checkpoint.folder import checkpoints, damage
 from headwater.train.config import Config, ParallelSettings
 from headwater.train.loop import train
@@ -63,7 +65,8 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
     """Each of the runs is killed once, anywhere between its start and its last step, and then resumed to its end. Every
     step is saved, so that most moments fall into a save."""
     kills = request.config.getoption("--kills") or kills
-    config = tiny(tmp_path, steps=20, save_every=1, eval_every=10, depth_every=15, keep=2, async_save=async_save)
+    sizes = {"steps": 20 if world == 1 else 12, "eval_every": 10, "depth_every": 8, "save_every": 1, "keep": 2}
+    config = tiny(tmp_path, **sizes, async_save=async_save)
     run = Processes(replace(config, parallel=ParallelSettings(hang_timeout=60)), world)
     for name in ("warm", "whole"):
         began = time.monotonic()
@@ -79,7 +82,7 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
         out = tmp_path / f"killed{kill}"
         while True:
             run.start(out, resume=False)
-            delay = choose.uniform(0, 0.95 * length)
+            delay = choose.uniform(kill, kill + 1) / kills * 0.95 * length  # one in each part of the run
             if run.kill(delay, choose):
                 break
             length *= 0.95  # the machine became faster: this run had ended already, so another one is killed earlier
@@ -90,7 +93,7 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
         # The step that was being saved is lost; beside the next step, also that one.
         assert last_logged(out) - reached[-1] <= 1 + async_save, f"killed after {delay:.3f} s"
         cut += bool(list((out / "checkpoints").glob(".tmp-*")))
-        run.start(out, resume=out.exists())
+        run.start(out, resume=(out / "config.json").exists())  # else it was killed before there was anything to resume
         run.finish()
         assert fingerprint(out) == expected, f"killed after {delay:.3f} s at step {reached[-1]}"
         shutil.rmtree(out)
@@ -111,7 +114,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "headwater.cli", *flags(config, out)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    wait_for_steps(out, process)
+    wait_for_steps(out, lambda: process.poll() is None)
     os.kill(process.pid, signum)
     _, message = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
@@ -124,12 +127,13 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     step = int(saved.name.removeprefix("step-"))
     assert fingerprint(out)["metrics"][-1]["step"] == step
 
-    again = subprocess.Popen([sys.executable, "-m", "headwater.cli", "train", "--out", str(out), "--resume"])
+    again = fork_server().Process(target=main, args=(["train", "--out", str(out), "--resume"],))
+    again.start()
     try:
-        wait_for_steps(out, again, beyond=step)
+        wait_for_steps(out, again.is_alive, beyond=step)
     finally:
         again.kill()
-        again.wait()
+        again.join()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -171,12 +175,12 @@ def test_an_orphan_asks_itself_to_stop(monkeypatch):
     assert Interruption().signum == 0, "a run that nobody watches may outlive its shell"
 
 
-def wait_for_steps(out: Path, process: subprocess.Popen, beyond: int = 0) -> None:
+def wait_for_steps(out: Path, alive: Callable[[], bool], beyond: int = 0) -> None:
     metrics = out / "metrics.jsonl"
     for _ in range(1200):
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if len(lines) > beyond + 3:
             return
-        assert process.poll() is None, "the run ended before it was interrupted"
+        assert alive(), "the run ended before it was interrupted"
         time.sleep(0.05)
     pytest.fail("the run did not take a step in a minute")

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import free_port, spawn
+from ranks import free_port, spawn, torchrun
 from tinyrun import flags, read_all, tiny
 
 from headwater.errors import Interrupted, UserError
@@ -23,7 +24,8 @@ from headwater.train.config import Config, ParallelSettings
 from headwater.train.distributed.ranks import Ranks, join
 from headwater.train.loop import train
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ONE_MACHINE = ["--standalone", "--nproc-per-node", "2"]
 
 
 def settings(folder: Path, **changes) -> Config:
@@ -149,34 +151,49 @@ def accumulate(run, number):
         ACT
     return real(run, number)
 loop.accumulate = accumulate
-sys.exit(main(sys.argv[1:]))
+if code := main(sys.argv[1:]):
+    sys.exit(code)
 """
 
 
-def under_torchrun(config: Config, out: Path, act: str, *options: str) -> subprocess.CompletedProcess:
-    """The run, whose second rank does something to itself or to torchrun at its fourth step."""
+def under_torchrun(config: Config, out: Path, act: str, *options: str, command: bool = False) -> tuple[int | None, str]:
+    """The run, whose second rank does something to itself or to torchrun at its fourth step: exit code and messages.
+    With `command` all of them are started as a user starts them, which takes four times as long."""
     script = out.with_suffix(".py")
     script.write_text(ACTS.replace("ACT", act))
-    command = [*TORCHRUN, *options, str(script), *flags(config, out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    arguments = [*ONE_MACHINE, *options, str(script), *flags(config, out)]
+    if command:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*TORCHRUN, *arguments], capture_output=True, text=True, env=environment, timeout=240)
+        return done.returncode, done.stderr
+    log = out.with_suffix(".log")
+    agent = torchrun(log, *arguments)
+    return wait_for(agent, 240), log.read_text()
+
+
+def wait_for(agent: ForkServerProcess, seconds: float) -> int | None:
+    agent.join(seconds)
+    agent.kill()
+    agent.join()
+    return agent.exitcode
 
 
 @pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     out = tmp_path / "run"
-    act = "os.kill(os.getpid(), signal.SIGKILL)"
-    result = under_torchrun(settings(tmp_path, steps=8), out, act, "--max-restarts", "1")
-    assert result.returncode == 0, result.stderr
-    assert "exitcode: -9" in result.stderr  # torchrun's word on the first attempt
+    act = "run.folder.with_suffix('.killed').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    code, messages = under_torchrun(settings(tmp_path, steps=8), out, act, "--max-restarts", "1")
+    assert code == 0, messages
+    assert out.with_suffix(".killed").exists()
+    assert "failed (exitcode: " in messages  # torchrun's word on the first attempt: -9, or 1 of the rank left alone
     assert json.loads((out / "summary.json").read_text())["steps"] == 8
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
-    result = under_torchrun(settings(tmp_path, steps=8), out, "pass", "--max-restarts", "1")
-    assert result.returncode != 0
-    assert "already holds a run" in result.stderr  # and again after the restart, which would else have ended well
+    code, messages = under_torchrun(settings(tmp_path, steps=8), out, "pass", "--max-restarts", "1")
+    assert code == 1
+    assert "already holds a run" in messages  # and again after the restart, which would else have ended well
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"} == before
 
 
@@ -197,7 +214,8 @@ def accumulate(run, number):
         (run.folder / f"restarts-of-{rank}").write_text(count)
     return real(run, number)
 loop.accumulate = accumulate
-sys.exit(main(sys.argv[1:]))
+if code := main(sys.argv[1:]):
+    sys.exit(code)
 """
 
 
@@ -208,16 +226,11 @@ def test_two_machines_that_count_restarts_differently_go_on(tmp_path):
     script.write_text(MACHINES)
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "machines"]
     shape = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *shape, *meeting, str(script)]
-    command += flags(settings(tmp_path, steps=8), out)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    try:
-        messages = [agent.communicate(timeout=150)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(messages)
+    arguments = [*shape, *meeting, str(script), *flags(settings(tmp_path, steps=8), out)]
+    logs = [tmp_path / f"machine-{i}.log" for i in range(2)]
+    agents = [torchrun(log, *arguments) for log in logs]
+    codes = [wait_for(agent, 150) for agent in agents]
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     assert [(out / f"restarts-of-{rank}").read_text() for rank in range(2)] == ["0", "1"]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
@@ -229,9 +242,10 @@ def test_sigterm_commits_and_ends_within_thirty_seconds(tmp_path, async_save):
     """Sent to torchrun, which passes it on, and which kills workers that take longer than that."""
     out = tmp_path / "run"
     act = "os.kill(os.getppid(), signal.SIGTERM)"
-    result = under_torchrun(settings(tmp_path, steps=20_000, save_every=20_000, async_save=async_save), out, act)
-    assert result.returncode != 0
-    assert "stopped by SIGTERM after step" in result.stderr, result.stderr
+    config = settings(tmp_path, steps=20_000, save_every=20_000, async_save=async_save)
+    code, messages = under_torchrun(config, out, act, command=not async_save)
+    assert code == 1
+    assert "stopped by SIGTERM after step" in messages, messages
     (saved,) = checkpoint.checkpoints(out / "checkpoints")
     assert checkpoint.damage(saved) is None
     assert saved.name > "step-00000003"
@@ -257,7 +271,8 @@ sys.exit(main(sys.argv[1:]))
 def test_a_rank_that_hangs_ends_the_run_with_every_stack(tmp_path):
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
-    command = [*TORCHRUN, str(script), *flags(settings(tmp_path), tmp_path / "run"), "--hang-timeout", "10"]
+    command = [*TORCHRUN, *ONE_MACHINE, str(script), *flags(settings(tmp_path), tmp_path / "run")]
+    command += ["--hang-timeout", "10"]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
