@@ -134,7 +134,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     saved = replace(model_config, residual=pinned(whole.residual))
     state = checkpoint.load(latest, model, optimizers, ranks) if latest else dict(FRESH)
     ranks.barrier()  # until everyone has looked, nothing in the folder changes
-    if ranks.main:
+    if ranks.main and state["step"] < config.train.steps:  # a finished run stays as it is
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "config.json", resolved)
         data.tokenizer.save(out)

@@ -284,7 +284,8 @@ def test_planted_pickles_never_run(folder, tmp_path):
             manifest = json.loads((target / checkpoint.MANIFEST).read_text())
             hashes = {**manifest["sha256"], victim: hashlib.sha256(payload).hexdigest()}
             (target / checkpoint.MANIFEST).write_bytes(checkpoint.seal({"step": 6, "sha256": hashes}))
-        shutil.copy(folder / "four" / "tokenizer.json", tmp_path / victim)
+        for name in ("tokenizer.json", "config.json"):
+            shutil.copy(folder / "four" / name, tmp_path / victim)
         unread = victim.startswith(("optimizer", "state"))  # loading a model alone does not open these
         with nullcontext() if unread else pytest.raises(UserError):
             checkpoint.load_model(tmp_path / victim)
