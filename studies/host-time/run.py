@@ -1,8 +1,11 @@
-"""Time of the host in an eager step, per sublayer: `PYTHONPATH=. python studies/host-time/run.py [--profile] [SPEC...]`.
+"""Time of the host in an eager step, per sublayer.
 
-On a CPU: kernels are kept and launched as on a GPU, but for the driver's call at the end, which is left out, and tensors
-are small enough that PyTorch's own arithmetic hardly counts. What remains is Python, autograd and allocation, in CPU time
-of this process, the least of several steps. A GPU adds its driver: about 3 us a launch, and more in PyTorch's own.
+    PYTHONPATH=. python studies/host-time/run.py [--profile] [SPEC...]
+
+On a CPU: kernels are kept and launched as on a GPU, but for the driver's call at the end, which is left out, and
+tensors are small enough that PyTorch's own arithmetic hardly counts. What remains is Python, autograd and allocation,
+in CPU time of this process, the least of several steps. A GPU adds its driver: about 3 us a launch, and more in
+PyTorch's own.
 """
 
 import argparse
