@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .hf import revert, verify
     from .models import Decoder, ModelConfig
     from .models.generate import generate
-    from .residuals import AttentionResidual, Residual, StandardResidual, build, mixing, record
+    from .residuals import AttentionResidual, Residual, StandardResidual, build, mixing, record, register
     from .residuals.groups import param_groups
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ _homes = {
     "mixing": "residuals",
     "param_groups": "residuals.groups",
     "record": "residuals",
+    "register": "residuals",
     "revert": "hf",
     "verify": "hf",
 }
@@ -46,6 +47,7 @@ __all__ = [
     "mixing",
     "param_groups",
     "record",
+    "register",
     "revert",
     "verify",
 ]

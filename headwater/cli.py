@@ -28,6 +28,7 @@ from headwater.flags import (
     ExportFlags,
     GenerateFlags,
     PlanFlags,
+    PluginFlags,
     ReportFlags,
     ResidualsFlags,
     ScalingFlags,
@@ -328,7 +329,12 @@ def parse(
     settings = {"prog": f"headwater {name or command.__name__}", "description": command.__doc__, "args": argv}
     extra = {} if default is None else {"default": default}
     shape = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)  # comments are for readers of the code
-    return tyro.cli(flags, config=shape, **settings, **extra)  # type: ignore[call-overload]
+    found: T = tyro.cli(flags, config=shape, **settings, **extra)  # type: ignore[call-overload]
+    if isinstance(found, PluginFlags) and found.plugin:
+        from headwater.residuals import import_plugins
+
+        import_plugins(found.plugin)
+    return found
 
 
 def needs(module: str, extra: str) -> None:

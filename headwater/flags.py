@@ -27,7 +27,13 @@ DEMO: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class PluginFlags:
+    plugin: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A module of yours that registers residuals; once for each. Installed packages need none (docs/residuals.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where(PluginFlags):
     out: Path = Path("runs/train")
     """Folder of the run."""
     config: Path | None = None
@@ -54,7 +60,7 @@ class CompareFlags(Where):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportFlags:
+class ReportFlags(PluginFlags):
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, or a comparison's folder."""
     out: Path | None = None
@@ -62,7 +68,7 @@ class ReportFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidualsFlags:
+class ResidualsFlags(PluginFlags):
     residuals: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names, with options if you like; all of them by default."""
     dim: int = 128
@@ -72,7 +78,7 @@ class ResidualsFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateFlags:
+class GenerateFlags(PluginFlags):
     folder: tyro.conf.Positional[Path]
     """A run, or one of its checkpoints."""
     prompt: str = "def "
@@ -86,7 +92,7 @@ class GenerateFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertFlags:
+class ConvertFlags(PluginFlags):
     folder: tyro.conf.Positional[Path]
     """A transformers checkpoint folder; or anything that headwater generate takes, such as a run."""
     out: Path
@@ -96,7 +102,7 @@ class ConvertFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyFlags:
+class VerifyFlags(PluginFlags):
     folders: tyro.conf.Positional[tuple[Path, Path]]
     """Two transformers checkpoint folders."""
     tokens: int = 64
@@ -105,7 +111,7 @@ class VerifyFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalFlags:
+class EvalFlags(PluginFlags):
     folder: tyro.conf.Positional[Path]
     """A run, one of its checkpoints, or a transformers checkpoint folder, converted or not."""
     tasks: tuple[str, ...]
@@ -125,7 +131,7 @@ class EvalFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags:
+class PlanFlags(PluginFlags):
     config: Path | None = None
     """TOML file of the run, or the config.json of another one. Flags override it."""
     world: int = 1
@@ -138,7 +144,7 @@ class PlanFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportFlags:
+class ExportFlags(PluginFlags):
     folder: tyro.conf.Positional[Path]
     """A run, or one of its checkpoints, saved by any number of ranks."""
     out: Path
@@ -146,7 +152,7 @@ class ExportFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyFlags:
+class StudyFlags(PluginFlags):
     recipe: tyro.conf.Positional[Path]
     """TOML file that names settings and lists of them."""
     out: Path | None = None

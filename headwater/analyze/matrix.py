@@ -65,7 +65,8 @@ def measure_table(groups: list[Group], data: dict[str, Any]) -> str:
 
 def measured(group: Group, matrix: Tensor) -> list[str]:
     means = (measures.row_sums, measures.entropy, measures.effective_sources, measures.effective_depth)
-    mixes = build(group.residual, int(group.runs[0].config["model"]["dim"]), len(matrix) - 1).mixes
+    model = group.runs[0].config["model"]
+    mixes = build(model.get("residual", group.residual), int(model["dim"]), len(matrix) - 1).mixes
     numbers = [measure(matrix).mean().item() for measure in means]
     rank = int(measures.semiseparable_rank(matrix, tolerance=1e-2))
     return [cell(mixes), *(cell(f"{value:.2f}", order=value) for value in numbers), cell(str(rank), order=rank)]

@@ -80,7 +80,7 @@ def find_order(folders: list[Path]) -> list[str]:
     for folder in folders:
         if (folder / "compare.json").is_file():
             listed = read_object(folder / "compare.json").get("residuals")
-            named += map(str, listed) if isinstance(listed, list) else []
+            named += map(short_name, listed) if isinstance(listed, list) else []
     return list(dict.fromkeys(named)) or ["standard"]
 
 
@@ -105,7 +105,7 @@ def read_run(folder: Path) -> RecordedRun:
     beside = read_object(folder / "launch.json").get("side_by_side") if (folder / "launch.json").is_file() else None
     return RecordedRun(
         name=folder.resolve().name,
-        residual=str((summary or {}).get("residual") or model.get("residual") or "unnamed"),
+        residual=short_name((summary or {}).get("residual") or model.get("residual") or "unnamed"),
         seed=seed if isinstance(seed, int) else None,
         config=config,
         summary=summary,
@@ -118,6 +118,12 @@ def read_run(folder: Path) -> RecordedRun:
         beside=beside if isinstance(beside, int) else None,
         corpus=section(read_comparison(folder), "corpus"),
     )
+
+
+def short_name(residual: object) -> str:
+    """A residual without the module that registered it, which settings name and readers know."""
+    name, colon, options = str(residual).partition(":")
+    return name.partition("@")[0] + colon + options
 
 
 def section(config: Record, name: str) -> Record:

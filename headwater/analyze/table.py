@@ -71,7 +71,7 @@ def _row(spec: str, dim: int, sublayers: int) -> Row:
     stored, least, eager = _traffic(residual)
     return Row(
         name=spec,
-        formula=(type(residual).__doc__ or "").splitlines()[0],
+        formula=next(iter((type(residual).__doc__ or "").strip().splitlines()), ""),
         parameters=sum(p.numel() for p in residual.parameters()) / sublayers / dim,
         stored=stored,
         least=least / sublayers,

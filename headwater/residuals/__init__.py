@@ -1,7 +1,7 @@
 """How depth is connected: every residual behind `begin / read / write / end`."""
 
 from .attention import AttentionResidual
-from .base import Norm, Read, Residual, State, Watcher, watched
+from .base import Layout, Norm, Read, Residual, State, Watcher, apply_norm, hold, watched
 from .cross import DeepCrossAttentionResidual
 from .deepnorm import DeepNormResidual
 from .delta import DeepDeltaResidual
@@ -13,10 +13,11 @@ from .hyper import HyperConnectionsResidual
 from .laurel import LaurelResidual
 from .mhc import MHCLiteResidual, MHCResidual
 from .mudd import MUDDFormerResidual
+from .plugins import import_plugins
 from .record import Trace, mixing, record
-from .registry import build, entry, names, parse, pinned, register, with_options
+from .registry import build, entry, located, names, parse, pinned, plugin_of, register, with_options
 from .scaled import LayerScaleResidual, ReZeroResidual
-from .standard import StandardResidual
+from .standard import StandardResidual, StreamResidual
 from .window import DepthWindowResidual
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "HyperConnectionsResidual",
     "LaurelResidual",
     "LayerScaleResidual",
+    "Layout",
     "MHCLiteResidual",
     "MHCResidual",
     "MUDDFormerResidual",
@@ -41,15 +43,21 @@ __all__ = [
     "Residual",
     "StandardResidual",
     "State",
+    "StreamResidual",
     "Trace",
     "VerticalAttentionResidual",
     "Watcher",
+    "apply_norm",
     "build",
     "entry",
+    "hold",
+    "import_plugins",
+    "located",
     "mixing",
     "names",
     "parse",
     "pinned",
+    "plugin_of",
     "record",
     "register",
     "watched",

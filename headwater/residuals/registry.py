@@ -2,13 +2,16 @@
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .base import Residual
+from .plugins import absence, is_own, load_entry_points
 
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 R = TypeVar("R", bound=type[Residual])
 
 
@@ -27,11 +30,28 @@ _entries: dict[str, Entry] = {}
 
 
 def register(name: str, **fixed: Any) -> Callable[[R], R]:
-    """Make a Residual known as `name`. Its keyword-only arguments become options; `fixed` ones are set by the name."""
+    """Make a Residual known as `name`, to `build`, `headwater train --residual` and everything else that takes a name.
+
+    Arguments: `name`, small letters, digits, dots and dashes; `fixed`, options that the name sets. The class's other
+    keyword-only arguments become options, and need annotations: text is converted to what they say (int, float, bool,
+    str, Literal, or one of them | None). `kinds`, if it is among them, is given the kind of each sublayer.
+
+    Raises ValueError for a name that cannot be one or that another class has, and for an option without a type.
+
+        @register("leaky")
+        class LeakyResidual(StreamResidual): ...
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(f"a residual's name is made of small letters, digits, dots and dashes; got {name!r}")
 
     def add(cls: R) -> R:
+        taken = _entries.get(name)
+        if taken is not None and _place(taken.build) != _place(cls):  # the same place: a module loaded again
+            raise ValueError(f"residual '{name}' is registered already, by {_place(taken.build)}: choose another name")
         hints = get_type_hints(cls.__init__)
         keywords = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        if bare := [k for k in keywords if k not in hints]:
+            raise ValueError(f"option '{bare[0]}' of residual '{name}' needs a type, for example {bare[0]}: float")
         options = {k: hints[k] for k in keywords if k not in fixed and k != "kinds"}
         _entries[name] = Entry(name, cls, fixed, options, "kinds" in keywords)
         return cls
@@ -39,23 +59,46 @@ def register(name: str, **fixed: Any) -> Callable[[R], R]:
     return add
 
 
+def _place(cls: type[Residual]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def names() -> tuple[str, ...]:
     """Every registered name, the plain residual first."""
+    load_entry_points()
     return tuple(sorted(_entries, key=lambda name: (name != "standard", name)))
 
 
 def entry(name: str) -> Entry:
+    """What is registered as `name`, or as name@module, where saved: by that module.
+
+    Raises ValueError if nothing is; the message names the nearest, or what to import.
+    """
+    name, _, module = name.partition("@")
+    if name not in _entries:
+        load_entry_points()
+    if name not in _entries and module:
+        raise ValueError(absence(name, module))
     if name not in _entries:
         near = difflib.get_close_matches(name, _entries, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"unknown residual '{name}'.{hint} Valid names: {', '.join(sorted(_entries))}")
-    return _entries[name]
+        raise ValueError(
+            f"unknown residual '{name}'.{hint} Valid names: {', '.join(sorted(_entries))}. "
+            "One of your own: --plugin and the module that registers it"
+        )
+    found = _entries[name]
+    if module and found.build.__module__ != module:
+        raise ValueError(
+            f"residual '{name}' was registered by '{module}' where it was saved, and is by '{_place(found.build)}' here"
+        )
+    return found
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
     """'name:key=value,key=value' to (name, options), each value checked against the option's type."""
     name, _, text = spec.partition(":")
     known = entry(name).options
+    name = name.partition("@")[0]
     options: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
@@ -90,10 +133,24 @@ def with_options(spec: str, **options: Any) -> str:
 
 
 def pinned(residual: Residual) -> str:
-    """Its spec with every derived option written out: a saved model must not change where such a default does."""
+    """Its spec with every derived option written out: a saved model must not change where such a default does. It also
+    says which module registered a residual that is not headwater's own."""
     name, given = parse(residual.spec)
     free = [key for key in residual.derived if key in entry(name).options and given.get(key) is None]
-    return with_options(residual.spec, **{key: getattr(residual, key) for key in free})
+    return located(with_options(residual.spec, **{key: getattr(residual, key) for key in free}))
+
+
+def located(spec: str) -> str:
+    """The spec with the module that registered its residual, name@module:options, unless that is headwater's own."""
+    name, colon, text = spec.partition(":")
+    module = plugin_of(spec)
+    return spec if module is None else f"{name.partition('@')[0]}@{module}{colon}{text}"
+
+
+def plugin_of(spec: str) -> str | None:
+    """The module that registered a residual; None for those of headwater."""
+    module = entry(spec.partition(":")[0]).build.__module__
+    return None if is_own(module) else module
 
 
 def _convert(label: str, text: str, kind: Any) -> Any:

@@ -17,7 +17,7 @@ from headwater.errors import UserError
 from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
 from headwater.train.files import locked, read_json, refuse_others, write_json
-from headwater.train.jobs import Job, run_all, side_by_side
+from headwater.train.jobs import Job, plugin_for, run_all, side_by_side
 from headwater.train.results import CompareResult, TrainResult
 from headwater.train.table import draw, tabulate
 
@@ -92,7 +92,11 @@ def job_of(residual: str, seed: int, out: Path, steps: int) -> Job:
     """A run of the comparison in `out`, whose settings.json has what all of them share."""
     flags = ("--config", str(out / "settings.json"), "--residual", residual, "--seed", str(seed))
     return Job(
-        label=f"{residual} seed {seed}", folder=out / "runs" / slug(residual, seed), arguments=flags, steps=steps
+        label=f"{residual} seed {seed}",
+        folder=out / "runs" / slug(residual, seed),
+        arguments=flags,
+        steps=steps,
+        plugin=plugin_for(residual),
     )
 
 
@@ -106,7 +110,10 @@ def admit(config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: 
         raise UserError(f"--jobs must be at least 1; got {jobs}")
     if not seeds:
         raise UserError("--seeds needs at least one seed, for example: --seeds 0 1 2")
-    return expand(residuals), list(dict.fromkeys(seeds))
+    specs = expand(residuals)
+    for spec in specs:
+        plugin_for(spec)
+    return specs, list(dict.fromkeys(seeds))
 
 
 def expand(residuals: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import TaskID
 
+from headwater.errors import UserError, user_values
 from headwater.train.files import read_json, write_json
 from headwater.train.monitor.interrupts import PARENT, Interruption
 from headwater.train.monitor.metrics import read_record
@@ -38,6 +39,8 @@ class Job:
     folder: Path
     arguments: tuple[str, ...]
     steps: int
+    plugin: str | None = None
+    """The module that registers the run's residual, where that is not headwater's own."""
 
     @property
     def log(self) -> Path:
@@ -98,8 +101,14 @@ def launch(job: Job, jobs: int) -> subprocess.Popen[bytes]:
     this process be killed, they notice that they are orphans."""
     job.folder.mkdir(parents=True, exist_ok=True)
     record_company(job, jobs)
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
     flags = [*job.arguments, "--out", str(job.folder)]
+    if job.plugin:
+        from headwater.residuals.plugins import folder_of
+
+        flags += ["--plugin", job.plugin]
+        folders = (folder_of(job.plugin), os.environ.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     if (job.folder / "config.json").exists():
         flags.append("--resume")
     with job.log.open("ab") as log:
@@ -108,9 +117,25 @@ def launch(job: Job, jobs: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **threads, PARENT: str(os.getpid())},
+            env={**os.environ, **environment, PARENT: str(os.getpid())},
             start_new_session=True,
         )
+
+
+def plugin_for(spec: str) -> str | None:
+    """The module that a run's process must import for its residual, None if that is headwater's own.
+
+    Raises UserError if it cannot, being a script, and for a residual that nobody registered."""
+    from headwater.residuals import plugin_of
+
+    with user_values():
+        module = plugin_of(spec)
+    if module == "__main__":
+        raise UserError(
+            f"residual {spec!r} is defined in the script or notebook that is running, which the processes of its runs "
+            "cannot import: move it into a module of its own, and import that"
+        )
+    return module
 
 
 def record_company(job: Job, jobs: int) -> None:

@@ -22,7 +22,7 @@ from headwater import __version__
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Sublayer
-from headwater.residuals import pinned
+from headwater.residuals import located, pinned
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint.saver import Saver
 from headwater.train.config import Config, ModelSettings
@@ -206,7 +206,7 @@ def named_model(settings: ModelSettings, words: int) -> ModelConfig:
             "--vocab-size, or leave it out of the configuration"
         )
     try:
-        return ModelConfig.named(settings.size, **overrides)
+        return ModelConfig.named(settings.size, **{**overrides, "residual": located(settings.residual)})
     except ValueError as error:
         raise UserError(f"the model does not fit together: {error}") from None
 

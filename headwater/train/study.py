@@ -35,7 +35,7 @@ from headwater.errors import UserError, nearest
 from headwater.train.config import Config, check, differences, override
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
-from headwater.train.jobs import Job, run_all
+from headwater.train.jobs import Job, plugin_for, run_all
 from headwater.train.results import TrainResult
 
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
@@ -169,7 +169,13 @@ def folder_name(choice: Mapping[str, Any]) -> str:
 
 def job_of(name: str, config: Config, out: Path) -> Job:
     settings = out / "settings" / f"{name}.json"
-    return Job(label=name, folder=out / "runs" / name, arguments=("--config", str(settings)), steps=config.train.steps)
+    return Job(
+        label=name,
+        folder=out / "runs" / name,
+        arguments=("--config", str(settings)),
+        steps=config.train.steps,
+        plugin=plugin_for(config.model.residual),
+    )
 
 
 def refuse_other(job: Job, config: Config) -> None:

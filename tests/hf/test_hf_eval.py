@@ -8,10 +8,12 @@ import sys
 import pytest
 import torch
 import yaml
+from outside import without_plugins, write_package
 from tinyhf import tiny_model
 from tinyrun import tiny
 
 from headwater.cli import main
+from headwater.residuals import import_plugins
 from headwater.train.checkpoint.folder import load_model
 from headwater.train.loop import train
 
@@ -109,6 +111,36 @@ def own_tasks_only(monkeypatch):
 
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+
+
+def test_a_residual_of_one_s_own_is_converted_and_scored(tasks, tmp_path, capsys, monkeypatch):
+    """From a package outside of the repository: a run, and a model of transformers; saved, it names its module."""
+    own_tasks_only(monkeypatch)
+    monkeypatch.chdir(write_package(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    plugin = ("--plugin", "brook")
+    (tmp_path / "run").mkdir()
+    score = ["--tasks", "rivers", "--include-path", str(tasks), "--out", str(tmp_path / "eval.json")]
+    with without_plugins():
+        import_plugins(["brook"])
+        trained = tmp_path / "run" / "out"
+        train(tiny(tmp_path / "run", residual="leaky:start=0.5", steps=1), trained)
+    for words in (["convert", str(trained), "--out", "exported"], ["eval", str(trained), *score]):
+        with without_plugins():
+            assert main([*words, *plugin]) == 0
+    for words in (["eval", "exported", *score, *plugin], ["generate", str(trained), "--max-new-tokens", "1", *plugin]):
+        with without_plugins():
+            assert main(words) == 0
+    assert json.loads((tmp_path / "eval.json").read_text())["residual"] == "leaky@brook.leaky:start=0.5"
+    plain = tiny_model("llama")
+    plain.save_pretrained("plain")
+    with without_plugins():
+        assert main(["convert", "plain", "--residual", "leaky:start=1.0", "--out", "converted", *plugin]) == 0
+        assert main(["verify", "plain", "converted"]) == 0
+    capsys.readouterr()
+    with without_plugins():
+        assert main(["verify", "plain", "converted"]) == 1
+    assert "registered by the module 'brook.leaky', which is not imported: add --plugin" in capsys.readouterr().err
 
 
 CODE = """

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from headwater.errors import UserError
+from headwater.errors import UserError, user_values
 from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.contents import Optimizers, fill, fill_model
@@ -111,7 +111,8 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     if chosen is None:
         raise UserError(f"no checkpoint in {folder}: give the folder of a run that has saved one, or of a checkpoint")
     if chosen == folder and not any((folder / name).is_file() for name in (STATE, MANIFEST)):
-        return Decoder.load(folder, device), load_tokenizer(folder)  # a model saved by itself, its tokenizer beside it
+        with user_values():
+            return Decoder.load(folder, device), load_tokenizer(folder)  # a model saved by itself, with its tokenizer
     verify(chosen)
     settings = read_json(chosen / CONFIG)
     try:

@@ -1,0 +1,202 @@
+"""A residual from a package outside of the repository, by every way in, and what is said where it is missing."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from outside import LEAKY, install, without_plugins, write_package
+from tinyrun import tiny
+
+from headwater.cli import main
+from headwater.errors import UserError
+from headwater.residuals import StreamResidual, build, names, pinned, register, registry
+from headwater.train import compare
+from headwater.train.comparison import job_of
+from headwater.train.config import asdict
+from headwater.train.jobs import launch
+
+SPEC, SAVED = "leaky:start=0.5", "leaky@brook.leaky:start=0.5"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """The folder of the package, not on the Python path; the current folder is another one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with without_plugins():
+        yield write_package(tmp_path)
+
+
+def settings(folder, **train):
+    path = folder / "settings.json"
+    path.write_text(json.dumps(asdict(tiny(folder, steps=2, eval_every=2, depth_every=2, save_every=2, **train))))
+    return ("--config", str(path))
+
+
+def run(*argv) -> int:
+    with without_plugins():
+        return main([str(word) for word in argv])
+
+
+def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(site)  # the headwater command does not look here by itself
+    out = tmp_path / "family"
+    there, brook = out / "runs" / "leaky_start=0.5-seed0", ("--plugin", "brook")
+    assert run("compare", *settings(tmp_path), "--residuals", SPEC, "--seeds", 0, "--out", out, *brook) == 0
+    assert json.loads((there / "config.json").read_text())["model"]["residual"] == SAVED
+    (checkpoint,) = (there / "checkpoints").iterdir()
+    assert json.loads((checkpoint / "config.json").read_text())["residual"] == SAVED
+    commands = {
+        "generate": ("generate", there, "--max-new-tokens", 2),
+        "report": ("report", out),
+        "matrix": ("matrix", out),
+        "export": ("export", there, "--out", tmp_path / "exported"),
+        "exported": ("generate", tmp_path / "exported", "--max-new-tokens", 2),
+        "residuals": ("residuals", SPEC),
+        "plan": ("plan", *settings(tmp_path), "--residual", SPEC, "--no-gpu"),
+        "train": ("train", *settings(tmp_path), "--residual", SPEC, "--out", tmp_path / "alone"),
+        "resume": ("train", "--resume", "--out", tmp_path / "alone"),
+        "extend": ("compare", "--resume", "--out", out, "--residuals", SPEC, "--seeds", 0),
+    }
+    for name, argv in commands.items():
+        assert run(*argv, *brook) == 0, (name, capsys.readouterr().err)
+    assert "leaky:start=0.5" in (out / "report.html").read_text()
+    assert "@brook" not in (out / "report.html").read_text().partition("<script")[0].partition("<main")[2]
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / "exported")
+    for name in ("generate", "matrix", "export", "resume"):  # the same without it: one message that names it
+        assert run(*commands[name]) == 1, name
+        assert "'brook.leaky', which is not imported: add --plugin brook.leaky" in capsys.readouterr().err
+        assert "brook" not in sys.modules
+
+
+def test_a_study_takes_it(site, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(site)
+    recipe = tmp_path / "recipe.toml"
+    config = settings(tmp_path)[1]
+    values = json.loads(Path(config).read_text())
+    lines = ["[[runs]]", f'"model.residual" = ["{SPEC}"]']
+    for name in ("model", "data", "train"):
+        pairs = {key: value for key, value in values[name].items() if value is not None and key != "residual"}
+        lines += [f"[config.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in pairs.items())]
+    recipe.write_text("\n".join(lines))
+    monkeypatch.setattr("headwater.train.study.run_all", lambda jobs, *rest, **more: [str(jobs[0].plugin)])
+    assert run("study", recipe, "--out", tmp_path / "study", "--plugin", "brook.leaky") == 1  # what failed: its name
+    monkeypatch.setattr("headwater.train.study.run_all", lambda jobs, *rest, **more: [])
+    assert run("study", recipe, "--out", tmp_path / "study") == 1  # unknown: nothing is run
+
+
+def test_an_installed_package_needs_no_flag(site, tmp_path, monkeypatch):
+    install(site)
+    monkeypatch.syspath_prepend(site)
+    assert pinned(build(SAVED, 8, 4)) == SAVED
+    with without_plugins():
+        assert "leaky" in names()
+
+
+def test_an_installed_package_that_cannot_be_imported_is_named(site, monkeypatch):
+    install(site, value="brook.absent")
+    monkeypatch.syspath_prepend(site)
+    with pytest.raises(
+        ValueError, match=r"'brook = brook.absent' of headwater.residuals .* uninstall the package brook"
+    ):
+        build("leaky", 8, 4)
+
+
+def test_from_python_an_import_is_enough(site, tmp_path, monkeypatch):
+    """The processes of a comparison look where this one found the module."""
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    __import__("brook")
+    started = []
+    monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", lambda argv, **more: started.append((argv, more)))
+    launch(job_of(SPEC, 0, tmp_path, 2), 1)
+    ((argv, more),) = started
+    assert argv[-2:] == ["--plugin", "brook.leaky"]
+    assert more["env"]["PYTHONPATH"] == f"{site}{os.pathsep}elsewhere"
+
+
+def test_a_file_that_names_a_module_imports_nothing(site, tmp_path, monkeypatch):
+    (site / "trap.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(site)
+    with pytest.raises(ValueError, match="registered by the module 'trap', which is not imported: add --plugin trap"):
+        build("leaky@trap", 8, 4)
+
+
+def test_another_module_s_residual_of_the_same_name_is_not_taken(site, monkeypatch):
+    monkeypatch.syspath_prepend(site)
+    __import__("brook")
+    with pytest.raises(ValueError, match=r"by 'creek' where it was saved, and is by 'brook.leaky.LeakyResidual' here"):
+        build("leaky@creek", 8, 4)
+    with pytest.raises(ValueError, match="the 'brook' that is imported here registers none of that name"):
+        build("quick@brook", 8, 4)
+    with pytest.raises(ValueError, match="defined in a script or notebook: define it there again"):
+        build("quick@__main__", 8, 4)
+
+
+def test_a_class_of_a_script_cannot_be_compared(site, tmp_path, monkeypatch):
+    scope = {"__name__": "__main__"}
+    exec(LEAKY, scope)
+    with pytest.raises(UserError, match="cannot import: move it into a module of its own"):
+        compare(tiny(tmp_path), tmp_path / "out", residuals=["leaky"], seeds=[0])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no such", "takes the name of a module"),
+        ("brook.py", "takes the name of a module"),
+        ("./brook", "takes the name of a module"),
+        ("creek", "there is no module 'creek' in"),
+        ("brook.creek", "there is no module 'brook.creek' in"),
+    ],
+)
+def test_a_wrong_plugin_says_what_is_wrong(site, monkeypatch, capsys, name, message):
+    monkeypatch.chdir(site)
+    assert run("residuals", "standard", "--plugin", name) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("headwater: --plugin")
+    assert message in said
+
+
+def test_an_error_inside_of_a_plugin_is_its_own(site, monkeypatch):
+    (site / "broken.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.chdir(site)
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
+        run("residuals", "standard", "--plugin", "broken")
+
+
+def test_register_refuses_what_would_not_work(site):
+    class Mine(StreamResidual):
+        def _write(self, state, i, y):
+            return (state[0] + y,)
+
+    class Untyped(Mine):
+        def __init__(self, dim, sublayers, *, rate=0.1):
+            super().__init__(dim, sublayers)
+
+    for name in ("", "My Own", "a:b", "a@b", "a+b", "a,b", "-a", "../a"):
+        with pytest.raises(ValueError, match="made of small letters"):
+            register(name)
+    with pytest.raises(ValueError, match=r"registered already, by headwater.residuals.standard.StandardResidual"):
+        register("standard")(Mine)
+    with pytest.raises(ValueError, match="option 'rate' of residual 'mine' needs a type, for example rate: float"):
+        register("mine")(Untyped)
+    assert "mine" not in registry._entries
+    assert register("mine")(Mine) is register("mine")(Mine)  # a module loaded again
+    assert torch.equal(build("mine", 4, 1).begin(torch.ones(4))[0], torch.ones(4))
+
+
+def test_a_class_without_a_docstring_has_a_row_in_the_table(site, capsys):
+    class Bare(StreamResidual):
+        def _write(self, state, i, y):
+            return (state[0] + y,)
+
+    register("bare")(Bare)
+    assert main(["residuals", "bare"]) == 0
+    assert "bare" in capsys.readouterr().out
