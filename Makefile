@@ -13,7 +13,7 @@ TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/t
 
 KILLS ?= 100
 
-.PHONY: demo test test-crash test-faults test-gpu test-hf test-torch lint format clean
+.PHONY: demo test test-crash test-faults test-gpu test-hf test-planted test-torch lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
@@ -29,6 +29,10 @@ test-gpu:
 # All faults of several ranks; the rank that hangs, which needs the clock, only here: a busy machine must not fail the rest.
 test-faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/train/test_parallel_faults.py
+
+# Faults of tests/faults, planted one at a time in a copy of the tree: the tests named beside each must fail.
+test-planted: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/plant.py
 
 # Runs killed with kill -9 in each of four ways: one process and two, saving at once and in the background.
 test-crash: $(INSTALLED)

@@ -1,5 +1,6 @@
 """The command: fast help, precedence of settings, and one message for each thing a user can get wrong."""
 
+import inspect
 import json
 import resource
 import subprocess
@@ -9,15 +10,26 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tinyrun import flags, tiny
 
 import headwater
+import headwater.models.generate
+import headwater.train
+from headwater.analyze import matrix as matrix_module
+from headwater.analyze import report as report_module
+from headwater.analyze import scaling as scaling_module
+from headwater.analyze import table as table_module
 from headwater.cli import DEMO, main, sized
 from headwater.errors import UserError
 from headwater.models import ModelConfig
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
+from headwater.train import study as study_module
 from headwater.train.checkpoint.folder import checkpoints, load_model
 from headwater.train.config import check
+from headwater.train.data.tokenizer import ByteTokenizer
+from headwater.train.distributed import plan as plan_module
+from headwater.train.files import write_json
 
 
 def fails(capsys, *argv: str) -> str:
@@ -307,6 +319,87 @@ def test_generate_and_report_from_a_run(tmp_path, capsys):
     assert "100 new ones exceed" in fails(capsys, *words[:4], "--max-new-tokens", "100")
     assert "no checkpoint in" in fails(capsys, "generate", tmp_path / "nowhere")
     assert "is not a folder" in fails(capsys, "report", tmp_path / "nowhere")
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Replaces functions that commands call, and notes the arguments of the last call by name."""
+
+    def replace_with_note(module, name, result=None):
+        calls, signature = {}, inspect.signature(getattr(module, name))
+
+        def note(*args, **kwargs):
+            calls.clear()
+            calls.update(signature.bind(*args, **kwargs).arguments)
+            return result
+
+        monkeypatch.setattr(module, name, note)
+        return calls
+
+    return replace_with_note
+
+
+def test_every_flag_of_generate_reaches_the_sampler(tmp_path, capsys, monkeypatch, called):
+    tokenizer = ByteTokenizer()
+    monkeypatch.setattr(headwater.train, "load_run", lambda folder, device: (device, tokenizer, folder))
+    arguments = called(headwater.models.generate, "generate", torch.tensor([[104, 105]]))
+    sampling = {"max_new_tokens": 7, "temperature": 0.3, "top_k": 5, "top_p": 0.25, "seed": 11}
+    words = [word for name, value in sampling.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["generate", str(tmp_path), "--prompt", "ab", *words]) == 0
+    assert arguments.pop("tokens").tolist() == [[97, 98]]
+    assert arguments == {"model": "cpu", "stop": tokenizer.end_of_text, **sampling}
+    assert capsys.readouterr().out == "hi\n"
+
+
+def test_a_resumed_comparison_has_the_residuals_and_seeds_that_it_began_with(tmp_path, called):
+    config = tiny(tmp_path, steps=7)
+    write_json(tmp_path / "settings.json", asdict(config))
+    began = {"residuals": ["standard", "rezero"], "seeds": [3, 5], "config": asdict(config)}
+    write_json(tmp_path / "compare.json", began)
+    arguments = called(headwater.train, "compare")
+    assert main(["compare", "--out", str(tmp_path), "--resume", "--jobs", "4"]) == 0
+    assert arguments == {
+        "config": config,
+        "out": tmp_path,
+        "residuals": ("standard", "rezero"),
+        "seeds": (3, 5),
+        "jobs": 4,
+        "resume": True,
+    }
+    assert main(["compare", "--out", str(tmp_path), "--resume", "--seeds", "8", "--residuals", "ddl"]) == 0
+    assert (arguments["seeds"], arguments["residuals"], arguments["jobs"]) == ((8,), ("ddl",), 1)
+
+
+def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monkeypatch, called):
+    arguments = called(study_module, "study")
+    assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3"]) == 0
+    assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0}
+
+    arguments = called(scaling_module, "scaling_of", [])
+    assert main(["scaling", "a", "b", "--baseline", "rezero"]) == 0
+    assert arguments == {"folders": (Path("a"), Path("b")), "baseline": "rezero"}
+
+    rows = called(table_module, "residual_table", [])
+    monkeypatch.setattr(table_module, "print_table", lambda rows: None)
+    assert main(["residuals", "ddl", "rezero", "--dim", "32", "--layers", "3"]) == 0
+    assert rows == {"specs": ("ddl", "rezero"), "dim": 32, "layers": 3}
+
+    capsys.readouterr()
+    plan = called(plan_module, "make_plan")
+    monkeypatch.setattr(plan_module, "describe", lambda plan, memory, checkpointing: f"{memory} {checkpointing}")
+    for gpu in (True, False):
+        words = ["--world", "8", "--memory", "3", "--gpu" if gpu else "--no-gpu", "--checkpoint-activations"]
+        assert main(["plan", "--tokenizer", "bpe", "--bpe-vocab", "999", "--batch-size", "24", *words]) == 0
+        assert (plan["world"], plan["half"], plan["fused"], plan["model"].vocab_size) == (8, gpu, gpu, 1024)
+        assert plan["config"].train.batch_size == 24
+        assert capsys.readouterr().out == "3.0 True\n"
+
+    report = called(report_module, "write_report", tmp_path)
+    assert main(["report", "a", "b", "--out", "c.html"]) == 0
+    assert report == {"folders": [Path("a"), Path("b")], "out": Path("c.html")}
+    matrix = called(matrix_module, "write_matrix", tmp_path)
+    assert main(["matrix", "a", "--out", "c.html"]) == 0
+    assert matrix == {"folders": [Path("a")], "out": Path("c.html")}
 
 
 def test_the_demo_preset_is_a_valid_comparison():

@@ -63,7 +63,7 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
         if last is not None and not 1 <= last <= self.layers:
             raise ValueError(f"last counts layer outputs and must lie between 1 and {self.layers}, got {last}")
         self.mixes = "scalar" if version == "v1" else "channel"
-        self.last = last
+        self.last, self.version = last, version
         self.grns = nn.ModuleDict()
         for m in range(1, self.layers + 1):
             reads = 3 if inputs == "separate" and self.takes_inputs(m) else 1
@@ -95,7 +95,7 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
 
     def flops_per_token(self) -> int:
         reads = sum(self._grn(m).constant[..., 0].numel() for m in range(1, self.layers + 1))
-        per_source = 2 if self.mixes == "scalar" else 5  # the sum; for v3 also the ReLU's product and its addition
+        per_source = 5 if self.version == "v3" else 2  # the sum; for v3 also the ReLU's product and its addition
         return self.dim * (per_source * reads + 2 * self.sublayers)
 
     def _grn(self, m: int) -> GRN:

@@ -59,3 +59,8 @@ class HyperConnectionsResidual(StreamsResidual):
         post = post + connection.post_scale.to(dtype) * dynamic_post.squeeze(-1)
         pre = pre + connection.mix_scale.to(dtype) * dynamic_pre.squeeze(-1)
         return pre, post, res + connection.mix_scale.to(dtype) * dynamic_res.mT
+
+    def coefficient_products(self) -> int:
+        """Every stream makes its own."""
+        matrices = (cast(Connection, connection).dynamic for connection in self.connections.values())
+        return self.streams * sum(matrix.numel() for matrix in matrices if matrix is not None)

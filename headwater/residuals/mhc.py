@@ -54,6 +54,9 @@ class ConstrainedResidual(StreamsResidual):
         pre, post, res = cast(Mapping, self.mappings[str(i)])(wide(x))
         return pre.sigmoid(), 2 * post.sigmoid(), res
 
+    def coefficient_products(self) -> int:
+        return sum(cast(Mapping, mapping).weight.numel() for mapping in self.mappings.values())
+
 
 @register("mhc")
 class MHCResidual(ConstrainedResidual):

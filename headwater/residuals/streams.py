@@ -74,7 +74,10 @@ class StreamsResidual(Residual):
             return torch.ones(self.streams, *x.shape[:-2], 1, device=x.device)
         return self.coefficients(x, i)[0].movedim(-1, 0).unsqueeze(-1)
 
+    @abstractmethod
+    def coefficient_products(self) -> int:
+        """Multiply-adds a token of making all coefficients of a pass."""
+
     def flops_per_token(self) -> int:
         n = self.streams
-        coefficients = sum(p.numel() for p in self.parameters() if p.dim() > 1)
-        return 2 * coefficients + 2 * self.dim * n * (n + 2) * self.sublayers
+        return 2 * self.coefficient_products() + 2 * self.dim * n * (n + 2) * self.sublayers

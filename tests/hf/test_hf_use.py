@@ -230,6 +230,14 @@ def test_bf16(model):
     torch.testing.assert_close(half(tokens()).logits.float(), model(tokens()).logits, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("residual", ["attnres-block", "mhc"])
+def test_what_is_added_has_the_dtype_of_the_model(residual):
+    half = tiny_model("llama").bfloat16()
+    convert(half, residual)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    assert half(tokens()).logits.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("residual", ["attnres-block", "muddformer"])
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
@@ -368,6 +376,11 @@ def test_the_delta_file_holds_the_added_parameters_alone(model, tmp_path):
     assert torch.equal(other(tokens()).logits, model(tokens()).logits)
     added = sum(p.numel() for name, p in model.named_parameters() if "residual." in name)
     assert path.stat().st_size < 4 * added + 4096
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    save_delta(frozen, tmp_path / "frozen.safetensors")
+    again = tiny_model("llama")
+    load_delta(again, tmp_path / "frozen.safetensors")
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
     wrong = tiny_model("qwen3")
     with pytest.raises(UserError, match="made for the architecture 'llama'"):
         load_delta(wrong, path)

@@ -1,14 +1,18 @@
 """What `verify` calls equal: in half precision against the fp32 forward, and decoding from a cache with padding too."""
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tinyhf import stir, tiny_config, tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from headwater.cli import main
 from headwater.errors import UserError
 from headwater.hf import convert, verify
+from headwater.hf.formats import folder
 from headwater.hf.verify import KL_LIMIT
 
 
@@ -49,6 +53,24 @@ def test_a_reference_in_fp32_gives_the_same_verdict(tmp_path):
         for parameter in truth.parameters():
             parameter.copy_(parameter.bfloat16())
     assert verify(model, plain, tokens(4, 24)).kl == pytest.approx(verify(model, truth, tokens(4, 24)).kl)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_no_numbers_are_equal_to_nothing(dtype, tmp_path):
+    model, plain = pair("llama", dtype, tmp_path)
+    convert(model)
+    with torch.no_grad():
+        model.model.residual.reads["8"].query[0] = torch.nan
+    result = verify(model, plain, tokens(2, 12))
+    assert not result.equal
+    assert str(result).startswith("NOT equal")
+
+
+def test_the_command_takes_as_many_tokens_and_the_seed_that_it_is_given(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(folder, "verify_folders", lambda *words: given.append(words) or SimpleNamespace(equal=True))
+    assert main(["verify", "one", "two", "--tokens", "9", "--seed", "4"]) == 0
+    assert given == [(Path("one"), Path("two"), 9, 4)]
 
 
 def drop(model, argument):

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from tinymodels import model_of, tokens_of
 
 from headwater.models import SIZES, Decoder, ModelConfig
+from headwater.models.attention import Attention, Rotary
 from headwater.models.generate import generate, sample
 
 
@@ -31,6 +32,53 @@ def test_flops_agree_with_pytorchs_counter():
     causal_half = 3 * 3 * 2 * 16 * 32
     adds = 3 * model.residual.flops_per_token()
     assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32 - causal_half + adds, rel=1e-6)
+
+
+def test_weights_start_at_the_scale_that_they_say():
+    """Standard deviations, of matrices with thousands of numbers; output projections by sublayers, not by layers."""
+    shape = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "mlp_dim": 256, "context": 8}
+    model = Decoder(ModelConfig(vocab_size=400, **shape))
+    found, expected = {"embedding": model.embedding.weight, "head": model.head.weight}, {}
+    for i, sublayer in enumerate(model.sublayers):
+        for name, linear in sublayer.body.named_children():
+            if isinstance(linear, torch.nn.Linear):
+                found[f"{i}.{name}"] = linear.weight
+                expected[f"{i}.{name}"] = (linear.in_features * (6 if name == "output" else 1)) ** -0.5
+    expected |= {"embedding": 1.0, "head": 0.02}
+    assert {name: weight.std().item() for name, weight in found.items()} == pytest.approx(expected, rel=0.03)
+
+
+def test_attention_is_its_formula():
+    """Grouped queries, norms of queries and keys before their rotation, written with complex numbers and loops."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 8, "dim": 32, "heads": 4, "kv_heads": 2, "context": 8, "rope_theta": 50.0}
+    config = ModelConfig(**shape, qk_norm=True, norm_eps=0.1)
+    attention, x = Attention(config).double(), torch.randn(1, 6, 32, dtype=torch.float64)
+    rotary = Rotary(config.head_dim, 8, config.rope_theta)(0, 6)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+
+        def turned(head, t, norm):
+            normed = head / (head.square().mean() + 0.1).sqrt() * norm.weight
+            angle = torch.tensor([t * 50.0 ** (-pair / 4) for pair in range(4)], dtype=torch.float64)
+            pairs = torch.complex(normed[:4], normed[4:]) * torch.polar(torch.ones_like(angle), angle)
+            return torch.cat((pairs.real, pairs.imag))
+
+        def heads(linear, t):
+            return (linear.weight @ x[0, t]).split(8)
+
+        out = torch.zeros(6, 4, 8, dtype=torch.float64)
+        for t in range(6):
+            for h, query in enumerate(heads(attention.query, t)):
+                q = turned(query, t, attention.query_norm)
+                keys = torch.stack(
+                    [turned(heads(attention.key, s)[h // 2], s, attention.key_norm) for s in range(t + 1)]
+                )
+                values = torch.stack([heads(attention.value, s)[h // 2] for s in range(t + 1)])
+                out[t, h] = (keys @ q / 8**0.5).softmax(0) @ values
+        y, _ = attention(x, rotary)
+    torch.testing.assert_close(y[0], out.flatten(1) @ attention.output.weight.T, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("wide", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])

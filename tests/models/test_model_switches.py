@@ -114,6 +114,8 @@ def test_flops_count_the_window():
     with_window, without = (Decoder(ModelConfig(**shape, shortswa=w)).flops_per_token() for w in (8, None))
     matrices, scores, adds = 2 * 4 * 16 * 16, 4 * 8 * 16, 2 * 16
     assert with_window - without == 3 * 2 * (matrices + scores + adds)
+    with_window, without = (Decoder(ModelConfig(**shape, shortswa=w)).flops_per_token(4) for w in (8, None))
+    assert with_window - without == 3 * 2 * (matrices + 4 * 4 * 16 + adds)  # no more tokens than there are
 
 
 @pytest.mark.parametrize("window", [1, 33])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headwater.ops import attend_blocks, depth_attention, merge_partial
+from headwater.ops.depth import reference
 
 
 def draw(num_sources, dim, *, shape=(2, 3), dtype=torch.float32, seed=0):
@@ -87,6 +88,28 @@ def test_half_precision_is_one_rounding_away_from_fp32(dtype):
     low = [source.detach().to(dtype) for source in sources]
     exact = depth_attention([s.float() for s in low], query, key_weight)
     assert torch.equal(depth_attention(low, query, key_weight), exact.to(dtype))
+
+
+def test_autocast_rounds_nothing():
+    """Weights over depth are read off small differences: under autocast every product stays in fp32."""
+    sources, query, key_weight = draw(5, 64)
+    *blocks, last = sources
+
+    def results():
+        out, lse = attend_blocks(blocks, query.unsqueeze(0), key_weight.unsqueeze(0))
+        scored = [reference.score(source, (query * key_weight).unsqueeze(0), 1e-6)[1] for source in blocks]
+        mixed, lses, _ = reference.mix(blocks, torch.stack(scored, -2), key_weight)
+        merged = merge_partial(last, query, out[0], lse[0], key_weight, norm_weight=key_weight)
+        read, weights = depth_attention(sources, query, key_weight, return_weights=True)
+        heads = depth_attention(sources, query, key_weight, heads=4)
+        return [out, lse, *scored, *mixed, *lses, merged, read, weights, heads]
+
+    plain = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        under = results()
+    for one, other in zip(plain, under, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
 
 
 def test_wrong_shapes_are_named():

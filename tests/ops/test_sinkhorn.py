@@ -91,6 +91,26 @@ def test_it_survives_a_row_far_below_the_others():
     torch.testing.assert_close(matrix, torch.full((2, 2), 0.5))
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_below_the_floor_have_no_gradient(backend, device):
+    """A whole row of them, which the next division lifts again: there a gradient of its own would show."""
+    pytest.importorskip("triton", reason="the kernel needs triton")
+    logits = draw(3)[0, 0]
+    logits[1] -= 300
+
+    def floored(x, iterations):
+        largest = x.detach().amax(-2, keepdim=True)
+        return by_division((x - largest).exp().clamp_min(1e-18).log(), iterations)
+
+    truth = value_and_gradient(floored, logits)
+    low = logits.to(device, torch.float32)
+    value, gradient = value_and_gradient(lambda x, i: sinkhorn(x, i, backend=backend), low)
+    assert torch.equal(gradient[1].cpu(), torch.zeros(3))
+    torch.testing.assert_close(value.double().cpu(), truth[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient.double().cpu(), truth[1], atol=1e-5, rtol=1e-5)
+
+
 def test_second_derivatives_are_refused():
     """Also where the gradient that arrives is a constant."""
     logits = draw(3).requires_grad_()

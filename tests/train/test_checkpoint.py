@@ -26,6 +26,7 @@ from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint import storage as shards
 from headwater.train.load import load_run
 from headwater.train.loop import accumulate, train, update
+from headwater.train.monitor.metrics import MetricsLog
 from headwater.train.run import begin, save
 
 
@@ -83,6 +84,50 @@ def test_one_planner_serves_many_saves(tmp_path, monkeypatch):
         found = {f"{kind}/{name}": value for kind, values in files.items() for name, value in values.items()}
         assert found.keys() == tensors.keys() == shards.Reader(folder).metadata.state_dict_metadata.keys()
         assert all(torch.equal(found[name], value) for name, value in tensors.items())
+
+
+def events_of_a_save(root: Path, step: int, monkeypatch, **options) -> list[str]:
+    """What is synced and renamed, in order."""
+    events, sync, rename = [], os.fsync, Path.rename
+
+    def name_of(handle: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{handle}")).name
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: (events.append(f"sync {name_of(handle)}"), sync(handle)))
+        patch.setattr(Path, "rename", lambda old, new: (events.append(f"{old.name} to {new.name}"), rename(old, new)))
+        checkpoint.save(root, step, {"model/weight": torch.zeros(3, 2)}, {}, config=MODEL, **options)
+    return events
+
+
+MODEL = ModelConfig.named("tiny", vocab_size=8)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="asks Linux which file a handle is")
+def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_goes(tmp_path, monkeypatch):
+    root = tmp_path / "checkpoints"
+    log = MetricsLog(tmp_path / "metrics.jsonl", keep_until=0)
+    for step, dropped in ((1, []), (2, ["step-00000001 to .tmp-old-step-00000001"])):
+        final, scratch = f"step-{step:08d}", f".tmp-step-{step:08d}"
+        events = events_of_a_save(root, step, monkeypatch, keep=1, before=log.sync)
+        files = [f"sync {name}" for name in ("model.safetensors", "index.json", "config.json", "state.json")]
+        commit = ["sync manifest.json", f"sync {scratch}", f"{scratch} to {final}", "sync checkpoints"]
+        assert events == ["sync metrics.jsonl", *files, *commit, *dropped]
+    log.close()
+
+
+@pytest.mark.parametrize("failing", ["write_file", "_put_in_place"])
+def test_a_failing_save_leaves_the_only_checkpoint(tmp_path, monkeypatch, failing):
+    """keep=1: the old one goes only when the new one is in its place."""
+    checkpoint.save(tmp_path, 1, {"model/weight": torch.zeros(3, 2)}, {}, config=MODEL, keep=1)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shards if failing == "write_file" else checkpoint, failing, full)
+    with pytest.raises(UserError, match=r"The last good checkpoint is .*step-00000001"):
+        checkpoint.save(tmp_path, 2, {"model/weight": torch.ones(3, 2)}, {}, config=MODEL, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_plan_is_made_again_for_another_mesh():

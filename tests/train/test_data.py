@@ -300,6 +300,21 @@ def test_bpe_knows_its_bytes(tmp_path):
     assert data.tokenizer.token_bytes[tokens(data, "train")].sum() == data.manifest["train"]["bytes"]
 
 
+def test_bpe_learns_nothing_from_held_out_text(tmp_path):
+    """Every document repeats a word of its own, which becomes a token where it is trained on, and only there."""
+    pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    (tmp_path / "corpus").mkdir()
+    for i, letter in enumerate(letters):
+        (tmp_path / "corpus" / f"{i:02d}.txt").write_text(f"{letter}{letter} " * 50)
+    data = prepare(settings(tmp_path, tmp_path / "corpus", tokenizer="bpe", bpe_vocab=400, validation=0.3))
+    assert data.manifest["split"] == "by_document"
+    held_out = set(data.tokenizer.decode(tokens(data, "validation")).split())
+    assert 4 <= len(held_out) <= 12
+    vocabulary = set(json.loads(data.tokenizer.to_json())["model"]["vocab"])
+    assert {2 * letter for letter in letters} - vocabulary == held_out
+
+
 def test_bad_corpora_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no corpus at .*absent"):
         prepare(settings(tmp_path, tmp_path / "absent"))

@@ -101,6 +101,23 @@ def test_tensor_parallelism_divides_what_it_should():
             make_plan(divided, refused, 2, half=False, fused=False)
 
 
+def test_sharding_divides_the_weights_and_gathers_a_layer_at_a_time():
+    """16 bytes a parameter over the shards; then the bodies of a layer, and all the rest with gradients, are whole."""
+    shape = {"vocab_size": 64, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 8}
+    layer, rest = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32, 2 * 64 * 16 + 9 * 16
+    for world, settings, micros, static, late in (
+        (1, {}, 1, 16 * (4 * layer + rest), 4 * (4 * layer + rest)),
+        (1, {}, 2, 16 * (4 * layer + rest), 0),  # the second micro-batch finds the gradients of the first
+        (2, {"shard": 1}, 1, 16 * (4 * layer + rest), 4 * (4 * layer + rest)),
+        (2, {}, 1, 8 * (4 * layer + rest) + 4 * layer + 8 * rest, 2 * (4 * layer + rest)),
+        (4, {"shard": 2}, 1, 8 * (4 * layer + rest) + 4 * layer + 8 * rest, 2 * (4 * layer + rest)),
+        (2, {"tensor": 2}, 1, 8 * (4 * layer + rest) + 8 * rest, 2 * (4 * layer + rest)),  # bodies stay as they are
+    ):
+        config = Config(train=TrainSettings(batch_size=8, accumulate=micros), parallel=ParallelSettings(**settings))
+        plan = make_plan(config, ModelConfig(**shape), world, half=False, fused=False).ranks[0]
+        assert (plan.static, plan.late) == (static, late), (world, settings)
+
+
 def test_passes_in_flight():
     assert [in_flight("1f1b", 4, 1, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [in_flight("gpipe", 4, 1, 8, rank) for rank in range(4)] == [8] * 4

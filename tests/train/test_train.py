@@ -21,10 +21,11 @@ from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names, pinned
 from headwater.train import loop
 from headwater.train.checkpoint import storage as shards
-from headwater.train.checkpoint.folder import checkpoints, damage, load_model
+from headwater.train.checkpoint.folder import checkpoints, damage, load_model, read_state
 from headwater.train.checkpoint.saver import HostBuffers
 from headwater.train.config import OptimSettings, TrainSettings
 from headwater.train.data.dataset import prepare
+from headwater.train.distributed.fsdp import clip
 from headwater.train.distributed.parts import local
 from headwater.train.loop import accumulate, evaluate, train, update
 from headwater.train.monitor.bad_steps import Skips
@@ -129,9 +130,48 @@ def test_training_learns(tmp_path):
 
 @pytest.mark.parametrize("change", [{"accumulate": 4}, {"checkpoint_activations": True}])
 def test_what_saves_memory_does_not_change_the_result(tmp_path, change):
+    runs = ("plain", "other")
     plain = train(tiny(tmp_path), tmp_path / "plain")
     other = train(tiny(tmp_path, **change), tmp_path / "other")
     assert other.loss == pytest.approx(plain.loss, rel=1e-4)
+    # Clipping and AdamW would hide a factor on all gradients; the log shows it.
+    for key in ("loss", "grad_norm"):
+        one, two = ([r[key] for r in fingerprint(tmp_path / name)["metrics"] if r["kind"] == "train"] for name in runs)
+        assert one == pytest.approx(two, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [0.25, 40.0])
+def test_clipping_lowers_what_is_too_large_and_nothing_else(size):
+    """As torch does; a norm below the limit stays."""
+    torch.manual_seed(0)
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    for mine, its in zip(one.parameters(), other.parameters()):
+        mine.grad = size * torch.randn_like(mine)
+        its.grad = mine.grad.clone()
+    before = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()]).item()
+    clip(one, before, 1.5)
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 1.5)
+    for mine, its in zip(one.parameters(), other.parameters()):
+        torch.testing.assert_close(mine.grad, its.grad)
+    after = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()]).item()
+    assert after == pytest.approx(min(before, 1.5))
+    assert (before < 1.5) == (size < 1)
+
+
+def test_wall_clock_and_memory_go_on_where_a_run_is_resumed(tmp_path):
+    config, out = tiny(tmp_path, steps=2, save_every=1), tmp_path / "run"
+    train(config, out)
+    (out / "summary.json").unlink()
+    last = read_state(checkpoints(out / "checkpoints")[-1])
+    assert last["seconds"] > 0
+    run = begin(config, out, resume=True)
+    assert (run.seconds, run.peak_memory, run.step) == (last["seconds"], last["peak_memory"], 2)
+    assert run.elapsed() >= run.seconds
+    run.began -= 1000
+    save(run)
+    run.log.close()
+    assert read_state(checkpoints(out / "checkpoints")[-1])["seconds"] >= last["seconds"] + 1000
+    assert train(config, out, resume=True).seconds >= last["seconds"] + 1000
 
 
 def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):

@@ -1,0 +1,108 @@
+"""The eps of the keys' norm and the eps of the reader's, large and apart: each operator against the formula."""
+
+import pytest
+import torch
+
+from headwater.ops import attend_blocks, decode_read, depth_attention, merge_partial
+from headwater.ops.depth import reference
+
+EPS, NORM_EPS = 0.5, 0.08
+BACKENDS = [
+    "reference",
+    pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off there")),
+]
+
+
+def draw(count):
+    """Sources of about half the size of one, so that both eps show, and query, key weight and norm weight."""
+    generator = torch.Generator().manual_seed(count)
+    sizes = [*[(2, 12)] * count, (12,), (12,), (12,)]
+    tensors = [torch.randn(size, generator=generator, dtype=torch.float64).mul_(0.5) for size in sizes]
+    *sources, query, key, norm = (t.float().requires_grad_() for t in tensors)
+    return sources, query, key, norm
+
+
+def formula(sources, query, key, norm, norm_eps):
+    """In fp64."""
+    stack = torch.stack([source.double() for source in sources])
+    keys = stack / (stack.square().mean(-1, keepdim=True) + EPS).sqrt() * key.double()
+    read = ((keys @ query.double()).softmax(0).unsqueeze(-1) * stack).sum(0)
+    return read / (read.square().mean(-1, keepdim=True) + norm_eps).sqrt() * norm.double()
+
+
+def agree(read, expected, inputs):
+    """In value and every gradient."""
+    torch.testing.assert_close(read.double(), expected, atol=1e-5, rtol=1e-5)
+    along = torch.randn(read.shape, generator=torch.Generator().manual_seed(9))
+    ours, truth = torch.autograd.grad(read, inputs, along), torch.autograd.grad(expected, inputs, along.double())
+    for mine, other in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
+def operators(backend):
+    if backend == "reference":
+        return reference
+    from headwater.ops.depth import autograd
+
+    return autograd
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_read_has_one_eps_for_both_norms(backend):
+    sources, query, key, norm = draw(3)
+    expected = formula(sources, query, key, norm, EPS)
+    options = {"norm_weight": norm, "eps": EPS, "backend": backend}
+    agree(depth_attention(sources, query, key, **options), expected, [*sources, query, key, norm])
+    with torch.no_grad():
+        torch.testing.assert_close(depth_attention(sources, query, key, **options).double(), expected)
+        y = torch.ones(2, 12)
+        read, last = decode_read([*sources[:-1], sources[-1] - y], y, query, key, **options)
+        torch.testing.assert_close(last, sources[-1])
+        torch.testing.assert_close(read.double(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_phases_have_it_too(backend):
+    sources, query, key, norm = draw(3)
+    out, lse = attend_blocks(sources[:-1], query.unsqueeze(0), key.unsqueeze(0), eps=EPS, backend=backend)
+    options = {"norm_weight": norm, "eps": EPS, "backend": backend}
+    read = merge_partial(sources[-1], query, out[0], lse[0], key, **options)
+    agree(read, formula(sources, query, key, norm, EPS), [*sources, query, key, norm])
+
+
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_merge_has_one_for_the_sum_and_one_for_the_read(backend, opens):
+    sources, query, key, norm = draw(3)
+    ops, added = operators(backend), torch.full((2, 12), 0.1)
+    threaded, scores = zip(*(ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources[:-1]))
+    outs, lses, _ = ops.mix(threaded, torch.stack(scores, -2))
+    newest, partial = (sources[-1], None) if opens else (sources[-1] - added, added)
+    read, total = ops.merge(newest, partial, outs[0], lses[0], query, key, norm, eps=EPS, norm_eps=NORM_EPS)
+    agree(read, formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
+    torch.testing.assert_close(total, sources[-1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mix_and_a_span_of_outputs_have_the_read_s(backend):
+    sources, query, key, norm = draw(4)
+    ops = operators(backend)
+    threaded, scores = zip(*(ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources))
+    outs, _, _ = ops.mix(threaded, torch.stack(scores, -2), norm, NORM_EPS)
+    agree(outs[0], formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
+
+    threaded, scores = zip(*(ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources))
+    outs, lses, _ = ops.mix(threaded[:2], torch.stack(scores[:2], -2))
+    z = torch.stack([lses[0].unsqueeze(-1), *scores[2:]], -2)
+    read, _ = ops.merge_outputs(outs[0], threaded[2:], z, norm, NORM_EPS)
+    agree(read, formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
+
+
+def test_decoding_by_the_kernel_has_both():
+    pytest.importorskip("triton", reason="the kernel needs triton")
+    sources, query, key, norm = (t.detach() if isinstance(t, torch.Tensor) else t for t in draw(3))
+    with torch.no_grad():
+        y = torch.full((2, 12), 0.2)
+        given = ([*sources[:-1], sources[-1] - y], y, query, key, norm)
+        read, _ = operators("triton").decode_read(*given, eps=EPS, norm_eps=NORM_EPS)
+    torch.testing.assert_close(read.double(), formula(sources, query, key, norm, NORM_EPS))
