@@ -51,8 +51,13 @@ class TrainFlags(Where):
 class CompareFlags(Where):
     out: Path = Path("runs/compare")
     """Folder of the comparison."""
-    residuals: tuple[str, ...] = ("standard", "attnres-block", "attnres-full")
-    """What to compare, the baseline first; `all` is every registered residual. With --resume, what to add."""
+    residuals: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--arms",))] = (
+        "standard",
+        "attnres-block",
+        "attnres-full",
+    )
+    """What to compare, the baseline first; `all` is every registered residual. Settings of the model may follow, as in
+    standard+shortswa=4 (--arms is the same flag). With --resume, what to add."""
     seeds: tuple[int, ...] = (0, 1, 2)
     jobs: int = 1
     """Runs at a time; the cores are shared among them."""

@@ -95,11 +95,17 @@ def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> l
         group.label = ", ".join(
             [group.residual, *(f"{key.split('.')[-1]} {group.settings.get(key, 'unset')}" for key in keys[:2])]
         )
-        group.baseline = next((g for g in ordered if g.residual == baseline and g.settings == group.settings), None)
+        group.baseline = next((g for g in ordered if g.residual == baseline and not beyond(g, group)), None)
     judged = sum(1 for group in ordered if (found := group.difference()) is not None and len(found.values) > 1)
     for group in ordered:
         group.comparisons = max(1, judged)
     return ordered
+
+
+def beyond(one: Group, other: Group) -> list[str]:
+    """The settings in which two groups differ, but for those that make their arms."""
+    named = {key for group in (one, other) for run in group.runs for key in run.switches}
+    return [key for key in differing([one.settings, other.settings]) if key not in named]
 
 
 def flatten(config: Record, prefix: str = "") -> dict[str, str]:

@@ -42,6 +42,8 @@ class RecordedRun:
     """The most runs that were made at a time with this one, itself included; None: nobody recorded it."""
     corpus: Record = field(default_factory=dict)
     """Hashes of text and tokenizer, where a comparison recorded them."""
+    switches: tuple[str, ...] = ()
+    """Settings in which it differs on purpose from the others of its comparison, which its name, `residual`, says."""
 
     def final(self, key: str) -> float | None:
         """A number the run ended with; an unfinished run answers with its last evaluation, or not at all."""
@@ -102,10 +104,11 @@ def read_run(folder: Path) -> RecordedRun:
     notes += skip_notes(by_step(rows, "skip"))
     train = section(config, "train")
     seed = (summary or {}).get("seed", train.get("seed"))
-    beside = read_object(folder / "launch.json").get("side_by_side") if (folder / "launch.json").is_file() else None
+    launch = read_object(folder / "launch.json") if (folder / "launch.json").is_file() else {}
+    beside, arm = launch.get("side_by_side"), str(launch.get("arm") or "")
     return RecordedRun(
         name=folder.resolve().name,
-        residual=short_name((summary or {}).get("residual") or model.get("residual") or "unnamed"),
+        residual=short_name(arm or (summary or {}).get("residual") or model.get("residual") or "unnamed"),
         seed=seed if isinstance(seed, int) else None,
         config=config,
         summary=summary,
@@ -117,6 +120,7 @@ def read_run(folder: Path) -> RecordedRun:
         stopped=stop_reason(rows, train) or last_words(folder / "log.txt") if summary is None else "",
         beside=beside if isinstance(beside, int) else None,
         corpus=section(read_comparison(folder), "corpus"),
+        switches=tuple(f"model.{key}" for key in re.findall(r"\+([a-z]\w*)=", arm)),
     )
 
 

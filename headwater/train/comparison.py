@@ -1,4 +1,4 @@
-"""Several residuals by several seeds on equal tokens: one process per run, one table.
+"""Several arms, residuals as a rule, by several seeds on equal tokens: one process per run, one table.
 
 Runs with the same seed see the same batches in the same order, so their losses are compared in pairs. The folder is the
 state: finished runs are kept, unfinished ones resume.
@@ -6,14 +6,14 @@ state: finished runs are kept, unfinished ones resume.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from headwater.errors import UserError
+from headwater.train.arms import parse_arm
 from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
 from headwater.train.files import locked, read_json, refuse_others, write_json
@@ -40,6 +40,7 @@ def compare(
         config: of every run but for its residual and seed.
         out: folder of the comparison: table.json, and under runs/ a folder for each run, which `load_run` takes.
         residuals: specifications such as "attnres-block:block=4", the baseline first; "all" is every registered one.
+            Settings of the model may follow, which makes other arms of them: "standard+shortswa=4".
         seeds: of the initial weights and the order of the data; runs of one seed are compared in pairs.
         jobs: runs at a time; the cores are shared among them.
         resume: keep what is finished in `out`, continue what is not, and add the residuals and seeds that are new.
@@ -88,15 +89,16 @@ def slug(residual: str, seed: int) -> str:
     return f"{residual.replace(':', '_')}-seed{seed}"
 
 
-def job_of(residual: str, seed: int, out: Path, steps: int) -> Job:
-    """A run of the comparison in `out`, whose settings.json has what all of them share."""
-    flags = ("--config", str(out / "settings.json"), "--residual", residual, "--seed", str(seed))
+def job_of(text: str, seed: int, out: Path, steps: int) -> Job:
+    """A run of an arm of the comparison in `out`, whose settings.json has what all of them share."""
+    arm = parse_arm(text)
     return Job(
-        label=f"{residual} seed {seed}",
-        folder=out / "runs" / slug(residual, seed),
-        arguments=flags,
+        label=f"{text} seed {seed}",
+        folder=out / "runs" / slug(text, seed),
+        arguments=("--config", str(out / "settings.json"), *arm.flags, "--seed", str(seed)),
         steps=steps,
-        plugin=plugin_for(residual),
+        plugin=plugin_for(arm.residual),
+        arm=text if arm.switches else None,
     )
 
 
@@ -112,7 +114,7 @@ def admit(config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: 
         raise UserError("--seeds needs at least one seed, for example: --seeds 0 1 2")
     specs = expand(residuals)
     for spec in specs:
-        plugin_for(spec)
+        plugin_for(parse_arm(spec).residual)
     return specs, list(dict.fromkeys(seeds))
 
 
@@ -126,33 +128,26 @@ def expand(residuals: Sequence[str]) -> list[str]:
     return distinct([spec for entry in residuals for spec in (everything if entry == "all" else [entry])])
 
 
-def distinct(residuals: Sequence[str]) -> list[str]:
-    """Each residual once, under the first of its spellings."""
-    from headwater.residuals import parse
-
-    kept: dict[tuple[Any, ...], str] = {}
-    for spec in residuals:
-        try:
-            name, options = parse(spec)
-        except ValueError as error:
-            raise UserError(f"residual {spec!r} does not fit: {error}") from None
-        kept.setdefault((name, *sorted(options.items())), spec)
+def distinct(arms: Sequence[str]) -> list[str]:
+    """Each arm once, under the first of its spellings."""
+    kept: dict[Hashable, str] = {}
+    for text in arms:
+        kept.setdefault(parse_arm(text).identity, text)
     return list(kept.values())
 
 
-def try_out(residuals: Sequence[str], config: Config, data: Dataset) -> None:
-    """Corpus and residuals are tried before anything runs, so that a misfit is known at once."""
-    from headwater.residuals import build
-    from headwater.train.run import resolve_model
+def try_out(arms: Sequence[str], config: Config, data: Dataset) -> None:
+    """Corpus and arms are tried before anything runs, so that a misfit is known at once."""
+    from headwater.train.run import build_model, resolve_model
 
-    model = resolve_model(config.model, data)
-    for split in SPLITS:
-        data.windows(split, model.context)
-    for spec in residuals:
+    for text in arms:
         try:
-            build(spec, model.dim, model.sublayers, model.kinds)
-        except ValueError as error:
-            raise UserError(f"residual {spec!r} does not fit: {error}") from None
+            model = resolve_model(parse_arm(text).apply(config).model, data)
+            for split in SPLITS:
+                data.windows(split, model.context)
+            build_model(model, config.train.seed, meta=True)
+        except UserError as error:
+            raise UserError(f"arm {text!r} does not fit: {error}") from None
 
 
 def plan(

@@ -41,6 +41,8 @@ class Job:
     steps: int
     plugin: str | None = None
     """The module that registers the run's residual, where that is not headwater's own."""
+    arm: str | None = None
+    """What a comparison calls it, where that is more than its residual."""
 
     @property
     def log(self) -> Path:
@@ -140,10 +142,11 @@ def plugin_for(spec: str) -> str | None:
 
 def record_company(job: Job, jobs: int) -> None:
     """launch.json: the most runs made at a time while this one ran, None where an attempt before did not say. Times of
-    runs that shared a machine tell how busy it was."""
+    runs that shared a machine tell how busy it was. And the arm, by which reports know the run."""
     path, begun = job.folder / "launch.json", (job.folder / "config.json").exists()
     before = read_json(path)["side_by_side"] if path.exists() else None if begun else 1
-    write_json(path, {"side_by_side": None if before is None else max(before, jobs)})
+    arm = {} if job.arm is None else {"arm": job.arm}
+    write_json(path, {"side_by_side": None if before is None else max(before, jobs), **arm})
 
 
 def side_by_side(jobs: Sequence[Job]) -> int | None:

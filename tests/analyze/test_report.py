@@ -15,7 +15,7 @@ from headwater.analyze import report
 from headwater.analyze.groups import group_runs, smooth, thin
 from headwater.analyze.matrix import write_matrix
 from headwater.analyze.report import make_page, write_report
-from headwater.analyze.runs import read_run
+from headwater.analyze.runs import find_order, find_runs, read_run
 from headwater.errors import UserError
 
 
@@ -250,6 +250,25 @@ def test_runs_with_other_settings_are_told_apart(tmp_path):
     assert "Settings differ beyond the residual: optim.lr." in visible(
         write_report(folders, tmp_path / "r.html").read_text()
     )
+
+
+def test_an_arm_with_a_switch_of_the_model_is_judged_against_the_baseline(tmp_path):
+    folder = make_comparison(tmp_path / "c", ["standard", "depth-window"], [0, 1], layers=1, steps=5)
+    for seed in (0, 1):
+        run = make_run(folder / "runs" / f"switched-seed{seed}", "standard", seed, layers=1, steps=5)
+        model = json.loads((run / "config.json").read_text())["model"]
+        rewrite(run / "config.json", model={**model, "shortswa": 4})
+        (run / "launch.json").write_text(json.dumps({"side_by_side": 1, "arm": "standard+shortswa=4"}))
+    rewrite(folder / "compare.json", residuals=["standard", "standard+shortswa=4", "depth-window"])
+    plain, switched, window = group_runs([read_run(run) for run in find_runs([folder])], find_order([folder]))
+    assert [group.label for group in (plain, switched, window)] == ["standard", "standard+shortswa=4", "depth-window"]
+    assert switched.baseline is plain
+    assert len(switched.difference().values) == 2
+    words = visible(write_report([folder]).read_text())
+    assert "standard+shortswa=4 and depth-window against standard" in words
+    assert "--residuals standard standard+shortswa=4 depth-window" in words
+    rewrite(run / "config.json", optim={"lr": 1})  # what the arm does not name still keeps groups apart
+    assert group_runs([read_run(run)] + plain.runs)[-1].baseline is None
 
 
 def test_one_seed_twice_is_one_run(tmp_path):

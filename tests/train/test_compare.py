@@ -15,13 +15,18 @@ import pytest
 from rich.console import Console
 from tinyrun import fingerprint, tiny
 
+from headwater import cli
+from headwater.cli import parse
 from headwater.errors import UserError
+from headwater.flags import CompareFlags, TrainFlags
 from headwater.residuals import names
 from headwater.train import CompareResult, Spread, TrainResult, compare, loop, train
-from headwater.train.comparison import expand, plan, slug, try_out
+from headwater.train.arms import parse_arm
+from headwater.train.comparison import expand, job_of, plan, slug, try_out
+from headwater.train.config import load_file
 from headwater.train.data.dataset import prepare
 from headwater.train.files import locked, write_json
-from headwater.train.jobs import Active, Job, conclude, launch, side_by_side
+from headwater.train.jobs import Active, Job, conclude, launch, record_company, side_by_side
 from headwater.train.monitor.interrupts import PARENT
 from headwater.train.monitor.progress import Tasks
 from headwater.train.table import draw, spread, tabulate
@@ -90,6 +95,56 @@ def test_all_means_every_registered_name_and_each_is_taken_once(tmp_path):
     config = tiny(tmp_path)
     with pytest.raises(UserError, match="does not fit: "):
         try_out(["attnres-block:heads=3"], config, prepare(config.data))
+
+
+def test_an_arm_is_a_residual_with_switches_of_the_model(tmp_path):
+    """The command of its process makes the configuration that it stands for."""
+    config, text = tiny(tmp_path), "depth-window:window=2+shortswa=4+value_residual=true+rope_theta=1e+3"
+    arm = parse_arm(text)
+    assert arm.switches == {"shortswa": 4, "value_residual": True, "rope_theta": 1000.0}
+    write_json(tmp_path / "settings.json", asdict(config))
+    job = job_of(text, 1, tmp_path, 4)
+    flags = parse(TrainFlags, list(job.arguments), cli.train, TrainFlags(settings=load_file(job.arguments[1])))
+    expected = replace(arm.apply(config), train=replace(config.train, seed=1))
+    assert flags.settings == replace(expected, data=flags.settings.data)
+    assert flags.settings.model.residual == "depth-window:window=2"
+    assert (job.folder.name, job.arm) == (f"{text.replace(':', '_')}-seed1", text)
+    assert job_of("depth-window:window=2", 1, tmp_path, 4).arm is None
+    launched = Job(label="a", folder=tmp_path / "run", arguments=(), steps=1, arm=text)
+    launched.folder.mkdir()
+    record_company(launched, 2)
+    assert json.loads((launched.folder / "launch.json").read_text()) == {"side_by_side": 2, "arm": text}
+
+
+def test_arms_are_told_apart_and_tried_out(tmp_path):
+    spellings = [
+        "standard",
+        "standard+shortswa=4+qk_norm=true",
+        "standard+qk_norm=True+shortswa=4",
+        "standard+shortswa=3",
+    ]
+    assert expand(spellings) == [spellings[0], spellings[1], spellings[3]]
+    config = tiny(tmp_path)
+    with pytest.raises(UserError, match=r"arm 'standard\+shortswa=99' does not fit: .* the context of 32, got 99"):
+        try_out(["standard", "standard+shortswa=99"], config, prepare(config.data))
+    try_out(["laurel:form=previous,states=6+shortswa=2"], config, prepare(config.data))  # 6 sublayers, not 4
+    for text, message in {
+        "standard+shortswa": "'shortswa' needs one value, for example standard+shortswa=4",
+        "standard+shortswa=2+shortswa=3": "'shortswa' needs one value",
+        "standard+context=64": "'context' is no setting that an arm may change; Valid: dim",
+        "standard+short=4": "did you mean 'shortswa'",
+        "standard+shortswa=four": "shortswa must be an integer or null; got 'four'",
+        "standrad+shortswa=4": "unknown residual 'standrad'",
+        "attnres-full:block=2+shortswa=4": "has no option 'block'",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(message)):
+            parse_arm(text)
+
+
+@pytest.mark.parametrize("word", ["--residuals", "--arms"])
+def test_arms_are_another_word_for_residuals(word):
+    flags = parse(CompareFlags, [word, "standard", "standard+shortswa=4", "--seeds", "0"], cli.compare)
+    assert flags.residuals == ("standard", "standard+shortswa=4")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""What a comparison compares: a residual, and where asked switches of the model beside it.
+
+standard    attnres-block:block=4    standard+shortswa=4    ddl+value_residual=true+layers=10
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from headwater.errors import UserError, nearest
+from headwater.train.config import Config, ModelSettings, override
+
+# With these, arms would not be compared on equal tokens; the residual has a place of its own.
+FIXED = ("residual", "size", "vocab_size", "context")
+SWITCHES = tuple(f.name for f in fields(ModelSettings) if f.name not in FIXED)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One line of a comparison: `residual` is a spec, `switches` are settings of the model that it changes."""
+
+    residual: str
+    switches: Mapping[str, Any]
+
+    def apply(self, config: Config) -> Config:
+        """The configuration of this arm's runs, from the one that all share."""
+        return replace(config, model=replace(config.model, residual=self.residual, **self.switches))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The same, as `headwater train` takes it."""
+        given = [(f"--{key.replace('_', '-')}", str(value)) for key, value in self.switches.items()]
+        return ("--residual", self.residual, *(word for pair in given for word in pair))
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for two spellings of one arm."""
+        from headwater.residuals import parse
+
+        name, options = parse(self.residual)
+        return (name, *sorted(options.items()), *sorted(self.switches.items()))
+
+
+def parse_arm(text: str) -> Arm:
+    """'residual:options+setting=value+...' as an Arm.
+
+    Raises UserError for a residual or an option that does not exist, a setting of the model that is none or is not an
+    arm's to change, and a value of another type.
+
+        parse_arm("standard+shortswa=4").switches  # {"shortswa": 4}
+    """
+    residual, *words = re.split(r"\+(?=[A-Za-z_])", text)  # 1e+3 is a number
+    switches: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in SWITCHES:
+            raise UserError(f"arm {text!r}: {key!r} is no setting that an arm may change; {nearest(key, SWITCHES)}")
+        if not equals or key in switches:
+            raise UserError(f"arm {text!r}: {key!r} needs one value, for example {residual}+{key}=4")
+        switches[key] = _value(value)
+    override(ModelSettings(), switches, f"arm {text!r}")
+    arm = Arm(residual, switches)
+    try:
+        hash(arm.identity)
+    except ValueError as error:
+        raise UserError(f"residual {residual!r} does not fit: {error}") from None
+    return arm
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
