@@ -1,8 +1,8 @@
 """Peak memory of a training step, eager and compiled: `PYTHONPATH=. python studies/compiled-memory/run.py SPEC@N...`.
 
-N is the number of sublayers. On a CPU, without kernels, so that only what is allocated and kept remains; the unit is one
-(tokens x width) tensor.
-Inductor orders a graph for a CPU otherwise than for a GPU: the test of tests/ops/test_kernels_gpu.py has the last word.
+N is the number of sublayers. On a CPU, without kernels, so that only what is allocated and kept remains; the unit is
+one (tokens x width) tensor. Inductor orders a graph for a CPU otherwise than for a GPU: the test of
+tests/ops/test_kernels_gpu.py has the last word.
 """
 
 import importlib
