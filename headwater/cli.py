@@ -38,7 +38,8 @@ from headwater.flags import (
     Where,
 )
 from headwater.models.config import SIZES
-from headwater.train.config import Config, load_file
+from headwater.models.sampling import check_sampling
+from headwater.train.config import Config, check, load_file, with_before
 from headwater.train.files import read_json, refuse_others, write_json
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ def train(argv: list[str]) -> None:
     where = peek(argv, Where())
     base = base_config(where, where.out / "config.json")
     flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
-    settings = sized(flags.settings, base, argv)
+    settings = check(sized(flags.settings, base, argv))
     from headwater.train import train as run
 
     result = run(settings, flags.out, resume=flags.resume)
@@ -68,9 +69,9 @@ def compare(argv: list[str]) -> None:
     flags = parse(CompareFlags, argv, compare, default)
     if (flags.settings.model.residual, flags.settings.train.seed) != (base.model.residual, base.train.seed):
         raise UserError("compare takes --residuals and --seeds, several of each, in place of --residual and --seed")
+    settings = check(sized(flags.settings, base, argv))
     from headwater.train import compare as run
 
-    settings = sized(flags.settings, base, argv)
     run(settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
     say(f"Runs and table.json are in {flags.out}; look at them with: headwater report {flags.out}")
 
@@ -91,21 +92,24 @@ def matrix(argv: list[str]) -> None:
 
 
 def residuals(argv: list[str]) -> None:
-    """Print every residual: formula, parameters, stored activations, traffic, and how it starts."""
+    """Print every residual: formula, parameters, stored activations, traffic, start; of named ones the options too."""
     flags = parse(ResidualsFlags, argv, residuals)
     with user_values():
-        from headwater.analyze.table import markdown, print_table, residual_table
+        from headwater.analyze.table import markdown, print_options, print_table, residual_table
 
         rows = residual_table(flags.residuals or None, dim=flags.dim, layers=flags.layers)
         if flags.markdown:
             say(markdown(rows).rstrip())
         else:
             print_table(rows)
+            print_options(flags.residuals)
 
 
 def generate(argv: list[str]) -> None:
     """Continue a prompt with a trained model."""
     flags = parse(GenerateFlags, argv, generate)
+    with user_values():
+        check_sampling(flags.max_new_tokens, flags.temperature, flags.top_k, flags.top_p)
     import torch
 
     from headwater.models.generate import generate as run
@@ -192,10 +196,10 @@ def plan(argv: list[str]) -> None:
     argv = ["--config", *argv] if argv and not argv[0].startswith("-") else argv
     where = peek(argv, Where())
     flags = parse(PlanFlags, argv, plan, PlanFlags(settings=base_config(where, where.out / "config.json")))
+    settings = check(flags.settings)
     from headwater.train.distributed.plan import describe, make_plan
     from headwater.train.run import named_model
 
-    settings = flags.settings
     with user_values():
         model = named_model(settings.model, settings.data.bpe_vocab if settings.data.tokenizer == "bpe" else 257)
         made = make_plan(settings, model, flags.world, half=flags.gpu, fused=flags.gpu)
@@ -284,20 +288,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in SYSTEM_ERRORS:
             raise
-        return fail(f"{error.strerror}: {error.filename or 'while writing'}. {SYSTEM_ERRORS[error.errno]}", 1)
+        advice = SYSTEM_ERRORS[error.errno].format(flag=flag_of(words, error.filename))
+        return fail(f"{error.strerror}: {error.filename or 'while writing'}. {advice}", 1)
     return 0
 
 
 SYSTEM_ERRORS = {
     errno.ENOSPC: "Make room, then run the same command with --resume",
     errno.EDQUOT: "Make room, then run the same command with --resume",
-    errno.EACCES: "Choose a folder that you may write to",
-    errno.EROFS: "Choose a folder that you may write to",
-    errno.ENOTDIR: "A file stands where a folder is needed: choose another path",
-    errno.EEXIST: "A file stands where a folder is needed: choose another path",
-    errno.EISDIR: "A folder stands where a file is needed: choose another path",
+    errno.EACCES: "Choose a folder that you may write to with {flag}",
+    errno.EROFS: "Choose a folder that you may write to with {flag}",
+    errno.ENOTDIR: "A file stands where a folder is needed: choose another path with {flag}",
+    errno.EEXIST: "A file stands where a folder is needed: choose another path with {flag}",
+    errno.EISDIR: "A folder stands where a file is needed: choose another path with {flag}",
     errno.ENOENT: "It was there a moment ago, or the path is wrong: run the command again",
 }
+
+
+def flag_of(words: Sequence[str], path: str | None) -> str:
+    """The flag that led to a path: the one whose value is the path or a folder above it; --out has a default."""
+    flags = [word.split("=", 1) if "=" in word else [word, after] for word, after in zip(words, [*words[1:], ""])]
+    above = [Path(path or ".").absolute(), *Path(path or ".").absolute().parents]
+    found = (flag for flag, value in flags if flag.startswith("--") and value and Path(value).absolute() in above)
+    return next(found, "--out")
 
 
 def peek(argv: list[str], default: Where) -> Where:
@@ -307,7 +320,7 @@ def peek(argv: list[str], default: Where) -> Where:
 
 def base_config(where: Where, saved: Path) -> Config:
     """Defaults, or what the folder to resume began with; then the configuration file."""
-    base = load_file(saved) if where.resume and saved.exists() else Config()
+    base = load_file(saved, with_before(Config())) if where.resume and saved.exists() else Config()
     return load_file(where.config, base) if where.config else base
 
 

@@ -1,6 +1,7 @@
 """The command: fast help, precedence of settings, and one message for each thing a user can get wrong."""
 
 import inspect
+import itertools
 import json
 import resource
 import subprocess
@@ -20,7 +21,7 @@ from headwater.analyze import matrix as matrix_module
 from headwater.analyze import report as report_module
 from headwater.analyze import scaling as scaling_module
 from headwater.analyze import table as table_module
-from headwater.cli import DEMO, main, sized
+from headwater.cli import DEMO, flag_of, main, sized
 from headwater.errors import UserError
 from headwater.models import ModelConfig
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
@@ -75,6 +76,59 @@ def test_help_names_every_command(capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("train", "compare", "report", "generate", "demo"))
     assert "did you mean 'compare'?" in fails(capsys, "compar")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--steps", "0"],
+        ["compare", "--lr", "-1"],
+        ["plan", "--batch-size", "0"],
+        ["generate", "x", "--top-p", "2"],
+    ],
+)
+def test_bad_numbers_are_refused_before_torch_is_imported(argv):
+    program = "import sys; from headwater.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", f"{program}; sys.exit(code)", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "must" in done.stderr
+    assert "Assertion" not in done.stderr
+
+
+def test_a_message_about_a_folder_names_its_flag(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    begun = flags(tiny(tmp_path), tmp_path / "run")[:-1]
+    assert "choose another path with --out" in fails(capsys, *begun, tmp_path / "file" / "run")
+    assert flag_of(["train", "--out=runs/a", "--cache", "text/cache"], "text/cache/x/manifest.json") == "--cache"
+    assert flag_of(["train", "--out=runs/a", "--cache", "text/cache"], str(tmp_path / "runs/a/config.json")) == "--out"
+    assert flag_of(["train"], "runs/train/config.json") == "--out"
+
+
+def test_narrow_terminals_keep_names_and_numbers(capsys, monkeypatch):
+    for width, name in ((40, "hyper-connections:streams=2,form=static"), (120, "attnres-block")):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["residuals", name]) == 0
+        lines = list(itertools.takewhile(lambda line: "sum_" not in line, capsys.readouterr().out.splitlines()))
+        assert name in "".join(lines).replace(" ", "")
+        assert "eager" in "".join(lines)
+        assert "…" not in "".join(lines)
+        assert max(map(len, lines)) <= width
+
+
+def test_a_named_residual_shows_its_options(capsys):
+    assert main(["residuals", "attnres-block:block=2"]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "block=none  a whole number or none",
+        "key_norm=true  true or false",
+        "weights=softmax  one of softmax,",
+    ):
+        assert line in shown
+    assert "At initialisation: queries are zero" in shown
+    assert main(["residuals"]) == 0
+    assert "key_norm=" not in capsys.readouterr().out
 
 
 def test_version_help_and_python_m(capsys):

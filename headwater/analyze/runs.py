@@ -102,6 +102,11 @@ def read_run(folder: Path) -> RecordedRun:
     if not rows:
         notes.append("no metrics were recorded")
     notes += skip_notes(by_step(rows, "skip"))
+    notes += [
+        f"planned for {row.get('planned')} steps, and for {row.get('steps')} from step {row['step']} on: its learning "
+        "rate follows no single schedule"
+        for row in by_step(rows, "extend")
+    ]
     train = section(config, "train")
     seed = (summary or {}).get("seed", train.get("seed"))
     launch = read_object(folder / "launch.json") if (folder / "launch.json").is_file() else {}

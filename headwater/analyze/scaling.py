@@ -171,10 +171,11 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
     for scaling in found:
         curve = scaling.fit
         alpha = scaling.alpha
-        seeds = min(len(losses) for losses in scaling.points.values())
+        fewest = min(len(losses) for losses in scaling.points.values())
+        seeds = "1 seed" if fewest == 1 else f"{fewest} seeds"
         lines.append(
             f"{scaling.residual}: L = {curve.floor:.4f} + {curve.scale:.4f} (C / {curve.unit:.3g})^-{curve.alpha:.3f}"
-            f"  (alpha {alpha.low:.3f} to {alpha.high:.3f}; {len(scaling.points)} budgets, {seeds} seeds at least)"
+            f"  (alpha {alpha.low:.3f} to {alpha.high:.3f}; {len(scaling.points)} budgets, {seeds} at least)"
         )
         if scaling.residual != baseline:
             for budget, interval in scaling.multipliers.items():

@@ -5,6 +5,7 @@ perfectly fused kernels would move: each state tensor touched, once, and each ne
 move when each runs by itself.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from headwater._torch import TorchDispatchMode, tree_leaves
 from headwater.ops import rms_norm
-from headwater.residuals import Residual, State, build, names
+from headwater.residuals import Residual, State, build, names, options_of
+from headwater.tables import fitting
 
 TOKENS = 16
 
@@ -50,9 +52,26 @@ def print_table(rows: Sequence[Row]) -> None:
     for row in rows:
         numbers = (f"{x:.3g}" for x in (row.parameters, row.stored, row.least, row.eager))
         table.add_row(row.name, *numbers, row.at_start)
-    console.print(table)
+    console.print(fitting(table, console))
     for row in rows:
         console.print(f"[bold]{escape(row.name)}[/]  {escape(row.formula)}", soft_wrap=True)
+
+
+def print_options(specs: Iterable[str]) -> None:
+    """To the terminal: what each residual says of itself, and its options with what they take and default to."""
+    console = Console(highlight=False)
+    for name in dict.fromkeys(spec.partition(":")[0] for spec in specs):
+        cls, options = options_of(name)
+        console.print(f"\n[bold]{name}[/]: {escape(_paragraphs(cls))}", soft_wrap=True)
+        for option in options:
+            console.print(f"  {option.name}={option.default}  {option.takes}", markup=False)
+        if not options:
+            console.print("  no options")
+
+
+def _paragraphs(cls: type[Residual]) -> str:
+    """A docstring after its first line, its indentation taken away."""
+    return "\n".join(inspect.cleandoc(cls.__doc__ or "").splitlines()[1:]).strip()
 
 
 def markdown(rows: Sequence[Row]) -> str:

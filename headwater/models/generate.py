@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .decoder import Decoder
+from .sampling import check_sampling
 
 
 def sample(
@@ -39,7 +40,8 @@ def generate(
     stop: int | None = None,
 ) -> Tensor:
     """Continue prompts (B, T). A row that produced `stop` keeps repeating it. Returns prompt and continuation."""
-    _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
+    check_sampling(max_new_tokens, temperature, top_k, top_p)
+    _check(model, tokens, max_new_tokens)
     generator = torch.Generator().manual_seed(seed)
     cache = model.new_cache() if use_cache else None
     training = model.training
@@ -59,22 +61,12 @@ def generate(
     return tokens
 
 
-def _check(
-    model: Decoder, tokens: Tensor, new: int, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def _check(model: Decoder, tokens: Tensor, new: int) -> None:
     if tokens.dim() != 2 or tokens.shape[1] < 1:
         raise ValueError(f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}")
     context = model.config.context
-    if new < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, got {new}")
     if tokens.shape[1] + new > context:
         raise ValueError(
             f"a prompt of {tokens.shape[1]} tokens and {new} new ones exceed the context of {context}: "
             f"lower max_new_tokens to {max(0, context - tokens.shape[1])}, or shorten the prompt"
         )
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 or a positive number, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")

@@ -15,7 +15,7 @@ from .mhc import MHCLiteResidual, MHCResidual
 from .mudd import MUDDFormerResidual
 from .plugins import import_plugins
 from .record import Trace, mixing, record
-from .registry import build, entry, located, names, parse, pinned, plugin_of, register, with_options
+from .registry import build, entry, located, names, options_of, parse, pinned, plugin_of, register, with_options
 from .scaled import LayerScaleResidual, ReZeroResidual
 from .standard import StandardResidual, StreamResidual
 from .window import DepthWindowResidual
@@ -55,6 +55,7 @@ __all__ = [
     "located",
     "mixing",
     "names",
+    "options_of",
     "parse",
     "pinned",
     "plugin_of",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .base import Residual
 from .plugins import absence, is_own, load_entry_points
@@ -94,6 +94,28 @@ def entry(name: str) -> Entry:
     return found
 
 
+class Option(NamedTuple):
+    """An option of a residual, as one writes it: `name=default`, and in words what it takes."""
+
+    name: str
+    default: str
+    takes: str
+
+
+def options_of(name: str) -> tuple[type[Residual], list[Option]]:
+    """The class behind a registered name, and the options that are left to the user.
+
+    for option in options_of("attnres-block")[1]:
+        print(f"{option.name}={option.default}: {option.takes}")
+    """
+    known = entry(name)
+    defaults = inspect.signature(known.build).parameters
+    return known.build, [
+        Option(key, _spell(defaults[key].default), " or ".join(_describe(choice) for choice in _choices(kind)))
+        for key, kind in known.options.items()
+    ]
+
+
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
     """'name:key=value,key=value' to (name, options), each value checked against the option's type."""
     name, _, text = spec.partition(":")
@@ -154,7 +176,7 @@ def plugin_of(spec: str) -> str | None:
 
 
 def _convert(label: str, text: str, kind: Any) -> Any:
-    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    choices = _choices(kind)
     for choice in choices:
         value = _convert_one(text, choice)
         if value is not _no:
@@ -176,6 +198,15 @@ def _convert_one(text: str, kind: Any) -> Any:
         return kind(text)
     except ValueError:
         return _no
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _spell(value: Any) -> str:
+    """As a spec has it."""
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 def _describe(kind: Any) -> str:

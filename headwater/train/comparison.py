@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headwater.errors import UserError
+from headwater.tables import fitting
 from headwater.train.arms import parse_arm
 from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
@@ -75,7 +76,7 @@ def compare(
         rows = tabulate(finished, residuals, company)
         result = CompareResult(folder=out, rows=rows, runs=tuple(finished.values()))
         write_json(out / "table.json", result.table())
-        console.print(draw(result.rows, config))
+        console.print(fitting(draw(result.rows, config), console))
     if failures:
         listing = "\n  ".join(failures)
         raise UserError(

@@ -63,7 +63,10 @@ class DataSettings:
     """The text, and how it becomes tokens."""
 
     source: tuple[str, ...] = ("stdlib",)
-    """Text or .jsonl files or folders, plain, .gz or .xz; `stdlib` is the running Python's standard library."""
+    """Text or .jsonl files or folders, plain, .gz, .xz or .zst (which needs headwater[zst]); `stdlib` is the running
+    Python's standard library."""
+    text_field: str = "text"
+    """Where the objects of .jsonl files have their document."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """bpe is trained on the text itself; needs headwater[bpe]."""
     bpe_vocab: int = 4096
@@ -114,6 +117,8 @@ class TrainSettings:
     """Micro-batches that one step is split into."""
     seed: int = 0
     """Draws the initial weights and the order of the data."""
+    init_from: str = ""
+    """Begin with the weights of this run, checkpoint or exported model; another residual begins at its own start."""
     device: str = "auto"
     """auto is cuda where there is one, else cpu."""
     compile: Literal["auto", "none", "layers", "model"] | bool = "auto"
@@ -216,7 +221,21 @@ FREE = OUTER | {
 }
 
 # What runs did that were begun before a setting existed.
-BEFORE: Mapping[str, Any] = {"optim.query_lr": 1.0, "train.graph": False}
+BEFORE: Mapping[str, Any] = {
+    "data.text_field": "text",
+    "optim.query_lr": 1.0,
+    "train.init_from": "",
+    "train.graph": False,
+}
+
+
+def with_before(base: Config) -> Config:
+    """`base` with what runs did that were begun before a setting existed: under what a saved configuration says."""
+    changes: dict[str, dict[str, Any]] = {}
+    for key, value in BEFORE.items():
+        section, name = key.split(".")
+        changes.setdefault(section, {})[name] = value
+    return replace(base, **{name: replace(getattr(base, name), **values) for name, values in changes.items()})
 
 
 def load_file(path: str | Path, base: Config | None = None) -> Config:
@@ -313,6 +332,8 @@ def check(config: Config) -> Config:
             f"train.batch_size ({config.train.batch_size}) must be a multiple of train.accumulate "
             f"({config.train.accumulate}): each micro-batch takes an equal share"
         )
+    if not config.data.text_field:
+        raise UserError("data.text_field must name a field")
     return config
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.residuals import pinned
 from headwater.train.checkpoint.folder import STATE, load_model, read_state
 from headwater.train.config import Config, override
 from headwater.train.data.tokenizer import Tokenizer
@@ -48,6 +49,29 @@ def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
         raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater.hf`")
     model, tokenizer = load_model(folder, device)
     return LoadedRun(model, tokenizer, settings_of(folder))
+
+
+def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
+    """Give a new model the weights of a trained one, as `load_run` finds it; its residual keeps its own start where the
+    trained one's is another.
+
+    Raises: `UserError` if the tokenizers differ, or the shapes.
+    """
+    other, theirs, _ = load_run(folder)
+    if theirs.to_json() != tokenizer.to_json():
+        raise UserError(
+            f"--init-from {folder} was trained with another tokenizer ({theirs.vocab_size} tokens; this run's has "
+            f"{tokenizer.vocab_size}): its embeddings stand for other tokens. Train on the text, and with the "
+            "--tokenizer, that it was trained with"
+        )
+    weights = other.weights()
+    if pinned(other.residual) != pinned(model.residual):
+        own = {name: tensor for name, tensor in model.weights().items() if name.startswith("residual.")}
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith("residual.")} | own
+    try:
+        model.load_weights(weights)
+    except ValueError as error:
+        raise UserError(f"--init-from {folder}: {error}") from None
 
 
 def settings_of(folder: Path) -> Config | None:

@@ -80,6 +80,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
         if ranks.main:
             run.log.mirrors = loggers.start(config.log, out, run.step, run.identity)
         with closing(run.log), Interruption() as interruption, watchdog, line, run.saver:
+            if run.planned:
+                line.say(goes_further(run))
             clock, steps = Clock(run), steps_of(run, line.say)
             for number in range(run.step + 1, settings.steps + 1):
                 watchdog.reset()
@@ -107,6 +109,14 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
                     interruption.signum = asked
                     raise interruption.error(f"step {number} of {settings.steps}", f"headwater train --out {out}")
         return finish(run)
+
+
+def goes_further(run: Run) -> str:
+    """A schedule stretched over more steps does not go on where it was: said, since it shows in the loss."""
+    settings, planned = run.config, run.planned or 0
+    before, now = (learning_rate(run.step, steps, settings.optim) for steps in (planned, settings.train.steps))
+    rate = f"the learning rate is now {now:.3g} and would have been {before:.3g}"
+    return f"goes to {settings.train.steps} steps, where {planned} were planned: from step {run.step} on {rate}"
 
 
 def steps_of(run: Run, say: Callable[[str], None]) -> HostStep | DeviceStep:

@@ -27,6 +27,7 @@ from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint.saver import Saver
 from headwater.train.config import Config, ModelSettings
 from headwater.train.data.dataset import SPLITS, Dataset, Windows, prepare
+from headwater.train.data.tokenizer import Tokenizer
 from headwater.train.distributed import rendezvous as attempts
 from headwater.train.distributed.fsdp import fill, shard
 from headwater.train.distributed.parts import Parts
@@ -34,10 +35,11 @@ from headwater.train.distributed.pipeline import Pipeline, assemble
 from headwater.train.distributed.ranks import Ranks
 from headwater.train.distributed.tensor_parallel import bodies, parallelize, refuse_undivided
 from headwater.train.files import read_json, refuse_others, write_json
+from headwater.train.load import fill_from
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.monitor.metrics import MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
-from headwater.train.results import TrainResult
+from headwater.train.results import SUMMARY, TrainResult
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
 
@@ -75,6 +77,8 @@ class Run:
     peak_memory: int
     evaluation: dict[str, float]
     skips: Skips
+    planned: int | None = None
+    """The steps of a run that was begun with others than it has now."""
     own_loss: float = 0.0
     """This rank's share of the last step's loss."""
     began: float = field(default_factory=time.monotonic)
@@ -113,15 +117,18 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     resolved = {**asdict(config), "model": model_config.to_dict()}
     identity = {**resolved, "corpus": data.identity}
     train, validation = (data.windows(split, model_config.context) for split in SPLITS)
-    root = out / "checkpoints"
+    root, planned = out / "checkpoints", config.train.steps
     if ranks.main:
         checkpoint.sweep(root)
     latest = ranks.broadcast_object(checkpoint.newest(root) if ranks.main and resume else None)
     if latest:
         checkpoint.verify(latest, ranks)
-        checkpoint.refuse_other(latest, identity)
+        planned = planned_steps(latest, config)
+        checkpoint.refuse_other(latest, {**identity, "train": {**identity["train"], "steps": planned}})
     device = choose_device(config)
     whole = build_model(model_config, config.train.seed, meta=not ranks.main)
+    if config.train.init_from and not latest:
+        begin_with(whole, data.tokenizer, config.train.init_from, ranks)
     model: Decoder | Parts
     if ranks.alone:
         model, pipeline = whole.to(device), None
@@ -138,7 +145,8 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "config.json", resolved)
         data.tokenizer.save(out)
-    return Run(
+        (out / SUMMARY).unlink(missing_ok=True)  # of a run that had ended and is to go further
+    run = Run(
         config=config,
         folder=out,
         ranks=ranks,
@@ -163,6 +171,30 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         evaluation=state["evaluation"],
         skips=Skips(**state["skips"]),
     )
+    if planned != config.train.steps:
+        run.log.write("extend", run.step, tokens=run.tokens, planned=planned, steps=config.train.steps)
+        run.planned = planned
+    return run
+
+
+def planned_steps(latest: Path, config: Config) -> int:
+    """Of the run that this checkpoint belongs to. Others may be asked for now, as many as it has taken at least."""
+    state = checkpoint.read_state(latest)
+    if config.train.steps < state["step"]:
+        raise UserError(f"{latest} is of step {state['step']}: --steps must be at least that, got {config.train.steps}")
+    return state["config"]["train"]["steps"]
+
+
+def begin_with(model: Decoder, tokenizer: Tokenizer, folder: str, ranks: Ranks) -> None:
+    """Weights of a trained model for the main rank's, from which the others have theirs."""
+    problem = None
+    try:
+        if ranks.main:
+            fill_from(model, tokenizer, folder)
+    except UserError as error:
+        problem = str(error)
+    if problem := ranks.broadcast_object(problem):
+        raise UserError(problem)
 
 
 def admit(out: Path, resume: bool, ranks: Ranks) -> bool:

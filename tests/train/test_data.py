@@ -11,6 +11,7 @@ import shutil
 
 import numpy as np
 import pytest
+import zstandard
 
 from headwater.errors import UserError
 from headwater.train.config import DataSettings
@@ -90,13 +91,38 @@ def test_documents_of_every_kind_of_file(tmp_path):
         file.write("five")
     with lzma.open(folder / "d.jsonl.xz", "wt") as file:
         file.write(json.dumps({"text": "sechs ß"}))
+    compress = zstandard.ZstdCompressor().compress
+    (folder / "e.txt.zst").write_bytes(compress(b"sie") + compress(b"ben"))  # of two frames
     (folder / "ignored.bin").write_bytes(b"\xff\xfe")
     found = [document.text for document in documents(find_files((str(folder),)))]
-    assert found == ["one\r\nline\n", "two <|endoftext|> inside\n", "five", "sechs ß", "three", "four"]
+    assert found == ["one\r\nline\n", "two <|endoftext|> inside\n", "five", "sechs ß", "three", "four", "sieben"]
 
     manifest = prepare(settings(tmp_path, folder, validation=0.5)).manifest
     assert manifest["train"]["documents"] + manifest["validation"]["documents"] == len(found)
     assert manifest["train"]["bytes"] + manifest["validation"]["bytes"] == len("".join(found).encode())
+
+
+def test_a_long_file_of_zstd_is_read_whole(tmp_path):
+    text = os.urandom(400_000).hex()
+    (tmp_path / "long.txt.zst").write_bytes(zstandard.ZstdCompressor().compress(text.encode()))
+    assert [document.text for document in documents(find_files((str(tmp_path / "long.txt.zst"),)))] == [text]
+
+
+def test_the_field_of_json_lines(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"body": "one", "text": "no"}\n{"body": "two", "id": 3}\n')
+    found = documents(find_files((str(tmp_path / "rows.jsonl"),), "body"))
+    assert [document.text for document in found] == ["one", "two"]
+    whole = prepare(settings(tmp_path, tmp_path / "rows.jsonl", text_field="body", validation=0.5)).manifest
+    assert whole["train"]["bytes"] + whole["validation"]["bytes"] == 6
+    for line, words in {
+        '{"id": 1}': "found 'id': none of them is a string",
+        "{}": "found no field",
+        "[1]": "expected a JSON object on a line of its own",
+        '{"a": "x", "long": "longer"}': "choose one with --text-field long",
+    }.items():
+        (tmp_path / "rows.jsonl").write_text(line)
+        with pytest.raises(UserError, match=f"line 1: .*{words}"):
+            list(documents(find_files((str(tmp_path / "rows.jsonl"),), "body")))
 
 
 def test_one_long_document_is_cut_in_two(tmp_path):
@@ -330,9 +356,18 @@ def test_bad_corpora_are_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"body": "no"}\n')
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2"):
         prepare(settings(tmp_path, tmp_path / "bad.jsonl"))
+    with pytest.raises(
+        UserError, match="expected a string under 'text'; found 'body': choose one with --text-field body"
+    ):
+        prepare(settings(tmp_path, tmp_path / "bad.jsonl"))
     (tmp_path / "torn.txt.gz").write_bytes(gzip.compress(b"text " * 1000)[:-20])
     with pytest.raises(UserError, match=r"cannot read .*torn\.txt\.gz"):
         prepare(settings(tmp_path, tmp_path / "torn.txt.gz"))
+    packed = zstandard.ZstdCompressor().compress(os.urandom(1000).hex().encode() * 9)
+    for torn in (packed[:-20], b"?" + packed[1:]):  # cut off, and no zstd at all
+        (tmp_path / "torn.txt.zst").write_bytes(torn)
+        with pytest.raises(UserError, match=r"cannot read .*torn\.txt\.zst"):
+            prepare(settings(tmp_path, tmp_path / "torn.txt.zst"))
     for split, advice in (("train", "lower --validation"), ("validation", "raise --validation")):
         with pytest.raises(UserError, match=rf"shorter than the context: its {split} split has \d+ tokens.*{advice}"):
             prepare(settings(tmp_path, corpus(tmp_path))).windows(split, 100_000)

@@ -74,6 +74,25 @@ def test_tensorboard_shows_what_the_metrics_say_after_a_resume_too(tmp_path):
     events.Reload()
     shown = {(tag, e.step): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
     assert shown == pytest.approx(numbers(out), rel=1e-6)
+    (text,) = (event.text.decode() for event in tensors(events, "settings/text_summary")[:1])
+    assert '| model.residual | `"attnres-block:block=2"` |' in text
+    assert "| train.steps | `12` |" in text
+    depths = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"depth"' in line]
+    pictures = {event.step: event for event in events.Images("depth/mixing")}
+    assert sorted(pictures) == sorted({record["step"] for record in depths})
+    rows = len(depths[0]["mixing"])
+    assert all((event.width, event.height) == (12 * rows, 12 * rows) for event in pictures.values())
+
+
+def tensors(events, tag):
+    return [types.SimpleNamespace(text=event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
+
+
+def test_the_picture_of_a_map():
+    pixels = loggers.picture([[2.0, 0.0], [0.5, -1.0]], cell=2)
+    assert pixels.shape == (4, 4, 3)
+    assert pixels[::2, ::2].tolist() == [[[8, 69, 148], [255, 255, 255]], [[132, 162, 202], [165, 15, 21]]]
+    assert (loggers.picture([[None, 0.0]]) == 255).all()
 
 
 def test_wandb_is_told_everything_and_goes_on_under_the_same_name(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tinyrun import STEPS, fingerprint, read_all, tiny, write_corpus
 
+from headwater.analyze.runs import read_run
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names, pinned
@@ -27,6 +28,7 @@ from headwater.train.config import OptimSettings, TrainSettings
 from headwater.train.data.dataset import prepare
 from headwater.train.distributed.fsdp import clip
 from headwater.train.distributed.parts import local
+from headwater.train.load import load_run
 from headwater.train.loop import accumulate, evaluate, train, update
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.optim import build_optimizers, learning_rate, set_learning_rate
@@ -117,6 +119,75 @@ def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
 
     (tmp_path / "run" / "summary.json").unlink()  # killed between the last checkpoint and the summary
     assert train(config, tmp_path / "run", resume=True).loss == summary.loss
+
+
+def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
+    """With wsd the rate is the plain one until the decay: a run that has not decayed yet goes on bitwise as if it had
+    been planned so."""
+    config = tiny(tmp_path)
+    config = replace(config, optim=replace(config.optim, schedule="wsd", decay=0.0))
+    longer = replace(config, train=replace(config.train, steps=24))
+    whole, grown = tmp_path / "whole", tmp_path / "grown"
+    train(longer, whole)
+    assert train(config, grown).steps == 12
+    capsys.readouterr()
+    assert train(longer, grown, resume=True).steps == 24
+    assert (
+        "goes to 24 steps, where 12 were planned: from step 12 on the learning rate is now" in capsys.readouterr().out
+    )
+    found, expected = fingerprint(grown), fingerprint(whole)
+    assert found["files"] == expected["files"]
+    assert json.loads((grown / "config.json").read_text())["train"]["steps"] == 24
+    extended = [record for record in found["metrics"] if record["kind"] == "extend"]
+    assert [(record["step"], record["planned"], record["steps"]) for record in extended] == [(12, 12, 24)]
+    assert "planned for 12 steps, and for 24 from step 12 on" in " ".join(read_run(grown).notes)
+    assert train(longer, grown, resume=True).steps == 24
+    assert fingerprint(grown) == found
+    with pytest.raises(UserError, match=r"is of step 24: --steps must be at least that, got 12"):
+        train(config, grown, resume=True)
+
+
+def test_a_run_that_is_taken_further_is_unfinished_until_it_gets_there(tmp_path, monkeypatch):
+    config, out = tiny(tmp_path), tmp_path / "run"
+    train(config, out)
+    longer = replace(config, train=replace(config.train, steps=24))
+    monkeypatch.setattr(loop, "finish", stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(longer, out, resume=True)
+    assert not (out / "summary.json").exists()
+
+
+def stop(run):
+    raise RuntimeError("stopped")
+
+
+def test_a_run_begins_with_the_weights_of_another(tmp_path):
+    config, first = tiny(tmp_path, residual="attnres-full"), tmp_path / "first"
+    train(config, first)
+    trained = dict(load_run(first).model.named_parameters())
+    for name in ("attnres-full", "standard"):
+        begun = replace(
+            config, model=replace(config.model, residual=name), train=replace(config.train, init_from=str(first))
+        )
+        model = begin(begun, tmp_path / name, resume=False).whole
+        for key, parameter in model.named_parameters():
+            assert torch.equal(parameter, trained[key]), key
+        assert name == "standard" or any("residual." in key for key, _ in model.named_parameters())
+    other = replace(begun, model=replace(begun.model, residual="attnres-block"))
+    fresh = begin(replace(other, train=config.train), tmp_path / "fresh", resume=False).whole
+    model = begin(other, tmp_path / "block", resume=False).whole
+    for key, parameter in model.named_parameters():
+        expected = dict(fresh.named_parameters())[key] if key.startswith("residual.") else trained[key]
+        assert torch.equal(parameter, expected), key
+    with pytest.raises(UserError, match=r"--init-from .*first: weights do not fit the model"):
+        begin(replace(begun, model=replace(begun.model, layers=3)), tmp_path / "deep", resume=False)
+    with pytest.raises(UserError, match=r"no checkpoint in .*absent"):
+        begin(
+            replace(begun, train=replace(begun.train, init_from=str(tmp_path / "absent"))), tmp_path / "x", resume=False
+        )
+    letters = replace(begun, data=replace(begun.data, tokenizer="bpe", bpe_vocab=300))
+    with pytest.raises(UserError, match="was trained with another tokenizer"):
+        begin(letters, tmp_path / "letters", resume=False)
 
 
 def test_training_learns(tmp_path):

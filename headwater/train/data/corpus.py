@@ -1,13 +1,14 @@
 """Where text comes from: files in a fixed order, and the documents inside them.
 
 A text file is one document, or several separated by lines that read `<|endoftext|>`; a .jsonl file has one document a
-line, under "text". Either may be compressed (.gz, .xz). The default corpus needs no download: the source and
-documentation of Python's standard library.
+line, under "text" or the field that is named. Either may be compressed (.gz, .xz, .zst). The default corpus needs no
+download: the source and documentation of Python's standard library.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -16,14 +17,17 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from headwater.errors import UserError
 from headwater.train.data.tokenizer import END_OF_TEXT
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer as WriteableBuffer
+
 STDLIB = "stdlib"
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
-COMPRESSED = (".gz", ".xz")
+COMPRESSED = (".gz", ".xz", ".zst")
 # Tests are as large as the rest together and repeat themselves; `encodings` is tables of numbers.
 STDLIB_SKIPS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 
@@ -35,6 +39,8 @@ class TextFile:
     path: Path
     strict: bool = True
     """Whether bytes that are not UTF-8 are an error; the standard library is not the user's to mend."""
+    field: str = "text"
+    """Where an object of a .jsonl file has its document."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,13 @@ class Document:
     text: str
 
 
-def find_files(sources: tuple[str, ...]) -> list[TextFile]:
+def find_files(sources: tuple[str, ...], field: str = "text") -> list[TextFile]:
     """Every text file of the sources, each source's files sorted by name."""
     if not sources:
         raise UserError(f"no corpus was named: give files or folders with --source, or {STDLIB!r}")
     files: list[TextFile] = []
     for source in sources:
-        files += _stdlib_files() if source == STDLIB else _user_files(Path(source).expanduser())
+        files += _stdlib_files() if source == STDLIB else _user_files(Path(source).expanduser(), field)
     return files
 
 
@@ -95,15 +101,15 @@ def _stdlib_files() -> list[TextFile]:
     return [TextFile(path.relative_to(root).as_posix(), path, strict=False) for path in sorted(found)]
 
 
-def _user_files(source: Path) -> list[TextFile]:
+def _user_files(source: Path, field: str) -> list[TextFile]:
     if source.is_file():
-        return [TextFile(source.name, source)]
+        return [TextFile(source.name, source, field=field)]
     if not source.is_dir():
         raise UserError(f"no corpus at {source}: --source takes text or .jsonl files, folders of them, or {STDLIB!r}")
     found = sorted(path for path in source.rglob("*") if path.is_file() and _plain_suffix(path) in SUFFIXES)
     if not found:
         raise UserError(f"the corpus folder {source} is empty: it holds no file that ends in {', '.join(SUFFIXES)}")
-    return [TextFile(path.relative_to(source).as_posix(), path) for path in found]
+    return [TextFile(path.relative_to(source).as_posix(), path, field=field) for path in found]
 
 
 def _plain_suffix(path: Path) -> str:
@@ -114,12 +120,53 @@ def _is_json(file: TextFile) -> bool:
     return ".jsonl" in file.path.suffixes
 
 
+class _Zstd(io.RawIOBase):
+    """The bytes of a .zst file, of all its frames: the package's own reader ends after the first, and takes a file that
+    was cut off for a whole one."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"{path}: to read .zst, Python needs a package: pip install 'headwater[zst]'") from None
+        self.frame, self.error = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+        self.file, self.now, self.ready = path.open("rb"), self.frame(), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        while not self.ready:
+            given = self.now.unused_data or self.file.read(1 << 17)
+            if not given and self.file.tell() and not self.now.eof:
+                raise EOFError("it ends inside of a compressed frame")
+            if not given:
+                return 0
+            if self.now.eof:
+                self.now = self.frame()
+            try:
+                self.ready = self.now.decompress(given)
+            except self.error as error:
+                raise OSError(str(error)) from None
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), len(self.ready))
+        view[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
 def _open(file: TextFile) -> IO[str]:
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.path.suffix, open)
     # A mark that the encoding is UTF-8 may open a JSON file without being part of it; in a text file it is text.
-    encoding = "utf-8-sig" if _is_json(file) else "utf-8"
     # newline="" keeps \r\n as written: a corpus is bytes, and bits per byte must count them all.
-    return opener(file.path, "rt", encoding=encoding, errors="strict" if file.strict else "replace", newline="")  # type: ignore[operator]
+    encoding = "utf-8-sig" if _is_json(file) else "utf-8"
+    errors = "strict" if file.strict else "replace"
+    if file.path.suffix == ".zst":
+        return io.TextIOWrapper(io.BufferedReader(_Zstd(file.path)), encoding=encoding, errors=errors, newline="")
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.path.suffix, open)
+    return opener(file.path, "rt", encoding=encoding, errors=errors, newline="")  # type: ignore[operator]
 
 
 def _split_texts(lines: Iterable[str]) -> Iterator[str]:
@@ -137,12 +184,9 @@ def _json_texts(file: TextFile, lines: Iterable[str]) -> Iterator[str]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            text = None
-        if not isinstance(text, str):
-            raise UserError(f'{file.path}, line {number}: expected a JSON object with a string under "text"')
+        text = _text_in(line, file.field)
+        if text is None:
+            raise UserError(f"{file.path}, line {number}: {_not_a_document(line, file.field)}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -151,3 +195,24 @@ def _json_texts(file: TextFile, lines: Iterable[str]) -> Iterator[str]:
                 "half, which no encoding can write: mend the text or leave the line out"
             ) from None
         yield text
+
+
+def _text_in(line: str, field: str) -> str | None:
+    try:
+        text = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _not_a_document(line: str, field: str) -> str:
+    """Why a line has no text, and which of its fields do."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        return "expected a JSON object on a line of its own"
+    texts = sorted((key for key, value in found.items() if isinstance(value, str)), key=lambda key: -len(found[key]))
+    choice = f"choose one with --text-field {texts[0]}" if texts else "none of them is a string"
+    return f"expected a string under {field!r}; found {', '.join(map(repr, found)) or 'no field'}: {choice}"

@@ -44,7 +44,7 @@ def prepare(settings: DataSettings) -> Dataset:
 
     What the cache holds is checked against its hashes when it is opened first, and again when a file has changed since.
     """
-    files = find_files(settings.source)
+    files = find_files(settings.source, settings.text_field)
     folder = cache_folder(settings) / _cache_key(settings, files)
     if not _is_known(folder):
         try:

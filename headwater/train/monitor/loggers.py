@@ -7,6 +7,7 @@ that hangs is left behind. Nothing that they do reaches the training loop.
 from __future__ import annotations
 
 import importlib
+import json
 import queue
 import sys
 import threading
@@ -15,8 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headwater.errors import UserError
-from headwater.train.config import LogSettings
+from headwater.train.config import LogSettings, flatten
 
 CAPACITY = 1000  # records
 PATIENCE = 5.0  # seconds to finish in, at the end of a run
@@ -43,7 +46,7 @@ def start(settings: LogSettings, folder: Path, step: int, config: dict[str, Any]
     if settings.wandb:
         found.append(Logger("W&B", lambda: open_wandb(settings.wandb, folder, config)))
     if settings.tensorboard:
-        found.append(Logger("TensorBoard", lambda: open_tensorboard(folder, step)))
+        found.append(Logger("TensorBoard", lambda: open_tensorboard(folder, step, config)))
     return found
 
 
@@ -108,14 +111,30 @@ def open_wandb(project: str, folder: Path, config: dict[str, Any]) -> Sink:
     return lambda record: run.log(dict(scalars(record)), step=record["step"]), run.finish
 
 
-def open_tensorboard(folder: Path, step: int) -> Sink:
+def open_tensorboard(folder: Path, step: int, config: dict[str, Any]) -> Sink:
     """What an earlier process logged of steps that are taken again is hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10)
 
+    rows = [f"| {key} | `{json.dumps(value)}` |" for key, value in flatten(config).items()]
+    writer.add_text("settings", "\n".join(("| setting | value |", "|---|---|", *rows)), step)
+
     def write(record: Record) -> None:
         for name, value in scalars(record):
             writer.add_scalar(name, value, record["step"])
+        if record.get("mixing"):
+            writer.add_image("depth/mixing", picture(record["mixing"]), record["step"], dataformats="HWC")
 
     return write, writer.close
+
+
+def picture(mixing: list[list[float]], cell: int = 12) -> np.ndarray:
+    """A depth-mixing map as pixels (reads * cell, sources * cell, 3): white is nothing, blue a row's largest weight,
+    red the same below zero."""
+    matrix = np.nan_to_num(np.array(mixing, dtype=float))  # a number that is not finite was recorded as null
+    shares = matrix / np.maximum(np.abs(matrix).max(-1, keepdims=True), 1e-12)
+    white, blue, red = np.array([255.0, 255, 255]), np.array([8.0, 69, 148]), np.array([165.0, 15, 21])
+    ends = np.where(shares[..., None] < 0, red, blue)
+    pixels = (white + np.abs(shares)[..., None] * (ends - white)).round().astype(np.uint8)
+    return pixels.repeat(cell, 0).repeat(cell, 1)
