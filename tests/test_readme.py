@@ -1,5 +1,6 @@
 """The README's code blocks run, in order: as they stand, but for a smaller batch in what trains."""
 
+import importlib
 import os
 import re
 import shlex
@@ -8,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from residuals import test_contract as contract
+
+from headwater.residuals import build, names, registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,3 +81,27 @@ def test_every_link_inside_the_repository_leads_somewhere():
 
 def test_every_language_is_known():
     assert {language for language, _ in BLOCKS} == {"python", "bash"}
+
+
+def test_the_residual_that_contributing_shows_keeps_the_contract(tmp_path, monkeypatch):
+    """The block as it stands, in a module of its own, through the tests that every residual passes."""
+    (block,) = (body for language, body in blocks_of("CONTRIBUTING.md") if language == "python")
+    assert sum(map(bool, block.splitlines())) < 40
+    (tmp_path / "shown_residual.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # other tests do not know it
+    before = set(names())
+    importlib.import_module("shown_residual")
+    (name,) = set(names()) - before
+    for spec in (name, f"{name}:start=0.5"):
+        contract.test_gradients_reach_every_parameter(spec)
+        contract.test_activation_checkpointing_changes_nothing(spec, False)
+        contract.test_saved_and_loaded_is_the_same_model(spec, tmp_path / spec.replace(":", "-"))
+        contract.test_decoding_with_a_cache_equals_decoding_without(spec)
+        contract.test_it_starts_as_it_says(spec)
+        contract.test_the_mixing_matrix_gives_back_the_reads(spec)
+        contract.test_state_is_a_value(spec)
+        contract.test_bf16_reads_are_a_few_roundings_from_fp32(spec)
+    residual = build(f"{name}:start=0.5", dim=16, sublayers=4)
+    state = residual.begin(torch.randn(2, 3, 16))
+    assert residual.weights(state, 0)[:, 0, 0, 0].tolist() == [1.0, 0.5]
