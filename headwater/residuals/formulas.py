@@ -78,16 +78,19 @@ def laurel(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
 
 
 def depth_window(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
-    keys, values = [], []
     window, width = o.window or min(4, residual.sublayers), o.width or residual.dim // 4
+    states = []
     for i in range(residual.sublayers):
-        read, n = residual.reads[str(i)], unit(x)
-        keys.append(F.linear(n, read.key))
-        values.append(F.linear(n, read.value))
-        k, v = torch.stack(keys[-window:]), torch.stack(values[-window:])
-        query = torch.zeros_like(k[0]) if i == 0 else F.linear(n, read.query)
-        scores = (query * k).sum(-1, keepdim=True) / width**0.5
-        x = x + F.linear((scores.softmax(0) * v).sum(0), read.output)
+        states.append(unit(x))
+        first = max(0, i - window + 1)
+        reads = {j: residual.reads["0" if o.maps == "shared" else str(j)] for j in range(first, i + 1)}
+        makers = {j: reads[i] if o.maps == "reader" else reads[j] for j in reads}  # whose maps make key and value
+        v = torch.stack([F.linear(states[j], makers[j].value) for j in reads])
+        if i > 0:
+            k = torch.stack([F.linear(states[j], makers[j].key) for j in reads])
+            scores = (F.linear(states[i], reads[i].query) * k).sum(-1, keepdim=True) / width**0.5
+            v = scores.softmax(0) * v
+        x = x + F.linear(v.sum(0), reads[i].output)
         x = x + run(i, x)
     return x
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from headwater.residuals import build, entry, names, parse
 from headwater.residuals.formulas import FORMULAS, formula_of
@@ -72,6 +73,9 @@ OPTIONS = [
     "ddl:width=2,compress=token",
     "ddl:width=2,compress=token,value=linear,expand=token",
     "depth-window:window=2,width=3",
+    "depth-window:maps=reader",
+    "depth-window:maps=reader,window=2,width=3",
+    "depth-window:maps=shared,window=3",
     "delta-attnres:block=2",
     "delta-attnres:block=4,eps=0.1",
 ]
@@ -113,7 +117,7 @@ DEFAULTS = {
     "DeepNormResidual": "eps=1e-06",
     "DeltaAttentionResidual": "block=1 eps=1e-06",
     "DenseFormerResidual": "dilation=1 period=1",
-    "DepthWindowResidual": "window=None width=None",
+    "DepthWindowResidual": "window=None width=None maps='state'",
     "EveryLayerCountsResidual": "variant='zero'",
     "HighwayResidual": "gate='scalar' start='mean'",
     "HyperConnectionsResidual": "streams=4 form='dynamic'",
@@ -168,6 +172,20 @@ def test_reads_are_the_formula_s(spec):
 def test_reads_in_two_phases_are_the_formula_s(spec):
     """Scores are kept in fp32."""
     assert differences(*scattered(spec)).max() < 1e-5
+
+
+@pytest.mark.parametrize("maps", ["state", "reader", "shared"])
+@pytest.mark.parametrize("window", [2, 6])
+def test_operations_of_a_depth_window_are_those_of_its_formula(maps, window):
+    """Its projections, as PyTorch counts them in the formula's products; then scores and sums, two each a channel."""
+    residual, sources = scattered(f"depth-window:window={window},width=3,maps={maps}")
+    with FlopCounterMode(display=False) as counter:
+        formula_of(residual)(sources[0], lambda i, read: sources[i + 1])
+    tokens, reads = 2 * 5, sum(min(i + 1, window) for i in range(SUBLAYERS))
+    made = 2 * reads - 1  # keys and values in the formula, which makes them for each read again
+    twice = 0 if maps == "reader" else 2 * 3 * DIM * (made - 2 * SUBLAYERS)
+    rest = 4 * 3 * reads + 2 * DIM * SUBLAYERS
+    assert residual.flops_per_token() == counter.get_total_flops() // tokens - twice + rest
 
 
 def test_every_residual_has_a_formula():

@@ -62,6 +62,8 @@ SPECS = [
     "ddl:width=3,compress=channel,expand=token",
     "depth-window:window=2,width=5",
     "depth-window:window=8",
+    "depth-window:maps=reader",
+    "depth-window:maps=shared,window=2",
     "delta-attnres:block=3",
 ]
 LOOK_BACK = [
@@ -77,6 +79,8 @@ INTRICATE = [  # their state changes its layout on the way
     "ddl:width=3,compress=channel",
     "ddl:width=2,compress=token",
     "depth-window:window=2,width=5",
+    "depth-window:maps=reader,window=3",
+    "depth-window:maps=shared",
     "delta-attnres:block=3",
 ]
 

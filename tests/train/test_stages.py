@@ -17,6 +17,7 @@ from headwater.train.distributed.stages import cut, hops, prune, trace_states
 CPU = torch.device("cpu")
 WIDE = [f"ddl:width=2,compress={c},expand={e}" for c in ("channel", "token") for e in ("repeat", "token")]
 SPECS = [*names(), *WIDE, "attnres-full:window=2", "laurel:form=previous", "deepcrossattention:last=1"]
+SPECS += ["depth-window:maps=reader"]
 
 
 def shape(residual: str, layers: int = 8, **changes) -> ModelConfig:
@@ -50,6 +51,12 @@ def test_no_cut_falls_where_two_stages_would_share_a_parameter():
         cut(wide, 2, (3,))
     with pytest.raises(UserError, match="divide into 24 stages at most, not 25"):
         cut(wide, 25)
+    shared = depth(8, "depth-window:maps=shared")
+    assert cut(shared, 1) == (0, 8)
+    with pytest.raises(UserError, match="divide into 1 stages at most, not 2"):
+        cut(shared, 2)
+    with pytest.raises(UserError, match=r"may not name 4: .* Possible: none"):
+        cut(shared, 2, (4,))
 
 
 @pytest.mark.parametrize("residual", SPECS)

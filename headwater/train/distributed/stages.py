@@ -77,7 +77,7 @@ def cut(residual: Residual, stages: int, cuts: Sequence[int] = ()) -> tuple[int,
         if refused := [i for i in cuts if i not in allowed]:
             raise UserError(
                 f"parallel.cuts may not name {refused[0]}: model.residual {residual.spec!r} shares parameters between "
-                f"the sublayers around it. Possible: {', '.join(map(str, allowed))}"
+                f"the sublayers around it. Possible: {', '.join(map(str, allowed)) or 'none'}"
             )
         return bounds
     if stages > len(allowed) + 1:
