@@ -41,7 +41,15 @@ class MixingMatrix:
 
 
 def mixing_matrix(model: Decoder, tokens: Tensor, input: Input = "query") -> MixingMatrix:
-    """Runs `model` once on tokens (B, T). `input` picks among the inputs of residuals that route three."""
+    """The depth-mixing matrix of a decoder on a text: which read takes how much of which source.
+
+    Arguments:
+        model: a `Decoder`, which is run once, without gradients.
+        tokens: (B, T).
+        input: "query", "key" or "value", of residuals that route the three inputs of attention apart.
+
+    Returns a `MixingMatrix`: `.tokens` (reads, sources, B, T), `.sublayers` their kinds, `.average` over tokens.
+    """
     with torch.no_grad(), record(model.residual) as trace:
         model(tokens)
     stream = ("query", "key", "value").index(input)

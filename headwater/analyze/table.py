@@ -38,7 +38,12 @@ class Row:
 
 
 def residual_table(specs: Iterable[str] | None = None, *, dim: int = 128, layers: int = 12) -> list[Row]:
-    """One row for each residual (all registered ones by default) of a decoder with `layers` layers of width `dim`."""
+    """What each residual costs, measured from the code: parameters, stored activations, traffic, start.
+
+    Arguments: `specs`, names with options, all registered ones by default; `dim` and `layers` of the decoder.
+
+    Returns a `Row` for each. Raises ValueError for an unknown name or option.
+    """
     return [_row(spec, dim, 2 * layers) for spec in (names() if specs is None else specs)]
 
 

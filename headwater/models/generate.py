@@ -39,7 +39,23 @@ def generate(
     use_cache: bool = True,
     stop: int | None = None,
 ) -> Tensor:
-    """Continue prompts (B, T). A row that produced `stop` keeps repeating it. Returns prompt and continuation."""
+    """Continue prompts.
+
+    Arguments:
+        model: a `Decoder`; it is put into evaluation mode meanwhile.
+        tokens: prompts (B, T), all of one length.
+        max_new_tokens: how many to draw at most; with the prompt they must fit the model's context.
+        temperature: 0 takes the likeliest token each time.
+        top_k, top_p: draw among the k likeliest, and among the likeliest that together reach this probability.
+        seed: of the draw.
+        use_cache: False reads everything again for each token; the tokens are the same.
+        stop: a token that ends a row; it repeats it until every row has ended.
+
+    Returns prompt and continuation, (B, T + new).
+    Raises ValueError for settings out of range, naming them, and for prompts that do not fit.
+
+        generate(model, torch.tensor([[1, 2, 3]]), 20, temperature=0.8, top_p=0.95)
+    """
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     _check(model, tokens, max_new_tokens)
     generator = torch.Generator().manual_seed(seed)

@@ -17,6 +17,7 @@ def full_precision(x: Tensor) -> torch.autocast:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm over the last axis, in the dtype of `x`."""
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last axis of `x` (..., D), in its dtype; `weight` (D,) or
+    None."""
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight.to(x.dtype)

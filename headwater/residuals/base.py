@@ -232,7 +232,7 @@ def apply_norm(norm: Norm | None, x: Tensor) -> Tensor: ...
 @overload
 def apply_norm(norm: Norm | None, x: Read) -> Read: ...
 def apply_norm(norm: Norm | None, x: Read) -> Read:
-    """`norm` of what a sublayer sees; of each of its three inputs, where it has three."""
+    """Returns `norm` of what a sublayer sees, `x`; of each of its three inputs, where it has three; None is no norm."""
     if norm is None:
         return x
     return (norm(x[0]), norm(x[1]), norm(x[2])) if isinstance(x, tuple) else norm(x)
@@ -261,7 +261,8 @@ _held: ContextVar[bool] = ContextVar("held", default=False)
 
 @contextmanager
 def watched(residual: Residual, watcher: Watcher) -> Iterator[None]:
-    """Inside, eager calls of this residual's verbs go through `watcher`."""
+    """Inside the context that this returns, eager calls of the verbs of `residual` go through `watcher`. Returns are
+    the watcher's, so it may change them."""
     with _set(_watchers, (*_watchers.get(), (residual, watcher))):
         yield
 
@@ -281,7 +282,8 @@ def hold_weights() -> Iterator[None]:
 
 
 def hold(weights: Tensor) -> Tensor:
-    """Every weight or gate that a residual computes from its state passes through here."""
+    """Every weight or gate that a residual computes from its state passes through here. Returns `weights`, without
+    their gradient while a mixing matrix is being read off."""
     return weights.detach() if weights_held() else weights
 
 

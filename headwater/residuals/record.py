@@ -55,6 +55,8 @@ class _Recorder(Watcher):
 def record(residual: Residual) -> Iterator[Trace]:
     """Inside, one eager forward pass of this thread through `residual` fills the trace. Tensors keep their graph.
 
+    Returns a context whose value is the `Trace`: reads and sources by depth, empty until the pass has been made.
+
     with torch.no_grad(), record(model.residual) as trace:
         model(tokens)
     """

@@ -36,6 +36,7 @@ def register(name: str, **fixed: Any) -> Callable[[R], R]:
     keyword-only arguments become options, and need annotations: text is converted to what they say (int, float, bool,
     str, Literal, or one of them | None). `kinds`, if it is among them, is given the kind of each sublayer.
 
+    Returns a decorator that gives the class back.
     Raises ValueError for a name that cannot be one or that another class has, and for an option without a type.
 
         @register("leaky")
@@ -64,7 +65,7 @@ def _place(cls: type[Residual]) -> str:
 
 
 def names() -> tuple[str, ...]:
-    """Every registered name, the plain residual first."""
+    """Returns every registered name, the plain residual first; those of installed packages too."""
     load_entry_points()
     return tuple(sorted(_entries, key=lambda name: (name != "standard", name)))
 
@@ -72,6 +73,7 @@ def names() -> tuple[str, ...]:
 def entry(name: str) -> Entry:
     """What is registered as `name`, or as name@module, where saved: by that module.
 
+    Returns an `Entry`: class, fixed options, options left to the user.
     Raises ValueError if nothing is; the message names the nearest, or what to import.
     """
     name, _, module = name.partition("@")
@@ -103,7 +105,10 @@ class Option(NamedTuple):
 
 
 def options_of(name: str) -> tuple[type[Residual], list[Option]]:
-    """The class behind a registered name, and the options that are left to the user.
+    """The class behind a registered `name`, and the options that are left to the user.
+
+    Returns (class, options), each option with its name, its default as one writes it, and in words what it takes.
+    Raises ValueError for a name that is not registered.
 
     for option in options_of("attnres-block")[1]:
         print(f"{option.name}={option.default}: {option.takes}")
@@ -117,7 +122,14 @@ def options_of(name: str) -> tuple[type[Residual], list[Option]]:
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """'name:key=value,key=value' to (name, options), each value checked against the option's type."""
+    """Split a `spec`, "name:key=value,key=value".
+
+    Returns (name, options), each value converted to the option's type.
+    Raises ValueError for an unknown name or option, an option given twice or without a value, or a value of another
+    type; the message lists what is valid.
+
+        parse("attnres-block:block=4,key_norm=false")  # ("attnres-block", {"block": 4, "key_norm": False})
+    """
     name, _, text = spec.partition(":")
     known = entry(name).options
     name = name.partition("@")[0]
@@ -136,7 +148,20 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def build(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None = None) -> Residual:
-    """The residual that `spec` names. `kinds` names each sublayer ("attention", "mlp"); by default they alternate."""
+    """The residual of a network.
+
+    Arguments:
+        spec: a registered name, with options if you like: "attnres-block:block=4,heads=8".
+        dim: D, channels of the residual stream.
+        sublayers: attentions and MLPs counted one by one: twice the layers of a usual decoder.
+        kinds: of each sublayer, "attention", "mlp" ..., which some residuals tell apart; by default they alternate.
+
+    Returns a `Residual`, a module: `begin`, then `read` and `write` for each sublayer, then `end`.
+    Raises ValueError for an unknown name or option, and for sizes that do not fit it; the message lists what is valid.
+
+        residual = build("attnres-full", dim=512, sublayers=24)
+        state = residual.begin(torch.randn(2, 16, 512))
+    """
     name, options = parse(spec)
     known = entry(name)
     layout = {"kinds": kinds} if known.takes_kinds else {}
@@ -146,7 +171,7 @@ def build(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None = Non
 
 
 def with_options(spec: str, **options: Any) -> str:
-    """The spec with these options in place of its own, as far as its residual has them."""
+    """Returns the `spec` with these `options` in place of its own, as far as its residual has them."""
     name, _, text = spec.partition(":")
     chosen = {key: value for key, value in options.items() if key in entry(name).options}
     words = [word for word in text.split(",") if word and word.partition("=")[0] not in chosen]
@@ -155,22 +180,23 @@ def with_options(spec: str, **options: Any) -> str:
 
 
 def pinned(residual: Residual) -> str:
-    """Its spec with every derived option written out: a saved model must not change where such a default does. It also
-    says which module registered a residual that is not headwater's own."""
+    """Returns the spec of a `residual` with every derived option written out: a saved model must not change where such
+    a default does. It also says which module registered a residual that is not headwater's own."""
     name, given = parse(residual.spec)
     free = [key for key in residual.derived if key in entry(name).options and given.get(key) is None]
     return located(with_options(residual.spec, **{key: getattr(residual, key) for key in free}))
 
 
 def located(spec: str) -> str:
-    """The spec with the module that registered its residual, name@module:options, unless that is headwater's own."""
+    """Returns the `spec` with the module that registered its residual, name@module:options, unless that is
+    headwater's own."""
     name, colon, text = spec.partition(":")
     module = plugin_of(spec)
     return spec if module is None else f"{name.partition('@')[0]}@{module}{colon}{text}"
 
 
 def plugin_of(spec: str) -> str | None:
-    """The module that registered a residual; None for those of headwater."""
+    """Returns the module that registered the residual of a `spec`; None for those of headwater."""
     module = entry(spec.partition(":")[0]).build.__module__
     return None if is_own(module) else module
 

@@ -239,8 +239,12 @@ def with_before(base: Config) -> Config:
 
 
 def load_file(path: str | Path, base: Config | None = None) -> Config:
-    """`base` (the defaults, if not given) with what a TOML file says, or a JSON file such as a run's config.json.
+    """Settings from a file.
 
+    Arguments: `path`, a TOML file, or a JSON file such as a run's config.json; `base`, what it overrides: by default
+    the defaults.
+
+    Returns a `Config`.
     Raises: `UserError` for a file that cannot be read, an unknown key (naming the nearest) or a value of another type.
 
         config = load_file("runs/first/config.json")

@@ -118,6 +118,7 @@ def merge_partial(
         query, key_weight: (D,), of this sublayer.
         out, lse: (..., D) and (...), this query's row of what `attend_blocks` returned.
         norm_weight: (D,), folds the reader's RMSNorm in.
+        eps, backend: as in `depth_attention`.
 
     Returns the read, (..., D): equal to `depth_attention` over the finished blocks and `partial`.
     """
@@ -145,8 +146,8 @@ def decode_read(
         v_N += y;   h = sum_n softmax_n(<query, key(v_n)>) v_n;   x = h / rms(h) * norm_weight        v_n, y, x (..., D)
 
     For inference: the kernel is one launch, N + 1 reads and two writes of a (tokens x D) tensor, and has no backward.
-    Arguments as in `depth_attention`, and `y` (..., D). Returns the read, and the last source with `y` added, which
-    takes its place. Nothing is written in place.
+    Arguments as in `depth_attention` (sources, query, key_weight, norm_weight, eps, backend), and `y` (..., D).
+    Returns the read, and the last source with `y` added, which takes its place. Nothing is written in place.
     """
     check_sources((*sources, y), query, heads=1, key_weight=key_weight, norm_weight=norm_weight)
     if use_triton(backend, *sources, y):

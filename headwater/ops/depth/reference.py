@@ -40,7 +40,17 @@ def stack_wide(sources: Sequence[Tensor]) -> Tensor:
 def depth_logits(
     stack: Tensor, query: Tensor, key_weight: Tensor | None, *, eps: float, heads: int = 1, key_norm: bool = True
 ) -> Tensor:
-    """<query, key_n> per head, (N, ..., H). `stack` is (N, ..., D); `query` is (D,), or one per token, (..., D)."""
+    """The logits of a read, <query, key_n> per head, in the dtype of the stack.
+
+    Arguments:
+        stack: sources (N, ..., D), in fp32 if they are to be exact.
+        query: (D,), or one per token, (..., D).
+        key_weight: (D,), a gain on the keys, or None.
+        eps: of the keys' norm, RMSNorm(v_n); key_norm=False leaves that out.
+        heads: H, equal groups of channels, each with logits of its own.
+
+    Returns (N, ..., H).
+    """
     folded = fold(query, key_weight, stack.dtype)
     if heads == 1 and folded.dim() == 1:
         with full_precision(stack):
@@ -53,7 +63,8 @@ def depth_logits(
 
 
 def mix_sources(stack: Tensor, weights: Tensor) -> Tensor:
-    """sum_n weights_n * stack_n with weights (N, ..., H) spread over H equal channel groups: (..., D)."""
+    """Returns sum_n weights_n * stack_n, (..., D), of a `stack` (N, ..., D); weights (N, ..., H) are spread over H
+    equal groups of channels."""
     heads = weights.shape[-1]
     if heads == 1:
         return (stack * weights).sum(0)

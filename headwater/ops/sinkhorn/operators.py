@@ -66,7 +66,16 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def sinkhorn(logits: Tensor, iterations: int, *, backend: Backend = "auto") -> Tensor:
-    """logits (..., n, n). Rows of the result sum to one exactly, columns up to convergence."""
+    """Doubly stochastic matrices by Sinkhorn's iteration on exp(logits), differentiable through every iteration.
+
+    Arguments:
+        logits: (..., n, n).
+        iterations: of a normalisation of columns, then of rows.
+        backend: auto (the kernel where one runs, n up to 16), reference, or triton, which raises where it cannot.
+
+    Returns (..., n, n) in fp32 (fp64 for fp64). Rows sum to one exactly, columns up to convergence.
+    Raises ValueError for matrices that are not square, no iteration, or a backend that does not run here.
+    """
     if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2]:
         raise ValueError(f"sinkhorn takes square matrices (..., n, n), got {tuple(logits.shape)}")
     if iterations < 1:
