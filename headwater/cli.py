@@ -24,6 +24,7 @@ from headwater.flags import (
     CompareFlags,
     ConvertFlags,
     DemoFlags,
+    DoctorFlags,
     EvalFlags,
     ExportFlags,
     GenerateFlags,
@@ -235,6 +236,18 @@ def scaling(argv: list[str]) -> None:
         say(table(scaling_of(flags.folders, flags.baseline), flags.baseline))
 
 
+def doctor(argv: list[str]) -> None:
+    """Say what this machine has, and how headwater will run on it; fails if something stands in the way."""
+    parse(DoctorFlags, argv, doctor)
+    from headwater.doctor import examine
+
+    findings = examine()
+    width = max(len(name) for name, _, _ in findings)
+    say("\n".join(f"{'!' if problem else ' '} {name:<{width}}  {state}" for name, state, problem in findings))
+    if problems := sum(problem for _, _, problem in findings):
+        raise UserError(f"{problems} of these must be mended: the lines with an exclamation mark")
+
+
 def demo(argv: list[str]) -> None:
     """Compare the plain residual with Attention Residuals on this machine in a few minutes."""
     flags = parse(DemoFlags, argv, demo)
@@ -261,6 +274,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "study": study,
     "scaling": scaling,
     "demo": demo,
+    "doctor": doctor,
 }
 
 

@@ -179,3 +179,8 @@ class DemoFlags:
     out: Path = Path("runs/demo")
     jobs: int = 2
     """Runs at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorFlags:
+    """None: it looks, and tells."""

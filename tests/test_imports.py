@@ -26,6 +26,7 @@ ARROWS = {
     "analyze": {*BELOW_ALL, "ops", "residuals", "models"},
     "flags": {*BELOW_ALL, "train"},  # the command line's; cli.py and __init__.py may import anything
     "__main__": {"cli"},
+    "doctor": {"ops"},
 }
 
 # One file, not its room: how the files of a run become whole tensors is known in train alone.

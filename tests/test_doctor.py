@@ -1,0 +1,56 @@
+"""`headwater doctor`: what it says holds, and what stands in the way fails."""
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwater import doctor
+from headwater.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_it_names_what_is_here(capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"torch +{re.escape(metadata.version('torch'))}\n", shown)
+    assert re.search(r"wandb +not installed: --wandb needs it", shown)
+    if not torch.cuda.is_available():
+        assert re.search(r"reads +by the reference operators", shown)
+
+
+def test_what_stands_in_the_way_fails(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "PACKAGES", (("torch", "99.0", "99.0", "everything"),))
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr()
+    assert re.search(r"! torch +\S+, and everything needs 99.0 or later", told.out)
+    assert "1 of these must be mended" in told.err
+
+
+def test_releases_newer_than_tested_are_said(monkeypatch):
+    monkeypatch.setattr(doctor, "PACKAGES", (("torch", "1.0", "1.9", "everything"),))
+    (found,) = (finding for finding in doctor.examine() if finding[0] == "torch")
+    assert "newer than the 1.9 that headwater was tested with" in found[1]
+    assert not found[2]
+
+
+@pytest.mark.parametrize(("name", "least", "newest"), [row[:3] for row in doctor.PACKAGES])
+def test_the_releases_are_those_of_the_project(name, least, newest):
+    """The least is in pyproject.toml, the newest in constraints.txt, which is what the tests run with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(word for words in project["optional-dependencies"].values() for word in words)]
+    plain = name.replace("_", "[-_]")
+    bounds = [match[1] for word in asked if (match := re.match(rf"{plain}(?:\[\w+\])?[>=]=([\d.]+)", word))]
+    assert any(bound == least or bound.startswith(f"{least}.") for bound in bounds)
+    pins = re.findall(rf"^{plain}==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert [pin for pin in pins if pin.startswith(newest)] == (pins if newest else [])
+
+
+def test_what_a_gpu_would_be_told():
+    state, problem = doctor._reads(torch.empty(4, 8, dtype=torch.float64))
+    assert problem
+    assert re.fullmatch(r"by the reference operators: (tensors are on cpu|dtype torch.float64 is none of).*", state)
