@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals.base import Read, apply_norm
 from headwater.residuals.formulas import formula_of
+from headwater.train.arms import parse_arm
 
 ARMS = ("eager", "compiled", "formula")
 SHAPE = {"dim": 512, "heads": 8, "kv_heads": 8, "mlp_dim": 1408, "vocab_size": 512}
@@ -53,9 +54,12 @@ class PlainDecoder(nn.Module):
 
 def build(spec: str, layers: int, context: int, device: str) -> Decoder:
     """The residual's parameters are moved off their start, where gates of zero would hide a wrong formula. The stream
-    is in fp32 in every arm: in bf16 ours would move half the formula's bytes."""
+    is in fp32 in every arm: in bf16 ours would move half the formula's bytes. `spec` may have switches of the model
+    behind it, standard+shortswa=4, as the arms of a comparison have."""
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(**SHAPE, layers=layers, context=context, residual=spec, fp32_stream=True))
+    arm = parse_arm(spec)
+    shape = {**SHAPE, "layers": layers, "context": context, "fp32_stream": True, **arm.switches}
+    model = Decoder(ModelConfig(**shape, residual=arm.residual))
     with torch.no_grad():
         for parameter in model.residual.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape))

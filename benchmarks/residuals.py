@@ -2,6 +2,7 @@
 
     python -m benchmarks.residuals --out FILE                             # on the GPU where there is one, else the CPU
     python -m benchmarks.residuals --residuals standard mhc ddl --repeats 2
+    python -m benchmarks.residuals --duality --no-rule --parallel 1      # local mixing along the sequence or the depth
 
 12 layers, width 512; forward and backward. Arms: `eager`, our decoder as it is; `compiled`, our decoder under
 torch.compile; `formula`, the residual's plain formula (headwater/residuals/formulas.py) in the same decoder under
@@ -33,6 +34,15 @@ REPEATS = {"cuda": 10, "cpu": 3}
 RULE_LAYERS = {"cuda": LAYERS, "cpu": 2}
 LIMIT = 1.5
 GATE = 0.01  # relative difference allowed between the losses of a residual's arms
+# Local mixing along either axis, and a better shortcut instead (arXiv 2603.16039): the arms of docs/residuals.md.
+DUALITY = (
+    "standard",
+    "standard+shortswa=4",
+    "depth-window:window=4",
+    "depth-window:window=4,maps=reader",
+    "depth-window:window=4,maps=shared",
+    "ddl",
+)
 UNROLLED = ("mhc",)  # 40 divisions a sublayer, each a kernel forward and more backward: compared at 2 layers everywhere
 
 Row = dict[str, Any]
@@ -164,7 +174,7 @@ def ratios(rows: list[Row], residual: str, rule_layers: int) -> Row:
 
 
 def describe(row: Row) -> str:
-    name = f"{row['residual']:24} {row['arm']:9} {row['layers']:2} layers"
+    name = f"{row['residual']:34} {row['arm']:9} {row['layers']:2} layers"
     if "error" in row:
         return f"{name}  {row['error']}"
     return f"{name} {row['ms']:9.1f} ms {row['peak_mib']:9.0f} MiB   first step {row['first_step_s']:6.1f} s"
@@ -180,7 +190,7 @@ def table(summary: list[Row]) -> str:
             cell + ("!" if row.get(k, 0) > LIMIT else " ") for cell, k in zip(cells[len(heads) :], rule, strict=True)
         ]
         verdict = row.get("error") or {True: "within 1.5", False: "BEYOND 1.5", None: ""}[row.get("within_limit")]
-        lines.append(f"{row['residual']:24} {' '.join(cells[:4])} | {' '.join(cells[4:])} {verdict}")
+        lines.append(f"{row['residual']:34} {' '.join(cells[:4])} | {' '.join(cells[4:])} {verdict}")
     return "\n".join(lines)
 
 
@@ -188,7 +198,9 @@ def parse() -> argparse.Namespace:
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.residuals")
-    parser.add_argument("--residuals", nargs="+", help="the plain one first; every registered one by default")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--residuals", "--arms", nargs="+", help="the plain one first; every registered one by default")
+    which.add_argument("--duality", action="store_true", help=f"instead of --residuals: {', '.join(DUALITY)}")
     parser.add_argument("--device", choices=BATCHES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parallel", type=int, help="processes that prepare at once; one a core by default")
     parser.add_argument("--repeats", type=int, help="steps measured")
@@ -214,7 +226,7 @@ def main() -> None:
     from .residual_step import SHAPE
 
     flags = parse()
-    residuals = list(flags.residuals or names())
+    residuals = list(DUALITY if flags.duality else flags.residuals or names())
     command = "python -m benchmarks.residuals " + " ".join(sys.argv[1:])
     result = {**provenance(command, flags.device), "shape": {**SHAPE, "layers": LAYERS}, "batch": BATCHES[flags.device]}
     rows: list[Row] = []

@@ -9,6 +9,7 @@ from headwater.hf.convert.install import revert
 from headwater.hf.convert.layouts import LAYOUTS, Layout
 from headwater.hf.convert.registration import register_types
 from headwater.hf.convert.report import Report
+from headwater.hf.formats.decoder import register_decoder
 from headwater.hf.formats.delta import load_delta, reset, save_delta
 from headwater.hf.formats.export import export
 from headwater.hf.formats.fla import read_fla
@@ -40,3 +41,4 @@ __all__ = [
 ]
 
 register_types()
+register_decoder()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tinymodels import model_of, tokens_of
 
+from benchmarks import residual_step
 from benchmarks import residuals as table
 from benchmarks.residual_step import PlainDecoder
 from headwater.residuals import names
@@ -25,6 +26,14 @@ def test_every_formula_compiles_to_one_graph(spec):
     compiled = torch.compile(plain, backend="eager", fullgraph=True, dynamic=False)
     torch.testing.assert_close(compiled(tokens), plain(tokens))
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", table.DUALITY)
+def test_arms_of_the_duality_are_measured_with_their_switches(spec):
+    model, tokens = residual_step.build(spec, 2, 8, "cpu"), torch.tensor([[1, 5, 3]])
+    assert model.config.kinds.count("shortswa") == 2 * ("shortswa" in spec)
+    torch.testing.assert_close(PlainDecoder(model)(tokens), model(tokens), atol=2e-4, rtol=2e-4)
 
 
 def row(residual, arm, ms, layers=12, loss=6.0):

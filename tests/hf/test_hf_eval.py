@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,27 @@ def own_tasks_only(monkeypatch):
 
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+
+
+def test_an_arm_with_short_attention_is_exported_and_scored(tasks, tmp_path, capsys, monkeypatch):
+    """transformers has no such model, so the decoder itself is what it loads."""
+    own_tasks_only(monkeypatch)
+    config = tiny(tmp_path, residual="ddl", steps=1)
+    train(replace(config, model=replace(config.model, shortswa=4)), tmp_path / "run")
+    model, tokenizer = load_model(tmp_path / "run")
+    right = [log_likelihood(model, tokenizer, row["text"], row["answer"]) for row in QUESTIONS]
+    assert main(["convert", str(tmp_path / "run"), "--out", str(tmp_path / "exported")]) == 0
+    for folder in ("run", "exported"):
+        out = tmp_path / "eval.json"
+        command = ["eval", str(tmp_path / folder), "--tasks", "rivers_perplexity", "--include-path", str(tasks)]
+        assert main([*command, "--out", str(out), "--batch-size", "2"]) == 0
+        written = json.loads(out.read_text())
+        assert written["residual"] == "ddl"
+        perplexity = written["results"]["rivers_perplexity"]["perplexity,none"]
+        assert perplexity == pytest.approx(math.exp(-sum(right) / len(right)), rel=1e-4)
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "run"), "--residual", "mhc", "--out", str(tmp_path / "other")]) == 1
+    assert "was trained with 'ddl': leave --residual out" in capsys.readouterr().err
 
 
 def test_a_residual_of_one_s_own_is_converted_and_scored(tasks, tmp_path, capsys, monkeypatch):

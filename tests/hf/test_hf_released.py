@@ -11,6 +11,7 @@ from headwater.errors import UserError
 from headwater.hf import FLA, KIMI_K3, convert, export, export_run, from_release, load_released, to_release
 from headwater.hf.formats.folder import fast_tokenizer, write_model
 from headwater.models import Decoder, ModelConfig
+from headwater.models.generate import generate
 from headwater.train.data.tokenizer import ByteTokenizer
 
 naive_attnres = pytest.importorskip("fla.ops.attnres.naive", reason="the oracle is fla-core's reference").naive_attnres
@@ -144,10 +145,29 @@ def test_a_saved_model_of_headwater_is_exported_with_its_tokenizer(tmp_path):
         export_run(tmp_path / "out")
 
 
-def test_what_has_no_counterpart_is_not_exported():
-    config = ModelConfig.named("nano", vocab_size=257, shortswa=4)
-    with pytest.raises(UserError, match="shortswa"):
-        export(config.to_dict(), Decoder(config).weights())
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("residual", ["standard", "mhc-lite:streams=2"])  # the latter has a table besides positions
+def test_what_has_no_counterpart_is_exported_as_headwater_s_own_decoder(tmp_path, residual, tied):
+    shape = {"vocab_size": 257, "shortswa": 4, "value_residual": True, "tie_embeddings": tied, "residual": residual}
+    decoder = Decoder(ModelConfig.named("nano", **shape))
+    for parameter in decoder.parameters():  # a start that any other decoder would have too shows nothing
+        parameter.add_(0.1 * torch.randn(parameter.shape))
+    export(decoder.config.to_dict(), decoder.weights(), 256).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "headwater-decoder"
+    assert model.config.headwater == {"residual": residual}
+    assert torch.equal(model(tokens()).logits, decoder(tokens()))
+    assert (model.decoder.head.weight is model.decoder.embedding.weight) == tied
+    prompt = tokens()[:1, :5]
+    written = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(written, generate(decoder, prompt, 6, temperature=0.0, stop=256))
+    rest = torch.nn.functional.cross_entropy(model(tokens()).logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten())
+    torch.testing.assert_close(model(tokens(), labels=tokens()).loss, rest)
+    padded = torch.ones_like(prompt)
+    padded[0, 0] = 0
+    with pytest.raises(ValueError, match="no padding on the left"):
+        model(prompt, attention_mask=padded)
 
 
 def test_the_byte_tokenizer_encodes_the_same_in_transformers(tmp_path):

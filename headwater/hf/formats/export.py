@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from headwater.errors import UserError
 from headwater.hf.convert.conversion import check_weights, convert
 
+from .decoder import export_decoder
+
 OUTER = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -38,10 +40,10 @@ MLP = {
 def export(
     settings: Mapping[str, Any], weights: Mapping[str, Tensor], end_of_text: int | None = None
 ) -> PreTrainedModel:
-    """A transformers model that computes what the decoder of these settings and weights computes."""
-    for name in ("shortswa", "value_residual"):
-        if settings.get(name):
-            raise UserError(f"a decoder with {name} has no counterpart in transformers; it cannot be exported")
+    """A transformers model that computes what the decoder of these settings and weights computes: Llama or Qwen3, or
+    with parts that they lack the decoder itself, as `AutoModelForCausalLM` loads it after `import headwater.hf`."""
+    if any(settings.get(name) for name in ("shortswa", "value_residual")):
+        return export_decoder(dict(settings), dict(weights), end_of_text)
     model = _plain(settings, end_of_text)
     if settings["residual"] != "standard":
         convert(model, settings["residual"], exact=False)

@@ -20,10 +20,10 @@ def export_run(folder: str | Path, out: str | Path | None = None) -> tuple[PreTr
         folder: a run (its newest checkpoint is taken), one of its checkpoints, or what `headwater export` wrote.
         out: a folder to write both to, which must be new or empty; None writes nothing.
 
-    Returns: a Llama, or a Qwen3 where heads are normed, in eval mode on the CPU; and a fast tokenizer.
+    Returns: a Llama, or a Qwen3 where heads are normed, or headwater's own decoder where it has parts that transformers
+    has no counterpart for (`shortswa`, `value_residual`), in eval mode on the CPU; and a fast tokenizer.
 
-    Raises: `headwater.errors.UserError` for a folder that holds no checkpoint, an `out` that is not empty, and a
-    decoder with parts that transformers has no counterpart for (`shortswa`, `value_residual`).
+    Raises: `headwater.errors.UserError` for a folder that holds no checkpoint, and an `out` that is not empty.
 
         model, tokenizer = headwater.hf.export_run("runs/train", out="exported")
         print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"))[0]))
