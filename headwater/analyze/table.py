@@ -1,8 +1,10 @@
 """The table of residuals, measured from the code: formula, parameters, stored activations, traffic, start.
 
-Traffic counts passes over one (tokens x D) tensor in a read and a write, parameters not counted. `least` is what two
-perfectly fused kernels would move: each state tensor touched, once, and each new one. `eager` is what the operators
-move when each runs by itself.
+Traffic counts passes over one (tokens x D) tensor in a read and a write of a sublayer, forward, parameters not counted.
+`least` is what two perfectly fused kernels would move, sublayer by sublayer: each state tensor touched, once, and each
+new one. `eager` is what the operators move when each runs by itself. `paper` is what table 1 of Attention Residuals
+(arXiv 2603.15031) counts for the same network: its two phases, where a block's queries read finished sources once, and
+hyper-connections whose five steps each run by themselves.
 """
 
 import inspect
@@ -19,10 +21,16 @@ from torch import Tensor
 
 from headwater._torch import TorchDispatchMode, tree_leaves
 from headwater.ops import rms_norm
-from headwater.residuals import Residual, State, build, names, options_of
+from headwater.residuals import AttentionResidual, Residual, StandardResidual, State, build, entry, names, options_of
+from headwater.residuals.streams import StreamsResidual
+from headwater.residuals.two_phase import FULL_SPAN
 from headwater.tables import fitting
 
 TOKENS = 16
+COUNTS = (
+    "traffic: passes over (tokens x D) of one sublayer's read and write. fused: the least for one kernel a read and one a write; "
+    "eager: operator by operator; paper: by table 1 of arXiv 2603.15031, in two phases, mHC unfused."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,7 @@ class Row:
     stored: float  # the largest state, in units of D a token
     least: float  # traffic per sublayer, in units of D a token
     eager: float
+    paper: float | None  # None: the paper has no formula for it
     at_start: str
     mixes: str
 
@@ -52,11 +61,11 @@ def print_table(rows: Sequence[Row]) -> None:
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="in units of the width D, per sublayer (stored: in all)")
     table.add_column("residual", overflow="fold")
-    for name in ("parameters", "stored", "traffic", "eager", "at start"):
+    table.caption, table.caption_justify = COUNTS, "left"
+    for name in ("parameters", "stored", "fused", "eager", "paper", "at start"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        numbers = (f"{x:.3g}" for x in (row.parameters, row.stored, row.least, row.eager))
-        table.add_row(row.name, *numbers, row.at_start)
+        table.add_row(row.name, *_numbers(row), row.at_start)
     console.print(fitting(table, console))
     for row in rows:
         console.print(f"[bold]{escape(row.name)}[/]  {escape(row.formula)}", soft_wrap=True)
@@ -80,13 +89,17 @@ def _paragraphs(cls: type[Residual]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    head = "| residual | formula | parameters / D | stored / D | traffic / D, fused | eager | at start |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    head = "| residual | formula | parameters / D | stored / D | traffic / D, fused | eager | paper | at start |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
     for row in rows:
-        numbers = " | ".join(f"{x:.3g}" for x in (row.parameters, row.stored, row.least, row.eager))
         formula = row.formula.replace("|", "\\|")  # a bar would end the cell, in code too
-        lines.append(f"| `{row.name}` | `{formula}` | {numbers} | {row.at_start} |")
+        lines.append(f"| `{row.name}` | `{formula}` | {' | '.join(_numbers(row))} | {row.at_start} |")
     return "\n".join(lines) + "\n"
+
+
+def _numbers(row: Row) -> list[str]:
+    values = (row.parameters, row.stored, row.least, row.eager, row.paper)
+    return ["-" if value is None else f"{value:.3g}" for value in values]
 
 
 def _row(spec: str, dim: int, sublayers: int) -> Row:
@@ -95,14 +108,34 @@ def _row(spec: str, dim: int, sublayers: int) -> Row:
     stored, least, eager = _traffic(residual)
     return Row(
         name=spec,
-        formula=next(iter((type(residual).__doc__ or "").strip().splitlines()), ""),
+        formula=entry(spec.partition(":")[0]).formula,
         parameters=sum(p.numel() for p in residual.parameters()) / sublayers / dim,
         stored=stored,
         least=least / sublayers,
         eager=eager / sublayers,
+        paper=paper_traffic(residual),
         at_start=start_class(spec, sublayers=sublayers),
         mixes=residual.mixes,
     )
+
+
+def paper_traffic(residual: Residual) -> float | None:
+    """What table 1 of arXiv 2603.15031 counts for a sublayer of this network, in units of D a token; None where the
+    paper has no formula.
+
+    For L sublayers in N blocks of S: standard 3, Block N / S + 5, Full (read in spans of S) S + N. For m streams
+    8 m + 2, and 2 m m + 4 m numbers besides. At L = 128, S = 16 and m = 4: 3, 5.5, 24 and 34.
+    """
+    if isinstance(residual, StandardResidual):
+        return 3.0
+    if isinstance(residual, StreamsResidual):
+        m = residual.streams
+        return 8 * m + 2 + (2 * m * m + 4 * m) / residual.dim
+    if not isinstance(residual, AttentionResidual) or not residual.phased:
+        return None
+    span = FULL_SPAN if residual.block == 1 else residual.block
+    blocks = residual.sublayers / span
+    return span + blocks if residual.block == 1 else blocks / span + 5
 
 
 class _Ledger(TorchDispatchMode):

@@ -44,10 +44,13 @@ class DepthRead(nn.Module):
             self.key_weight = nn.Parameter(torch.ones(key_dim))
 
 
+FULL = "h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding v_0 and every output v_1, ..., v_i before it."
+
+
 @register("attnres-block")
-@register("attnres-full", block=1)
+@register("attnres-full", formula=FULL, block=1)
 class AttentionResidual(Residual):
-    """h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding, the finished blocks and the running block sum.
+    """h_i = sum_n softmax_n(<q_i, RMSNorm(b_n)>) b_n over the embedding b_0, finished block sums b_n, the running sum.
 
     A block is `block` sublayers whose outputs are summed; block=1 is Full Attention Residuals (every output a source).
     At initialisation: queries are zero, so a read is the mean of its sources, which is the plain residual up to a
@@ -118,14 +121,14 @@ class AttentionResidual(Residual):
         self.fused = query == "static" and weights == "softmax" and key_norm and self.key_dim == dim
         if backend == "triton" and not (self.fused and heads == 1):
             raise ValueError("backend=triton needs static queries, softmax weights, normed whole keys and one head")
-        phased = self.fused and heads == 1 and window is None
-        if schedule == "two-phase" and not phased:
+        self.phased = self.fused and heads == 1 and window is None  # can be computed in two phases
+        if schedule == "two-phase" and not self.phased:
             raise ValueError(
                 "schedule=two-phase needs static queries, softmax weights, normed whole keys, one head, no window"
             )
         self.schedule: Schedule = schedule
         self.two_phase = None
-        if phased and schedule != "one-pass":
+        if self.phased and schedule != "one-pass":
             self.two_phase = TwoPhase(sublayers, block, eps, reference=backend == "reference")
         self.reads = nn.ModuleDict(
             {

@@ -329,10 +329,10 @@ FORMULAS: Mapping[str, Formula] = {
 
 def formula_of(residual: Residual) -> Callable[[Tensor, Run], Tensor]:
     """The formula of this residual: of the embedding, and of what runs a sublayer."""
-    return partial(FORMULAS[residual.spec.partition(":")[0]], residual, options_of(residual))
+    return partial(FORMULAS[residual.spec.partition(":")[0]], residual, asked_of(residual))
 
 
-def options_of(residual: Residual) -> SimpleNamespace:
+def asked_of(residual: Residual) -> SimpleNamespace:
     """What the residual's name asks for, and defaults."""
     name, given = parse(residual.spec)
     known = entry(name)

@@ -24,17 +24,19 @@ class Entry:
     fixed: Mapping[str, Any]
     options: Mapping[str, Any]
     takes_kinds: bool
+    formula: str
 
 
 _entries: dict[str, Entry] = {}
 
 
-def register(name: str, **fixed: Any) -> Callable[[R], R]:
+def register(name: str, *, formula: str | None = None, **fixed: Any) -> Callable[[R], R]:
     """Make a Residual known as `name`, to `build`, `headwater train --residual` and everything else that takes a name.
 
-    Arguments: `name`, small letters, digits, dots and dashes; `fixed`, options that the name sets. The class's other
-    keyword-only arguments become options, and need annotations: text is converted to what they say (int, float, bool,
-    str, Literal, or one of them | None). `kinds`, if it is among them, is given the kind of each sublayer.
+    Arguments: `name`, small letters, digits, dots and dashes; `formula`, what tables show, by default the first line of
+    the class's docstring; `fixed`, options that the name sets. The class's other keyword-only arguments become options,
+    and need annotations: text is converted to what they say (int, float, bool, str, Literal, or one of them | None).
+    `kinds`, if it is among them, is given the kind of each sublayer.
 
     Returns a decorator that gives the class back.
     Raises ValueError for a name that cannot be one or that another class has, and for an option without a type.
@@ -54,7 +56,8 @@ def register(name: str, **fixed: Any) -> Callable[[R], R]:
         if bare := [k for k in keywords if k not in hints]:
             raise ValueError(f"option '{bare[0]}' of residual '{name}' needs a type, for example {bare[0]}: float")
         options = {k: hints[k] for k in keywords if k not in fixed and k != "kinds"}
-        _entries[name] = Entry(name, cls, fixed, options, "kinds" in keywords)
+        said = next(iter((cls.__doc__ or "").strip().splitlines()), "") if formula is None else formula
+        _entries[name] = Entry(name, cls, fixed, options, "kinds" in keywords, said)
         return cls
 
     return add

@@ -3,8 +3,9 @@
 import pytest
 
 from benchmarks.tables import MARKS, PAGE, table
-from headwater.analyze.table import markdown, residual_table
-from headwater.residuals import names
+from headwater.analyze.table import markdown, paper_traffic, residual_table
+from headwater.cli import main
+from headwater.residuals import build, names
 
 DIM, LAYERS = 32, 4
 
@@ -36,6 +37,38 @@ def test_streams_are_counted_once(rows):
     assert rows["mhc"].least == pytest.approx(3 * n + 2, rel=0.15)
 
 
+def test_the_paper_s_column_is_its_table_of_traffic():
+    """Table 1: L = 128, N = 8, S = 16, m = 4. Blocks of 16 are what 128 sublayers have by default; Full is read in
+    spans of 8 here and of 16 there, which comes to the same."""
+    wide = {"standard": 3, "attnres-block": 5.5, "attnres-full": 24, "mhc": 34, "hyper-connections": 34}
+    for spec, passes in wide.items():
+        small = (2 * 16 + 4 * 4) / 4096 if passes == 34 else 0
+        assert paper_traffic(build(spec, 4096, 128)) == pytest.approx(passes + small), spec
+    assert paper_traffic(build("mhc:streams=2", 16, 4)) == 18 + 16 / 16
+    assert paper_traffic(build("attnres-block:block=3", 16, 12)) == 4 / 3 + 5
+    for spec in ("attnres-full:window=2", "attnres-full:query=projected", "attnres-full:heads=2", "ddl", "rezero"):
+        assert paper_traffic(build(spec, 16, 8)) is None, spec
+
+
+def test_each_row_has_a_formula_of_its_own(rows):
+    formulas = [rows[name].formula for name in names()]
+    assert all(formulas)
+    assert len(set(formulas)) == len(formulas)
+    assert "finished block sums" in rows["attnres-block"].formula
+    assert "every output" in rows["attnres-full"].formula
+
+
+def test_every_column_of_traffic_says_what_it_counts(capsys):
+    assert main(["residuals", "mhc"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "fused: the least for one kernel a read and one a write",
+        "eager: operator by operator",
+        "paper: by table 1 of arXiv 2603.15031",
+    ):
+        assert words in shown
+
+
 def test_parameters_are_in_units_of_the_width(rows):
     assert rows["layerscale"].parameters == 1
     assert rows["rezero"].parameters == 1 / DIM
@@ -44,7 +77,7 @@ def test_parameters_are_in_units_of_the_width(rows):
 def test_markdown_has_a_line_for_every_residual(rows):
     lines = markdown(list(rows.values())).splitlines()
     assert len(lines) == len(rows) + 2
-    assert all(line.count(" | ") == 6 for line in lines[2:])
+    assert all(line.count(" | ") == 7 for line in lines[2:])
 
 
 def test_the_page_has_the_costs_of_the_result_files():
