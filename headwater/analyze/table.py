@@ -28,8 +28,8 @@ from headwater.tables import fitting
 
 TOKENS = 16
 COUNTS = (
-    "traffic: passes over (tokens x D) of one sublayer's read and write. fused: the least for one kernel a read and one "
-    "a write; eager: operator by operator; paper: by table 1 of arXiv 2603.15031, in two phases, mHC unfused."
+    "traffic: passes over (tokens x D) of one sublayer's read and write. fused: the least for one kernel a read and "
+    "one a write; eager: operator by operator; paper: by table 1 of arXiv 2603.15031, in two phases, mHC unfused."
 )
 
 
