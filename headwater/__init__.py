@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from headwater.hf import convert
     from headwater.ops import depth_attention
 
+    from .analyze.inspector import inspect
     from .hf import revert, verify
     from .models import Decoder, ModelConfig
     from .models.generate import generate
@@ -26,6 +27,7 @@ _homes = {
     "convert": "hf",
     "depth_attention": "ops",
     "generate": "models.generate",
+    "inspect": "analyze.inspector",
     "mixing": "residuals",
     "param_groups": "residuals.groups",
     "record": "residuals",
@@ -44,6 +46,7 @@ __all__ = [
     "convert",
     "depth_attention",
     "generate",
+    "inspect",
     "mixing",
     "param_groups",
     "record",

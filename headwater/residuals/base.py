@@ -57,6 +57,7 @@ class Residual(nn.Module, ABC):
     mixes: str = "scalar"  # a source enters a read times one "scalar" a token, one per "channel", or an "operator"
     token_local: bool = True  # False: a read looks at earlier tokens of the stream; `resume` and `past` carry those
     derived: tuple[str, ...] = ()  # options whose default depends on the network; a saved spec names their values
+    kinds: tuple[str, ...] = ()  # of its sublayers, where `build` was told
     weight_gain: float = 1.0  # by which a model scales value, MLP and output weights at initialisation
 
     def __init__(self, dim: int, sublayers: int) -> None:

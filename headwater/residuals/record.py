@@ -77,7 +77,15 @@ def replay(residual: Residual, sources: Sequence[Tensor]) -> list[Read]:
     return reads
 
 
-def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0) -> Tensor:
+def linear_replay(residual: Residual, sources: Sequence[Tensor]) -> tuple[list[Tensor], list[Read]]:
+    """Leaves with the values of the sources, and the reads that `residual` makes of them with its weights held: a graph
+    that is linear in the leaves."""
+    leaves = [source.detach().float().requires_grad_() for source in sources]
+    with torch.enable_grad(), hold_weights():
+        return leaves, replay(residual, leaves)
+
+
+def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, groups: int | None = None) -> Tensor:
     """The depth-mixing matrix M of h_l = sum_i M[l, i] v_i, per token.
 
     With its weights held, a residual is linear in its sources, so one vector-Jacobian product per read, along random
@@ -87,19 +95,19 @@ def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0) -> Te
         residual: any residual; L sublayers.
         sources: L + 1 tensors (..., D), the embedding and each sublayer's output: a trace's `sources`.
         stream: picks the query (0), key (1) or value (2) input of residuals that route them separately.
+        groups: average over each of so many groups of channels apart, such as the heads of a read; None: over all.
 
-    Returns (L + 1, L + 1, ...): reads, the output head last, by sources.
+    Returns (L + 1, L + 1, ...): reads, the output head last, by sources; with `groups`, they are the last axis.
     """
-    leaves = [source.detach().float().requires_grad_() for source in sources]
-    with torch.enable_grad(), hold_weights():
-        reads = [read[stream] if isinstance(read, tuple) else read for read in replay(residual, leaves)]
+    leaves, found = linear_replay(residual, sources)
+    reads = [read[stream] if isinstance(read, tuple) else read for read in found]
     generator = torch.Generator().manual_seed(0)
     shape = leaves[0].shape
     signs = (torch.randint(0, 2, shape, generator=generator) * 2 - 1).to(leaves[0])
-    rows = torch.zeros(len(reads), len(leaves), *shape[:-1], device=signs.device)
+    rows = torch.zeros(len(reads), len(leaves), *shape[:-1], groups or 1, device=signs.device)
     for row, read in enumerate(reads):
         gradients = torch.autograd.grad(read, leaves[: row + 1], signs, retain_graph=True, allow_unused=True)
         for column, gradient in enumerate(gradients):
             if gradient is not None:
-                rows[row, column] = (gradient * signs).mean(-1)
-    return rows
+                rows[row, column] = (gradient * signs).unflatten(-1, (groups or 1, -1)).mean(-1)
+    return rows.squeeze(-1) if groups is None else rows

@@ -170,6 +170,8 @@ def build(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None = Non
     layout = {"kinds": kinds} if known.takes_kinds else {}
     residual = known.build(dim, sublayers, **known.fixed, **options, **layout)
     residual.spec = spec
+    if kinds is not None:
+        residual.kinds = tuple(kinds)
     return residual
 
 

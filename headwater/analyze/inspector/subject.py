@@ -1,0 +1,105 @@
+"""The model that is looked at: its residual, its logits, and its output head by itself."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.errors import UserError
+from headwater.models import Decoder
+from headwater.residuals import Norm, Residual, State, Trace, Watcher, record, watched
+
+
+class Subject:
+    """A `Decoder`, or a transformers model whose residual `headwater.convert` has swapped."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.converted = not isinstance(model, Decoder)
+        found = [module for module in model.modules() if isinstance(module, Residual)]
+        if len(found) != 1:
+            raise UserError(_refusal(model, len(found)))
+        self.residual = found[0]
+        self.head = self._head()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.residual.kinds
+
+    def _head(self) -> Callable[[Tensor], Tensor]:
+        if isinstance(self.model, Decoder):
+            return self.model.head
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if head is None:
+            raise UserError(f"this {type(self.model).__name__} has no output head to read its depth through")
+        return _scaled_head(head, self.model.config)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """(B, T) to (B, T, vocab), fp32."""
+        if isinstance(self.model, Decoder):
+            return self.model(tokens).float()
+        return self.model(input_ids=tokens, use_cache=False).logits.float()
+
+    @torch.no_grad()
+    def trace(self, tokens: Tensor) -> tuple[Trace, Norm, Tensor]:
+        """One forward pass: what was read and written, the final norm as it was applied, and the logits."""
+        ending = _Ending()
+        with watched(self.residual, ending):
+            logits = self.logits(tokens)
+        with record(self.residual) as trace:
+            self.logits(tokens)
+        assert ending.norm is not None
+        read = trace.reads[-1]
+        assert isinstance(read, Tensor)
+        again = self.head(ending.norm(read)).float()
+        if not torch.allclose(again, logits, rtol=1e-2, atol=1e-2):
+            raise UserError(
+                f"the logits of this {type(self.model).__name__} are not its head applied to its final norm: something "
+                "comes after the head that the inspector does not know"
+            )
+        return trace, ending.norm, logits
+
+
+class _Ending(Watcher):
+    """Keeps the norm that the final read is given."""
+
+    norm: Norm | None = None
+
+    def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
+        self.norm = norm
+        return super().end(residual, state, norm)
+
+
+def _scaled_head(head: nn.Module, config: Any) -> Callable[[Tensor], Tensor]:
+    """The head with what some architectures do to its logits: Gemma's soft cap, Granite's and Cohere's scale."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def apply(x: Tensor) -> Tensor:
+        logits = head(x) * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return apply
+
+
+def _refusal(model: nn.Module, residuals: int) -> str:
+    name = type(model).__name__
+    if residuals > 1:
+        return f"a model with one residual can be inspected, and this {name} has {residuals}: merge its adapters first"
+    return (
+        f"this {name} has no residual of headwater, so there is no depth to look at: convert it first, "
+        "headwater.convert(model), or `headwater convert FOLDER --out OTHER`"
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode; afterwards as it was."""
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)

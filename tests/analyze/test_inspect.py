@@ -1,0 +1,174 @@
+"""What the inspector says equals what is computed directly: dense Jacobians, and a loop over depth written out here."""
+
+import json
+
+import pytest
+import torch
+from tinymodels import model_of, tokens_of
+
+import headwater
+from headwater.errors import UserError
+from headwater.models import Decoder, ModelConfig
+from headwater.residuals import names
+from headwater.residuals.record import linear_replay
+
+SPECS = ["attnres-full", "attnres-block:block=2", "denseformer", "mhc", "ddl"]
+WITHIN = {"atol": 1e-5, "rtol": 0}
+LENGTH = 7
+
+
+def forward(model, tokens, without=None):
+    """Reads, sources and logits of a pass; `without(i, x)` is what read i, the head's last, sees instead of x."""
+    without = without or (lambda i, x: x)
+    residual, rotary = model.residual, model.rotary(0, tokens.shape[1])
+    x = model.embedding(tokens)
+    state, reads, sources = residual.begin(x), [], [x]
+    for i, sublayer in enumerate(model.sublayers):
+        x, state = residual.read(state, i)
+        reads.append(x)
+        y, _ = sublayer(without(i, x), rotary, None, (), False)
+        sources.append(y)
+        state = residual.write(state, i, y)
+    reads.append(residual.end(state))
+    return reads, sources, model.head(model.norm(without(len(sources) - 1, reads[-1])))
+
+
+def nats(logits, tokens):
+    return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
+
+
+def jacobian(model, sources, read, source):
+    """Of a read with respect to a source, the weights held: (T, D, D) for each token by itself."""
+    leaves, reads = linear_replay(model.residual, sources)
+    rows = []
+    for channel in range(reads[read].shape[-1]):
+        along = torch.zeros_like(reads[read])
+        along[..., channel] = 1
+        rows.append(torch.autograd.grad(reads[read], leaves[source], along, retain_graph=True)[0][0])
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_weights_words_and_effects_are_those_computed_directly(spec):
+    model, tokens = model_of(spec, scatter=True, layers=2), tokens_of(1, LENGTH)
+    found = headwater.inspect(model, tokens, top=3)
+    with torch.no_grad():
+        reads, sources, logits = forward(model, tokens)
+    torch.testing.assert_close(found.loss, nats(logits, tokens), **WITHIN)
+    for said, parts in ((found.reads, reads), (found.sources, sources)):
+        for i, part in enumerate(parts):
+            top = model.head(model.norm(part))[0].softmax(-1).topk(3)
+            torch.testing.assert_close(said.probabilities[i], top.values.detach(), **WITHIN)
+            assert torch.equal(said.ids[i], top.indices)
+    torch.testing.assert_close(found.read_size[3], reads[3][0].square().mean(-1).sqrt(), **WITHIN)
+    shares = {}
+    for read, source in found.pairs:
+        J, v = jacobian(model, sources, read, source), sources[source][0]
+        shares[read, source] = torch.einsum("tij,tj->ti", J, v)
+        weight = (shares[read, source] * v).sum(-1) / v.square().sum(-1)
+        torch.testing.assert_close(found.mixing[read, source], weight, **WITHIN)
+    check_removals(model, tokens, found, shares, nats(logits, tokens))
+
+
+@torch.no_grad()
+def check_removals(model, tokens, found, shares, loss):
+    for source in range(5):
+        gone = forward(model, tokens, lambda i, x, s=source: x - shares[i, s] if s <= i else x)[2]
+        torch.testing.assert_close(found.removed.loss[source], nats(gone, tokens) - loss, **WITHIN)
+        top = gone[0].softmax(-1).topk(3)
+        torch.testing.assert_close(found.removed.top.probabilities[source], top.values, **WITHIN)
+        assert torch.equal(found.removed.top.ids[source], top.indices)
+    for place, (read, source) in enumerate(found.pairs):
+        gone = forward(model, tokens, lambda i, x, at=(read, source): x - shares[at] if i == at[0] else x)[2]
+        torch.testing.assert_close(found.removed_at.loss[place], nats(gone, tokens) - loss, **WITHIN)
+        assert torch.equal(found.removed_at.top.ids[place, :, 0], gone[0].argmax(-1))
+
+
+@pytest.mark.parametrize("spec", [*names(), "ddl:width=2,compress=token", "attnres-full:heads=4"])
+def test_shares_of_all_sources_sum_to_the_read(spec):
+    """Whatever mixes: taking everything away at the output head leaves nothing of what it reads."""
+    from headwater.analyze.inspector.shares import Shares
+
+    model = model_of(spec, scatter=True, layers=2)
+    with torch.no_grad(), headwater.record(model.residual) as trace:
+        model(tokens_of(1, LENGTH))
+    shares = Shares(model.residual, trace.sources, trace.reads)
+    for i, read in enumerate(trace.reads):
+        for stream, part in enumerate(read if isinstance(read, tuple) else (read,)):
+            total = sum(shares.of(i, source, stream) for source in range(i + 1))
+            torch.testing.assert_close(total, part[0], atol=1e-4, rtol=1e-4)
+
+
+def test_heads_and_inputs_have_weights_of_their_own():
+    model = model_of("attnres-full:heads=4", scatter=True, layers=2)
+    found = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
+    with torch.no_grad(), headwater.record(model.residual) as trace:
+        model(tokens_of(1, LENGTH))
+    assert list(found.parts) == ["head 1", "head 2", "head 3", "head 4"]
+    for i, weights in enumerate(trace.weights):
+        for head in range(4):
+            torch.testing.assert_close(found.parts[f"head {head + 1}"][i, : i + 1], weights[:, 0, :, head], **WITHIN)
+    assert (found.removed, found.removed_at) == (None, None)
+    found = headwater.inspect(model_of("muddformer", scatter=True, layers=2), tokens_of(1, LENGTH), removals="sources")
+    assert list(found.parts) == ["query", "key", "value"]
+    assert (found.parts["query"] - found.parts["value"]).abs().max() > 1e-2
+    assert torch.equal(found.parts["query"], found.mixing)
+    assert found.removed.loss.shape == (5, LENGTH - 1)
+
+
+def test_an_untrained_model_says_so_and_a_trained_one_does_not():
+    for spec in ("attnres-block:block=2", "mhc", "ddl"):
+        (note,) = headwater.inspect(model_of(spec, layers=2), tokens_of(1, 4), removals="none").notes
+        assert note.startswith("Not trained")
+        assert headwater.inspect(model_of(spec, layers=2, scatter=True), tokens_of(1, 4), removals="none").notes == ()
+    assert headwater.inspect(model_of("standard", layers=2), tokens_of(1, 4), removals="none").notes == ()
+
+
+def test_as_json_everything_is_there_in_plain_numbers():
+    model, tokens = model_of("attnres-full:heads=2", scatter=True, layers=1), torch.arange(3, 8)[None]
+
+    class Letters:
+        def decode(self, ids):
+            return "" if ids[0] == int(tokens[0, 0]) else f"<{ids[0]}>"
+
+    found = headwater.inspect(model, tokens[0].tolist(), tokenizer=Letters(), name="mine")
+    data = json.loads(found.to_json())
+    assert data["tokens"] == [f"#{tokens[0, 0]}", *(f"<{i}>" for i in tokens[0, 1:].tolist())]
+    assert (data["name"], data["residual"], data["kinds"]) == ("mine", "attnres-full:heads=2", ["attention", "mlp"])
+    for name in ("mixing", "loss", "read_size", "source_size"):
+        torch.testing.assert_close(torch.tensor(data[name]), getattr(found, name), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.tensor(data["removed_at"]["loss"]), found.removed_at.loss, atol=1e-6, rtol=1e-6)
+    assert data["reads"]["ids"] == found.reads.ids.tolist()
+    assert set(data["parts"]) == {"head 1", "head 2"}
+
+
+def test_the_model_is_left_as_it_was():
+    model = model_of("attnres-block:block=2", scatter=True, layers=2).train()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    headwater.inspect(model, tokens_of(1, 4))
+    assert model.training
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_what_does_not_fit_is_refused():
+    model = model_of("attnres-full", layers=1)
+    for tokens, words in (
+        ([1], "at least 2"),
+        ([[1, 2], [3, 4]], "at least 2"),
+        ([1, 48], "0 and 47"),
+        ([1] * 33, "context of 32"),
+    ):
+        with pytest.raises(UserError, match=words):
+            headwater.inspect(model, tokens)
+    with pytest.raises(UserError, match="convert it first"):
+        headwater.inspect(torch.nn.Linear(4, 4), [1, 2])
+
+
+def test_pairs_are_left_out_where_they_would_take_long():
+    with torch.device("meta"):
+        large = Decoder(ModelConfig.named("large", layers=12, vocab_size=500000, residual="attnres-block"))
+    from headwater.analyze.inspector.look import _affordable
+    from headwater.analyze.inspector.subject import Subject
+
+    assert _affordable(Subject(large), 128) == "sources"
+    assert _affordable(Subject(model_of("attnres-block")), 32) == "pairs"

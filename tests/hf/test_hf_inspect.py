@@ -1,0 +1,54 @@
+"""Converted transformers models can be looked into as our own decoder can."""
+
+import pytest
+import torch
+from tinyhf import stir, tiny_model, tokens
+
+import headwater
+from headwater.errors import UserError
+
+WITHIN = {"atol": 1e-5, "rtol": 0}
+
+
+def direct(model, ids):
+    """Depth weights and logits by the public way of a converted model."""
+    with torch.no_grad():
+        outputs = model(ids, output_depth_weights=True)
+    return outputs.depth_weights, outputs.logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "cohere"])
+def test_a_converted_model_is_read_as_it_computes(kind):
+    model, ids = tiny_model(kind, num_hidden_layers=2), tokens(1, 6)
+    headwater.convert(model, "attnres-full")
+    (note,) = headwater.inspect(model, ids, removals="none").notes
+    assert note.startswith("Converted and not trained")
+    stir(model)
+    found = headwater.inspect(model, ids, top=4)
+    assert found.notes == ()
+    weights, logits = direct(model, ids)
+    assert len(found.kinds) == len(weights) - 1
+    for i, expected in enumerate(weights):
+        torch.testing.assert_close(found.mixing[i, : i + 1], expected[:, 0, :, 0], **WITHIN)
+    top = logits[0].softmax(-1).topk(4)  # the last read says what the model says
+    torch.testing.assert_close(found.reads.probabilities[-1], top.values, **WITHIN)
+    assert torch.equal(found.reads.ids[-1], top.indices)
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
+    torch.testing.assert_close(found.loss, loss, **WITHIN)
+    assert found.removed.loss.abs().max() > 1e-3
+    sources = len(found.kinds) + 1
+    last = [found.pairs.index((sources - 1, source)) for source in (sources - 1,)]
+    # The newest source is seen by the head alone: away there is away everywhere.
+    torch.testing.assert_close(found.removed_at.loss[last], found.removed.loss[-1:], **WITHIN)
+
+
+def test_a_plain_model_is_refused_with_advice():
+    with pytest.raises(UserError, match="convert it first"):
+        headwater.inspect(tiny_model("llama", num_hidden_layers=1), tokens(1, 4))
+
+
+def test_half_precision_can_be_looked_at():
+    model = tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16)
+    headwater.convert(model, "attnres-block:block=2")
+    found = headwater.inspect(model, tokens(1, 6))
+    torch.testing.assert_close(found.mixing[-1], torch.full((5, 6), 1 / 3), atol=5e-3, rtol=0)  # bf16 weights
