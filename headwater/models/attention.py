@@ -102,6 +102,10 @@ class Attention(nn.Module):
         y = self._attend(q, k, v, past)
         return self.output(y.transpose(1, 2).flatten(2)), new_values
 
+    def scaled_by_gain(self) -> tuple[Tensor, ...]:
+        """The weights that a residual may ask to start smaller, besides the output's."""
+        return (self.value.weight,)
+
     def _project(self, x: Read) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (B, T, heads times head_dim) each."""
         if isinstance(x, tuple):
@@ -112,12 +116,12 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
         if self.window is not None:
             return window_attention(q, k, v, self.window)
-        mask = _continuation_mask(q.shape[-2], past, q.device) if past and q.shape[-2] > 1 else None
+        mask = continuation_mask(q.shape[-2], past, q.device) if past and q.shape[-2] > 1 else None
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=past == 0, enable_gqa=self.heads != self.kv_heads
         )
 
 
-def _continuation_mask(length: int, past: int, device: torch.device) -> Tensor:
+def continuation_mask(length: int, past: int, device: torch.device) -> Tensor:
     """True where a new token (row) may look: at everything past and at new tokens up to itself."""
     return torch.ones(length, past + length, dtype=torch.bool, device=device).tril(diagonal=past)

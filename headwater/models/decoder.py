@@ -4,59 +4,33 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headwater.errors import check_fit
-from headwater.residuals import Read, Residual, State, build, pinned
-from headwater.residuals.base import apply_norm
+from headwater.ops.kda.operators import CHUNK
+from headwater.residuals import Residual, State, build, pinned
 
-from .attention import Attention, KVCache, Rotary
+from .attention import Rotary
 from .config import ModelConfig
-from .mlp import SwiGLU
+from .kda import KDA
+from .mla import MLA
+from .moe import MoE
 from .norm import RMSNorm
+from .sublayer import Entry, Sublayer, new_entry
+
+T = TypeVar("T")
 
 
-class Cache(list[KVCache]):
-    """One entry a sublayer, filled by attention alone; `past` is what the residual looks back at along the tokens."""
+class Cache(list[Entry]):
+    """One entry a sublayer, filled by those that mix tokens; `past` is what the residual looks back at along the
+    tokens, `seen` how many there were."""
 
     past: State = ()
-
-    @property
-    def seen(self) -> int:
-        """Tokens so far."""
-        return max(len(entry) for entry in self)
-
-
-class Sublayer(nn.Module):
-    """A pre-norm and the attention or MLP behind it. `keeps_values`: it hands on the values that attention computed."""
-
-    def __init__(
-        self, config: ModelConfig, kind: str, *, mixes_values: bool = False, keeps_values: bool = False
-    ) -> None:
-        super().__init__()
-        self.kind, self.keeps_values = kind, keeps_values
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.body: Attention | SwiGLU
-        if kind == "mlp":
-            self.body = SwiGLU(config)
-        elif kind == "shortswa":
-            self.body = Attention(config, window=config.shortswa)
-        else:
-            self.body = Attention(config, mixes_values=mixes_values)
-
-    def forward(
-        self, x: Read, rotary: tuple[Tensor, Tensor], cache: KVCache | None, kept: State, normed: bool
-    ) -> tuple[Tensor, State]:
-        """What it produces for what it reads, (..., D), and the first attention's values where they are kept."""
-        x = x if normed else apply_norm(self.norm, x)
-        if not isinstance(self.body, Attention):
-            return self.body(x), kept
-        y, values = self.body(x, rotary, cache, *kept)
-        return y, (values,) if self.keeps_values else kept
+    seen: int = 0
 
 
 def run_sublayer(
@@ -65,7 +39,7 @@ def run_sublayer(
     i: int,
     dtype: torch.dtype | None,
     rotary: tuple[Tensor, Tensor],
-    cache: KVCache | None,
+    cache: Entry | None,
     held: State,
     kept: State,
 ) -> State:
@@ -95,8 +69,8 @@ class Decoder(nn.Module):
         self.around = None
         self._run_sublayer = run_sublayer
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        first_attention = config.kinds.index("attention")
-        self.values_from = first_attention if config.value_residual else config.sublayers  # whose values are kept
+        # Whose values are kept: the first attention's.
+        self.values_from = config.kinds.index("attention") if config.value_residual else config.sublayers
         self.sublayers = nn.ModuleList(
             Sublayer(config, kind, mixes_values=i > self.values_from, keeps_values=i == self.values_from)
             for i, kind in enumerate(config.kinds)
@@ -105,7 +79,9 @@ class Decoder(nn.Module):
             self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.rotary = Rotary(config.head_dim, config.context, config.rope_theta)
+        # Without attention nothing is turned: then it knows how many positions there are, and no more.
+        width = config.head_dim if {"attention", "shortswa"} & set(config.kinds) else 2
+        self.rotary = Rotary(width, config.context, config.rope_theta)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.reset_parameters()
@@ -125,18 +101,32 @@ class Decoder(nn.Module):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         gain = self.residual.weight_gain
         for sublayer in cast(list[Sublayer], self.sublayers):
-            body = sublayer.body
-            std = 0.0 if sublayer.kind == "shortswa" else (body.output.in_features * self.config.sublayers) ** -0.5
+            self._start_outputs(sublayer, gain)
+            for weight in sublayer.body.scaled_by_gain():
+                weight.data.mul_(gain)
+
+    def _start_outputs(self, sublayer: Sublayer, gain: float) -> None:
+        """The outputs of a sublayer's body, and the weights that are in no linear layer."""
+        body, count = sublayer.body, self.config.sublayers
+        if isinstance(body, KDA):
+            body.decay.reset()
+        if not isinstance(body, MoE):
+            std = 0.0 if sublayer.kind == "shortswa" else (body.output.in_features * count) ** -0.5
             nn.init.normal_(body.output.weight, std=gain * std)
-            for linear in (body.value,) if isinstance(body, Attention) else (body.gate, body.up):
-                linear.weight.data.mul_(gain)
+            return
+        for weight in (body.router.weight, body.experts.gate, body.experts.up):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        shared = [] if body.shared is None else [body.shared.output.weight]
+        for output in (body.experts.output, *shared):
+            nn.init.normal_(output, std=gain * (output.shape[-1] * count) ** -0.5)
 
     @property
     def sublayer_kinds(self) -> tuple[str, ...]:
         return self.config.kinds
 
     def new_cache(self) -> Cache:
-        return Cache(KVCache(self.config.shortswa if kind == "shortswa" else None) for kind in self.config.kinds)
+        """What `forward` fills, and continues from: keys and values, states of KDA, latents of MLA."""
+        return Cache(new_entry(self.config, kind) for kind in self.config.kinds)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Tokens (B, T) to logits (B, T, vocab). With a cache, tokens that continue those it has seen."""
@@ -147,6 +137,8 @@ class Decoder(nn.Module):
         rotary = self.rotary(0 if cache is None else cache.seen, tokens.shape[1])
         state = self.begin(tokens, cache)
         state = self.run(state, 0, len(self.sublayers), rotary, cache)
+        if cache is not None:
+            cache.seen += tokens.shape[1]
         return self._end(state, cache)
 
     def begin(self, tokens: Tensor, cache: Cache | None = None) -> State:
@@ -208,7 +200,7 @@ class Decoder(nn.Module):
             for sublayer in self.sublayers:
                 sublayer.compile(**options)
 
-    def _step(self, i: int, rotary: tuple[Tensor, Tensor], cache: KVCache | None, *state: Tensor) -> State:
+    def _step(self, i: int, rotary: tuple[Tensor, Tensor], cache: Entry | None, *state: Tensor) -> State:
         """One sublayer. The state comes as separate tensors, which activation checkpointing needs."""
         sublayer = cast(Sublayer, self.sublayers[i])
         dtype = self._stream_dtype(state[0].device)
@@ -219,21 +211,39 @@ class Decoder(nn.Module):
         return (state[:-1], state[-1:]) if i > self.values_from else (state, ())
 
     def parameter_count(self) -> dict[str, int]:
+        """`total`; of these `active`, the ones a token meets: of routed experts those that it chooses."""
+        total, config = sum(p.numel() for p in self.parameters()), self.config
+        experts = sum(p.numel() for body in self._bodies(MoE) for p in body.experts.parameters())
+        idle = experts // config.experts * (config.experts - config.experts_per_token) if experts else 0
         return {
-            "total": sum(p.numel() for p in self.parameters()),
+            "total": total,
+            "active": total - idle,
             "embedding": self.embedding.weight.numel(),
             "residual": sum(p.numel() for p in self.residual.parameters()),
         }
 
     def flops_per_token(self, context: int | None = None) -> int:
         """Operations of one training step per token at a context: matrices, causal attention, depth mixing; backward
-        counted as twice the forward."""
+        counted as twice the forward. Of experts, those that a token meets. KDA: three products with its state, and the
+        pairs inside a chunk."""
         config = self.config
-        matrices = sum(m.weight.numel() for m in self.sublayers.modules() if isinstance(m, nn.Linear))
         context = context or config.context
+        matrices = sum(m.weight.numel() for m in self.sublayers.modules() if isinstance(m, nn.Linear))
+        for moe in self._bodies(MoE):
+            experts = sum(p.numel() for p in moe.experts.parameters()) // config.experts * config.experts_per_token
+            matrices += experts + moe.router.weight.numel()
         attention = 2 * config.kinds.count("attention") * context * config.dim  # causal: half
         attention += 4 * config.kinds.count("shortswa") * min(config.shortswa or 0, context) * config.dim
+        for mla in self._bodies(MLA):
+            attention += mla.heads * context * (mla.head_dim + mla.shared_dim + mla.value_dim)
+        for kda in self._bodies(KDA):
+            chunk = min(CHUNK, context)
+            attention += kda.heads * kda.head_dim * (6 * kda.head_dim + 5 * chunk)
         return 3 * (2 * matrices + 2 * self.head.weight.numel() + attention + self.residual.flops_per_token())
+
+    def _bodies(self, kind: type[T]) -> list[T]:
+        bodies = (sublayer.body for sublayer in self.sublayers if isinstance(sublayer, Sublayer))
+        return [body for body in bodies if isinstance(body, kind)]
 
     def save(self, folder: str | Path) -> None:
         """config.json and model.safetensors. A tied head is stored once."""
@@ -244,16 +254,16 @@ class Decoder(nn.Module):
         save_file(self.weights(), folder / "model.safetensors")
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by name, each tensor once."""
-        return {name: p.detach().contiguous() for name, p in self.named_parameters(remove_duplicate=True)}
+        """What a file holds, by name, each tensor once: parameters, and what training moves without a gradient."""
+        return {name: tensor.detach().contiguous() for name, tensor in saved_tensors(self).items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        mine = dict(self.named_parameters(remove_duplicate=True))
+        mine = saved_tensors(self)
         expected, found = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (mine, weights))
         check_fit(expected, found, "weights do not fit the model")
         with torch.no_grad():
-            for name, parameter in mine.items():
-                parameter.copy_(weights[name])
+            for name, tensor in mine.items():
+                tensor.copy_(weights[name])
 
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> "Decoder":
@@ -261,3 +271,11 @@ class Decoder(nn.Module):
         model = cls(ModelConfig.from_dict(json.loads((folder / "config.json").read_text())))
         model.load_weights(load_file(folder / "model.safetensors"))
         return model.to(device)
+
+
+def saved_tensors(model: Decoder) -> dict[str, Tensor]:
+    """The tensors that a checkpoint of a decoder, or of a part of one, holds: its parameters, each once, and buffers
+    that are not made anew, such as the routers' biases."""
+    kept = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {**dict(model.named_parameters(remove_duplicate=True)), **buffers}

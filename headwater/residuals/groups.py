@@ -23,7 +23,7 @@ def param_groups(
     Arguments:
         model: any module: a `Decoder`, a transformers model that `headwater.convert` has converted, your own. A matrix
             decays if it belongs to a numbered stack of layers (`nn.ModuleList`, `nn.Sequential`, a dictionary with
-            numbers for keys); an embedding or a norm inside of one does not.
+            numbers for keys); an embedding, a norm or an nn.Conv1d inside of one does not.
         lr: the learning rate.
         weight_decay: of the matrices.
         query_lr: factor on the learning rate of the residual's queries. They are the parameters called `query`, of
@@ -78,5 +78,5 @@ def sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def keeps_its_scale(module: nn.Module) -> bool:
-    """Embeddings and norms, of which transformers has a class for each architecture."""
-    return isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
+    """Embeddings, norms, of which transformers has a class for each architecture, and convolutions over tokens."""
+    return isinstance(module, nn.Embedding | nn.Conv1d) or "norm" in type(module).__name__.lower()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from headwater.errors import UserError, nearest
+from headwater.models.config import ModelConfig
 
 T = TypeVar("T")
 
@@ -56,6 +57,41 @@ class ModelSettings:
     """Base of the rotary embedding's wavelengths."""
     norm_eps: float | None = None
     """Of every RMSNorm."""
+    pattern: str | None = None
+    """Mixers layer by layer, a period or all: attention, kda, mla, as in kda:kda:kda:mla or kda*3:mla; kda+mlp names
+    the feed-forward too."""
+    kda_heads: int | None = None
+    """Heads of Kimi Delta Attention; 0 is as many as heads."""
+    kda_head_dim: int | None = None
+    """Channels of each; 0 is as heads divide dim."""
+    kda_conv: int | None = None
+    """Tokens that its short convolutions see."""
+    kda_gate: Literal["softplus", "bounded"] | None = None
+    """Its decay: as in Kimi Linear, or never below exp(-5) a token, as in Kimi K3."""
+    kda_norm_eps: float | None = None
+    """Of the norm over what a head of it reads."""
+    mla_latent: int | None = None
+    """Channels of what MLA keeps of a token for all heads; 0 is four heads."""
+    mla_head_dim: int | None = None
+    """Channels of a head's own part of queries and keys; 0 is as heads divide dim."""
+    mla_shared_dim: int | None = None
+    """Channels of the key that heads share; 0 is half a head."""
+    mla_value_dim: int | None = None
+    """Channels of a head's values; 0 is as heads divide dim."""
+    experts: int | None = None
+    """In a mixture, which then is the feed-forward of layers; 0 is none."""
+    experts_per_token: int | None = None
+    """Experts that a token is sent to."""
+    expert_dim: int | None = None
+    """Hidden channels of an expert; 0 lets those of a token be as wide together as an MLP."""
+    shared_experts: int | None = None
+    """Experts besides that see every token."""
+    expert_scale: float | None = None
+    """Factor on the weights of a token's experts, which sum to one."""
+    dense_layers: int | None = None
+    """First layers that have an MLP in place of experts."""
+    router_rate: float | None = None
+    """How far a step moves each expert's bias toward an even load; 0 leaves it at zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,12 +256,19 @@ FREE = OUTER | {
     *(f"train.{name}" for name in ("skip_nonfinite", "skip_spikes", "spike_sigmas")),
 }
 
+# The settings of a model before there were layer patterns: a decoder that lacks the others has their defaults.
+OLD_MODEL = frozenset(
+    {"vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim", "context", "residual", "shortswa"}
+    | {"value_residual", "qk_norm", "tie_embeddings", "fp32_stream", "rope_theta", "norm_eps"}
+)
+
 # What runs did that were begun before a setting existed.
 BEFORE: Mapping[str, Any] = {
     "data.text_field": "text",
     "optim.query_lr": 1.0,
     "train.init_from": "",
     "train.graph": False,
+    **{f"model.{f.name}": f.default for f in fields(ModelConfig) if f.name not in OLD_MODEL},
 }
 
 

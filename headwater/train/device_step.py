@@ -17,20 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from headwater._torch import norms_of, skip_where
+from headwater.models.moe import routers
 from headwater.ops.cross_entropy import linear_cross_entropy, token_losses
+from headwater.train.balance import Load, balance_on_device
 from headwater.train.losses import half_precision
 from headwater.train.monitor.bad_steps import Reason, Skips
 from headwater.train.optim import learning_rate, set_learning_rate
 from headwater.train.run import Run
 
 WARMUP = 3  # steps before a capture: kernels are compiled, and the optimizer has its state
-LOSS, NORM, KIND, THRESHOLD = range(4)  # of a step's results
+LOSS, NORM, KIND, THRESHOLD = range(4)  # of a step's results; behind them the experts' loads, where there are some
 KINDS = ("", "nonfinite", "spike")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of a step: `reason` if it was left out, `depth` the gradient norm of each sublayer."""
+    """What is known of a step: `reason` if it was left out, `depth` the gradient norm of each sublayer, `load` of the
+    experts where there are some."""
 
     number: int
     loss: float
@@ -38,6 +41,7 @@ class Outcome:
     rate: float
     depth: list[float] | None = None
     reason: Reason | None = None
+    load: Load | None = None
 
 
 class DeviceStep:
@@ -53,7 +57,8 @@ class DeviceStep:
         self.staging = torch.empty(2, self.micros, *shape, dtype=torch.long, pin_memory=True)
         self.tokens = torch.empty(shape, dtype=torch.long, device=run.device)
         self.loss = torch.zeros((), device=run.device)
-        self.results = torch.zeros(4, dtype=torch.float64, device=run.device)
+        self.routers = list(routers(run.whole).values())
+        self.results = torch.zeros(6 if self.routers else 4, dtype=torch.float64, device=run.device)
         self.norms = torch.zeros(len(self.parameters), device=run.device)
         self.sublayers = sublayer_of_each(run.whole, self.parameters)
         self.judge = Judge(run.skips, run.config.train, run.device)
@@ -112,8 +117,9 @@ class DeviceStep:
         torch.nn.utils.clip_grads_with_norm_(self.parameters, self.run.config.optim.clip, norm)
         for optimizer in self.run.optimizers.values():
             optimizer.step()
+        load = balance_on_device(self.routers, self.run.whole.config.router_rate, self.judge.bad)
         values = (self.loss.double(), norm.double(), self.judge.kind, self.judge.threshold)
-        self.results.copy_(torch.stack(values))
+        self.results.copy_(torch.cat((torch.stack(values), load)))
 
     def losses(self, windows: Tensor) -> Tensor:
         """Nats of each token of validation windows (B, T + 1), (B, T) on the GPU. Captured like a step, it borrows the
@@ -165,7 +171,7 @@ class DeviceStep:
 
     def _send_results(self, number: int, rate: float) -> None:
         """Copies to the host behind the step, and a mark to wait for."""
-        results = torch.empty(4, dtype=torch.float64, pin_memory=True).copy_(self.results, non_blocking=True)
+        results = torch.empty_like(self.results, device="cpu", pin_memory=True).copy_(self.results, non_blocking=True)
         norms = torch.empty(len(self.norms), pin_memory=True).copy_(self.norms, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
@@ -176,9 +182,10 @@ class DeviceStep:
         while len(self.waiting) > behind:
             number, rate, results, norms, done = self.waiting.pop(0)
             done.synchronize()
-            loss, norm, kind, threshold = results.tolist()
+            loss, norm, kind, threshold, *load = results.tolist()
             reason = self.judge.record(loss, KINDS[int(kind)], threshold)
-            outcomes.append(Outcome(number, loss, norm, rate, self._by_sublayer(norms), reason))
+            uneven = Load(*load) if load else None
+            outcomes.append(Outcome(number, loss, norm, rate, self._by_sublayer(norms), reason, uneven))
         return outcomes
 
     def _by_sublayer(self, norms: Tensor) -> list[float]:

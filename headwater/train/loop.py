@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.train.balance import balance
 from headwater.train.checkpoint.folder import last_good
 from headwater.train.config import Config, check
 from headwater.train.device_step import DeviceStep, Outcome
@@ -145,7 +146,7 @@ class HostStep:
         depth = number == settings.steps or number % settings.depth_every == 0
         gradients = depth_gradients(run) if depth else None
         grad_norm, rate = update(run, number, loss)
-        return [Outcome(number, loss, grad_norm, rate, gradients)]
+        return [Outcome(number, loss, grad_norm, rate, gradients, load=run.load)]
 
     def wait(self) -> list[Outcome]:
         return []
@@ -221,6 +222,7 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
             optimizer.step()
     else:
         leave_out(run, number, loss, grad_norm, reason, depth_gradients(run))
+    run.load = balance(run.model, run.whole.config, run.ranks, taken=reason is None)
     for optimizer in run.optimizers.values():
         optimizer.zero_grad(set_to_none=True)
     return grad_norm, rate
@@ -262,6 +264,8 @@ def write_cause(
 def log_update(run: Run, outcome: Outcome, tokens_per_second: float) -> None:
     values = {"loss": outcome.loss, "lr": outcome.rate, "grad_norm": outcome.grad_norm}
     values |= {"tokens_per_second": tokens_per_second, "seconds": run.elapsed()}
+    if outcome.load is not None:
+        values |= {"expert_load_cv": outcome.load.cv, "expert_load_max": outcome.load.highest}
     run.log.write("train", outcome.number, tokens=run.tokens_at(outcome.number), **values)
 
 

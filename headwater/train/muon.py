@@ -1,4 +1,4 @@
-"""Muon for matrices on one GPU, all of a shape at once, and for matrices of which every rank has a part.
+"""Muon for matrices on one GPU, all of a shape at once; for stacks of them; and for those that ranks have parts of.
 
 An update is the orthogonalised momentum of a whole matrix; a part must not be orthogonalised by itself. Left to
 DTensor, every product of the iteration would be a collective, with the same work done on all ranks. Here as many
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from headwater._torch import adjusted_rate, newton_schulz
 
@@ -65,6 +65,72 @@ def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], st
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+class StackedMuon(torch.optim.Optimizer):
+    """Muon for stacks of matrices (E, m, n), the experts of a layer: each is orthogonalised by itself. Plain tensors or
+    DTensors, which are divided by experts wherever that is possible and otherwise gathered; settings and state are
+    those of torch.optim.Muon, and `found_inf` is as in BatchedMuon."""
+
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "eps": eps,
+        }
+        settings |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody passes one
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                self._step_stack(parameter, group)
+
+    def _step_stack(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        part, buffer, gradient = (_here(x) for x in (parameter, state["momentum_buffer"], cast(Tensor, parameter.grad)))
+        momentum = buffer.lerp(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = self._orthogonalise(parameter, update, group)
+        taken: Any = 1.0
+        if self.found_inf is not None:
+            taken, update = 1.0 - self.found_inf, update.nan_to_num()  # times zero it must be zero
+            momentum = torch.where(self.found_inf > 0, buffer, momentum)
+        rate = taken * group["lr"]
+        buffer.copy_(momentum)
+        scale = rate * adjusted_rate(1.0, group["adjust_lr_fn"], parameter.shape[1:])
+        part.mul_(1 - rate * group["weight_decay"]).sub_(scale * update)
+
+    def _orthogonalise(self, like: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
+        settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if not isinstance(like, DTensor):
+            return orthogonalise(update, *settings)
+        whole = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in like.placements]
+        matrices = redistribute(update, like, tuple(like.shape), like.placements, whole)
+        return redistribute(orthogonalise(matrices, *settings), like, tuple(like.shape), whole, like.placements)
+
+
+def _here(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 class DividedMuon(torch.optim.Muon):

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from headwater.residuals.groups import param_groups
 from headwater.train.config import OptimSettings
-from headwater.train.muon import BatchedMuon, DividedMuon
+from headwater.train.muon import BatchedMuon, DividedMuon, StackedMuon
 
 
 def build_optimizers(
     model: nn.Module, settings: OptimSettings, *, on_device: bool = False
 ) -> dict[str, torch.optim.Optimizer]:
-    """AdamW, or Muon beside it. `on_device`: learning rates are tensors on the GPU, and nothing waits for the host."""
+    """AdamW, or Muon beside it, with another for the experts' stacks of matrices. `on_device`: learning rates are
+    tensors on the GPU, and nothing waits for the host."""
     groups = param_groups(model, lr=settings.lr, weight_decay=settings.weight_decay, query_lr=settings.query_lr)
     matrices = [group for group in groups if group["name"] == "matrices"]
     others = [part for group in groups if group["name"] != "matrices" for part in by_mesh(group)]
@@ -35,11 +36,19 @@ def build_optimizers(
         if any(isinstance(matrix, DTensor) for group in matrices for matrix in group["params"]):
             kind = DividedMuon
         # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
-        muon = kind(matrices, adjust_lr_fn="match_rms_adamw")
+        muon = kind(of_axes(matrices, 2), adjust_lr_fn="match_rms_adamw")
         found = {"muon": muon, "adamw": torch.optim.AdamW(others, **options)}
+        if stacks := of_axes(matrices, 3):
+            found["muon_experts"] = StackedMuon(stacks, adjust_lr_fn="match_rms_adamw")
     for group in (group for optimizer in found.values() for group in optimizer.param_groups if on_device):
         group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
     return found
+
+
+def of_axes(groups: list[dict[str, Any]], axes: int) -> list[dict[str, Any]]:
+    """The parameters with so many axes: 2 are matrices, 3 a matrix for each expert."""
+    chosen = [{**group, "params": [p for p in group["params"] if p.ndim == axes]} for group in groups]
+    return [group for group in chosen if group["params"]]
 
 
 def by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from headwater import __version__
 from headwater.errors import UserError
-from headwater.models import Decoder, ModelConfig
-from headwater.models.decoder import Sublayer
+from headwater.models import SIZES, Decoder, ModelConfig
+from headwater.models.sublayer import Sublayer
 from headwater.residuals import located, pinned
+from headwater.train.balance import Load
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint.saver import Saver
 from headwater.train.config import Config, ModelSettings
@@ -81,6 +82,8 @@ class Run:
     """The steps of a run that was begun with others than it has now."""
     own_loss: float = 0.0
     """This rank's share of the last step's loss."""
+    load: Load | None = None
+    """How uneven the last step's loads of experts were, where there are some."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -229,9 +232,10 @@ def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
 
 
 def named_model(settings: ModelSettings, words: int) -> ModelConfig:
-    """The named size with its overrides; the vocabulary is padded to a multiple of 64, which matrix units like."""
+    """The named size with its overrides; a vocabulary that it leaves open is the tokenizer's, padded to a multiple of
+    64, which matrix units like."""
     overrides = {key: value for key, value in asdict(settings).items() if value is not None and key != "size"}
-    overrides.setdefault("vocab_size", -(-words // 64) * 64)
+    overrides.setdefault("vocab_size", SIZES.get(settings.size, {}).get("vocab_size", -(-words // 64) * 64))
     if overrides["vocab_size"] < words:
         raise UserError(
             f"model.vocab_size is {overrides['vocab_size']}, but the tokenizer has {words} tokens: pass a larger "

@@ -9,17 +9,18 @@ from torch import Tensor, nn
 
 from headwater.errors import check_fit, user_values
 from headwater.train.checkpoint.storage import Reader, read
-from headwater.train.distributed.parts import counted_elsewhere
+from headwater.train.distributed.parts import counted_elsewhere, saved_parts
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def contents(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """What this rank holds: "model/parameter", and "optimizer/kind/parameter/slot" for every slot of every parameter.
-    Learning rates come from the schedule. Of tied copies on two ranks, one is left out."""
+    """What this rank holds: "model/parameter", and "optimizer/kind/parameter/slot" for every slot of every parameter;
+    among the model's, the routers' biases. Learning rates come from the schedule. Of tied copies on two ranks, one is
+    left out."""
     elsewhere = counted_elsewhere(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {f"model/{name}": value.detach() for name, value in model.named_parameters() if name not in elsewhere}
+    found = {f"model/{name}": value.detach() for name, value in saved_parts(model).items() if name not in elsewhere}
     for kind, optimizer in optimizers.items():
         for parameter, slots in optimizer.state.items():
             name = names[id(parameter)]
@@ -48,12 +49,12 @@ def fill(reader: Reader, model: nn.Module, optimizers: Optimizers, *, alone: boo
 
 
 def model_targets(reader: Reader, model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
-    """The parameters to fill, if they fit. `whole`: the model has all names, so one that it lacks is an error too."""
-    mine = dict(model.named_parameters())
+    """The tensors to fill, if they fit. `whole`: the model has all names, so one that it lacks is an error too."""
+    mine = saved_parts(model)
     there = {name: shape for name, shape in reader.shapes("model").items() if whole or name in mine}
     with user_values():
-        check_fit({name: parameter.shape for name, parameter in mine.items()}, there, "weights do not fit the model")
-    return {f"model/{name}": parameter.detach() for name, parameter in mine.items()}
+        check_fit({name: tensor.shape for name, tensor in mine.items()}, there, "weights do not fit the model")
+    return {f"model/{name}": tensor.detach() for name, tensor in mine.items()}
 
 
 def empty_slots(

@@ -13,11 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from headwater._torch import scale_all_
 from headwater.models import Decoder
-from headwater.models.decoder import Sublayer
-from headwater.train.distributed.parts import copies, counted_elsewhere, local, part_of
+from headwater.models.decoder import saved_tensors
+from headwater.models.kda import DecayGate
+from headwater.models.moe import Router
+from headwater.models.pattern import FEED_FORWARDS
+from headwater.models.sublayer import Sublayer
+from headwater.train.distributed.parts import copies, counted_elsewhere, local, part_of, saved_parts
 from headwater.train.distributed.ranks import Ranks
 from headwater.train.distributed.tensor_parallel import fsdp_placement
 
@@ -36,9 +41,22 @@ def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks, *, rec
     # FSDP warns that a body returns a view, which an in-place operation would break; the decoder has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = sharded_over(ranks, ranks.mesh, "shard")
-    for bodies in fetched_together(sublayers, recompute):
+    groups = fetched_together(sublayers, recompute)
+    for exact in (part for bodies in groups for body in bodies for part in body.modules() if computes_in_fp32(part)):
+        fully_shard(exact, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    for bodies in groups:
         fully_shard(bodies, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
     fully_shard(module, mesh=mesh if ranks.tensor == 1 else sharded_over(ranks, ranks.tokens_mesh, "tokens"))
+
+
+def computes_in_fp32(module: nn.Module) -> bool:
+    """Routers and decays: few numbers, that bf16 would spoil. They are fetched by themselves."""
+    return isinstance(module, Router | DecayGate)
+
+
+def here_alone(held: Tensor, ranks: Ranks) -> bool:
+    """Whether this rank is the one to count, of those that hold the same part; a plain tensor is whole on all."""
+    return copies(held)[1] and (isinstance(held, DTensor) or ranks.first_of_stage)
 
 
 def fetched_together(sublayers: Iterable[Sublayer], recompute: bool) -> list[list[nn.Module]]:
@@ -51,7 +69,7 @@ def fetched_together(sublayers: Iterable[Sublayer], recompute: bool) -> list[lis
     groups: list[list[nn.Module]] = [[]]
     for sublayer in sublayers:
         groups[-1].append(sublayer.body)
-        if recompute or sublayer.kind == "mlp":
+        if recompute or sublayer.kind in FEED_FORWARDS:
             groups.append([])
     return [group for group in groups if group]
 
@@ -101,12 +119,16 @@ def fill(model: nn.Module, source: Decoder | None) -> None:
 def gather(model: nn.Module, like: Decoder, ranks: Ranks, *, gradients: bool = False) -> dict[str, Tensor]:
     """Whole fp32 parameters, or their gradients, on the CPU of the main rank, one after the other; nothing elsewhere.
     All ranks call it; `like` has the shapes."""
-    mine = {name: p.grad if gradients else p.detach() for name, p in model.named_parameters()}
+    if gradients:
+        mine = {name: p.grad for name, p in model.named_parameters()}
+    else:
+        mine = {name: tensor.detach() for name, tensor in saved_parts(model).items()}
     skipped = counted_elsewhere(model)
     whole = {}
-    for name, shape in ((name, p.shape) for name, p in like.named_parameters()):
+    names = dict(like.named_parameters()) if gradients else saved_tensors(like)
+    for name, shape in ((name, tensor.shape) for name, tensor in names.items()):
         value, held = torch.zeros(shape), mine.get(name)
-        if held is not None and copies(held)[1] and name not in skipped:
+        if held is not None and here_alone(held, ranks) and name not in skipped:
             part_of(value, held).copy_(local(held))
         dist.reduce(value, 0)
         if ranks.main:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from headwater._torch import local_rectangle
 from headwater.models import Decoder
+from headwater.models.decoder import saved_tensors
+from headwater.models.moe import Router, routers
 
 
 class Parts(nn.Module):
@@ -33,6 +35,20 @@ class Parts(nn.Module):
         """Every stage has its own copy; the names repeat."""
         for decoder in self.decoders:
             yield from decoder.named_buffers()
+
+
+def decoders_of(model: nn.Module) -> tuple[Decoder, ...]:
+    """The decoder, or the pruned ones of a pipeline rank."""
+    return model.decoders if isinstance(model, Parts) else (cast(Decoder, model),)
+
+
+def saved_parts(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint keeps of the part of a model that is here, by the names of the whole."""
+    return {name: value for decoder in decoders_of(model) for name, value in saved_tensors(decoder).items()}
+
+
+def routers_of(model: nn.Module) -> dict[str, Router]:
+    return {name: router for decoder in decoders_of(model) for name, router in routers(decoder).items()}
 
 
 def counted_elsewhere(model: nn.Module) -> frozenset[str]:

@@ -230,7 +230,7 @@ def _rank_plan(
     # While a pass runs, what is sharded becomes whole: at most a layer at a time, and the outside, with gradients.
     layers = Counter[int]()
     for i in places:
-        layers[i * model.layers // model.sublayers] += found.bodies[i]
+        layers[model.layer_of[i]] += found.bodies[i]
     whole = 4 * max(layers.values()) * (shards > 1) + 8 * outside * (shards * tensor > 1)
     return RankPlan(
         rank=rank,

@@ -49,6 +49,11 @@ class Ranks:
         return self.mesh is None
 
     @property
+    def first_of_stage(self) -> bool:
+        """Of the ranks that hold the same depth."""
+        return self.data_rank == 0 and self.tensor_rank == 0
+
+    @property
     def main(self) -> bool:
         return self.rank == 0
 

@@ -27,24 +27,31 @@ from headwater._torch import all_gather, group_name, reduce_scatter
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
-from headwater.models.decoder import Sublayer
+from headwater.models.kda import KDA, DecayGate
+from headwater.models.mla import MLA
 from headwater.models.mlp import SwiGLU
+from headwater.models.moe import Experts, MoE, Router
 from headwater.models.norm import RMSNorm
+from headwater.models.sublayer import Sublayer
 from headwater.residuals import build
 
-ROW_DIVIDED = frozenset({"output"})  # the linear layers that end a body divide their inputs; all others their outputs
+ROW_DIVIDED = frozenset({"output"})  # the linear layers that end a body divide their inputs; others their outputs,
+WHOLE = frozenset({"down", "decay_down", "gate_down", "router"})  # but for what all heads and experts share,
+SLICED = frozenset({"query_conv", "key_conv", "value_conv"})  # and small weights of which a rank uses its heads' part
 
 
 def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
     """Tensor parallelism over `size` ranks needs widths that divide, and residuals that look at one token at a time."""
-    for name in ("heads", "kv_heads", "mlp_dim", "context"):
-        if getattr(config, name) % size:
+    divided, beside = widths(config)
+    for name, width in divided.items():
+        if width % size:
             raise UserError(
-                f"parallel.tensor is {size}, which must divide model.{name}, {getattr(config, name)} "
-                f"(and model.heads, kv_heads, mlp_dim and context all)"
+                f"parallel.tensor is {size}, which must divide model.{name}, {width} "
+                f"(and model.{', '.join(list(divided)[:-1])} and {list(divided)[-1]} all)"
             )
-    if config.dim % shards:
-        raise UserError(f"beside parallel.tensor, parallel.shard ({shards}) must divide model.dim, {config.dim}")
+    for name, width in beside.items():
+        if width % shards:
+            raise UserError(f"beside parallel.tensor, parallel.shard ({shards}) must divide model.{name}, {width}")
     if config.value_residual:
         raise UserError("model.value_residual shares values between layers, which parallel.tensor does not divide yet")
     with torch.device("meta"):
@@ -54,6 +61,21 @@ def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
             f"model.residual {config.residual!r} looks at earlier tokens of the stream, which parallel.tensor divides "
             "among the ranks: choose options that read one token at a time, or parallel.tensor 1"
         )
+
+
+def widths(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """What tensor parallelism divides, and what FSDP2 cuts beside it, by the names of settings."""
+    divided = {name: getattr(config, name) for name in ("heads", "kv_heads", "mlp_dim", "context")}
+    beside, kinds = {"dim": config.dim}, set(config.kinds)
+    if "kda" in kinds:
+        divided["kda_heads"], beside["kda_head_dim"] = config.kda_heads or config.heads, config.kda_width
+    if "mla" in kinds:
+        beside["mla_latent"] = config.mla_latent or 4 * config.head_dim
+    if "moe" in kinds:
+        divided["experts"], beside["expert_dim"] = config.experts, config.expert_width
+        if config.shared_experts:
+            divided["expert_dim"] = config.shared_experts * config.expert_width
+    return divided, beside
 
 
 class Gather(torch.autograd.Function):
@@ -92,8 +114,12 @@ def _reduce_scatter(y: Tensor, group: str, size: int) -> Tensor:
 class Exchange:
     """How the ranks that share a window meet; outside the bodies nobody knows of it."""
 
-    def __init__(self, size: int, group: str) -> None:
-        self.size, self.group = size, group
+    def __init__(self, size: int, group: str, rank: int = 0) -> None:
+        self.size, self.group, self.rank = size, group, rank
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that all ranks have, along its first axis."""
+        return whole.chunk(self.size)[self.rank]
 
     def gather(self, x: Tensor) -> Tensor:
         return Gather.apply(x, self.group, self.size)
@@ -122,6 +148,37 @@ class DividedAttention(Divided, Attention): ...
 class DividedSwiGLU(Divided, SwiGLU): ...
 
 
+class DividedKDA(Divided, KDA):
+    def here(self, weight: Tensor) -> Tensor:
+        return self.exchange.own(here(weight))
+
+
+class DividedMLA(Divided, MLA):
+    def here(self, weight: Tensor) -> Tensor:
+        return here(weight)
+
+
+class DividedMoE(Divided, MoE):
+    """All tokens, and a share of the experts: expert parallelism."""
+
+
+class DividedRouter(Router):
+    def here(self, weight: Tensor) -> Tensor:
+        return here(weight)
+
+
+class DividedExperts(Experts):
+    def here(self, weight: Tensor) -> Tensor:
+        return here(weight)
+
+
+class DividedDecay(DecayGate):
+    exchange: Exchange
+
+    def here(self, weight: Tensor) -> Tensor:
+        return self.exchange.own(here(weight))
+
+
 class DividedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, here(self.weight))
@@ -141,19 +198,27 @@ class DividedRotary(Rotary):
         return super().forward(start * self.exchange.size, length * self.exchange.size)
 
 
-DIVIDED: dict[type[nn.Module], type[nn.Module]] = {
+BODIES: dict[type[nn.Module], type[nn.Module]] = {
     Attention: DividedAttention,
+    KDA: DividedKDA,
+    MLA: DividedMLA,
+    MoE: DividedMoE,
     SwiGLU: DividedSwiGLU,
+    Rotary: DividedRotary,
+}
+INSIDE: dict[type[nn.Module], type[nn.Module]] = {
+    DecayGate: DividedDecay,
+    Experts: DividedExperts,
+    Router: DividedRouter,
     nn.Linear: DividedLinear,
     RMSNorm: DividedNorm,
-    Rotary: DividedRotary,
 }
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
     """Divide the bodies of a decoder (or of a stage of one) that has no weights yet, before anything else wraps it."""
     divide_parameters(model, lambda parameter, placement: _divided(parameter, mesh, placement))
-    route(model, Exchange(mesh.size(), group_name(mesh.get_group())))
+    route(model, Exchange(mesh.size(), group_name(mesh.get_group()), mesh.get_local_rank()))
 
 
 def divide_parameters(model: Decoder, part: Callable[[Tensor, Placement], Tensor]) -> None:
@@ -167,9 +232,10 @@ def divide_parameters(model: Decoder, part: Callable[[Tensor, Placement], Tensor
 
 def placement_of(name: str, parameter: Tensor) -> Placement:
     """How a body's parameter lies on the ranks: norms over one head are the same for all heads, hence on all ranks."""
-    if parameter.ndim == 1:
+    owner = name.split(".")[-2]
+    if parameter.ndim == 1 or owner in WHOLE | SLICED:
         return Replicate()
-    return Shard(1) if name.split(".")[-2] in ROW_DIVIDED else Shard(0)
+    return Shard(1) if owner in ROW_DIVIDED else Shard(0)
 
 
 def _divided(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
@@ -196,15 +262,20 @@ def route(model: Decoder, exchange: Exchange) -> None:
     _divide(model.rotary, exchange)
     for body in bodies(model):
         _divide(body, exchange)
-        if isinstance(body, Attention):
-            body.heads, body.kv_heads = body.heads // exchange.size, body.kv_heads // exchange.size
-        for layer in body.children():
-            if type(layer) in DIVIDED:
-                layer.__class__ = DIVIDED[type(layer)]
+        for part in body.modules():
+            if isinstance(part, Attention):
+                part.kv_heads //= exchange.size
+            if isinstance(part, Attention | KDA | MLA | DecayGate):
+                part.heads //= exchange.size
+            if isinstance(part, Experts):
+                part.first = exchange.rank * (part.total // exchange.size)
+            if type(part) in INSIDE:
+                part.__class__ = INSIDE[type(part)]
+                part.exchange = exchange  # type: ignore[assignment]
 
 
 def _divide(module: nn.Module, exchange: Exchange) -> None:
-    module.__class__ = DIVIDED[type(module)]
+    module.__class__ = BODIES[type(module)]
     module.exchange = exchange  # type: ignore[assignment]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwater.models import Decoder
+from headwater.models.moe import Routes, count, routers
 from headwater.residuals import mixing, record
 from headwater.residuals.measures import entropy
 
@@ -26,7 +29,7 @@ def gradient_norms(model: Decoder) -> list[float]:
 def depth_record(model: Decoder, tokens: Tensor) -> dict[str, Any]:
     """One recorded pass over a few tokens, without touching parameters or gradients."""
     tokens = tokens[:1, :DEPTH_TOKENS]
-    with torch.no_grad(), record(model.residual) as trace:
+    with torch.no_grad(), record(model.residual) as trace, routed(model) as loads:
         model(tokens)
     matrix = mixing(model.residual, trace.sources).flatten(2)  # (L + 1, L + 1, tokens)
     return {
@@ -35,6 +38,35 @@ def depth_record(model: Decoder, tokens: Tensor) -> dict[str, Any]:
         "read_norm": [_rms(torch.stack(x) if isinstance(x, tuple) else x) for x in trace.reads],
         "mixing": [[round(value, 6) for value in row] for row in matrix.mean(-1).tolist()],
         "entropy": entropy(matrix).mean(-1).tolist(),  # (L + 1,)
+        **(expert_loads(loads) if any(load is not None for load in loads) else {}),
+    }
+
+
+@contextmanager
+def routed(model: Decoder) -> Iterator[list[Tensor | None]]:
+    """For each sublayer the load of its experts in what runs inside, in means of them, (E,); None where it has none."""
+    loads: list[Tensor | None] = [None] * len(model.sublayers)
+
+    def keep(name: str, routes: Routes) -> None:
+        load = count(routes.experts, routes.scores.shape[-1])
+        loads[int(name.split(".")[1])] = load / load.mean()
+
+    hooks = [
+        router.register_forward_hook(lambda _, __, routes, name=name: keep(name, routes))
+        for name, router in routers(model).items()
+    ]
+    try:
+        yield loads
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def expert_loads(loads: list[Tensor | None]) -> dict[str, Any]:
+    """`expert_load`, of each expert in means of its layer, and `expert_load_cv`, their coefficient of variation."""
+    return {
+        "expert_load": [None if load is None else [round(x, 5) for x in load.tolist()] for load in loads],
+        "expert_load_cv": [None if load is None else load.std(correction=0).item() for load in loads],
     }
 
 

@@ -1,0 +1,122 @@
+"""Kimi Delta Attention as a sublayer: short convolutions, gates, the operator, a gated norm; and its state.
+
+    q, k, v = SiLU(conv(W x));  g = gate(F2 F1 x);  b = sigmoid(B x)
+    y = O (RMSNorm(kda(q, k, v, g, b)) sigmoid(G2 G1 x))
+
+Kimi Linear, arXiv 2510.26692. No positions: the decay and the convolutions tell tokens apart.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwater.ops.kda import kda, kda_gate
+from headwater.ops.numerics import full_precision
+
+from .config import ModelConfig
+from .norm import RMSNorm
+from .projection import project_together
+
+
+@dataclass
+class KDAState:
+    """What KDA knows of the tokens so far: its state (B, H, K, V) in fp32, and the last inputs of its convolutions,
+    (B, kernel - 1, 3 H K). As large after a million tokens as after one."""
+
+    state: Tensor | None = None
+    tail: Tensor | None = None
+    seen: int = 0
+
+    def __len__(self) -> int:
+        return self.seen
+
+
+class ShortConv(nn.Conv1d):
+    """A causal convolution over the last `kernel` tokens, each channel by itself."""
+
+    def __init__(self, channels: int, kernel: int) -> None:
+        super().__init__(channels, channels, kernel, groups=channels, bias=False)
+
+
+class DecayGate(nn.Module):
+    """The log decay (B, T, H, K) of what the layer computes for it; a rate a head and a bias a channel, in fp32."""
+
+    def __init__(self, heads: int, width: int, form: Any) -> None:
+        super().__init__()
+        self.heads, self.width, self.form = heads, width, form
+        self.rate = nn.Parameter(torch.empty(heads))
+        self.bias = nn.Parameter(torch.empty(heads * width))
+
+    def reset(self) -> None:
+        """Heads forget at rates from 1 to 16 (bounded: 1), and a channel by 0.001 to 0.1 of its rate in a token."""
+        with torch.no_grad():
+            if self.form == "softplus":
+                self.rate.uniform_(1, 16).log_()
+            else:
+                self.rate.zero_()
+            step = self.bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+            self.bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (self.heads, self.width)
+        return kda_gate(x.unflatten(-1, heads), self.here(self.rate), self.here(self.bias).view(heads), self.form)
+
+    def here(self, weight: Tensor) -> Tensor:
+        """The part of a weight that this process has: all of it, unless ranks divide the heads."""
+        return weight
+
+
+class KDA(nn.Module):
+    """Kimi Delta Attention over (B, T, D); with a `KDAState`, over tokens that continue those it has seen."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.kda_heads or config.heads, config.kda_width
+        inner = self.heads * self.head_dim
+        self.query, self.key, self.value = (nn.Linear(config.dim, inner, bias=False) for _ in range(3))
+        self.query_conv, self.key_conv, self.value_conv = (ShortConv(inner, config.kda_conv) for _ in range(3))
+        self.decay_down = nn.Linear(config.dim, self.head_dim, bias=False)
+        self.decay_up = nn.Linear(self.head_dim, inner, bias=False)
+        self.decay = DecayGate(self.heads, self.head_dim, config.kda_gate)
+        self.beta = nn.Linear(config.dim, self.heads, bias=False)
+        self.gate_down = nn.Linear(config.dim, self.head_dim, bias=False)
+        self.gate_up = nn.Linear(self.head_dim, inner, bias=False)
+        self.norm = RMSNorm(self.head_dim, config.kda_norm_eps)
+        self.output = nn.Linear(inner, config.dim, bias=False)
+
+    def scaled_by_gain(self) -> tuple[Tensor, ...]:
+        """The weights that a residual may ask to start smaller, besides the output's."""
+        return (self.value.weight,)
+
+    def forward(self, x: Tensor, cache: KDAState | None = None) -> Tensor:
+        q, k, v = self._convolve(torch.cat(project_together(x, self.query, self.key, self.value), -1), cache)
+        decay, gate = project_together(x, self.decay_down, self.gate_down)
+        g = self.decay(self.decay_up(decay))  # (B, T, H, K)
+        beta = torch.sigmoid(self.beta(x).to(g.dtype))  # (B, T, H)
+        o, state = kda(q, k, v, g, beta, None if cache is None else cache.state)
+        if cache is not None:
+            cache.state, cache.seen = state, cache.seen + x.shape[1]
+        o = self.norm(o) * torch.sigmoid(self.gate_up(gate).unflatten(-1, (self.heads, self.head_dim)))
+        return self.output(o.flatten(2))
+
+    def _convolve(self, x: Tensor, cache: KDAState | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, T, H, K) from all of their projections, (B, T, 3 H K)."""
+        convolutions = (self.query_conv, self.key_conv, self.value_conv)
+        weight = torch.cat([self.here(convolution.weight) for convolution in convolutions])  # (3 H K, 1, kernel)
+        behind = weight.shape[-1] - 1
+        tail = x.new_zeros(len(x), behind, x.shape[-1]) if cache is None or cache.tail is None else cache.tail
+        x = torch.cat((tail.to(x.dtype), x), 1)
+        if cache is not None:
+            cache.tail = x[:, x.shape[1] - behind :].clone()  # a view would keep all tokens
+        with full_precision(x):
+            x = F.silu(F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight)).transpose(1, 2))
+        q, k, v = (part.unflatten(-1, (self.heads, self.head_dim)) for part in x.chunk(3, -1))
+        return q, k, v
+
+    def here(self, weight: Tensor) -> Tensor:
+        """The part of a weight that this process has: all of it, unless ranks divide the heads."""
+        return weight

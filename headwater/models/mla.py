@@ -1,0 +1,97 @@
+"""Multi-head latent attention without positions: keys and values of all heads from one narrow vector a token.
+
+    c = RMSNorm(A x), the latent;  s = A' x, a part of the key that all heads share
+    q_h = [q_h', q_h''] = Q_h x;  k_h = [B_h c, s];  v_h = C_h c
+
+The cache holds c and s. A few new tokens are decoded without ever forming keys and values (`absorbed`):
+
+    <q_h', B_h c> = <B_h^T q_h', c>          sum_t a_t C_h c_t = C_h (sum_t a_t c_t)
+
+DeepSeek-V2, arXiv 2405.04434; without rotation as in Kimi Linear, arXiv 2510.26692.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import continuation_mask
+from .config import ModelConfig
+from .norm import RMSNorm
+from .projection import project_together
+
+LATENT_EPS = 1e-6  # transformers'; vLLM takes the model's norm_eps
+ABSORBED = 8  # new tokens up to which a cache is read as it is
+
+
+@dataclass
+class LatentCache:
+    """Latent and shared key of the tokens so far, (B, T, latent + shared): for all heads together."""
+
+    latent: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.latent is None else self.latent.shape[1]
+
+    def append(self, latent: Tensor) -> Tensor:
+        self.latent = latent if self.latent is None else torch.cat((self.latent, latent), 1)
+        return self.latent
+
+
+class MLA(nn.Module):
+    """Causal multi-head latent attention over (B, T, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.head_dim
+        self.heads = config.heads
+        self.head_dim, self.value_dim = config.mla_head_dim or width, config.mla_value_dim or width
+        self.shared_dim, self.latent_dim = config.mla_shared_dim or width // 2, config.mla_latent or 4 * width
+        self.query = nn.Linear(config.dim, self.heads * (self.head_dim + self.shared_dim), bias=False)
+        self.down = nn.Linear(config.dim, self.latent_dim + self.shared_dim, bias=False)
+        self.norm = RMSNorm(self.latent_dim, LATENT_EPS)
+        self.up = nn.Linear(self.latent_dim, self.heads * (self.head_dim + self.value_dim), bias=False)
+        self.output = nn.Linear(self.heads * self.value_dim, config.dim, bias=False)
+
+    def scaled_by_gain(self) -> tuple[Tensor, ...]:
+        """The weights that a residual may ask to start smaller, besides the output's: the values' alone."""
+        rows = self.up.weight.unflatten(0, (self.heads, self.head_dim + self.value_dim))
+        return (rows[:, self.head_dim :],)
+
+    def forward(self, x: Tensor, cache: LatentCache | None = None) -> Tensor:
+        q, latent = project_together(x, self.query, self.down)
+        q = q.unflatten(-1, (self.heads, self.head_dim + self.shared_dim)).transpose(1, 2)  # (B, H, T, d)
+        latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
+        latent = torch.cat((self.norm(latent), shared), -1)  # (B, T, latent + shared)
+        past = 0 if cache is None else len(cache)
+        if cache is not None:
+            latent = cache.append(latent)
+        attend = self._absorbed if past and x.shape[1] <= ABSORBED else self._expanded
+        mask = continuation_mask(x.shape[1], past, x.device) if past and x.shape[1] > 1 else None
+        return self.output(attend(q, latent, mask, past == 0).transpose(1, 2).flatten(2))
+
+    def _expanded(self, q: Tensor, latent: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """Keys and values of every head, then attention: (B, H, T, value_dim)."""
+        latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
+        both = self.up(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, head + value)
+        key, value = both.split((self.head_dim, self.value_dim), -1)
+        key = torch.cat((key, shared[:, None].expand(-1, self.heads, -1, -1)), -1)
+        return F.scaled_dot_product_attention(q, key, value, attn_mask=mask, is_causal=causal)
+
+    def _absorbed(self, q: Tensor, latent: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """The same, with the latents as the keys and values of one head that all queries share."""
+        up = self.here(self.up.weight).to(q.dtype).unflatten(0, (self.heads, -1))  # (H, head + value, latent)
+        to_key, to_value = up.split((self.head_dim, self.value_dim), 1)
+        own, shared = q.split((self.head_dim, self.shared_dim), -1)
+        q = torch.cat((torch.einsum("bhtd,hdl->bhtl", own, to_key), shared), -1)  # (B, H, T, latent + shared)
+        scale = (self.head_dim + self.shared_dim) ** -0.5
+        keys, values = latent[:, None], latent[:, None, :, : self.latent_dim]
+        mixed = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+        )  # (B, H, T, latent)
+        return torch.einsum("bhtl,hvl->bhtv", mixed, to_value)
+
+    def here(self, weight: Tensor) -> Tensor:
+        """The part of a weight that this process has: all of it, unless ranks divide the heads."""
+        return weight

@@ -1,0 +1,130 @@
+"""A mixture of experts: each token through the few SwiGLUs that its router chooses, and through one that all share.
+
+    s = sigmoid(R x) in fp32;   chosen = top-k of s + bias;   w = scale s / sum s over the chosen
+    y = shared(x) + sum over the chosen of w_e expert_e(x)
+
+The bias decides who is chosen and nothing else. No gradient moves it: after each step it goes up for experts that had
+fewer tokens than the mean and down for those that had more (arXiv 2408.15664, DeepSeek-V3). No token is dropped.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwater.ops.experts import grouped_linear
+from headwater.ops.numerics import accumulation_dtype, full_precision
+
+from .config import ModelConfig
+from .mlp import SwiGLU
+
+
+class Routes(NamedTuple):
+    """Where tokens go: scores (N, E) in fp32; experts and weights of the chosen, (N, k)."""
+
+    scores: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+class Router(nn.Module):
+    """Scores tokens (N, D) for E experts and chooses k of them for each; `load` counts what it chose in training."""
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.chosen, self.scale = config.experts_per_token, config.expert_scale
+        self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
+        self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("load", torch.zeros(config.experts), persistent=False)
+
+    def forward(self, x: Tensor) -> Routes:
+        with full_precision(x):
+            dtype = accumulation_dtype(x.dtype)
+            scores = F.linear(x.to(dtype), self.here(self.weight).to(dtype)).sigmoid()
+        experts = (scores.detach() + self.bias).topk(self.chosen, -1, sorted=False).indices
+        weights = scores.gather(-1, experts)
+        weights = self.scale * weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if self.training and torch.is_grad_enabled():
+            self.load.add_(count(experts, len(self.bias)))
+        return Routes(scores, experts, weights)
+
+    @torch.no_grad()
+    def move_bias(self, load: Tensor, rate: Tensor | float) -> None:
+        """One step toward an even load; `load` (E,): tokens that each expert had, of all ranks."""
+        self.bias.add_(rate * torch.sign(load.mean() - load))
+
+    def here(self, weight: Tensor) -> Tensor:
+        """The weight in this process, however ranks hold it."""
+        return weight
+
+
+def count(experts: Tensor, size: int) -> Tensor:
+    """How often each of `size` experts was chosen, (E,); without a wait for the GPU, as bincount would need."""
+    ones = torch.ones(experts.numel(), device=experts.device)
+    return torch.zeros(size, device=experts.device).index_add_(0, experts.flatten(), ones)
+
+
+class Experts(nn.Module):
+    """E SwiGLUs, each parameter of all of them as one tensor."""
+
+    def __init__(self, experts: int, dim: int, width: int) -> None:
+        super().__init__()
+        self.first, self.total = 0, experts  # those here begin with this one, of so many
+        self.gate = nn.Parameter(torch.empty(experts, width, dim))
+        self.up = nn.Parameter(torch.empty(experts, width, dim))
+        self.output = nn.Parameter(torch.empty(experts, dim, width))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Rows (N, D) that are sorted by expert, those of expert e up to `ends[e]`, and behind them those of experts
+        that are not here, which give zeros."""
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        gate, up, output = (self.here(weight).to(dtype) for weight in (self.gate, self.up, self.output))
+        x, ends = x.to(dtype), ends[: len(gate)]
+        rest = len(gate) < self.total
+        hidden = F.silu(grouped_linear(x, gate, ends, rest=rest)) * grouped_linear(x, up, ends, rest=rest)
+        return grouped_linear(hidden, output, ends, rest=rest)
+
+    def here(self, weight: Tensor) -> Tensor:
+        """The part of a weight that this process has: all of it, unless ranks divide the experts."""
+        return weight
+
+
+class MoE(nn.Module):
+    """The feed-forward sublayer with experts, (B, T, D) to (B, T, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config.experts, config.dim, config.expert_width)
+        self.shared = SwiGLU(config, config.shared_experts * config.expert_width) if config.shared_experts else None
+
+    def scaled_by_gain(self) -> tuple[Tensor, ...]:
+        """The weights that a residual may ask to start smaller, besides the outputs'."""
+        shared = () if self.shared is None else self.shared.scaled_by_gain()
+        return (self.experts.gate, self.experts.up, *shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)  # (N, D)
+        routes = self.router(tokens)
+        y = self._mix(tokens, routes).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+    def _mix(self, tokens: Tensor, routes: Routes) -> Tensor:
+        """The chosen experts' outputs by their weights, (N, D). Experts count from the first that is here."""
+        chosen, total = routes.experts.shape[1], self.experts.total
+        experts = (routes.experts - self.experts.first) % total
+        order = experts.flatten().argsort(stable=True)  # of N k choices, by expert
+        ends = count(experts, total).cumsum(0).to(torch.int32)
+        rows = self.experts(tokens[order // chosen], ends)  # (N k, D)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        outputs = rows[back].unflatten(0, (-1, chosen))  # (N, k, D)
+        return (outputs * routes.weights.to(outputs.dtype).unsqueeze(-1)).sum(1)
+
+
+def routers(model: nn.Module) -> dict[str, Router]:
+    """Every router of a model by its name, in the order of depth."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}

@@ -1,0 +1,60 @@
+"""A sublayer: a pre-norm, and one of the parts that mix tokens or channels behind it."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from headwater.residuals import Read, State
+from headwater.residuals.base import apply_norm
+
+from .attention import Attention, KVCache
+from .config import ModelConfig
+from .kda import KDA, KDAState
+from .mla import MLA, LatentCache
+from .mlp import SwiGLU
+from .moe import MoE
+from .norm import RMSNorm
+
+Body = Attention | KDA | MLA | SwiGLU | MoE
+Entry = KVCache | KDAState | LatentCache  # what a cache keeps of a sublayer
+
+BODIES: dict[str, Callable[[ModelConfig, bool], Body]] = {
+    "attention": lambda config, mixes_values: Attention(config, mixes_values=mixes_values),
+    "shortswa": lambda config, _: Attention(config, window=config.shortswa),
+    "kda": lambda config, _: KDA(config),
+    "mla": lambda config, _: MLA(config),
+    "mlp": lambda config, _: SwiGLU(config),
+    "moe": lambda config, _: MoE(config),
+}
+
+
+def new_entry(config: ModelConfig, kind: str) -> Entry:
+    """What a cache begins with for a sublayer of a kind; what mixes channels leaves it empty."""
+    if kind == "kda":
+        return KDAState()
+    return LatentCache() if kind == "mla" else KVCache(config.shortswa if kind == "shortswa" else None)
+
+
+class Sublayer(nn.Module):
+    """A pre-norm and the part behind it, by its kind. `mixes_values`: attention is given the first one's values;
+    `keeps_values`: it hands on the values that it computed."""
+
+    def __init__(
+        self, config: ModelConfig, kind: str, *, mixes_values: bool = False, keeps_values: bool = False
+    ) -> None:
+        super().__init__()
+        self.kind, self.keeps_values = kind, keeps_values
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.body = BODIES[kind](config, mixes_values)
+
+    def forward(
+        self, x: Read, rotary: tuple[Tensor, Tensor], cache: Entry | None, kept: State, normed: bool
+    ) -> tuple[Tensor, State]:
+        """What it produces for what it reads, (..., D), and the first attention's values where they are kept."""
+        x = x if normed else apply_norm(self.norm, x)
+        if isinstance(self.body, Attention):
+            y, values = self.body(x, rotary, cache, *kept)
+            return y, (values,) if self.keeps_values else kept
+        if isinstance(self.body, KDA | MLA):
+            return self.body(x, cache), kept
+        return self.body(x), kept

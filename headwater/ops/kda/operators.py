@@ -1,0 +1,189 @@
+"""KDA by the reference of this folder, or by fla's kernels where tensors are on a GPU and they are installed.
+
+The reference is one node for autograd and torch.compile: between forward and backward it keeps its inputs alone, and
+the backward runs the forward again.
+"""
+
+import importlib.util
+import warnings
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headwater._torch import traced
+from headwater.ops.numerics import accumulation_dtype, full_precision
+from headwater.ops.triton.registration import operator
+
+from . import reference
+
+CHUNK = 64
+SHORT = 16  # tokens up to which the recurrence is the faster form
+FLA_CHUNKS = (32, 64)
+FLA_MAX_WIDTH = 256
+INSTALLED = importlib.util.find_spec("fla") is not None
+KDABackend = Literal["auto", "reference", "fla"]
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+    backend: KDABackend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Kimi Delta Attention over tokens that continue a state.
+
+    Arguments:
+        q, k: queries and keys, (B, T, H, K); they are brought to unit norm here, and q is divided by sqrt(K).
+        v: values, (B, T, H, V).
+        g: log decay of each channel, (B, T, H, K), none above zero (`kda_gate`).
+        beta: how far each token corrects the state, (B, T, H), from 0 to 1.
+        state: after the tokens before these, (B, H, K, V); None before the first.
+        chunk: tokens at a time, a multiple of 8. More than 16 tokens run chunkwise, fewer one by one.
+        backend: "reference"; "fla", which runs its kernels or raises; "auto", fla on a GPU where it is installed.
+
+    Returns: outputs (B, T, H, V) in the dtype of v, and the state after the last token, fp32.
+
+    Raises: ValueError for shapes, chunk or backend that do not fit.
+
+        o, state = kda(q, k, v, g, beta)
+        o, state = kda(*next_token, state)
+    """
+    check(q, k, v, g, beta, state, chunk)
+    if uses_fla(backend, q, v, chunk):
+        return run_fla(q, k, v, g, beta, state)
+    dtype = accumulation_dtype(v.dtype)
+    if state is None:
+        state = torch.zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype, device=v.device)
+    with full_precision(v):
+        o, last = _KDA.apply(q, k, v, g.to(dtype), beta.to(dtype), state.to(dtype), chunk)
+    return o, last
+
+
+def compute(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """The reference in the form that suits the length."""
+    prepared = reference.prepare(q, k, v, g, beta, state)
+    if q.shape[1] <= SHORT:
+        o, last = reference.recurrent(*prepared)
+    else:
+        o, last = reference.chunkwise(*prepared, chunk)
+    return o.transpose(1, 2).contiguous().to(v.dtype), last.contiguous()
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state)
+
+
+@operator(_fake_forward)
+def kda_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    o, last = compute(q, k, v, g, beta, state, chunk)
+    return o, last.clone() if last is state else last
+
+
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, d_o: Tensor, d_last: Tensor, chunk: int
+) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta, state)]
+
+
+@operator(_fake_backward)
+def kda_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, d_o: Tensor, d_last: Tensor, chunk: int
+) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta, state)]
+    with torch.enable_grad():
+        q, k, v, g, beta, state = leaves
+        outputs = compute(q, k, v, g, beta, state, chunk)
+    return [x.contiguous() for x in torch.autograd.grad(outputs, leaves, (d_o, d_last))]
+
+
+class _KDA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, ctx.chunk = inputs
+        ctx.save_for_backward(*tensors)
+        return kda_forward(*tensors, ctx.chunk)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph: what follows would count as a constant, without a word
+            raise RuntimeError("kda has no second derivatives: take its gradients without create_graph")
+        return *kda_backward(*ctx.saved_tensors, *gradients, ctx.chunk), None
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, chunk: int) -> None:
+    batch, length, heads, width = q.shape if q.dim() == 4 else (0, 0, 0, 0)
+    expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        "k": (k, (batch, length, heads, width)),
+        "g": (g, (batch, length, heads, width)),
+    }
+    expected["beta"] = (beta, (batch, length, heads))
+    expected["v"] = (v, (batch, length, heads, v.shape[-1]))
+    if state is not None:
+        expected["state"] = (state, (batch, heads, width, v.shape[-1]))
+    if q.dim() != 4 or length < 1:
+        raise ValueError(f"kda takes q as (batch, tokens, heads, width) with at least one token, got {tuple(q.shape)}")
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"kda: with q {tuple(q.shape)}, {name} must be {shape}, got {tuple(tensor.shape)}")
+    if chunk < reference.ROW or chunk % reference.ROW:
+        raise ValueError(f"kda's chunk must be a multiple of {reference.ROW} tokens, got {chunk}")
+
+
+def uses_fla(backend: KDABackend, q: Tensor, v: Tensor, chunk: int) -> bool:
+    """Whether fla's kernels run; asked for by name, they run or the reason is raised."""
+    if backend not in ("auto", "reference", "fla"):
+        raise ValueError(f"backend must be 'auto', 'reference' or 'fla', got '{backend}'")
+    if backend == "reference" or (backend == "auto" and not q.is_cuda):
+        return False
+    if traced() and not torch.compiler.is_compiling():  # tensors without data, which its kernels cannot take
+        return False
+    reason = obstacle(q, v, chunk)
+    if reason is None:
+        return True
+    if backend == "fla":
+        raise ValueError(f"backend='fla' cannot take q {tuple(q.shape)}, v {tuple(v.shape)}: {reason}")
+    say_once(f"kda runs in plain PyTorch, many times slower than fla's kernels: {reason}")
+    return False
+
+
+def obstacle(q: Tensor, v: Tensor, chunk: int) -> str | None:
+    """Why fla's kernels cannot take these tensors, or None."""
+    if not INSTALLED:
+        return "flash-linear-attention is not installed (pip install 'headwater[kda]')"
+    if not q.is_cuda:
+        return f"tensors are on {q.device.type}, the kernels need cuda"
+    if v.dtype == torch.float64:
+        return "the kernels have no float64"
+    if max(q.shape[-1], v.shape[-1]) > FLA_MAX_WIDTH:
+        return f"heads are up to {FLA_MAX_WIDTH} wide there"
+    if chunk not in FLA_CHUNKS:
+        return f"its chunk is {' or '.join(map(str, FLA_CHUNKS))} tokens"
+    return None
+
+
+@lru_cache
+def say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+def run_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Its chunk kernels, which have a backward; a few tokens without gradients by its recurrent one."""
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+    short = q.shape[1] <= CHUNK and not torch.is_grad_enabled()
+    run = fused_recurrent_kda if short else chunk_kda
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return run(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), **options)

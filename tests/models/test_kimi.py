@@ -1,0 +1,182 @@
+"""Kimi Linear as settings of the decoder: patterns, KDA, MLA and experts as parts, counts, caches, gradients."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from tinykimi import KIMI
+from tinymodels import gradients_of, model_of, tokens_of
+from torch.utils.checkpoint import checkpoint
+
+from headwater.models import SIZES, Decoder, ModelConfig
+from headwater.models.generate import generate
+from headwater.models.mla import MLA
+from headwater.models.pattern import layers_of, write_pattern
+from headwater.residuals import names
+from headwater.residuals.groups import sort_parameters
+
+KINDS = ("kda", "mlp", "kda", "moe", "kda", "moe", "mla", "moe")
+
+
+def test_the_published_model_has_the_published_counts():
+    began = time.monotonic()
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.named("kimi-linear-48b", residual="attnres-block:block=6"))
+    assert time.monotonic() - began < 10
+    count = model.parameter_count()
+    assert count["total"] - count["residual"] == 49_122_675_072
+    assert count["active"] - count["residual"] == 3_484_453_248
+    parts = {s.kind: sum(p.numel() for p in s.body.parameters()) for s in model.sublayers}
+    assert parts == {"kda": 39_514_272, "mlp": 63_700_992, "moe": 1_819_607_040, "mla": 29_114_880}
+    # Published is a pair of 2304 numbers for each of 55 reads; the first has one source, hence here no parameters.
+    assert count["residual"] == 253_440 - 2 * 2304
+    assert [i // 2 for i, kind in enumerate(model.config.kinds) if kind == "mla"] == [3, 7, 11, 15, 19, 23, 26]
+    assert model.residual.num_sources(54) == 10  # nine blocks and the embedding
+
+
+@pytest.mark.parametrize("size", [name for name in SIZES if name.startswith("kimi")])
+def test_sizes_are_three_to_one_with_experts_after_the_first_layer(size):
+    kinds = ModelConfig.named(size, vocab_size=64).kinds
+    assert kinds[:8] == KINDS
+    assert kinds[-2:] == ("mla", "moe")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers", "expected"),
+    [
+        ("attention", 2, [("attention", "mlp")] * 2),
+        ("kda:mla", 4, [("kda", "mlp"), ("mla", "mlp")] * 2),
+        ("kda*2:mla", 3, [("kda", "mlp"), ("kda", "mlp"), ("mla", "mlp")]),
+        ("kda+mlp:shortswa+attention", 2, [("kda", "mlp"), ("shortswa", "attention", "mlp")]),
+    ],
+)
+def test_patterns(pattern, layers, expected):
+    assert list(layers_of(pattern, layers, experts=0, dense=0)) == expected
+
+
+def test_experts_take_the_feed_forwards_that_a_pattern_leaves_open():
+    layers = layers_of("kda:kda+mlp:mla+moe:kda", 4, experts=8, dense=1)
+    assert [layer[-1] for layer in layers] == ["mlp", "mlp", "moe", "moe"]
+
+
+@pytest.mark.parametrize("pattern", ["kda*3:mla", "kda:mla", "kda", "kda*2:mla:kda"])
+def test_a_pattern_is_written_as_it_was_read(pattern):
+    mixers = [layer[0] for layer in layers_of(pattern, 12, experts=0, dense=0)]
+    assert write_pattern(mixers) == pattern
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pattern": "kda:mamba"}, "'mamba' in the pattern 'kda:mamba' names no layer. Valid: attention, kda, mla"),
+        ({"pattern": "kda:"}, "names no layer"),
+        ({"pattern": "mlp"}, "names no layer"),
+        ({"pattern": "kda+mlp+moe"}, "names no layer"),
+        ({"pattern": "kda*x:mla"}, "must end in a number of layers"),
+        ({"pattern": "kda*0"}, "must end in a number of layers"),
+        ({"pattern": "kda*2:mla"}, "names 3 layers, of which 4 layers are no multiple: name all 4"),
+        ({"pattern": "kda+moe", "experts": 0}, "names moe: give experts"),
+        ({"pattern": "shortswa+kda"}, "give its window as shortswa"),
+        ({"value_residual": True}, "value_residual needs a layer of attention"),
+        ({"experts": 1}, "experts of 2 or more, got 1"),
+        ({"experts_per_token": 5}, "between 1 and the 4 experts, got 5"),
+        ({"experts_per_token": 0}, "between 1 and the 4 experts, got 0"),
+        ({"mlp_dim": 2}, "too narrow for 2 \\+ 1 experts a token: give expert_dim"),
+        ({"expert_scale": 0.0}, "expert_scale must be positive"),
+        ({"heads": 3, "kda_head_dim": 8}, "unless mla_head_dim and mla_value_dim"),
+        ({"kda_head_dim": 512}, "kda_head_dim must be at most 256"),
+        ({"kda_head_dim": -1}, "kda_head_dim must be at least 1, or 0 to follow"),
+        ({"kda_conv": 0}, "kda_conv must be at least 1"),
+        ({"kda_gate": "relu"}, "kda_gate must be 'softplus' or 'bounded', got 'relu'"),
+    ],
+)
+def test_what_cannot_be_built_is_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        model_of("standard", **{**KIMI, **settings})
+
+
+@pytest.mark.parametrize("spec", names())
+def test_every_residual_trains_and_decodes_it(spec):
+    """Gradients reach every parameter, equal under recomputation; a prompt in pieces is the whole."""
+    model, tokens = model_of(spec, scatter=True, **KIMI), tokens_of(length=20)
+    assert model.config.kinds == KINDS
+    logits, gradients = gradients_of(model, tokens)
+    dead = [name for name, g in gradients.items() if g is None or g.abs().max() == 0]
+    assert dead == []
+    model.around = partial(checkpoint, use_reentrant=False)
+    for name, gradient in gradients_of(model, tokens)[1].items():
+        torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+    cache = model.new_cache()
+    with torch.no_grad():
+        pieces = [model(tokens[:, a:b], cache) for a, b in [(0, 9), (9, 10), (10, 17), (17, 18), (18, 19), (19, 20)]]
+    torch.testing.assert_close(torch.cat(pieces, 1), logits, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("settings", [{"kda_gate": "bounded"}, {"shortswa": 3}, {"pattern": "kda:attention"}])
+def test_parts_mix(settings, tmp_path):
+    model, prompt = model_of("attnres-block", scatter=True, **{**KIMI, **settings}), tokens_of(length=5)
+    assert torch.equal(generate(model, prompt, 12), generate(model, prompt, 12, use_cache=False))
+    model.save(tmp_path)
+    assert torch.equal(Decoder.load(tmp_path)(prompt), model(prompt))
+
+
+def test_a_token_never_sees_its_future():
+    model, tokens = model_of("standard", scatter=True, **KIMI).eval(), tokens_of(length=30)
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 48
+    torch.testing.assert_close(model(tokens)[:, :20], model(changed)[:, :20], atol=1e-6, rtol=1e-6)
+    assert (model(tokens)[:, 20:] - model(changed)[:, 20:]).abs().max() > 1e-2
+
+
+def test_a_cache_is_as_small_as_promised():
+    model = model_of("standard", **KIMI)
+    cache = model.new_cache()
+    model(tokens_of(length=20), cache)
+    kda, mla = cache[0], cache[6]
+    assert (tuple(kda.state.shape), kda.state.dtype) == ((2, 4, 8, 8), torch.float32)
+    assert tuple(kda.tail.shape) == (2, 3, 3 * 32)
+    assert tuple(mla.latent.shape) == (2, 20, 32 + 4)  # for all heads together
+    assert cache.seen == 20
+
+
+def test_absorbed_decoding_is_the_plain_one(monkeypatch):
+    model, tokens = model_of("standard", scatter=True, **{**KIMI, "pattern": "mla"}), tokens_of(length=20)
+    called = []
+    absorbed = MLA._absorbed
+    monkeypatch.setattr(MLA, "_absorbed", lambda self, *args: called.append(1) or absorbed(self, *args))
+
+    def decode(limit):
+        monkeypatch.setattr("headwater.models.mla.ABSORBED", limit)
+        cache = model.new_cache()
+        return torch.cat([model(tokens[:, a:b], cache) for a, b in [(0, 10), (10, 11), (11, 18), (18, 20)]], 1)
+
+    plain = decode(0)
+    assert not called
+    torch.testing.assert_close(decode(8), plain, atol=1e-5, rtol=1e-5)
+    assert len(called) == 3 * 4
+
+
+def test_flops_count_what_a_token_meets():
+    base = model_of("standard", **{**KIMI, "experts": 4}).flops_per_token()
+    more = model_of("standard", **{**KIMI, "experts": 8, "expert_dim": 16}).flops_per_token()
+    assert more - base == 3 * 2 * 3 * 4 * 32  # of the router alone: four more scores in each of three layers
+    assert model_of("standard", **{**KIMI, "experts_per_token": 1, "expert_dim": 16}).flops_per_token() < base
+
+
+def test_convolutions_and_decays_do_not_decay():
+    model = model_of("standard", **KIMI)
+    known = {id(p): name for name, p in model.named_parameters()}
+    groups = {group: {known[id(p)].split("body.")[-1] for p in ps} for group, ps in sort_parameters(model).items()}
+    assert {"query_conv.weight", "decay.rate", "decay.bias", "norm.weight"} <= groups["rest"]
+    assert {"experts.gate", "experts.output", "router.weight", "decay_up.weight"} <= groups["matrices"]
+
+
+def test_a_decay_starts_within_its_range():
+    torch.manual_seed(0)
+    model = model_of("standard", **{**KIMI, "dim": 128, "heads": 8})
+    gate = model.sublayers[0].body.decay
+    rate, step = gate.rate.exp(), torch.nn.functional.softplus(gate.bias)
+    assert ((rate >= 1) & (rate <= 16)).all()
+    assert ((step > 0.9e-3) & (step < 1.1e-1)).all()
+    assert step.log().std() > 1

@@ -1,0 +1,174 @@
+"""Experts: the formula token by token, grouped = plain, no token dropped, a bias that evens the load and is saved."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tinykimi import KIMI
+from tinymodels import model_of, tokens_of
+
+from headwater.models import Decoder, ModelConfig
+from headwater.models.moe import MoE, count, routers
+from headwater.ops.experts import grouped_linear
+
+
+def moe_of(seed=0, **settings):
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 8, "dim": 16, "mlp_dim": 24, "pattern": "kda", "experts": 6, "experts_per_token": 2}
+    config = ModelConfig(**{**shape, "heads": 2, "expert_scale": 1.7, "layers": 1, **settings})
+    return Decoder(config).sublayers[1].body.double()
+
+
+def by_token(moe: MoE, x):
+    """The formula, one token after the other."""
+    found = []
+    for token in x.flatten(0, -2):
+        scores = torch.sigmoid(moe.router.weight @ token)
+        chosen = sorted(range(len(scores)), key=lambda e: -(scores[e] + moe.router.bias[e]).item())[: moe.router.chosen]
+        y = moe.shared(token) if moe.shared is not None else 0
+        for e in chosen:
+            expert = moe.experts
+            hidden = F.silu(expert.gate[e] @ token) * (expert.up[e] @ token)
+            y = y + moe.router.scale * scores[e] / scores[chosen].sum() * (expert.output[e] @ hidden)
+        found.append(y)
+    return torch.stack(found).view_as(x)
+
+
+@pytest.mark.parametrize("settings", [{}, {"shared_experts": 0}, {"shared_experts": 2}, {"experts_per_token": 6}])
+def test_it_is_the_formula(settings):
+    moe = moe_of(**settings)
+    moe.router.bias.copy_(torch.linspace(-0.2, 0.2, 6))
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    ours, theirs = moe(x), by_token(moe, x)
+    torch.testing.assert_close(ours, theirs)
+    along = torch.randn_like(ours)
+    for found, expected in zip(*(torch.autograd.grad(y, list(moe.parameters()), along) for y in (ours, theirs))):
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    moe, x = moe_of(), torch.randn(50, 16, dtype=torch.float64)
+    moe.router.bias[3] = 10.0
+    routes = moe.router(x)
+    assert (routes.experts == 3).any(-1).all()
+    torch.testing.assert_close(routes.weights.sum(-1), torch.full((50,), 1.7, dtype=torch.float64))
+    torch.testing.assert_close(routes.weights, 1.7 * F.normalize(routes.scores.gather(1, routes.experts), p=1, dim=-1))
+    assert not moe.router.bias.requires_grad
+
+
+def test_no_token_is_dropped_where_all_want_one_expert():
+    moe, x = moe_of(experts_per_token=1, shared_experts=0), torch.randn(1000, 16, dtype=torch.float64)
+    moe.router.bias[2] = 10.0
+    expert = moe.experts
+    alone = (F.silu(x @ expert.gate[2].T) * (x @ expert.up[2].T)) @ expert.output[2].T
+    torch.testing.assert_close(moe(x), 1.7 * alone)
+    assert moe.router.load.tolist() == [0, 0, 1000, 0, 0, 0]
+
+
+def grouped_results(backend, ends, rest=False):
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 8, requires_grad=True), torch.randn(4, 12, 8, requires_grad=True)
+    y = grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32), rest=rest, backend=backend)
+    return y, *torch.autograd.grad(y, (x, weight), torch.randn(40, 12))
+
+
+@pytest.mark.parametrize("ends", [[10, 20, 30, 40], [0, 40, 40, 40], [0, 0, 0, 40], [3, 3, 39, 40]])
+def test_grouped_products_are_the_plain_ones(ends):
+    """torch's grouped product runs on a CPU too, where it is slow."""
+    for grouped, loop in zip(grouped_results("grouped", ends), grouped_results("loop", ends)):
+        torch.testing.assert_close(grouped, loop, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_rows_of_nobody_give_zeros(backend):
+    y, d_x, d_weight = grouped_results(backend, [5, 5, 20, 25], rest=True)
+    assert not y[25:].any()
+    assert not d_x[25:].any()
+    for found, expected in zip((y[:25], d_x[:25]), grouped_results("loop", [5, 5, 20, 40])):
+        torch.testing.assert_close(found, expected[:25], atol=1e-5, rtol=1e-5)
+    assert d_weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(4, 6, 7)}, r"got \(40, 8\), \(4, 6, 7\) and \(4,\)"),
+        ({"ends": torch.zeros(4)}, "ends be int32"),
+        ({"backend": "cutlass"}, "'auto', 'loop' or 'grouped', got 'cutlass'"),
+    ],
+)
+def test_grouped_products_name_what_does_not_fit(change, message):
+    arguments = {"x": torch.zeros(40, 8), "weight": torch.zeros(4, 6, 8), "ends": torch.zeros(4, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=message):
+        grouped_linear(**{**arguments, **change})
+
+
+def test_load_is_counted_in_training_alone():
+    model, tokens = model_of("standard", **KIMI), tokens_of()
+    assert list(routers(model)) == [f"sublayers.{i}.body.router" for i in (3, 5, 7)]
+    with torch.no_grad():
+        model(tokens)
+    model.eval()(tokens)
+    assert not any(router.load.any() for router in routers(model).values())
+    model.train()(tokens)
+    assert all(router.load.sum() == 2 * tokens.numel() for router in routers(model).values())
+    assert count(torch.tensor([[0, 2], [2, 3]]), 5).tolist() == [1, 0, 2, 1, 0]
+
+
+def test_the_bias_is_saved_and_moves_toward_the_mean(tmp_path):
+    model = model_of("standard", **KIMI)
+    router = routers(model)["sublayers.3.body.router"]
+    router.move_bias(torch.tensor([10.0, 0.0, 5.0, 5.0]), 0.01)
+    torch.testing.assert_close(router.bias, torch.tensor([-0.01, 0.01, 0.0, 0.0]))
+    model.save(tmp_path)
+    loaded = routers(Decoder.load(tmp_path))["sublayers.3.body.router"]
+    assert torch.equal(loaded.bias, router.bias)
+    assert "sublayers.3.body.router.load" not in model.weights()
+
+
+@pytest.mark.slow
+def test_after_200_steps_the_load_is_less_than_half_as_uneven():
+    """Text of which few kinds of tokens are most: without the rule, they all want the same experts."""
+
+    def unevenness(rate):
+        torch.manual_seed(0)
+        config = ModelConfig(
+            vocab_size=32, dim=16, layers=1, heads=2, mlp_dim=24, context=16,
+            experts=8, experts_per_token=2, router_rate=rate,
+        )  # fmt: skip
+        model = Decoder(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        likely = torch.arange(1, 33).float().reciprocal()
+        generator = torch.Generator().manual_seed(1)
+        found = []
+        for step in range(200):
+            tokens = torch.multinomial(likely, 8 * 17, True, generator=generator).view(8, 17)
+            F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for router in routers(model).values():
+                if step >= 180:
+                    found.append((router.load.std(correction=0) / router.load.mean()).item())
+                router.move_bias(router.load, rate)
+                router.load.zero_()
+        return sum(found) / len(found)
+
+    assert unevenness(0.01) < 0.5 * unevenness(0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="grouped products in bf16 run on a GPU")
+@pytest.mark.parametrize("ends", [[100, 200, 300, 400], [0, 400, 400, 400], [3, 3, 399, 400]])
+def test_grouped_products_on_a_gpu(ends):
+    torch.manual_seed(0)
+    x, weight = torch.randn(400, 64), torch.randn(4, 32, 64)
+    along, bounds = torch.randn(400, 32), torch.tensor(ends, dtype=torch.int32)
+
+    def run(dtype, device, backend):
+        leaves = [t.bfloat16().to(device, dtype).requires_grad_() for t in (x, weight)]
+        y = grouped_linear(*leaves, bounds.to(device), backend=backend)
+        return [t.double().cpu() for t in (y, *torch.autograd.grad(y, leaves, along.bfloat16().to(y)))]
+
+    truth = run(torch.float64, "cpu", "loop")
+    plain = run(torch.bfloat16, "cuda", "loop")
+    for exact, loop, grouped in zip(truth, plain, run(torch.bfloat16, "cuda", "auto")):
+        assert (grouped - exact).abs().max() <= 2 * (loop - exact).abs().max() + 1e-3
