@@ -29,9 +29,13 @@ ARROWS = {
     "doctor": {"ops"},
 }
 
-# One file, not its room: how the files of a run become whole tensors is known in train alone; and a decoder with parts
-# that no model of transformers has is exported as itself.
-BESIDES = {"hf/formats/run.py": {"train"}, "hf/formats/decoder.py": {"models"}}
+# One file, not its room: how the files of a run become whole tensors is known in train alone; a decoder with parts that
+# no model of transformers has is exported as itself; and a Kimi Linear checkpoint becomes a decoder.
+BESIDES = {
+    "hf/formats/run.py": {"train"},
+    "hf/formats/decoder.py": {"models"},
+    "hf/formats/kimi.py": {"models"},
+}
 
 # PyTorch's private parts stand in one file, each with its reason, the versions it was seen on, and a test.
 PRIVATE_TORCH = "_torch.py"

@@ -13,6 +13,7 @@ from headwater.hf.formats.decoder import register_decoder
 from headwater.hf.formats.delta import load_delta, reset, save_delta
 from headwater.hf.formats.export import export
 from headwater.hf.formats.fla import read_fla
+from headwater.hf.formats.kimi import load_kimi, save_kimi
 from headwater.hf.formats.released import FLA, KIMI_K3, from_release, load_released, to_release
 from headwater.hf.formats.run import export_run
 
@@ -30,11 +31,13 @@ __all__ = [
     "export_run",
     "from_release",
     "load_delta",
+    "load_kimi",
     "load_released",
     "read_fla",
     "reset",
     "revert",
     "save_delta",
+    "save_kimi",
     "to_release",
     "trainable",
     "verify",

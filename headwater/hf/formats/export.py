@@ -42,7 +42,8 @@ def export(
 ) -> PreTrainedModel:
     """A transformers model that computes what the decoder of these settings and weights computes: Llama or Qwen3, or
     with parts that they lack the decoder itself, as `AutoModelForCausalLM` loads it after `import headwater.hf`."""
-    if any(settings.get(name) for name in ("shortswa", "value_residual")):
+    other = settings.get("pattern", "attention") != "attention"
+    if other or any(settings.get(name) for name in ("shortswa", "value_residual", "experts")):
         return export_decoder(dict(settings), dict(weights), end_of_text)
     model = _plain(settings, end_of_text)
     if settings["residual"] != "standard":

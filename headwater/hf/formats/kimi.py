@@ -1,0 +1,378 @@
+"""Kimi Linear checkpoints in headwater's decoder and back: transformers' names, and those of the released files.
+
+The one file of this room that looks at `models`: a checkpoint of transformers' `kimi_linear` is a decoder there, with
+its layers as a pattern. Released files keep the three convolutions apart and every expert by itself; transformers joins
+the former to one tensor and stacks the latter, gate and up together.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headwater.errors import UserError, check_fit
+from headwater.models import Decoder, ModelConfig
+from headwater.models.pattern import write_pattern
+
+from .released import KIMI_K3
+
+OUTER = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+PARTS = {  # ours to transformers', of each kind of body; what is joined or stacked there is in JOINED
+    "kda": {
+        "query.weight": "self_attn.q_proj.weight",
+        "key.weight": "self_attn.k_proj.weight",
+        "value.weight": "self_attn.v_proj.weight",
+        "decay_down.weight": "self_attn.forget_gate.f_a_proj.weight",
+        "decay_up.weight": "self_attn.forget_gate.f_b_proj.weight",
+        "decay.rate": "self_attn.forget_gate.A_log",
+        "decay.bias": "self_attn.forget_gate.dt_bias",
+        "beta.weight": "self_attn.b_proj.weight",
+        "gate_down.weight": "self_attn.g_a_proj.weight",
+        "gate_up.weight": "self_attn.g_b_proj.weight",
+        "norm.weight": "self_attn.o_norm.weight",
+        "output.weight": "self_attn.o_proj.weight",
+    },
+    "mla": {
+        "query.weight": "self_attn.q_proj.weight",
+        "down.weight": "self_attn.kv_a_proj_with_mqa.weight",
+        "norm.weight": "self_attn.kv_a_layernorm.weight",
+        "up.weight": "self_attn.kv_b_proj.weight",
+        "output.weight": "self_attn.o_proj.weight",
+    },
+    "mlp": {
+        "gate.weight": "mlp.gate_proj.weight",
+        "up.weight": "mlp.up_proj.weight",
+        "output.weight": "mlp.down_proj.weight",
+    },
+    "moe": {
+        "router.weight": "mlp.gate.weight",
+        "router.bias": "mlp.gate.e_score_correction_bias",
+        "experts.output": "mlp.experts.down_proj",
+        "shared.gate.weight": "mlp.shared_experts.gate_proj.weight",
+        "shared.up.weight": "mlp.shared_experts.up_proj.weight",
+        "shared.output.weight": "mlp.shared_experts.down_proj.weight",
+    },
+}
+JOINED: dict[
+    str, dict[str, tuple[int, tuple[str, ...]]]
+] = {  # transformers' tensor to ours, which it holds behind one another along an axis
+    "kda": {"self_attn.conv1d.weight": (0, ("query_conv.weight", "key_conv.weight", "value_conv.weight"))},
+    "moe": {"mlp.experts.gate_up_proj": (1, ("experts.gate", "experts.up"))},
+}
+RELEASED = (  # a part of transformers' names and of the released ones
+    ("self_attn.forget_gate.", "self_attn."),
+    ("mlp.gate.", "block_sparse_moe.gate."),
+    ("mlp.shared_experts.", "block_sparse_moe.shared_experts."),
+)
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+
+
+def load_kimi(folder: str | Path, residual: str = "standard") -> Decoder:
+    """A Kimi Linear checkpoint as a decoder, with any residual.
+
+    Arguments:
+        folder: config.json and .safetensors files, with transformers' names or the released ones.
+        residual: how depth is connected, such as "attnres-block:block=6"; its own parameters begin at their start.
+
+    Returns: a `Decoder` in fp32 on the CPU. All of it is held in memory.
+
+    Raises: `headwater.errors.UserError` for a folder without these files, and for a model that the decoder does not
+        compute: Kimi K3 (told by `attn_res_block_size`), a layer list that is not one, a compressed query.
+
+        model = headwater.hf.load_kimi("Kimi-Linear", residual="attnres-block:block=6")
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} must hold config.json and .safetensors files of a Kimi Linear model")
+    settings = {**kimi_settings(json.loads((folder / "config.json").read_text())), "residual": residual}
+    model = Decoder(ModelConfig.from_dict(settings))
+    weights = read_kimi(dict(_tensors(folder)), settings)
+    weights |= {name: tensor for name, tensor in model.weights().items() if name.startswith("residual.")}
+    try:
+        model.load_weights(weights)
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from None
+    return model
+
+
+def save_kimi(model: Decoder, folder: str | Path, *, released: bool = False) -> None:
+    """Write a decoder as a Kimi Linear checkpoint: config.json and model.safetensors.
+
+    Arguments:
+        model: a decoder of KDA and MLA layers with the plain residual.
+        folder: where to; made if need be.
+        released: with the names of the released files; else transformers'. It loads either.
+
+    Raises: `headwater.errors.UserError` for a decoder that is no Kimi Linear.
+
+        headwater.hf.save_kimi(model, "mine")
+        AutoModelForCausalLM.from_pretrained("mine")
+    """
+    folder, settings = Path(folder), model.config.to_dict()
+    config, weights = kimi_config(settings), write_kimi(model.weights(), settings, released=released)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def kimi_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's settings for a config of transformers' `kimi_linear`, or of a released checkpoint."""
+    _refuse(config)
+    linear, layers = config.get("linear_attn_config") or {}, config["num_hidden_layers"]
+    mixers, dense = _mixers(config, linear), _dense(config, layers)
+    names = [f"{mixer}+{'mlp' if flag else 'moe'}" for mixer, flag in zip(mixers, dense)]
+    first = dense.index(False) if False in dense else layers
+    if not any(dense[first:]):  # as `dense_layers` says it
+        names = mixers
+    eps = config.get("rms_norm_eps", 1e-5)
+    heads = config.get("num_attention_heads", 32)
+    return {
+        "vocab_size": config["vocab_size"],
+        "dim": config["hidden_size"],
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": heads,
+        "mlp_dim": config["intermediate_size"],
+        "context": min(_named(config, "model_max_length", "max_position_embeddings", default=4096), 4096),
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "norm_eps": eps,
+        "pattern": write_pattern(names),
+        "kda_heads": linear.get("num_heads", config.get("linear_num_heads", 32)),
+        "kda_head_dim": linear.get("head_dim", config.get("linear_head_dim", 128)),
+        "kda_conv": linear.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4)),
+        "kda_norm_eps": eps,
+        "mla_latent": config.get("kv_lora_rank", 512),
+        "mla_head_dim": config.get("qk_nope_head_dim", 128),
+        "mla_shared_dim": config.get("qk_rope_head_dim", 64),
+        "mla_value_dim": config.get("v_head_dim", 128),
+        "experts": _named(config, "num_experts", "num_local_experts", default=256),
+        "experts_per_token": _named(config, "num_experts_per_token", "num_experts_per_tok", default=8),
+        "expert_dim": config.get("moe_intermediate_size", 1024),
+        "shared_experts": _named(config, "num_shared_experts", "n_shared_experts", default=1),
+        "expert_scale": config.get("routed_scaling_factor", 2.446),
+        "dense_layers": first if names is mixers else 0,
+    }
+
+
+def _named(config: Mapping[str, Any], *names: str, default: int) -> int:
+    """A value that transformers and the released config name differently."""
+    return next((config[name] for name in names if config.get(name) is not None), default)
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    """What the decoder does not compute, and what is not Kimi Linear."""
+    if config.get("model_type") != "kimi_linear":
+        raise UserError(f"model_type must be 'kimi_linear', got {config.get('model_type')!r}")
+    if config.get(KIMI_K3.block_field) is not None:
+        raise UserError(
+            f"the config has {KIMI_K3.block_field}, so it is Kimi K3, whose gates and latent experts the decoder does "
+            "not have; Kimi Linear has no such field"
+        )
+    allowed: dict[str, tuple[Any, ...]] = {
+        "q_lora_rank": (None,),
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "moe_router_activation_func": ("sigmoid", None),
+        "moe_renormalize": (True, None),
+        "norm_topk_prob": (True, None),
+        "num_expert_group": (1, None),
+        "n_group": (1, None),
+        "num_key_value_heads": (config.get("num_attention_heads", 32), None),
+        "mla_use_nope": (True, None),
+        "moe_layer_freq": (1, None),
+    }
+    for name, values in allowed.items():
+        if config.get(name) not in values:
+            raise UserError(f"{name} must be {values[0]} in a Kimi Linear that the decoder takes, got {config[name]}")
+
+
+def _mixers(config: Mapping[str, Any], linear: Mapping[str, Any]) -> list[str]:
+    """kda or mla for each layer. transformers' list counts from 0; the released lists name layers from 1."""
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        known = {"linear_attention": "kda", "full_attention": "mla"}
+        if len(kinds) != layers or any(kind not in known for kind in kinds):
+            raise UserError(
+                f"layer_types must name linear_attention or full_attention for each of {layers} layers, got {kinds}"
+            )
+        return [known[kind] for kind in kinds]
+    full, delta = linear.get("full_attn_layers"), linear.get("kda_layers")
+    if full is None or delta is None:
+        raise UserError(
+            "the config names no layers: give layer_types, or full_attn_layers and kda_layers in linear_attn_config"
+        )
+    if sorted([*full, *delta]) != list(range(1, layers + 1)):
+        raise UserError(
+            f"full_attn_layers and kda_layers must name each layer from 1 to {layers} once, got {full} and {delta}"
+        )
+    return ["mla" if number in full else "kda" for number in range(1, layers + 1)]
+
+
+def _dense(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Which layers have an MLP in place of experts."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        first = config.get("first_k_dense_replace", 1)
+        return [i < first for i in range(layers)]
+    if len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise UserError(f"mlp_layer_types must name dense or sparse for each of {layers} layers, got {kinds}")
+    return [kind == "dense" for kind in kinds]
+
+
+def kimi_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers' config for a decoder's settings."""
+    config = ModelConfig.from_dict(settings)
+    layers = config.layout
+    problem = None
+    if any(len(layer) != 2 or layer[0] not in ("kda", "mla") for layer in layers):
+        problem = f"pattern '{config.pattern}' has layers other than kda and mla"
+    elif config.residual != "standard":
+        problem = f"residual '{config.residual}'"
+    elif config.kda_gate != "softplus":
+        problem = f"kda_gate '{config.kda_gate}'"
+    elif config.kda_norm_eps != config.norm_eps:
+        problem = f"kda_norm_eps {config.kda_norm_eps} beside norm_eps {config.norm_eps}, which are one there,"
+    elif "moe" in config.kinds and config.shared_experts == 0:
+        problem = "shared_experts 0"
+    if problem is not None:
+        raise UserError(f"a decoder with {problem} has no counterpart in Kimi Linear; it cannot be saved as one")
+    head = config.dim // config.heads
+    return {
+        "model_type": "kimi_linear",
+        "architectures": ["KimiLinearForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads,
+        "intermediate_size": config.mlp_dim,
+        "moe_intermediate_size": config.expert_width if config.experts else 1,
+        "model_max_length": config.context,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "layer_types": ["full_attention" if layer[0] == "mla" else "linear_attention" for layer in layers],
+        "mlp_layer_types": ["sparse" if layer[1] == "moe" else "dense" for layer in layers],
+        "linear_num_heads": config.kda_heads or config.heads,
+        "linear_head_dim": config.kda_width,
+        "linear_conv_kernel_dim": config.kda_conv,
+        "kv_lora_rank": config.mla_latent or 4 * head,
+        "qk_nope_head_dim": config.mla_head_dim or head,
+        "qk_rope_head_dim": config.mla_shared_dim or head // 2,
+        "v_head_dim": config.mla_value_dim or head,
+        "num_experts": max(config.experts, 1),
+        "num_experts_per_token": min(config.experts_per_token, max(config.experts, 1)),
+        "num_shared_experts": config.shared_experts,
+        "routed_scaling_factor": config.expert_scale,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def read_kimi(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Their tensors, with transformers' names or the released ones, under the names of a decoder of these settings.
+
+    Raises: UserError for a tensor that is missing or that it has no place for, as where the layer list is another's.
+    """
+    found, config = _stacked(weights), ModelConfig.from_dict(settings)
+    tied, ours = config.tie_embeddings, {}
+    expected = {theirs: None for name, theirs in OUTER.items() if not (tied and name == "head.weight")}
+    expected |= {theirs: None for _, _, _, theirs in _places(config)}
+    if tied:
+        found.pop(OUTER["head.weight"], None)
+    try:
+        check_fit(
+            dict.fromkeys(expected, ()), dict.fromkeys(found, ()), "the weights are not those of the layers named"
+        )
+    except ValueError as error:
+        raise UserError(f"{error} (layers: {config.pattern})") from None
+    for name, theirs in OUTER.items():
+        if theirs in expected:
+            ours[name] = found[theirs]
+    for prefix, names, axis, theirs in _places(config):
+        parts = found[theirs].chunk(len(names), axis) if len(names) > 1 else (found[theirs],)
+        for name, tensor in zip(names, parts):
+            ours[prefix + name] = (tensor.reshape(-1) if name == "decay.rate" else tensor).contiguous()
+    return ours
+
+
+def write_kimi(
+    weights: Mapping[str, Tensor], settings: Mapping[str, Any], *, released: bool = False
+) -> dict[str, Tensor]:
+    """The other way."""
+    config = ModelConfig.from_dict(settings)
+    theirs = {other: weights[name] for name, other in OUTER.items() if name in weights}
+    for prefix, names, axis, other in _places(config):
+        tensor = torch.cat([weights[prefix + name] for name in names], axis)
+        theirs[other] = tensor.view(1, 1, -1, 1) if names == ("decay.rate",) else tensor
+    if released:
+        theirs = {name: tensor for pair in theirs.items() for name, tensor in _released(*pair)}
+    return {name: tensor.contiguous().clone() for name, tensor in theirs.items()}
+
+
+def _places(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int, str]]:
+    """For each tensor of transformers' layers: our prefix, our names behind it, the axis along which they are joined
+    there, and its name."""
+    for i, kind in enumerate(config.kinds):
+        layer, norm = f"model.layers.{i // 2}.", "post_attention_layernorm" if i % 2 else "input_layernorm"
+        yield f"sublayers.{i}.", ("norm.weight",), 0, f"{layer}{norm}.weight"
+        for name, theirs in PARTS[kind].items():
+            yield f"sublayers.{i}.body.", (name,), 0, layer + theirs
+        for theirs, (axis, names) in JOINED.get(kind, {}).items():
+            yield f"sublayers.{i}.body.", names, axis, layer + theirs
+
+
+def _stacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Released names, if they are, as transformers has them."""
+    found, experts = {}, re.compile(r"(.*\.)block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
+    stacks: dict[str, dict[str, dict[int, Tensor]]] = {}
+    for name, tensor in weights.items():
+        if match := experts.fullmatch(name):
+            stacks.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
+            continue
+        name = name.replace(".block_sparse_moe.", ".mlp.")  # transformers writes dense layers so, too
+        name = re.sub(r"self_attn\.(f_a_proj|f_b_proj|A_log|dt_bias)", r"self_attn.forget_gate.\1", name)
+        found[name] = tensor
+    for layer, parts in stacks.items():
+        gate, down, up = (torch.stack([parts[w][e] for e in sorted(parts[w])]) for w in ("w1", "w2", "w3"))
+        found[f"{layer}mlp.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        found[f"{layer}mlp.experts.down_proj"] = down
+    for name in [name for name in found if f".{CONVOLUTIONS[0]}." in name]:
+        three = [found.pop(name.replace(CONVOLUTIONS[0], convolution)) for convolution in CONVOLUTIONS]
+        found[name.replace(CONVOLUTIONS[0], "conv1d")] = torch.cat(three)
+    return found
+
+
+def _released(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """One tensor of transformers' as the released files have it."""
+    if name.endswith("self_attn.conv1d.weight"):
+        for convolution, part in zip(CONVOLUTIONS, tensor.chunk(3)):
+            yield name.replace("conv1d", convolution), part
+    elif ".mlp.experts." in name:
+        layer, _, kind = name.partition("mlp.experts.")
+        parts = zip(("w1", "w3"), tensor.chunk(2, 1)) if kind == "gate_up_proj" else (("w2", tensor),)
+        for which, stack in parts:
+            for e, matrix in enumerate(stack):
+                yield f"{layer}block_sparse_moe.experts.{e}.{which}.weight", matrix
+    else:
+        for plain, released in RELEASED:
+            name = name.replace(plain, released)
+        yield name, tensor
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dictionary
+                yield name, opened.get_tensor(name)
