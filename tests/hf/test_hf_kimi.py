@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from tinykimi import KIMI
 from tinymodels import model_of
+from transformers import AutoModelForCausalLM
 
 from headwater.errors import UserError
+from headwater.hf import export
 from headwater.hf.formats.kimi import kimi_config, kimi_settings, load_kimi, read_kimi, save_kimi, write_kimi
 from headwater.models import Decoder, ModelConfig
 
@@ -206,6 +208,18 @@ def test_a_decoder_that_is_no_kimi_linear_is_not_saved_as_one(settings, message)
     model = model_of("standard", **KIMI)
     with pytest.raises(UserError, match=message):
         kimi_config({**model.config.to_dict(), **settings})
+
+
+def test_a_run_of_any_pattern_is_exported_as_the_decoder_itself(tmp_path):
+    """Its routers' biases included, which from_pretrained must not begin anew."""
+    model = model_of("attnres-block", scatter=True, **KIMI).eval()
+    for i in (3, 5, 7):
+        model.sublayers[i].body.router.bias.copy_(torch.linspace(-0.3, 0.3, 4))
+    export(model.config.to_dict(), model.weights()).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = tokens_of(12)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens))
 
 
 def test_a_dense_layer_in_the_middle_is_kept():

@@ -1,8 +1,9 @@
 """headwater's own decoder as a model of transformers: for runs with parts that no architecture there has.
 
-Models with `shortswa` or `value_residual` have no counterpart to copy weights into, so this class runs the decoder
-itself: it loads, saves, is scored and generates like any other, without a cache and without padding on the left.
-The one file of this room that looks at `models`.
+Models with `shortswa` or `value_residual`, and those of KDA, MLA and experts with another residual than the plain one,
+have no counterpart to copy weights into, so this class runs the decoder itself: it loads, saves, is scored and
+generates like any other, without a cache and without padding on the left.
+Besides kimi.py, the one file of this room that looks at `models`.
 """
 
 from typing import Any
@@ -47,7 +48,8 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         with torch.device("cpu"):  # from_pretrained builds on meta, where the tables would have no values
             self.decoder = Decoder(ModelConfig.from_dict(config.settings))
-        self._tables = {name: table.clone() for name, table in self.decoder.named_buffers()}
+        saved = self.decoder.state_dict().keys()
+        self._tables = {name: table.clone() for name, table in self.decoder.named_buffers() if name not in saved}
         self.post_init()
 
     def initialize_weights(self) -> None:

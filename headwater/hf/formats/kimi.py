@@ -1,8 +1,8 @@
 """Kimi Linear checkpoints in headwater's decoder and back: transformers' names, and those of the released files.
 
-The one file of this room that looks at `models`: a checkpoint of transformers' `kimi_linear` is a decoder there, with
-its layers as a pattern. Released files keep the three convolutions apart and every expert by itself; transformers joins
-the former to one tensor and stacks the latter, gate and up together.
+Beside decoder.py, the one file of this room that looks at `models`: a checkpoint of transformers' `kimi_linear` is a
+decoder there, with its layers as a pattern. Released files keep the three convolutions apart and every expert by
+itself; transformers joins the former to one tensor and stacks the latter, gate and up together.
 """
 
 import json
