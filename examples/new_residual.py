@@ -1,0 +1,50 @@
+"""A residual of your own, in a file of your own: a learned skip from the embedding to every read.
+
+python examples/new_residual.py        # what it costs, and how it starts
+cd examples; headwater compare --plugin new_residual --size nano --residuals standard embedding-skip
+"""
+
+import torch
+from torch import Tensor, nn
+
+from headwater.residuals import Layout, Norm, Residual, State, apply_norm, register
+
+
+@register("embedding-skip")
+class EmbeddingSkipResidual(Residual):
+    """x_i = h_i + a_i e;  h_{i+1} = h_i + f_i(x_i): every read also sees the embedding e.
+
+    At initialisation: a_i = `start` = 0, the plain residual. Cost: one parameter a read; the state holds 2 D.
+    """
+
+    def __init__(self, dim: int, sublayers: int, *, start: float = 0.0) -> None:
+        super().__init__(dim, sublayers)
+        self.at_start = "exact" if start == 0 else "different"
+        reads = range(sublayers + 1)  # the last is the output head's; keyed by read, so that pipelines can divide them
+        self.gains = nn.ParameterDict({str(i): nn.Parameter(torch.full((1,), start)) for i in reads})
+
+    def layout(self, i: int) -> Layout:  # what a state holds before read i; callers' states are checked against it
+        return ("stream", "embedding")
+
+    def _begin(self, x: Tensor) -> State:
+        return (x, x)
+
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        h, e = state
+        return apply_norm(norm, torch.addcmul(h, e, self.gains[str(i)].to(h.dtype))), state
+
+    def _write(self, state: State, i: int, y: Tensor) -> State:
+        return (state[0] + y, state[1])
+
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
+        return self._read(state, self.sublayers, norm)[0]
+
+    def _weights(self, state: State, i: int) -> Tensor:  # of what the state holds: (tensors, ..., heads)
+        ones = torch.ones(*state[0].shape[:-1], 1, device=state[0].device)
+        return torch.stack((ones, ones * self.gains[str(i)]))
+
+
+if __name__ == "__main__":
+    from headwater.analyze.table import print_table, residual_table
+
+    print_table(residual_table(["standard", "embedding-skip", "embedding-skip:start=0.5"]))

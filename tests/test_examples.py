@@ -1,0 +1,83 @@
+"""Every example runs as it stands, shortened where it trains, and is short enough to be read."""
+
+import re
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import torchrun
+
+import headwater.train
+from headwater.residuals import registry
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run an example in an empty folder, and return what it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # what an example registers ends with it
+    (tmp_path / "text.txt").write_text("a river runs from its headwater to the sea. " * 400)
+
+    def start(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return start
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_it_is_short(path):
+    assert len(path.read_text().splitlines()) < 60
+
+
+@pytest.mark.slow
+def test_own_transformer_learns_to_copy(run):
+    last = re.findall(r"repeated half (\S+)", run("own_transformer.py"))[-1]
+    assert float(last) < 0.5
+
+
+@pytest.mark.slow
+def test_fine_tune_llama(run):
+    shown = run("fine_tune_llama.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", shown)]
+    assert losses[-1] < losses[0] - 0.3
+    assert "saved and loaded: the same logits" in shown
+
+
+def test_new_residual_is_the_one_that_contributing_shows(run):
+    assert "embedding-skip:start=0.5" in run("new_residual.py")
+    shown = (EXAMPLES.parent / "CONTRIBUTING.md").read_text()
+    example = (EXAMPLES / "new_residual.py").read_text()
+    body = example[example.index("@register") : example.index("\n\n\nif __name__")]
+    assert body in shown
+
+
+@pytest.mark.slow
+def test_compare_residuals(run, monkeypatch):
+    real = headwater.train.compare
+    short = {"steps": 2, "eval_every": 2, "eval_windows": 2}
+
+    def compare(config, out, **options):
+        return real(replace(config, train=replace(config.train, **short)), out, **options | {"seeds": [0]})
+
+    monkeypatch.setattr(headwater.train, "compare", compare)
+    shown = run("compare_residuals.py", "text.txt")
+    assert "denseformer: " in shown
+    assert Path("runs/compared/report.html").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(run, tmp_path):
+    alone = run("two_processes.py", "text.txt")
+    log = tmp_path / "log.txt"
+    agent = torchrun(log, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "two_processes.py"), "text.txt")
+    agent.join(120)
+    assert agent.exitcode == 0, log.read_text()
+    (first,), (second,) = (re.findall(r"^(\S+) bits per byte, runs", text, re.M) for text in (alone, log.read_text()))
+    assert float(first) == pytest.approx(float(second), abs=2e-4)
