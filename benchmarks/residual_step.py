@@ -33,7 +33,7 @@ class PlainDecoder(nn.Module):
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()
-        self.model, self.formula = model, formula_of(model.residual)
+        self.model, self.formula = model, formula_of(model.residual, model.config.kinds)
 
     def forward(self, tokens: Tensor) -> Tensor:
         model, device = self.model, tokens.device.type

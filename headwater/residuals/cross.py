@@ -40,7 +40,7 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
     u_0 is the embedding, u_j a layer's output without its input. `version` v1: b is a scalar, no ReLU term; v2: b per
     channel; v3: both. `inputs` separate (three reads) or shared (one). `last` = k: only the embedding, the sum of the
     older outputs and the last k outputs are kept (k-DCA). The MLP's skip takes the query input. A final read of the
-    same version feeds the head.
+    same version feeds the head. A short attention before the attention reads g^q, and what it writes joins all three.
     At initialisation: b = 1, w = 0, the plain residual exactly. A read of the embedding alone has no parameters.
     Cost: 3 (N + 1) D parameters a layer with N sources (v3); the state holds N outputs. DeepCrossAttention,
     arXiv 2502.06785.
@@ -63,11 +63,10 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
         if last is not None and not 1 <= last <= self.layers:
             raise ValueError(f"last counts layer outputs and must lie between 1 and {self.layers}, got {last}")
         self.mixes = "scalar" if version == "v1" else "channel"
-        self.last, self.version = last, version
+        self.last, self.version, self.separate = last, version, inputs == "separate"
         self.grns = nn.ModuleDict()
         for m in range(1, self.layers + 1):
-            reads = 3 if inputs == "separate" and self.takes_inputs(m) else 1
-            self.grns[self.key(m)] = GRN(dim, reads, self.bank_size(m), version)
+            self.grns[self.key(m)] = GRN(dim, 3 if self.routes(m) else 1, self.bank_size(m), version)
 
     def bank_size(self, m: int) -> int:
         return 1 + m if self.last is None else min(1 + m, self.last + 2)
@@ -79,6 +78,9 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
         if len(reads) == 1:
             return reads[0], reads[0]
         return (reads[0], reads[1], reads[2]), reads[0]
+
+    def routes(self, m: int) -> bool:
+        return self.separate and m > 0 and self.takes_inputs(m)
 
     def store(self, bank: State, output: Tensor, m: int) -> State:
         bank = (*bank, output)

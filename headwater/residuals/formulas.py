@@ -4,11 +4,11 @@
 
 The residual lends its parameters; options come from its name, so that a class which ignores one is found out. Nothing
 here saves memory, guards precision or keeps a state apart from the loop: that is what the classes are for. Layers are
-attention, then MLP.
+attention, then MLP, with or without short attention before them.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from math import ceil
@@ -34,6 +34,12 @@ def weighted(weights: Any, sources: Any) -> Tensor:
     return sum(w * s for w, s in zip(weights, sources, strict=True))
 
 
+def layers_of(residual: Any, o: Any) -> list[list[int]]:
+    """The sublayers of each layer: short attention if there is one, attention, MLP."""
+    size = 3 if "shortswa" in (o.kinds or ()) else 2
+    return [list(range(first, first + size)) for first in range(0, residual.sublayers, size)]
+
+
 def standard(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     for i in range(residual.sublayers):
         x = x + run(i, x)
@@ -56,8 +62,7 @@ def highway(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
 
 def deepnorm(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     for i in range(residual.sublayers):
-        # 2 M sublayers for M layers
-        x = unit(residual.sublayers**0.25 * x + run(i, x), o.eps) * residual.norms[str(i)]
+        x = unit((2 * len(layers_of(residual, o))) ** 0.25 * x + run(i, x), o.eps) * residual.norms[str(i)]
     return x
 
 
@@ -144,24 +149,25 @@ def delta_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
 
 def denseformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     outputs = [x]
-    for i in range(0, residual.sublayers, 2):
-        x = x + run(i, x)
-        x = x + run(i + 1, x)
+    for m, layer in enumerate(layers_of(residual, o), 1):
+        for i in layer:
+            x = x + run(i, x)
         outputs.append(x)
-        m = i // 2 + 1
         if m % o.period == 0:
-            weights = residual.sums[key] if (key := str(i + 2)) in residual.sums else [1.0]  # the last, of one term
+            weights = residual.sums.get(str(layer[-1] + 1), [1.0])  # the last, of one term, has none
             x = weighted(weights, outputs[m % o.dilation :: o.dilation])
     return x
 
 
 def every_layer_counts(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     outputs = [x]
-    for i in range(0, residual.sublayers, 2):
-        if i:
-            x = weighted(residual.logits[str(i)].softmax(0), outputs)
+    for *short, i, j in layers_of(residual, o):
+        if outputs[1:]:
+            x = weighted(residual.logits[str((*short, i)[0])].softmax(0), outputs)
+        for s in short:
+            x = x + run(s, x)
         t = run(i, x)
-        u = t + run(i + 1, t if o.variant == "base" else x + t)
+        u = t + run(j, t if o.variant == "base" else x + t)
         outputs.append(unit(u) if o.variant == "normalized" else u)
     if o.variant != "weighted-output":
         return outputs[-1]
@@ -170,12 +176,12 @@ def every_layer_counts(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
 
 def vertical_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     outputs = [x]
-    for i in range(0, residual.sublayers, 2):
-        if i:
-            x = weighted(residual.logits[str(i)].softmax(0), [unit(u) for u in outputs])
-        x = x + run(i, x)
-        outputs.append(x + run(i + 1, x))
-        x = outputs[-1]
+    for layer in layers_of(residual, o):
+        if outputs[1:]:
+            x = weighted(residual.logits[str(layer[0])].softmax(0), [unit(u) for u in outputs])
+        for i in layer:
+            x = x + run(i, x)
+        outputs.append(x)
     return x
 
 
@@ -191,10 +197,13 @@ def deep_cross_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
         return inputs
 
     outputs = [x]
-    for i in range(0, residual.sublayers, 2):
-        inputs = reads(i) if i else [x]
-        t = run(i, (inputs[0], inputs[1], inputs[2]) if i and o.inputs == "separate" else inputs[0])
-        outputs.append(t + run(i + 1, inputs[0] + t))
+    for *short, i, j in layers_of(residual, o):
+        inputs = reads((*short, i)[0]) if outputs[1:] else [x]
+        for s in short:
+            y = run(s, inputs[0])
+            inputs = [u + y for u in inputs]
+        t = run(i, (inputs[0], inputs[1], inputs[2]) if outputs[1:] and o.inputs == "separate" else inputs[0])
+        outputs.append(t + run(j, inputs[0] + t))
     return reads(residual.sublayers)[0]
 
 
@@ -206,13 +215,13 @@ def muddformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
         return [weighted(way.unsqueeze(-1).unbind(-2), outputs) for way in weights.unbind(-2)]
 
     outputs = [x]
-    for i in range(0, residual.sublayers, 2):
-        if i == 0:
-            t = x + run(0, x)
-        else:
-            query, key, value, stream = reads(i)
-            t = stream + run(i, (query, key, value))
-        outputs.append(t + run(i + 1, t))
+    for *short, i, j in layers_of(residual, o):
+        inputs = reads((*short, i)[0]) if outputs[1:] else [x]
+        for s in short:
+            y = run(s, inputs[-1])
+            inputs = [u + y for u in inputs]
+        t = inputs[-1] + run(i, (inputs[0], inputs[1], inputs[2]) if outputs[1:] else inputs[0])
+        outputs.append(t + run(j, t))
     return reads(residual.sublayers)[0]
 
 
@@ -275,7 +284,7 @@ def deep_delta(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     def compressed(i: int) -> Tensor:
         if o.width == 1:
             return stream[..., 0]
-        c = residual.compressors[str(i - i % 2)]
+        c = residual.compressors[str(next((layer[0] for layer in layers if i in layer), i))]
         columns = range(o.width)
         if o.compress == "channel":  # one column before and the rest after
             padded = F.pad(stream, (1, o.width))
@@ -287,6 +296,7 @@ def deep_delta(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
             convolved = [weighted(c.kernel[:, o], [tap[..., o] for tap in taps]) for o in columns]
         return weighted(c.read, convolved)
 
+    layers = layers_of(residual, o)
     stream = torch.stack([x] * o.width, dim=-1)  # (..., D, n)
     if o.expand == "token":
         taps = [F.pad(x, (0, 0, 3 - j, 0))[..., : x.shape[-2], :] for j in range(4)]
@@ -327,15 +337,15 @@ FORMULAS: Mapping[str, Formula] = {
 }
 
 
-def formula_of(residual: Residual) -> Callable[[Tensor, Run], Tensor]:
-    """The formula of this residual: of the embedding, and of what runs a sublayer."""
-    return partial(FORMULAS[residual.spec.partition(":")[0]], residual, asked_of(residual))
+def formula_of(residual: Residual, kinds: Sequence[str] | None = None) -> Callable[[Tensor, Run], Tensor]:
+    """The formula of this residual: of the embedding, and of what runs a sublayer. `kinds`: as `build` was given."""
+    return partial(FORMULAS[residual.spec.partition(":")[0]], residual, asked_of(residual, kinds))
 
 
-def asked_of(residual: Residual) -> SimpleNamespace:
+def asked_of(residual: Residual, kinds: Sequence[str] | None) -> SimpleNamespace:
     """What the residual's name asks for, and defaults."""
     name, given = parse(residual.spec)
     known = entry(name)
     keywords = inspect.signature(known.build).parameters.values()
     defaults = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
-    return SimpleNamespace(**{**PLAIN_READ, **defaults, **known.fixed, **given})
+    return SimpleNamespace(**{**PLAIN_READ, **defaults, **known.fixed, **given, "kinds": kinds})

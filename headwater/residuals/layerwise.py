@@ -9,7 +9,8 @@ from torch import Tensor
 from .base import Layout, Next, Norm, Read, Residual, State, apply_norm
 
 CHANNEL_MIXERS = ("mlp", "moe")
-INPUTS = ("attention", "shortswa")  # sublayers that take separate query, key and value inputs
+INPUTS = ("attention",)  # sublayers that take separate query, key and value inputs
+LEADS = ("shortswa",)  # sublayers that mix a layer's input before the layer's attention sees it
 
 
 def sublayer_kinds(sublayers: int, kinds: Sequence[str] | None) -> tuple[str, ...]:
@@ -34,6 +35,10 @@ class LayerwiseResidual(Residual):
     A subclass says what layer m reads from the bank (`mix`) and what the bank keeps (`store`). `keeps_input`: a
     layer's output contains its input (the stream is carried); otherwise the input and the sum of outputs are carried
     apart, and `rereads_input` says whether later sublayers of the layer see the input too.
+
+    A short attention before the layer's own is a lead: its output joins what the layer has read, S = H + ShortSWA(H)
+    as its paper has it (arXiv 2603.16039). It reads what the layer carries; query, key and value inputs that a layer
+    routes apart wait for the attention, and the lead's output joins each of them.
     """
 
     keeps_input: bool = True
@@ -46,6 +51,9 @@ class LayerwiseResidual(Residual):
         self.layers = len(self.starts)
         self.boundaries = {i: m for m, i in enumerate((*self.starts, sublayers))}  # sublayer index to layer number
         self.layer_ends = tuple(i - 1 for i in (*self.starts[1:], sublayers))
+        self.leads = frozenset(i for i, kind in enumerate(self.kinds) if kind in LEADS and i not in self.layer_ends)
+        # The sublayer of each layer that takes what `mix` returns: its first, or the first behind its leads.
+        self.openers = tuple(next(i for i in range(s, sublayers) if i not in self.leads) for s in self.starts)
 
     @abstractmethod
     def mix(self, bank: State, m: int) -> tuple[Read, Tensor]:
@@ -64,8 +72,16 @@ class LayerwiseResidual(Residual):
         return str((*self.starts, self.sublayers)[m])
 
     def takes_inputs(self, m: int) -> bool:
-        """Whether layer m begins with a sublayer that takes query, key and value apart."""
-        return m < self.layers and self.kinds[self.starts[m]] in INPUTS
+        """Whether layer m has a sublayer that takes query, key and value apart, first or behind its leads."""
+        return m < self.layers and self.kinds[self.openers[m]] in INPUTS
+
+    def routes(self, m: int) -> bool:
+        """Whether `mix(bank, m)` makes query, key and value inputs."""
+        return False
+
+    def waiting(self, m: int) -> int:
+        """Inputs of layer m that wait, while its leads run, for the attention behind them."""
+        return 3 if self.openers[m] != self.starts[m] and self.routes(m) else 0
 
     def bank_size(self, m: int) -> int:
         """Tensors in the bank before layer m: by default the embedding and every layer's output."""
@@ -78,7 +94,9 @@ class LayerwiseResidual(Residual):
         layer = sum(start <= i for start in self.starts) - 1
         if verb == "read" and i in self.boundaries:
             return (self._bank(self.boundaries[i]),)
-        carried = ("carried",) if self.keeps_input or i in self.boundaries else ("input", "outputs")
+        carried: Layout = ("carried",) if self.keeps_input or i <= self.openers[layer] else ("input", "outputs")
+        if i in self.leads or (verb == "read" and i == self.openers[layer]):
+            carried += ("query", "key", "value")[: self.waiting(layer)]
         return ((*carried, *self._bank(layer)),)
 
     def _bank(self, m: int) -> Layout:
@@ -90,13 +108,28 @@ class LayerwiseResidual(Residual):
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
         if i in self.boundaries:
             x, carried = self.mix(state, self.boundaries[i])
+            if i in self.leads:
+                waiting = x if isinstance(x, tuple) else ()
+                return apply_norm(norm, carried), (carried, *waiting, *state)
             return apply_norm(norm, x), (carried, *state)
-        if self.keeps_input:
+        if i in self.openers:
+            return self._open(state, self.openers.index(i), norm)
+        if i in self.leads or self.keeps_input:
             return apply_norm(norm, state[0]), state
         return apply_norm(norm, state[0] + state[1] if self.rereads_input else state[1]), state
 
+    def _open(self, state: State, m: int, norm: Norm | None) -> tuple[Read, State]:
+        """The attention of layer m behind its leads."""
+        if not self.waiting(m):
+            return apply_norm(norm, state[0]), state
+        carried, query, key, value, *bank = state
+        return apply_norm(norm, (query, key, value)), (carried, *bank)
+
     def _write(self, state: State, i: int, y: Tensor) -> State:
-        first = i in self.boundaries
+        if i in self.leads:
+            inputs = 1 + self.waiting(sum(start <= i for start in self.starts) - 1)
+            return (*(x + y for x in state[:inputs]), *state[inputs:])
+        first = i in self.openers
         carried, bank = (state[:1], state[1:]) if first or self.keeps_input else (state[:2], state[2:])
         if self.keeps_input:
             carried = (carried[0] + y,)
@@ -112,7 +145,8 @@ class LayerwiseResidual(Residual):
     def _weights(self, state: State, i: int) -> Tensor:
         if i in self.boundaries:
             return self.bank_weights(state, self.boundaries[i])
-        carried = 1 if self.keeps_input or not self.rereads_input else 2
+        one = self.keeps_input or not self.rereads_input or i in self.leads or i in self.openers
+        carried = 1 if one else 2
         return torch.ones(carried, *state[0].shape[:-1], 1, device=state[0].device)
 
 

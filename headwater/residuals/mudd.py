@@ -34,7 +34,8 @@ class MUDDFormerResidual(LayerwiseResidual):
     """X^c_m = sum_j A^c_{mj} X_j for query, key, value and stream;  A_m = W2 GELU(W1 RMSNorm(X_m)) + a_m, per token.
 
     Layer m: t = X^r + attention(X^q, X^k, X^v);  X_{m+1} = t + MLP(t). X_j are layer outputs, X_0 the embedding; the
-    final read has the stream way alone. One pre-norm weight serves query, key and value (the paper has three).
+    final read has the stream way alone. One pre-norm weight serves query, key and value (the paper has three). A short
+    attention before the attention reads X^r, and what it writes joins all four.
     At initialisation: W2 = 0 and a_m is one on the newest output: the plain residual exactly.
     Cost: C N D + (C N)^2 + C N parameters a layer with N sources, C = 4 ways; the state holds every layer output.
     MUDDFormer, arXiv 2502.12170.
@@ -45,7 +46,7 @@ class MUDDFormerResidual(LayerwiseResidual):
     def __init__(self, dim: int, sublayers: int, *, kinds: Sequence[str] | None = None) -> None:
         super().__init__(dim, sublayers, kinds)
         self.dense = nn.ModuleDict(
-            {self.key(m): DenseWeights(dim, 4 if self.takes_inputs(m) else 1, m + 1) for m in range(1, self.layers + 1)}
+            {self.key(m): DenseWeights(dim, 4 if self.routes(m) else 1, m + 1) for m in range(1, self.layers + 1)}
         )
 
     def mix(self, bank: State, m: int) -> tuple[Read, Tensor]:
@@ -56,6 +57,9 @@ class MUDDFormerResidual(LayerwiseResidual):
         if len(reads) == 1:
             return reads[0], reads[0]
         return (reads[0], reads[1], reads[2]), reads[3]
+
+    def routes(self, m: int) -> bool:
+        return m > 0 and self.takes_inputs(m)
 
     def bank_weights(self, bank: State, m: int) -> Tensor:
         """Of the query input, or of the stream where it is the only way."""

@@ -132,10 +132,10 @@ DEFAULTS = {
 }
 
 
-def scattered(spec, sublayers=SUBLAYERS):
+def scattered(spec, sublayers=SUBLAYERS, kinds=None):
     """A residual in fp64 with random parameters, and random sources."""
     torch.manual_seed(0)
-    residual = build(spec, DIM, sublayers).double()
+    residual = build(spec, DIM, sublayers, kinds).double()
     with torch.no_grad():
         for p in residual.parameters():
             p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))
@@ -146,7 +146,7 @@ def unit(x):
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def differences(residual, sources):
+def differences(residual, sources, kinds=None):
     """Of each read from the formula's."""
     expected = []
 
@@ -155,9 +155,9 @@ def differences(residual, sources):
         expected.append(read)
         return sources[i + 1]
 
-    expected.append(formula_of(residual)(sources[0], run))
+    expected.append(formula_of(residual, kinds)(sources[0], run))
     reads = replay(residual, sources)
-    assert len(reads) == len(expected) == SUBLAYERS + 1
+    assert len(reads) == len(expected) == residual.sublayers + 1
     pairs = [[torch.stack(x) if isinstance(x, tuple) else x for x in pair] for pair in zip(reads, expected)]
     assert all(read.shape == wanted.shape for read, wanted in pairs)
     return torch.stack([(read - wanted).abs().max() / wanted.abs().max() for read, wanted in pairs])
@@ -166,6 +166,25 @@ def differences(residual, sources):
 @pytest.mark.parametrize("spec", [*names(), *OPTIONS])
 def test_reads_are_the_formula_s(spec):
     assert differences(*scattered(spec)).max() < 1e-12
+
+
+BY_LAYER = [spec for spec in (*names(), *OPTIONS) if entry(spec.partition(":")[0]).takes_kinds]
+
+
+@pytest.mark.parametrize("spec", [spec.replace("period=3", "period=2") for spec in BY_LAYER])
+def test_reads_are_the_formula_s_where_layers_begin_with_short_attention(spec):
+    """What it writes joins what the layer has read, the query, key and value inputs of the attention included."""
+    kinds = ("shortswa", "attention", "mlp") * 3
+    assert differences(*scattered(spec, len(kinds), kinds), kinds).max() < 1e-12
+
+
+@pytest.mark.parametrize("spec", ["muddformer", "deepcrossattention", "deepcrossattention:last=1"])
+def test_inputs_that_are_routed_apart_reach_the_attention_behind_short_attention(spec):
+    kinds = ("shortswa", "attention", "mlp") * 2
+    residual, sources = scattered(spec, kinds=kinds)
+    reads = replay(residual, sources)
+    routed = [kind for kind, read in zip((*kinds, "head"), reads, strict=True) if isinstance(read, tuple)]
+    assert routed == ["attention"]  # of the second layer; the first has the embedding alone to read
 
 
 @pytest.mark.parametrize("spec", IN_TWO_PHASES)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_contract import (
+    gradients_of,
     model_of,
     tokens_of,
 )
@@ -99,6 +100,17 @@ def test_it_starts_as_it_says(spec):
 @pytest.mark.parametrize("spec", [*names(), *SPECS])
 def test_the_measured_start_is_the_stated_one(spec):
     assert start_class(spec) == build(spec, 16, 8).at_start
+
+
+@pytest.mark.parametrize("spec", [*names(), *SPECS])
+def test_short_attention_leaves_gradients_their_size(spec):
+    """Its output starts at zero: a sublayer that reads nothing else has a norm of zeros, whose gradient explodes."""
+
+    def largest(**settings):
+        _, gradients = gradients_of(model_of(spec, **settings), tokens_of())
+        return max(gradient.norm() for gradient in gradients.values() if gradient is not None)
+
+    assert largest(shortswa=4) < 3 * largest()
 
 
 @pytest.mark.parametrize("spec", SPECS)
