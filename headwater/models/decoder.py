@@ -88,8 +88,8 @@ class Decoder(nn.Module):
 
     def reset_parameters(self) -> None:
         """Matrices keep the scale of what they read; output projections are smaller by sqrt(sublayers), those of short
-        windows zero: they begin as nothing. A residual keeps the start it defines itself, and may ask for smaller
-        weights in the sublayers.
+        windows zero: they begin as nothing, unless the residual can make nothing of that. A residual keeps the start it
+        defines itself, and may ask for smaller weights in the sublayers.
 
         The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack must stay far
         above the norms' eps.
@@ -111,7 +111,8 @@ class Decoder(nn.Module):
         if isinstance(body, KDA):
             body.decay.reset()
         if not isinstance(body, MoE):
-            std = 0.0 if sublayer.kind == "shortswa" else (body.output.in_features * count) ** -0.5
+            begins_as_nothing = sublayer.kind == "shortswa" and self.residual.takes_zero
+            std = 0.0 if begins_as_nothing else (body.output.in_features * count) ** -0.5
             nn.init.normal_(body.output.weight, std=gain * std)
             return
         for weight in (body.router.weight, body.experts.gate, body.experts.up):

@@ -106,6 +106,7 @@ class DeepDeltaResidual(Residual):
 
     at_start = "different"
     mixes = "operator"
+    takes_zero = False  # the direction of nothing: its gradient is 1 / DIRECTION_EPS
 
     def __init__(
         self,
