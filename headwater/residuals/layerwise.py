@@ -51,9 +51,12 @@ class LayerwiseResidual(Residual):
         self.layers = len(self.starts)
         self.boundaries = {i: m for m, i in enumerate((*self.starts, sublayers))}  # sublayer index to layer number
         self.layer_ends = tuple(i - 1 for i in (*self.starts[1:], sublayers))
-        self.leads = frozenset(i for i, kind in enumerate(self.kinds) if kind in LEADS and i not in self.layer_ends)
         # The sublayer of each layer that takes what `mix` returns: its first, or the first behind its leads.
-        self.openers = tuple(next(i for i in range(s, sublayers) if i not in self.leads) for s in self.starts)
+        self.openers = tuple(map(self._opener, self.starts, self.layer_ends))
+        self.leads = frozenset(i for s, o in zip(self.starts, self.openers, strict=True) for i in range(s, o))
+
+    def _opener(self, start: int, end: int) -> int:
+        return next((i for i in range(start, end) if self.kinds[i] not in LEADS), end)
 
     @abstractmethod
     def mix(self, bank: State, m: int) -> tuple[Read, Tensor]:

@@ -53,14 +53,17 @@ def parse_arm(text: str) -> Arm:
 
         parse_arm("standard+shortswa=4").switches  # {"shortswa": 4}
     """
-    residual, *words = re.split(r"\+(?=[A-Za-z_])", text)  # 1e+3 is a number
+    residual, *words = re.split(r"\+(?=\w+=)", text)  # a pattern of layers has pluses of its own, and 1e+3
+    if "+" in residual.partition(":")[0]:
+        name, _, key = residual.partition(":")[0].partition("+")
+        raise UserError(f"arm {text!r}: {key!r} needs a value, for example {name}+shortswa=4")
     switches: dict[str, Any] = {}
     for word in words:
-        key, equals, value = word.partition("=")
+        key, _, value = word.partition("=")
         if key not in SWITCHES:
             raise UserError(f"arm {text!r}: {key!r} is no setting that an arm may change; {nearest(key, SWITCHES)}")
-        if not equals or key in switches:
-            raise UserError(f"arm {text!r}: {key!r} needs one value, for example {residual}+{key}=4")
+        if key in switches:
+            raise UserError(f"arm {text!r}: {key!r} is given twice")
         switches[key] = _value(value)
     override(ModelSettings(), switches, f"arm {text!r}")
     arm = Arm(residual, switches)

@@ -178,6 +178,19 @@ def test_reads_are_the_formula_s_where_layers_begin_with_short_attention(spec):
     assert differences(*scattered(spec, len(kinds), kinds), kinds).max() < 1e-12
 
 
+@pytest.mark.parametrize("spec", BY_LAYER)
+def test_short_attention_behind_the_attention_is_a_sublayer_like_any_other(spec):
+    """Only what stands before a layer's attention belongs to its input; and a layer may have no attention at all."""
+    spec = spec.replace("period=3", "period=2")
+    late = ("attention", "shortswa", "mlp") * 2
+    residual, sources = scattered(spec, kinds=late)
+    other, _ = scattered(spec, kinds=("attention", "attention", "mlp") * 2)
+    for one, two in zip(replay(residual, sources), replay(other, sources)):
+        assert torch.equal(*(torch.stack(x) if isinstance(x, tuple) else x for x in (one, two)))
+    residual, sources = scattered(spec, kinds=("shortswa", "mlp", "shortswa", "mlp", "shortswa", "mlp"))
+    assert all(read.isfinite().all() for read in replay(residual, sources))
+
+
 @pytest.mark.parametrize("spec", ["muddformer", "deepcrossattention", "deepcrossattention:last=1"])
 def test_inputs_that_are_routed_apart_reach_the_attention_behind_short_attention(spec):
     kinds = ("shortswa", "attention", "mlp") * 2

@@ -129,8 +129,8 @@ def test_arms_are_told_apart_and_tried_out(tmp_path):
         try_out(["standard", "standard+shortswa=99"], config, prepare(config.data))
     try_out(["laurel:form=previous,states=6+shortswa=2"], config, prepare(config.data))  # 6 sublayers, not 4
     for text, message in {
-        "standard+shortswa": "'shortswa' needs one value, for example standard+shortswa=4",
-        "standard+shortswa=2+shortswa=3": "'shortswa' needs one value",
+        "standard+shortswa": "'shortswa' needs a value, for example standard+shortswa=4",
+        "standard+shortswa=2+shortswa=3": "'shortswa' is given twice",
         "standard+context=64": "'context' is no setting that an arm may change; Valid: dim",
         "standard+short=4": "did you mean 'shortswa'",
         "standard+shortswa=four": "shortswa must be an integer or null; got 'four'",
