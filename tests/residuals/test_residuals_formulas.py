@@ -181,7 +181,7 @@ def test_reads_are_the_formula_s_where_layers_begin_with_short_attention(spec):
 @pytest.mark.parametrize("spec", BY_LAYER)
 def test_short_attention_behind_the_attention_is_a_sublayer_like_any_other(spec):
     """Only what stands before a layer's attention belongs to its input; and a layer may have no attention at all."""
-    spec = spec.replace("period=3", "period=2")
+    spec = spec.replace("period=3", "period=2").replace("dilation=3", "dilation=2")
     late = ("attention", "shortswa", "mlp") * 2
     residual, sources = scattered(spec, kinds=late)
     other, _ = scattered(spec, kinds=("attention", "attention", "mlp") * 2)

@@ -131,7 +131,7 @@ def test_arms_are_told_apart_and_tried_out(tmp_path):
     for text, message in {
         "standard+shortswa": "'shortswa' needs a value, for example standard+shortswa=4",
         "standard+shortswa=2+shortswa=3": "'shortswa' is given twice",
-        "standard+context=64": "'context' is no setting that an arm may change; Valid: dim",
+        "standard+context=64": "'context' is no setting that an arm may change; Valid: ",
         "standard+short=4": "did you mean 'shortswa'",
         "standard+shortswa=four": "shortswa must be an integer or null; got 'four'",
         "standrad+shortswa=4": "unknown residual 'standrad'",
