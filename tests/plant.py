@@ -33,7 +33,11 @@ ROOT = Path(__file__).parent.parent
 FAULTS = Path(__file__).parent / "faults"
 SECONDS = 180  # for one trial
 CLUMSY = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "UnboundLocalError")
-PRELOADED = ("torch.nn.attention.flex_attention", "torch._dynamo", "transformers")
+PRELOADED = (
+    "numpy", "rich.console", "rich.progress", "safetensors.torch", "tyro", "transformers", "torch._dynamo",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.nn.attention.flex_attention", "torch.testing", "torch.utils.checkpoint",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,24 @@ def test_weights_start_at_the_scale_that_they_say():
     assert {name: weight.std().item() for name, weight in found.items()} == pytest.approx(expected, rel=0.03)
 
 
+def test_a_decoder_is_its_formula():
+    """Norms with a weight and a large eps, SwiGLU, the head: written out around what attention gives."""
+    model = model_of("standard", scatter=True, layers=2, norm_eps=0.5)
+    rotary = model.rotary(0, 12)
+
+    def normed(x, norm):
+        return x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt() * norm.weight
+
+    with torch.no_grad():
+        x = model.embedding.weight[tokens_of()]
+        for attention, mlp in zip(model.sublayers[::2], model.sublayers[1::2]):
+            x = x + attention.body(normed(x, attention.norm), rotary)[0]
+            inner, body = normed(x, mlp.norm), mlp.body
+            gate, up = inner @ body.gate.weight.T, inner @ body.up.weight.T
+            x = x + (gate * gate.sigmoid() * up) @ body.output.weight.T
+        torch.testing.assert_close(model(tokens_of()), normed(x, model.norm) @ model.head.weight.T)
+
+
 def test_attention_is_its_formula():
     """Grouped queries, norms of queries and keys before their rotation, written with complex numbers and loops."""
     torch.manual_seed(0)
@@ -169,6 +187,19 @@ def test_sampling_respects_its_limits():
     assert set(sample(logits, **{**limits, "top_p": 0.5}).tolist()) == {0}
     assert set(sample(logits, **{**limits, "top_p": 0.8}).tolist()) == {0, 1}
     assert set(sample(logits, **{**limits, "temperature": 0.0}).tolist()) == {0}
+    for temperature in (0.5, 1.0, 3.0):
+        share = (sample(logits, **{**limits, "temperature": temperature}) == 0).float().mean().item()
+        assert share == pytest.approx((logits[0] / temperature).softmax(-1)[0].item(), abs=0.06)
+
+
+def test_generation_depends_on_its_seed_and_leaves_the_model_as_it_was():
+    model = model_of("standard")
+    texts = {seed: generate(model, tokens_of(1, 4), 12, seed=seed).tolist() for seed in (0, 1, 2)}
+    assert texts[0] != texts[1] != texts[2]
+    assert generate(model, tokens_of(1, 4), 12, seed=1).tolist() == texts[1]
+    assert model.training
+    generate(model.eval(), tokens_of(1, 4), 1)
+    assert not model.training
 
 
 def test_generation_stops_where_told():
@@ -178,6 +209,11 @@ def test_generation_stops_where_told():
     stop = int(free[0, 6])
     first = free[0, 4:].tolist().index(stop)
     assert generate(model, prompt, 12, temperature=0.0, stop=stop).shape[1] == 4 + first + 1
+    prompts = torch.cat((prompt, tokens_of(batch=1, length=4, seed=5)))
+    one, other = generate(model, prompts, 12, temperature=0.0)[:, 4:].tolist()
+    stop = next(token for token in one[:8] if token not in other)
+    beside = generate(model, prompts, 12, temperature=0.0, stop=stop)[:, 4:].tolist()
+    assert beside == [[*one[: one.index(stop)], *[stop] * (12 - one.index(stop))], other]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,9 @@ def test_half_precision_is_one_rounding_away_from_fp32(dtype):
     low = [source.detach().to(dtype) for source in sources]
     exact = depth_attention([s.float() for s in low], query, key_weight)
     assert torch.equal(depth_attention(low, query, key_weight), exact.to(dtype))
+    out, lse = attend_blocks(low, query.unsqueeze(0), key_weight.unsqueeze(0))
+    assert torch.equal(out[0], exact.to(dtype))
+    assert lse.dtype == torch.float32
 
 
 def test_autocast_rounds_nothing():

@@ -201,6 +201,40 @@ def test_a_run_is_resumed_only_where_one_began_and_knows_its_parent(tmp_path, mo
     assert started[0][1][PARENT] == str(os.getpid())
 
 
+def test_runs_share_the_cores(tmp_path, monkeypatch):
+    threads = []
+    started = lambda command, **others: threads.append(others["env"].get("OMP_NUM_THREADS"))  # noqa: E731
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for jobs in (1, 2, 5, 30):
+        launch(job_in(tmp_path / "run"), jobs)
+    assert threads == [None, "6", "2", "1"]
+
+
+def test_a_row_has_the_mean_of_each_of_its_numbers():
+    """Each of its own, so that none can stand for another."""
+    numbers = {
+        "loss": (2.0, 4.0),
+        "bits_per_byte": (1.0, 1.5),
+        "seconds": (10.0, 20.0),
+        "peak_memory_bytes": (100, 300),
+    }
+    finished = {
+        ("ddl", seed): replace(
+            result("ddl", seed, 0.0), tokens=64, parameters=70, residual_parameters=7, flops_per_token=700,
+            **{key: values[seed] for key, values in numbers.items()},
+        )
+        for seed in (0, 1)
+    }  # fmt: skip
+    (row,) = tabulate(finished, ["ddl"], {"ddl": 3})
+    for key, (one, other) in numbers.items():
+        expected = {"mean": (one + other) / 2, "spread": (other - one) / 2**0.5}
+        assert asdict(getattr(row, key)) == pytest.approx(expected), key
+    assert (row.tokens, row.parameters, row.residual_parameters, row.flops_per_token) == (64, 70, 7, 700)
+    assert (row.seeds, row.side_by_side, row.pairs) == ((0, 1), 3, 2)
+
+
 def test_a_run_records_how_many_ran_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda command, **others: None)
     job = job_in(tmp_path / "run")

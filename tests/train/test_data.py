@@ -326,6 +326,15 @@ def test_bpe_knows_its_bytes(tmp_path):
     assert data.tokenizer.token_bytes[tokens(data, "train")].sum() == data.manifest["train"]["bytes"]
 
 
+def test_evaluation_windows_are_spread_over_the_text(tmp_path):
+    windows = prepare(settings(tmp_path, corpus(tmp_path))).windows("train", 8)
+    assert len(windows) > 100
+    chosen = windows.spread(5)
+    assert chosen[0] == 0
+    assert np.diff(chosen) == pytest.approx([len(windows) / 5] * 4, abs=1)
+    assert windows.spread(10**6).tolist() == list(range(len(windows)))
+
+
 def test_bpe_learns_nothing_from_held_out_text(tmp_path):
     """Every document repeats a word of its own, which becomes a token where it is trained on, and only there."""
     pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")

@@ -1,12 +1,14 @@
 """A study: what a recipe describes, run once, in pieces if need be."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 from tinyrun import tiny, write_corpus
 
 from headwater.errors import UserError
-from headwater.train.study import read_recipe, study
+from headwater.train.study import read_recipe, steps_for, study
 
 RECIPE = """
 name = "pair"
@@ -107,3 +109,11 @@ def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys
         study(recipe, out)
     assert json.loads((out / "settings" / "residual-standard-seed-0.json").read_text())["train"]["steps"] == 4
     assert tiny(tmp_path).train.steps != 4, "the recipe's own settings were used"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_for_tokens_a_parameter_leave_embedding_and_head_out(tmp_path, tied):
+    config = tiny(tmp_path, residual="standard", batch_size=2)
+    config = replace(config, model=replace(config.model, tie_embeddings=tied))
+    inner = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32) + 5 * 16  # two layers of attention and MLP, and norms
+    assert steps_for(config, 20.0) == math.ceil(20 * inner / (2 * 32))

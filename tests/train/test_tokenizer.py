@@ -36,6 +36,11 @@ def test_round_trip_and_byte_counts(tokenizer, text, tmp_path):
     assert again.to_json() == tokenizer.to_json()
 
 
+def test_the_end_of_a_text_stands_for_no_bytes(tokenizer):
+    assert tokenizer.token_bytes[tokenizer.end_of_text] == 0
+    assert (np.delete(tokenizer.token_bytes, tokenizer.end_of_text) > 0).all()
+
+
 def test_bpe_merges_what_is_frequent():
     assert len(bpe().encode("the river")) < len("the river")
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import json
 import math
 import shutil
@@ -20,6 +21,7 @@ from headwater.analyze.runs import read_run
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names, pinned
+from headwater.residuals import record as record_of
 from headwater.train import loop
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.folder import checkpoints, damage, load_model, read_state
@@ -29,7 +31,7 @@ from headwater.train.data.dataset import prepare
 from headwater.train.distributed.fsdp import clip
 from headwater.train.distributed.parts import local
 from headwater.train.load import load_run
-from headwater.train.loop import accumulate, evaluate, train, update
+from headwater.train.loop import accumulate, evaluate, train, update, windows_of
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.optim import build_optimizers, learning_rate, set_learning_rate
 from headwater.train.results import TrainResult
@@ -517,6 +519,14 @@ def test_depth_records(tmp_path):
         train(tiny(tmp_path, residual=residual), tmp_path / residual)
         records = [r for r in fingerprint(tmp_path / residual)["metrics"] if r["kind"] == "depth"]
         assert [record["step"] for record in records] == [6, 12]
+        model, _ = load_model(tmp_path / residual)
+        data = prepare(tiny(tmp_path).data).windows("validation", 32)
+        with torch.no_grad(), record_of(model.residual) as trace:
+            model(torch.from_numpy(data.take(data.spread(1)))[:, :-1])
+        sizes = [y.square().mean().sqrt().item() for y in trace.sources[1:]]
+        assert records[-1]["output_norm"] == pytest.approx(sizes, rel=1e-4)
+        sizes = [x.square().mean().sqrt().item() for x in trace.reads]
+        assert records[-1]["read_norm"] == pytest.approx(sizes, rel=1e-4)
         for record in records:
             assert record["sublayers"] == ["attention", "mlp"] * 2
             assert [len(record[key]) for key in ("output_norm", "gradient_norm", "read_norm", "entropy")] == [
@@ -534,6 +544,17 @@ def test_depth_records(tmp_path):
             else:
                 assert np.allclose(mixing.sum(1), 1, atol=1e-4)
                 assert all(e <= math.log(row + 1) + 1e-4 for row, e in enumerate(record["entropy"]))
+
+
+def test_gradients_by_depth_are_those_before_clipping(tmp_path):
+    taken = {}
+    for limit in (1e-3, 1e3):
+        config = tiny(tmp_path, depth_every=1)
+        run = begin(replace(config, optim=replace(config.optim, clip=limit)), tmp_path / str(limit), resume=False)
+        (taken[limit],) = loop.HostStep(run).take(1)
+        run.log.close()
+    assert taken[1e-3].depth == taken[1e3].depth
+    assert 0.1 < math.hypot(*taken[1e3].depth) < taken[1e3].grad_norm == taken[1e-3].grad_norm
 
 
 def test_summary_and_resolved_configuration(tmp_path):
@@ -566,6 +587,40 @@ def test_every_parameter_meets_its_optimizer_once(optimizer):
         for name, parameter in model.named_parameters():
             hidden = name.startswith("sublayers.") and parameter.ndim == 2
             assert homes[id(parameter)] == ((optimizer, 0.1) if hidden else ("adamw", 0.0)), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_optimizer_has_the_settings_that_were_asked_for(optimizer):
+    """Muon at the scale of AdamW, whose rate and decay it shares: a number of either moves by about 0.2 rates."""
+    model = Decoder(ModelConfig(vocab_size=64, dim=16, layers=2, heads=2, mlp_dim=32))
+    settings = OptimSettings(optimizer=optimizer, lr=0.25, beta1=0.7, beta2=0.8, weight_decay=0.3)
+    built = build_optimizers(model, settings)
+    for group in built["adamw"].param_groups:
+        assert (group["lr"], group["betas"]) == (0.25, (0.7, 0.8))
+    decays = {group["name"]: group["weight_decay"] for kind in built.values() for group in kind.param_groups}
+    assert decays == {"matrices": 0.3, "rest": 0.0}
+    if optimizer == "muon":
+        (group,) = built["muon"].param_groups
+        assert (group["lr"], group["adjust_lr_fn"]) == (0.25, "match_rms_adamw")
+        matrix = model.sublayers[1].body.gate.weight
+        before = matrix.detach().clone() * (1 - 0.25 * 0.3)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        built["muon"].step()
+        assert (matrix - before).square().mean().sqrt().item() == pytest.approx(0.2 * 0.25, rel=0.2)
+
+
+def test_a_step_sees_the_batch_of_its_seed_and_number(tmp_path):
+    seen = {}
+    for seed in (0, 7):
+        run = begin(tiny(tmp_path, seed=seed, accumulate=2), tmp_path / str(seed), resume=False)
+        for number, micro in ((1, 0), (1, 1), (2, 0)):
+            expected = run.train.batch(seed=seed, step=number - 1, size=4, micro=micro, micros=2)
+            seen[seed, number, micro] = windows_of(run, number, micro)
+            assert torch.equal(seen[seed, number, micro], torch.from_numpy(expected))
+        run.log.close()
+    assert not any(torch.equal(one, two) for one, two in itertools.combinations(seen.values(), 2))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
