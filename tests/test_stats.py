@@ -73,6 +73,13 @@ def test_means_have_a_spread_from_two_values_on():
     assert Stat(0.5, 0.25, 2).text(".1f", "+") == "+0.5 ± 0.2"
 
 
+def test_a_mean_is_no_median():
+    paired = Paired((1.0, 2.0, 6.0))
+    assert paired.mean == paired.stat.mean == 3.0
+    assert paired.stat.spread == pytest.approx(math.sqrt(7))
+    assert summarize([1.0, None, 2.0, 6.0]) == Stat(3.0, pytest.approx(math.sqrt(7)), 3)
+
+
 def test_what_seeds_can_tell_is_said_in_words():
     assert "cannot tell any difference" in limits(1, 2)
     told = "a difference is told from chance when it exceeds {} times the spread of its pairs"

@@ -12,7 +12,7 @@ import pytest
 from runfolder import make_comparison, make_run
 
 from headwater.analyze import report
-from headwater.analyze.groups import group_runs, smooth, thin
+from headwater.analyze.groups import curves, group_runs, smooth, thin
 from headwater.analyze.matrix import write_matrix
 from headwater.analyze.report import make_page, write_report
 from headwater.analyze.runs import find_order, find_runs, read_run
@@ -282,12 +282,28 @@ def test_unequal_tokens_are_said(tmp_path):
     assert "not a fair comparison" in visible(write_report([folder]).read_text())
 
 
+def test_a_row_speaks_of_its_longest_run_and_differences_are_drawn_seed_by_seed(tmp_path):
+    folder = make_comparison(tmp_path / "c", ["standard", "attnres-full"], [3, 5], layers=1, steps=10)
+    rewrite(folder / "runs" / "1-seed5" / "summary.json", tokens=999_000)
+    base, other = group_runs([read_run(run) for run in find_runs([folder])])
+    assert (base.tokens(), other.tokens()) == (10 * 4096, 999_000)
+    drawn = curves(other, "difference")
+    assert len(drawn) == 2
+    for position, points in drawn.items():
+        run = other.runs[position]
+        rival = next(each for each in base.runs if each.seed == run.seed)
+        expected = [mine["loss"] - its["loss"] for mine, its in zip(run.evals, rival.evals, strict=True)]
+        assert [value for _, _, value in points] == pytest.approx(expected)
+
+
 def test_smoothing_keeps_gaps_and_thinning_keeps_ends():
     curve = [(i, float(i), None if i == 50 else float(i)) for i in range(400)]
     smoothed = smooth(curve)
     assert smoothed[50][2] is None
     assert smoothed[0][2] == 0.0
     assert smoothed[200][2] == pytest.approx(200.0)  # the average of a straight line around its middle
+    near = [i for i in range(45, 66) if i != 50]  # ten on each side, the missing one left out
+    assert smoothed[55][2] == pytest.approx(sum(near) / 20)
     kept = thin(curve, 7)
     assert len(kept) == 7
     assert (kept[0], kept[-1]) == (curve[0], curve[-1])

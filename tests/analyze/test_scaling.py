@@ -1,9 +1,11 @@
 """Scaling fits on curves that are known, with noise that is known."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from headwater.analyze.scaling import Fit, compare_scaling, fit, table
+from headwater.analyze.scaling import Fit, compare_scaling, fit, points_of, table
 from headwater.errors import UserError
 
 BUDGETS = [1e15, 3e15, 1e16, 3e16, 1e17]
@@ -43,6 +45,21 @@ def test_equal_residuals_are_not_told_apart_and_intervals_hold_as_often_as_they_
         interval = compare_scaling(points, "standard", draws=120, seed=seed)[1].multipliers[1e16]
         held += interval.low <= 1 <= interval.high
     assert held >= 33  # 95 % of 40 is 38; of four seeds a bootstrap makes somewhat too little of the spread
+
+
+def test_points_are_operations_times_tokens():
+    """Budgets within three per cent are one, that of the run that came first."""
+
+    def run(residual, per_token, tokens, bits):
+        return SimpleNamespace(
+            residual=residual,
+            summary={"flops_per_token": per_token, "tokens": tokens, "bits_per_byte": bits, "loss": 9.0},
+        )
+
+    runs = [run("a", 10, 1000, 1.0), run("a", 10, 2000, 2.0), run("a", 10.2, 1000, 3.0), run("b", 20, 1000, 4.0)]
+    unfinished = SimpleNamespace(residual="a", summary=None)
+    assert points_of([*runs, unfinished]) == {"a": {10_000: [1.0, 3.0], 20_000: [2.0]}, "b": {20_000: [4.0]}}
+    assert points_of(runs[:1], "loss") == {"a": {10_000: [9.0]}}
 
 
 def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.tables import MARKS, PAGE, table
+from headwater.analyze.markup import count, duration, memory
 from headwater.analyze.table import markdown, paper_traffic, residual_table
 from headwater.cli import main
 from headwater.residuals import build, names
@@ -72,6 +73,16 @@ def test_every_column_of_traffic_says_what_it_counts(capsys):
 def test_parameters_are_in_units_of_the_width(rows):
     assert rows["layerscale"].parameters == 1
     assert rows["rezero"].parameters == 1 / DIM
+
+
+def test_numbers_are_written_in_their_units():
+    assert [count(n) for n in (None, 7, 999, 1000, 12_345, 999_900, 2_500_000, 3e9, 4e12)] == [
+        "—", "7", "999", "1 k", "12.3 k", "1000 k", "2.5 M", "3 B", "4 T",
+    ]  # fmt: skip
+    assert [duration(s) for s in (None, 5, 59.96, 61, 3599, 3600, 5430, 90_000)] == [
+        "—", "5.0 s", "60.0 s", "1 min 01 s", "59 min 59 s", "1 h 00 min", "1 h 30 min", "25 h 00 min",
+    ]  # fmt: skip
+    assert [memory(b) for b in (None, 5 * 2**20, 2**30, 3 * 2**29)] == ["—", "5 MiB", "1.00 GiB", "1.50 GiB"]
 
 
 def test_markdown_has_a_line_for_every_residual(rows):

@@ -14,11 +14,13 @@ from tinyhf import tiny_model
 from tinyrun import tiny
 
 from headwater.cli import main
+from headwater.hf.evaluate import evaluate
 from headwater.residuals import import_plugins
 from headwater.train.checkpoint.folder import load_model
 from headwater.train.loop import train
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+pytest.importorskip("lm_eval.models.huggingface", reason="the extra `eval` is not installed")
 
 QUESTIONS = [
     {"text": "river 3 runs from its", "answer": " headwater", "wrong": " zzzzzzzzzz"},
@@ -104,6 +106,26 @@ def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(run,
         assert written["results"]["rivers"]["acc,none"] == accuracy
         assert written["results"]["rivers_perplexity"]["perplexity,none"] == pytest.approx(perplexity, rel=1e-4)
         assert written["n-samples"]["rivers"]["effective"] == len(QUESTIONS)
+
+
+def test_options_reach_the_harness(tasks, monkeypatch):
+    given, made = {}, {}
+
+    def scored(model, **options):
+        given.update(options)
+        return {"results": {}}
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", scored)
+    monkeypatch.setattr(lm_eval.models.huggingface, "HFLM", lambda **options: made.update(options))
+    model = tiny_model("llama")
+    evaluate(model, "tokenizer", ["rivers"], include_path=tasks, fewshot=2, limit=7, batch_size=3)
+    assert {name: given[name] for name in ("tasks", "num_fewshot", "limit", "confirm_run_unsafe_code")} == {
+        "tasks": ["rivers"],
+        "num_fewshot": 2,
+        "limit": 7,
+        "confirm_run_unsafe_code": False,
+    }
+    assert (made["pretrained"], made["tokenizer"], made["batch_size"]) == (model, "tokenizer", 3)
 
 
 def own_tasks_only(monkeypatch):

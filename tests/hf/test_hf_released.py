@@ -61,9 +61,9 @@ def oracle(weights, release, boundary, eps):
 
 CASES = [  # config of the release, and where blocks open by its own rule
     (FLA, {"attnres_block_size": 3, "norm_eps": 1e-6}, lambda i: i % 3 == 0),
-    (FLA, {"attnres_block_size": 1, "norm_eps": 1e-6}, lambda i: True),
+    (FLA, {"attnres_block_size": 1, "norm_eps": 0.4}, lambda i: True),
     (KIMI_K3, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5}, lambda i: i % 2 == 0 and (i // 2) % 2 == 0),
-    (KIMI_K3, {"attn_res_block_size": 12, "rms_norm_eps": 1e-5}, lambda i: i == 0),  # one partial block
+    (KIMI_K3, {"attn_res_block_size": 12, "rms_norm_eps": 0.4}, lambda i: i == 0),  # one partial block
 ]
 
 
@@ -126,6 +126,21 @@ def test_a_decoder_of_headwater_train_exports(settings, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_an_exported_model_has_every_setting_of_the_decoder(qk_norm):
+    """Each away from its default, and norms away from one."""
+    torch.manual_seed(0)
+    shape = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_dim": 40, "context": 16}
+    config = ModelConfig(vocab_size=80, **shape, norm_eps=0.3, rope_theta=30.0, qk_norm=qk_norm)
+    decoder = Decoder(config).eval()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        model = export(config.to_dict(), decoder.weights())
+        torch.testing.assert_close(model(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)
+    assert model.config.max_position_embeddings == 16
 
 
 def test_a_saved_model_of_headwater_is_exported_with_its_tokenizer(tmp_path):

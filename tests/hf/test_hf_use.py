@@ -22,6 +22,7 @@ from transformers import (
 import headwater
 from headwater.errors import UserError
 from headwater.hf import convert, load_delta, reset, revert, save_delta, verify
+from headwater.hf.convert.norms import foldable
 
 
 @pytest.fixture
@@ -153,6 +154,16 @@ def test_depth_weights_under_gradient_checkpointing(model):
     out.loss.backward()
     for one, other in zip(out.depth_weights, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_folded_norm_is_the_norm_of_the_scaled_input(model_type):
+    """Of an input so small that eps shows: a kernel takes weight and eps, and knows of no scale."""
+    norm = tiny_model(model_type).model.norm
+    folded, x = foldable(norm, 3.0), 1e-3 * torch.randn(4, 32)
+    expected = norm(3.0 * x)
+    torch.testing.assert_close(torch.nn.functional.rms_norm(x, (32,), folded.weight, folded.eps), expected)
+    torch.testing.assert_close(folded(x), expected)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])

@@ -66,6 +66,17 @@ def test_logits_that_are_no_numbers_are_equal_to_nothing(dtype, tmp_path):
     assert str(result).startswith("NOT equal")
 
 
+def test_the_limit_is_a_millionth_of_a_nat():
+    """A model that is off by little more is not equal, whatever else it is judged by."""
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    convert(model)
+    stir(model, 0.02)
+    result = verify(model, plain, tokens(4, 24))
+    assert 2e-6 < result.kl < 2e-4
+    assert not result.equal
+    assert result.whole.limit == KL_LIMIT == 1e-6
+
+
 def test_the_command_takes_as_many_tokens_and_the_seed_that_it_is_given(monkeypatch, capsys):
     given = []
     monkeypatch.setattr(folder, "verify_folders", lambda *words: given.append(words) or SimpleNamespace(equal=True))
