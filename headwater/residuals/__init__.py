@@ -10,6 +10,7 @@ from .denseformer import DenseFormerResidual
 from .elc import EveryLayerCountsResidual, VerticalAttentionResidual
 from .highway import HighwayResidual
 from .hyper import HyperConnectionsResidual
+from .hyper_attention import HyperAttentionResidual
 from .laurel import LaurelResidual
 from .mhc import MHCLiteResidual, MHCResidual
 from .mudd import MUDDFormerResidual
@@ -30,6 +31,7 @@ __all__ = [
     "DepthWindowResidual",
     "EveryLayerCountsResidual",
     "HighwayResidual",
+    "HyperAttentionResidual",
     "HyperConnectionsResidual",
     "LaurelResidual",
     "LayerScaleResidual",

@@ -101,7 +101,14 @@ def depth_window(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
 
 
 # Of a depth read in a residual that leaves no choice.
-PLAIN_READ = {"query": "static", "weights": "softmax", "key_norm": True, "heads": 1, "key_dim": None}
+PLAIN_READ = {
+    "query": "static",
+    "weights": "softmax",
+    "key_norm": True,
+    "heads": 1,
+    "key_dim": None,
+    "eps": 1e-6,
+}
 
 
 def depth_read(read: Any, o: Any, sources: list[Tensor]) -> Tensor:
@@ -234,19 +241,36 @@ def streams(residual: Any, o: Any, x: Tensor, run: Run, coefficients: Callable[.
     return h.sum(-2)
 
 
-def hyper_connections(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+def connection(c: Any, form: str, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The paper's matrices: h = A_m^T H, H' = A_r^T H + B^T y, each plus its dynamic part."""
+    if form == "static":
+        shape = h.shape[:-2]
+        return c.pre.expand(*shape, -1), c.post.expand(*shape, -1), c.res.T.expand(*shape, -1, -1)
+    t = torch.tanh(F.linear(unit(h), c.dynamic))  # (..., n, n + 2)
+    beta, alpha = c.post + c.post_scale * t[..., 0], c.pre + c.mix_scale * t[..., 1]
+    return alpha, beta, (c.res + c.mix_scale * t[..., 2:]).mT
 
-    def coefficients(h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        c = residual.connections[str(i)]
-        if o.form == "static":
-            shape = h.shape[:-2]
-            return c.pre.expand(*shape, -1), c.post.expand(*shape, -1), c.res.T.expand(*shape, -1, -1)
-        t = torch.tanh(F.linear(unit(h), c.dynamic))  # (..., n, n + 2)
-        beta, alpha = c.post + c.post_scale * t[..., 0], c.pre + c.mix_scale * t[..., 1]
-        return alpha, beta, (c.res + c.mix_scale * t[..., 2:]).mT
 
-    return streams(residual, o, x, run, coefficients)
+def hyper_connections(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    return streams(residual, o, x, run, lambda h, i: connection(residual.connections[str(i)], o.form, h))
+
+
+def hyper_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    """The two loops side by side: the attention's sublayers hand their read to the streams' and share its output."""
+    block = o.block or max(2, ceil(residual.sublayers / 8))
+    outputs: list[Tensor] = []
+
+    def depth(i: int) -> Tensor:
+        blocks = [torch.stack(outputs[j : j + block]).sum(0) for j in range(0, i, block)]
+        return x if i == 0 else depth_read(residual.depth_part.reads[str(i)], o, [x, *blocks])
+
+    def both(i: int, read: Any) -> Tensor:
+        outputs.append(run(i, read + depth(i)))
+        return outputs[-1]
+
+    connections = residual.stream_part.connections
+    mixed = streams(residual, o, x, both, lambda h, i: connection(connections[str(i)], o.form, h))
+    return mixed + depth(residual.sublayers)
 
 
 def constrained(residual: Any, n: int, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -331,6 +355,7 @@ FORMULAS: Mapping[str, Formula] = {
     "deepcrossattention": deep_cross_attention,
     "muddformer": muddformer,
     "hyper-connections": hyper_connections,
+    "hyper-attnres": hyper_attention,
     "mhc": mhc,
     "mhc-lite": mhc_lite,
     "ddl": deep_delta,

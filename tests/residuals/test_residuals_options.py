@@ -51,6 +51,8 @@ SPECS = [
     "hyper-connections:form=static",
     "hyper-connections:streams=1",
     "hyper-connections:streams=2,form=static",
+    "hyper-attnres:streams=2,block=1",
+    "hyper-attnres:streams=1,form=static,block=3",
     "mhc:streams=2,iterations=3",
     "mhc:start=uniform",
     "mhc:start=biased",

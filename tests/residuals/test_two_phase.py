@@ -8,7 +8,8 @@ import torch
 
 from headwater.models import Decoder, ModelConfig
 from headwater.models.generate import generate
-from headwater.residuals import build, record, with_options
+from headwater.residuals import AttentionResidual, build, record, with_options
+from headwater.residuals.record import replay
 
 SPECS = ["attnres-block:block=3", "attnres-block:block=8", "attnres-full"]  # 3: the last block is partial
 
@@ -124,3 +125,28 @@ def test_a_schedule_asked_for_by_name_runs_or_says_why_not():
     with pytest.raises(ValueError, match="backend='triton' cannot take"):
         residual.begin(torch.zeros(2, 16, dtype=torch.float64))
     assert len(build("attnres-full:schedule=one-pass,backend=triton", 16, 4).begin(torch.zeros(2, 16))) == 1
+
+
+@torch.no_grad()
+def test_sources_beside_streams_are_read_in_two_phases_too():
+    """On a GPU the attention of hyper-attnres has the state of two phases; a stage is handed sources alone."""
+    torch.manual_seed(0)
+    residual = build("hyper-attnres:streams=2,block=3", 16, 8)
+    for parameter in residual.parameters():
+        parameter.add_(0.3 * torch.randn(parameter.shape))
+    sources = list(torch.randn(9, 2, 5, 16))
+    expected = replay(residual, sources)
+    phased = AttentionResidual(16, 8, block=3, schedule="two-phase", backend="reference")
+    phased.load_state_dict(residual.depth_part.state_dict())
+    residual.depth_part = phased
+    residual.forget_layouts()
+    for read, wanted in zip(replay(residual, sources), expected):
+        torch.testing.assert_close(read, wanted, atol=1e-5, rtol=1e-5)
+    state = residual.begin(sources[0])
+    for i in range(4):
+        state = residual.write(residual.read(state, i)[1], i, sources[i + 1])
+    assert len(state) > 4
+    settled = residual.settle(state, 4)
+    assert [len(layout) for layout in residual.layouts["read", 4]] == [4, len(state)]
+    assert len(settled) == 4  # streams, embedding, a finished block, the running sum
+    torch.testing.assert_close(residual.read(tuple(settled), 4)[0], expected[4], atol=1e-5, rtol=1e-5)

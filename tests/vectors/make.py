@@ -1,4 +1,4 @@
-"""Makes the conformance vectors of this folder: python tests/vectors/make.py
+"""Makes the conformance vectors of this folder: python tests/vectors/make.py [specs]
 
 One safetensors file for each residual: fixed sources in, reads and gradients out, so that an implementation in any
 framework can be checked without running a sublayer. README.md says what the names mean.
@@ -6,6 +6,7 @@ framework can be checked without running a sublayer. README.md says what the nam
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -20,6 +21,9 @@ INPUTS = ("query", "key", "value")
 OPTIONS = [
     "attnres-block:block=4",
     "attnres-full:heads=4",
+    "attnres-full:query=projected",
+    "attnres-full:weights=sigmoid",
+    "attnres-full:key_norm=false",
     "highway:gate=channel",
     "denseformer:dilation=2,period=1",
     "elc-bert:variant=base",
@@ -34,6 +38,7 @@ OPTIONS = [
     "laurel:form=previous,rank=4",
     "laurel:form=weighted",
     "delta-attnres:block=2",
+    "depth-window:maps=reader",
 ]
 SMALLER = {"mhc": "mhc:streams=3", "mhc-lite": "mhc-lite:streams=3", "laurel": "laurel:rank=4"}  # fewer parameters
 
@@ -83,7 +88,7 @@ def file_of(spec: str) -> Path:
 
 
 def main() -> None:
-    for spec in specs():
+    for spec in sys.argv[1:] or specs():
         tensors = {name: x.detach().float().contiguous() for name, x in make(spec).items()}
         layout = {"sublayers": SUBLAYERS, "kinds": ["attention", "mlp"] * (SUBLAYERS // 2), "dim": DIM}
         save_file(tensors, file_of(spec), {"residual": spec, "layout": json.dumps(layout)})
