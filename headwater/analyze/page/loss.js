@@ -114,7 +114,8 @@ function drawDots(where, kind, title, all, shown) {
 }
 
 function drawLoss() {
-  drawCurves("eval", "validation loss, nats per token", 340, "No evaluation was recorded.");
+  const room = 66 + 14 * Math.min(groups.length, 30); // for every name at the end of its line
+  drawCurves("eval", "validation loss, nats per token", Math.max(340, room), "No evaluation was recorded.");
   drawCurves("train", "training loss, nats per token", 270, "No training loss was recorded.");
   const lone = groups.length === 1 ? "There is nothing to subtract: the page shows one residual."
     : "No run has an evaluated baseline with the same settings and seed.";
