@@ -28,6 +28,7 @@ from headwater.flags import (
     EvalFlags,
     ExportFlags,
     GenerateFlags,
+    InspectFlags,
     PlanFlags,
     PluginFlags,
     ReportFlags,
@@ -132,6 +133,50 @@ def generate(argv: list[str]) -> None:
             stop=tokenizer.end_of_text,
         )
     say(tokenizer.decode(tokens[0].tolist()))
+
+
+def inspect(argv: list[str]) -> None:
+    """Look inside a model as it reads a prompt: one HTML page, or --serve it with a prompt box."""
+    flags = parse(InspectFlags, argv, inspect)
+    if not 1 <= len(flags.models) <= 2 or flags.top < 1:
+        raise UserError(f"inspect takes one model or two, and --top at least 1; got {len(flags.models)}, {flags.top}")
+    check_device(flags.device)
+    from headwater.analyze.inspector import Inspection
+    from headwater.analyze.inspector import inspect as run
+    from headwater.analyze.inspector.serve import serve
+
+    loaded = [load_any(folder, flags.device) for folder in flags.models]
+    short = len({folder.name for folder in flags.models}) == len(flags.models)
+    names = [folder.name if short and folder.name else str(folder) for folder in flags.models]
+
+    def look(prompt: str) -> list[Inspection]:
+        options: dict[str, Any] = {"top": flags.top, "removals": flags.removals}
+        return [
+            run(model, encode(prompt), tokenizer=tokenizer, name=name, **options)
+            for (model, tokenizer, encode), name in zip(loaded, names)
+        ]
+
+    prompt = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
+    if flags.serve:
+        serve(look, prompt, flags.port, say)
+        return
+    first, *other = look(prompt)
+    say(f"Inspector: {first.save(flags.out, *other)}")
+
+
+def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[int]]]:
+    """A model, its tokenizer and how that encodes: of a run, or of a transformers folder."""
+    if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
+        needs("transformers", "hf")
+        from headwater.hf.formats.folder import load_with_tokenizer
+
+        model: Any
+        model, tokenizer = load_with_tokenizer(folder)
+        return model.to(device), tokenizer, lambda text: tokenizer(text)["input_ids"]
+    from headwater.train import load_run
+
+    loaded = load_run(folder, device)
+    return loaded.model, loaded.tokenizer, lambda text: loaded.tokenizer.encode(text).tolist()
 
 
 def convert(argv: list[str]) -> None:
@@ -266,6 +311,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "matrix": matrix,
     "residuals": residuals,
     "generate": generate,
+    "inspect": inspect,
     "convert": convert,
     "verify": verify,
     "eval": evaluate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -94,6 +94,24 @@ class GenerateFlags(PluginFlags):
     top_p: float | None = None
     seed: int = 0
     device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectFlags(PluginFlags):
+    models: tyro.conf.Positional[tuple[Path, ...]]
+    """A run, a checkpoint, an exported model or a converted transformers folder; or two of them, side by side."""
+    prompt: str = "def add(a, b):\n    return a +"
+    top: int = 5
+    """How many of the likeliest tokens to show."""
+    removals: Literal["auto", "none", "sources", "pairs"] = "auto"
+    """What to take away to see its effect: each source at all reads, or also at each read alone."""
+    device: str = "cpu"
+    out: Path = Path("inspect.html")
+    """The page to write."""
+    serve: bool = False
+    """Serve the page with a prompt box, to this machine's browser alone, and write nothing."""
+    port: int = 0
+    """With --serve: of 127.0.0.1; 0 takes one that is free."""
 
 
 @dataclass(frozen=True, kw_only=True)

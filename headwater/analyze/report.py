@@ -28,7 +28,8 @@ LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
 DETAILS = ((400, 16, 3), (240, 6, 3), (120, 1, 3), (60, 1, 2))
 DOCTYPE = b"<!doctype html>"
 # In this order: each uses what stands above it.
-SCRIPTS = ("basics", "numbers", "axes", "explore", "loss", "depth", "maps", "measures", "table", "download", "main")
+SHARED = ("nodes", "numbers", "axes", "explore", "colour", "save")  # with the inspector
+SCRIPTS = (*SHARED, "basics", "loss", "depth", "maps", "measures", "table", "download", "main")
 
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
@@ -122,12 +123,18 @@ def fill_template(groups: list[Group], data: dict[str, Any], notes: list[str] | 
     )
 
 
-def page_files() -> tuple[str, str, str]:
-    """Style, script and frame of the page; the script is written in several files and runs as one."""
+def page_files(
+    styles: Sequence[str] = ("report",), scripts: Sequence[str] = SCRIPTS, frame: str = "report"
+) -> tuple[str, str, str]:
+    """Style, script and frame of a page; style and script are written in several files and run as one."""
     folder = resources.files("headwater.analyze").joinpath("page")
-    names = ["report.css", *(f"{name}.js" for name in SCRIPTS), "report.html"]
-    style, *scripts, frame = (folder.joinpath(name).read_text(encoding="utf-8") for name in names)
-    return style, '"use strict";\n' + "\n".join(scripts), frame
+
+    def read(name: str) -> str:
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    style = "\n".join(read(f"{name}.css") for name in styles)
+    script = '"use strict";\n' + "\n".join(read(f"{name}.js") for name in scripts)
+    return style, script, read(f"{frame}.html")
 
 
 def digest(source: str) -> str:

@@ -42,19 +42,21 @@ def visit(browser):
     contexts, troubles, allowed = [], [], set()
 
     def watch(request):  # blob: is what the page made itself, for a download
-        if request.url not in allowed and not request.url.startswith(("data:", "blob:")):
+        if not request.url.startswith((*allowed, "data:", "blob:")):
             troubles.append(f"request {request.url}")
 
-    def open_page(file: Path, **settings):
+    def open_page(file: Path | str, **settings):
+        """`file` is one, or the address of a server, which alone the page may ask."""
+        address = file if isinstance(file, str) else file.as_uri()
         context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | settings))
         contexts.append(context)
         page = context.new_page()
-        allowed.add(file.as_uri())
+        allowed.add(address.partition("#")[0])
         page.on("request", watch)
         page.on("pageerror", lambda error: troubles.append(f"error {error}"))
         page.on("console", lambda message: troubles.append(f"console {message.text}"))
         page.on("dialog", lambda dialog: (troubles.append(f"dialog {dialog.message}"), dialog.dismiss()))
-        page.goto(file.as_uri())
+        page.goto(address)
         return page
 
     yield open_page

@@ -1,16 +1,20 @@
 """What the inspector says equals what is computed directly: dense Jacobians, and a loop over depth written out here."""
 
 import json
+import re
 
 import pytest
 import torch
 from tinymodels import model_of, tokens_of
 
 import headwater
+from headwater.analyze.inspector.serve import InspectorServer
+from headwater.cli import main
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names
 from headwater.residuals.record import linear_replay
+from headwater.train.data.tokenizer import ByteTokenizer
 
 SPECS = ["attnres-full", "attnres-block:block=2", "denseformer", "mhc", "ddl"]
 WITHIN = {"atol": 1e-5, "rtol": 0}
@@ -172,3 +176,55 @@ def test_pairs_are_left_out_where_they_would_take_long():
 
     assert _affordable(Subject(large), 128) == "sources"
     assert _affordable(Subject(model_of("attnres-block")), 32) == "pairs"
+
+
+def saved(folder, spec, **settings):
+    """A decoder as `headwater export` writes it."""
+    folder.mkdir()
+    model_of(spec, scatter=True, layers=1, vocab_size=257, **settings).save(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+def test_the_command_writes_one_page_of_one_model_or_of_two(tmp_path, capsys):
+    one, two = saved(tmp_path / "one", "attnres-full"), saved(tmp_path / "two", "standard")
+    page = tmp_path / "pages" / "inspect.html"
+    assert main(["inspect", str(one), "--prompt", "a river", "--out", str(page)]) == 0
+    assert str(page) in capsys.readouterr().out
+    assert "<title>Inside one ·" in page.read_text()
+    command = ["inspect", str(one), str(two), "--prompt", "a river", "--out", str(page)]
+    assert main([*command, "--top", "2", "--removals", "sources"]) == 0
+    text = page.read_text()
+    assert "<title>Inside one and two ·" in text
+    models = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["models"]
+    assert [(model["reads"]["count"], model["removedAt"]) for model in models] == [(2, None)] * 2
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    one = saved(tmp_path / "one", "attnres-full")
+    mine = tmp_path / "mine.txt"
+    mine.write_text("my notes")
+    for words, said in (
+        ([one, one, one], "one model or two"),
+        ([one, "--top", "0"], "--top at least 1"),
+        ([one, "--prompt", "a"], "at least 2"),
+        ([tmp_path / "none"], "not a folder"),
+        ([one, "--out", mine], "is no web page"),
+        ([one, "--device", "cuda:99"], "--device cuda:99"),
+    ):
+        assert main(["inspect", *map(str, words)]) == 1
+        assert said in capsys.readouterr().err
+    assert mine.read_text() == "my notes"
+
+
+def test_the_command_serves_until_it_is_stopped(tmp_path, capsys, monkeypatch):
+    def stop(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InspectorServer, "serve_forever", stop)
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", str(saved(tmp_path / "one", "attnres-full")), "--serve"]) == 0
+    address, stopped = capsys.readouterr().out.split()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
+    assert stopped == "stopped"
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]

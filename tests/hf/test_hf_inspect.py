@@ -5,7 +5,10 @@ import torch
 from tinyhf import stir, tiny_model, tokens
 
 import headwater
+from headwater.cli import main
 from headwater.errors import UserError
+from headwater.hf.formats.folder import fast_tokenizer, write_model
+from headwater.train.data.tokenizer import ByteTokenizer
 
 WITHIN = {"atol": 1e-5, "rtol": 0}
 
@@ -52,3 +55,16 @@ def test_half_precision_can_be_looked_at():
     headwater.convert(model, "attnres-block:block=2")
     found = headwater.inspect(model, tokens(1, 6))
     torch.testing.assert_close(found.mixing[-1], torch.full((5, 6), 1 / 3), atol=5e-3, rtol=0)  # bf16 weights
+
+
+def test_the_command_reads_a_converted_folder_and_refuses_a_plain_one(tmp_path, capsys):
+    plain = tiny_model("llama", num_hidden_layers=1, vocab_size=257)
+    tokenizer = fast_tokenizer(ByteTokenizer().to_json(), 64)
+    write_model(plain, tokenizer, tmp_path / "plain")
+    headwater.convert(plain, "attnres-full")
+    write_model(plain, tokenizer, tmp_path / "converted")
+    page = tmp_path / "inspect.html"
+    assert main(["inspect", str(tmp_path / "converted"), "--prompt", "a river", "--out", str(page)]) == 0
+    assert "Converted and not trained" in page.read_text()
+    assert main(["inspect", str(tmp_path / "plain"), "--prompt", "a river", "--out", str(page)]) == 1
+    assert "headwater convert" in capsys.readouterr().err

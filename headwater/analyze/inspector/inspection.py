@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,7 @@ class Inspection:
 
         inspection = headwater.inspect(model, tokens)
         print(inspection.mixing[-1].mean(-1))               # what the output head reads, averaged over tokens
+        inspection.save("inspect.html")
     """
 
     name: str  # of the model, as the page shows it
@@ -70,6 +72,28 @@ class Inspection:
     def to_json(self) -> str:
         """Returns `to_dict` as JSON: numbers to seven digits, axes as the fields have them."""
         return json.dumps(self.to_dict(), allow_nan=False, separators=(",", ":"))
+
+    def to_html(self, other: "Inspection | None" = None) -> str:
+        """Returns one HTML page that needs no network; with `other`, of the same tokens, both models side by side.
+
+        Raises UserError if the two have different tokens.
+        """
+        from .page import make_page
+
+        return make_page([self] if other is None else [self, other])
+
+    def save(self, path: str | Path, other: "Inspection | None" = None) -> Path:
+        """Write `to_html(other)` to the file `path`, over a page of before but nothing else. Returns the path."""
+        from headwater.analyze.report import write_page
+
+        return write_page(Path(path), self.to_html(other))
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the page in a frame of its own, whose scripts reach nothing outside it."""
+        from html import escape
+
+        frame = 'sandbox="allow-scripts allow-downloads" style="width:100%;height:820px;border:0"'
+        return f'<iframe title="headwater inspect" {frame} srcdoc="{escape(self.to_html(), quote=True)}"></iframe>'
 
 
 def _listed(value: Any) -> Any:

@@ -44,12 +44,12 @@ def inspect(
         removals: what is taken away to see its effect: "none"; "sources", each source at all reads (S forward passes);
             "pairs", also at each read alone (about S^2 / 2 more); "auto": pairs as far as they take minutes on a CPU.
 
-    Returns an `Inspection`: tensors by read, source and token, and `.to_json()`.
+    Returns an `Inspection`: tensors by read, source and token, `.to_html()`, `.to_json()`; a notebook draws it.
     Raises UserError for a model without a residual of headwater, and for tokens that do not fit it.
 
         run = load_run("runs/first")
         tokens = run.tokenizer.encode("def add(").tolist()
-        print(headwater.inspect(run.model, tokens, tokenizer=run.tokenizer).loss)
+        headwater.inspect(run.model, tokens, tokenizer=run.tokenizer).save("inspect.html")
     """
     subject = Subject(model)
     rows = _checked(tokens, model)
@@ -60,9 +60,7 @@ def inspect(
         says = [_lens(subject, norm, parts, top) for parts in (trace.reads, trace.sources)]
         chosen = _affordable(subject, rows.shape[1]) if removals == "auto" else removals
         places = _places(len(trace.sources), chosen)
-        effects = [
-            remove(subject, rows, shares, p, loss, k, logits.shape[-1]) if p else None for p, k in zip(places, (top, 1))
-        ]
+        effects = [remove(subject, rows, shares, p, loss, top, logits.shape[-1]) if p else None for p in places]
     ids = tuple(rows[0].tolist())
     texts = _texts(tokenizer, ids, [*says, *(effect.top for effect in effects if effect is not None)])
     return Inspection(

@@ -1,40 +1,12 @@
-// The page's data, its state, and how nodes are made. The controls change `state`; every chart is drawn again from it.
-// Text enters the page through textContent only, so a name is never read as markup.
+// The report's data and its state. The controls change `state`; every chart is drawn again from it.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const groups = data.groups.map((group, index) => Object.assign(group, { index }));
 const state = { hidden: new Set(), range: "all", reads: "all", rows: "share", step: Infinity, log: {} };
 const CROWD = 6;  // more residuals than this, and one at a time is lit
 
-const host = (id) => document.getElementById(id);
 const visible = (group) => !state.hidden.has(group);
 const baselineOf = (group) => (group.against === null ? null : groups[group.against]);
-
-const VECTORS = new Set(["svg", "g", "path", "line", "rect", "circle", "text", "image"]);
-function make(tag, attributes = {}, ...children) {
-  const node = VECTORS.has(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) if (value !== undefined) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
 const arm = (group, kind, attributes = {}) => ({ class: `${kind} ${group.look}`, "data-arm": group.index, ...attributes });
 const swatch = (group) => make("i", { class: `key ${group.look}` });
-const parts = (name) => name.split(/(?<=[:,])/).flatMap((part) => [part, make("wbr")]);  // a long name breaks between its options
 const panelTitle = (group) => make("p", { class: "title" }, swatch(group), make("code", {}, ...parts(group.label)));
-const empty = (where, words) => where.replaceChildren(make("p", { class: "empty" }, words));
-
-function light(group) {
-  document.body.classList.toggle("lit", Boolean(group));
-  for (const node of document.querySelectorAll("[data-arm]")) node.classList.toggle("on", Boolean(group) && node.dataset.arm === String(group.index));
-}
-
-function choice(name, title, options, current, change) {
-  const field = make("fieldset", { class: "choice", "aria-label": title || name }, ...(title ? [make("legend", {}, title)] : []));
-  for (const [value, words] of options) {
-    const input = make("input", { type: "radio", name, value });
-    input.checked = value === current();
-    input.addEventListener("change", () => change(value));
-    field.append(make("label", {}, input, words));
-  }
-  return field;
-}

@@ -1,18 +1,5 @@
 // Maps: which read takes from which source. One scale for all, so that colours mean the same in each.
 
-function ramp(name) {
-  const stops = getComputedStyle(document.documentElement).getPropertyValue(name).trim().split(/\s+/)
-    .map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));
-  return (share) => {
-    const at = clamp(share, 0, 1) * (stops.length - 1), i = Math.min(stops.length - 2, Math.floor(at));
-    return `rgb(${stops[i].map((low, k) => Math.round(low + (stops[i + 1][k] - low) * (at - i))).join(" ")})`;
-  };
-}
-// The root of the weight: a share of a tenth among fifty sources is much, and must not look like none.
-function painter(most) {
-  const warm = ramp("--heat"), cold = ramp("--cold");
-  return (value) => (value < 0 ? cold : warm)(Math.sqrt(Math.abs(value) / most));
-}
 const everyRead = (group) => group.depth.kinds.concat("final").keys();
 
 function drawMaps() {
@@ -23,7 +10,7 @@ function drawMaps() {
   // The first reads have few sources and so large weights; the scale ends below the largest hundredth, or they would fade the rest.
   const sizes = every.map(Math.abs).sort((a, b) => a - b), top = sizes.at(-1) || 1, hundredth = sizes[Math.floor(sizes.length * 0.99)] || top;
   const most = hundredth < 0.9 * top ? hundredth : top, paint = painter(most);
-  drawScale(most, most < top, every.some((value) => value < 0), paint);
+  drawScale(SCALE_TITLES[state.rows], most, most < top, every.some((value) => value < 0), paint);
   const panels = groups.filter((group) => visible(group) && !(state.rows === "difference" && group.baseline)).map((group) => {
     const map = make("div", { class: "map" }), panel = make("div", { class: "panel" }, panelTitle(group), map);
     return { group, map, panel };
@@ -36,23 +23,6 @@ function drawMaps() {
 }
 
 const SCALE_TITLES = { share: "share of the row, one scale for all", applied: "weight, one scale for all", difference: "share minus the baseline's" };
-function drawScale(most, clipped, negative, paint) {
-  const width = 210, from = negative ? -1 : 0, svg = make("svg", { width: width + 40, height: 42, role: "img", "aria-label": `Colour scale, ${short(from * most, 2)} to ${short(most, 2)}` });
-  const X = (share) => 16 + ((share - from) / (1 - from)) * width;
-  svg.append(make("text", { class: "name", x: 16, y: 11 }, SCALE_TITLES[state.rows]));
-  for (let i = 0; i < 60; i++) {
-    const share = from + ((i + 0.5) / 60) * (1 - from);
-    svg.append(make("rect", { x: 16 + (i * width) / 60, y: 16, width: width / 60 + 0.5, height: 9, fill: paint(Math.sign(share) * share * share * most) }));
-  }
-  for (const part of negative ? [0, 0.25, 1] : [0, 0.05, 0.2, 0.5, 1]) {
-    for (const sign of negative && part > 0 ? [-1, 1] : [1]) {
-      const beyond = clipped && part === 1 ? (sign > 0 ? "≥ " : "≤ ") : "";
-      svg.append(make("text", { x: X(sign * Math.sqrt(part)), y: 38, "text-anchor": "middle" }, beyond + short(sign * part * most, 2)));
-    }
-  }
-  host("scale").replaceChildren(svg);
-}
-
 function drawMap(where, group, drawn, paint) {
   const frame = frameOf(group), count = group.depth.kinds.length, columns = count + 1;
   if (!frame.mixing) return empty(where, `No depth-mixing weights at step ${frame.step}.`);
@@ -69,21 +39,6 @@ function drawMap(where, group, drawn, paint) {
   labelMap(svg, group, reads, { X, Y, left, bottom, size, tall });
   where.replaceChildren(canvas, svg);
   exploreMap(svg, group, drawn, reads, { X, Y, left, top, bottom, size, tall, gap, where });
-}
-function paintCells(values, { size, tall, width, height, row }, paint) {
-  const dense = devicePixelRatio || 1, snap = (v) => Math.round(v * dense), seam = size > 8 ? 1 : 0, hem = tall > 8 ? 1 : 0;
-  const canvas = make("canvas", { width: Math.ceil(width * dense), height: Math.ceil(height * dense) }), pen = canvas.getContext("2d");
-  let cells = 0;
-  values.forEach((weights, r) => weights.forEach((weight, column) => {
-    if (weight === null) return;
-    cells++;
-    const [x0, x1, y0, y1] = [column * size, (column + 1) * size, row(r), row(r) + tall].map(snap);
-    pen.fillStyle = paint(weight);
-    pen.fillRect(x0, y0, x1 - x0 - seam, y1 - y0 - hem);
-  }));
-  canvas.dataset.cells = cells;
-  Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
-  return canvas;
 }
 function labelMap(svg, group, reads, { X, Y, left, bottom, size, tall }) {
   const count = group.depth.kinds.length;

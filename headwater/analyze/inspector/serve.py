@@ -1,0 +1,122 @@
+"""The inspector with the live model behind it: for this machine's browser alone, and nothing is written.
+
+It listens on 127.0.0.1. The address holds a random token, without which nothing answers; a request under another host
+name, or from another site's page, is refused, so that no page elsewhere can reach it through the browser.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from typing import Any
+
+from headwater.errors import UserError
+
+from .inspection import Inspection
+from .page import make_page, payload
+
+Look = Callable[[str], Sequence[Inspection]]
+LONGEST = 100_000  # bytes of a request
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class InspectorServer(ThreadingHTTPServer):
+    """Serves the page of `look(prompt)`, and `look` of other prompts as the page asks. `port` 0: any that is free.
+
+    `address` is where a browser finds it. Use `serve_forever`, and `server_close` at the end, as of any HTTP server.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, look: Look, prompt: str, port: int = 0) -> None:
+        self.page = make_page(look(prompt), served=True)
+        self.look, self.lock = look, Lock()
+        self.token = secrets.token_urlsafe(24)
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: InspectorServer
+    timeout = 30  # seconds for a request to arrive
+    server_version, sys_version = "headwater", ""
+
+    def do_GET(self) -> None:
+        if self._welcome(""):
+            self._answer(HTTPStatus.OK, self.server.page, "text/html")
+
+    def do_POST(self) -> None:
+        if not self._welcome("inspect"):
+            return
+        try:
+            found = self._look()
+        except UserError as error:
+            self._answer_json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+        else:
+            self._answer_json(HTTPStatus.OK, found)
+
+    def _look(self) -> dict[str, Any]:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > LONGEST:
+            raise UserError(f"a prompt may have {LONGEST} bytes")
+        try:
+            asked = json.loads(self.rfile.read(int(length)))
+        except ValueError:
+            raise UserError("a request is JSON with a prompt") from None
+        prompt = asked.get("prompt") if isinstance(asked, dict) else None
+        if not isinstance(prompt, str):
+            raise UserError("a request is JSON with a prompt")
+        with self.server.lock:  # one at a time: the model has one machine
+            return payload(self.server.look(prompt)) | {"served": True}
+
+    def _welcome(self, page: str) -> bool:
+        """Whether the request may be answered; otherwise it has been refused, and told nothing."""
+        origin = self.headers.get("Origin")
+        foreign = origin is not None and origin.removeprefix("http://") not in self.server.hosts
+        elsewhere = self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+        if self.headers.get("Host") not in self.server.hosts or foreign or elsewhere:
+            self._answer_json(HTTPStatus.FORBIDDEN, {"error": "refused"})
+            return False
+        given = self.path.partition("?")[0].encode()
+        if not secrets.compare_digest(given, f"/{self.server.token}/{page}".encode()):
+            self._answer_json(HTTPStatus.NOT_FOUND, {"error": "not found"})
+            return False
+        return True
+
+    def _answer_json(self, status: HTTPStatus, data: dict[str, Any]) -> None:
+        self._answer(status, json.dumps(data, allow_nan=False), "application/json")
+
+    def _answer(self, status: HTTPStatus, content: str, kind: str) -> None:
+        body = content.encode()
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Prompts are nobody's business."""
+
+
+def serve(look: Look, prompt: str, port: int = 0, announce: Callable[[str], None] = print) -> None:
+    """Serve until Ctrl-C. `announce` is told the address."""
+    with InspectorServer(look, prompt, port) as server:
+        announce(server.address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            announce("stopped")
