@@ -120,6 +120,24 @@ def test_heads_and_inputs_have_weights_of_their_own():
     assert found.removed.loss.shape == (5, LENGTH - 1)
 
 
+def test_experts_are_those_that_the_routers_chose():
+    """In a decoder of KDA, MLA and mixtures of experts, told apart."""
+    model = model_of("attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8).eval()
+    tokens = tokens_of(1, LENGTH)
+    found = headwater.inspect(model, tokens, removals="none")
+    assert found.kinds == ("kda", "moe", "mla", "moe")
+    assert list(found.experts) == [1, 3]
+    with torch.no_grad(), headwater.record(model.residual) as trace:
+        model(tokens)
+    for i in (1, 3):
+        sublayer = model.sublayers[i]
+        routes = sublayer.body.router(sublayer.norm(trace.reads[i][0]))
+        weights, order = routes.weights.sort(-1, descending=True)
+        torch.testing.assert_close(found.experts[i].probabilities, weights.detach(), **WITHIN)
+        assert torch.equal(found.experts[i].ids, routes.experts.gather(-1, order))
+    assert json.loads(found.to_json())["experts"]["3"]["ids"] == found.experts[3].ids.tolist()
+
+
 def test_an_untrained_model_says_so_and_a_trained_one_does_not():
     for spec in ("attnres-block:block=2", "mhc", "ddl"):
         (note,) = headwater.inspect(model_of(spec, layers=2), tokens_of(1, 4), removals="none").notes

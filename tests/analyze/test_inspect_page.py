@@ -299,6 +299,24 @@ def test_notes_heads_and_what_was_not_computed(visit, tmp_path):
     assert page.locator("#scatter .mark").count() == 5
 
 
+def test_kinds_are_told_apart_and_experts_listed(visit, tmp_path):
+    model = model_of("attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8)
+    found = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
+    page = visit(address(found.save(tmp_path / "experts.html"), token=4))
+    assert page.locator("#grid svg .kindmark").all_text_contents()[::2] == ["K", "E", "L", "E"]
+    assert [word for word in ("KDA", "MoE", "MLA") if word in page.locator("#kinds").inner_text()] == [
+        "KDA",
+        "MoE",
+        "MLA",
+    ]
+    shown = page.locator(".experts tr").nth(1).locator(".expert code").all_inner_texts()
+    assert shown == [str(i) for i in found.experts[3].ids[4].tolist()]
+    page.locator("#tokens .every").click()
+    first = page.locator(".experts tr").nth(1).locator(".expert").first
+    often = found.experts[3].ids.flatten().bincount().max().item() / LENGTH
+    assert number(first.locator("small").inner_text().removesuffix(" %")) / 100 == pytest.approx(often, abs=1e-2)
+
+
 def test_a_notebook_shows_it_in_a_frame_of_its_own(visit, found, tmp_path):
     file = tmp_path / "notebook.html"
     file.write_text(f"<!doctype html><link rel=icon href='data:,'>{found._repr_html_()}")
@@ -326,7 +344,7 @@ def synthetic(length, layers, heads=0):
         tokens=("w",) * length, ids=(0,) * length, texts={i: f"word{i}" for i in range(30000)} | {0: "w"},
         loss=rand(length - 1), mixing=mixing, parts={f"head {i + 1}": mixing for i in range(heads)},
         read_size=rand(sources, length), source_size=rand(sources, length), reads=top(sources, length),
-        sources=top(sources, length), removed=Removal(8 * rand(sources, length - 1), top(sources, length)),
+        sources=top(sources, length), experts={}, removed=Removal(8 * rand(sources, length - 1), top(sources, length)),
         removed_at=Removal(8 * rand(pairs, length - 1), top(pairs, length)),
     )  # fmt: skip
 

@@ -53,6 +53,7 @@ class Inspection:
     source_size: Tensor  # (S, T)
     reads: Top  # (R, T, k): what a read says, through the final norm and the output head
     sources: Top  # (S, T, k): what a source says
+    experts: Mapping[int, Top]  # by sublayer, where it has experts: those chosen, and their weights, (T, k)
     removed: Removal | None  # of each source, taken away at all reads: S places
     removed_at: Removal | None  # at one read: places are `pairs`
     notes: tuple[str, ...] = ()  # what a reader must know before the numbers
@@ -65,7 +66,8 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as lists, numbers and text, under the names of the fields."""
         plain = {name: getattr(self, name) for name in ("name", "residual", "mixes", "kinds", "tokens", "ids", "notes")}
-        fields = ("loss", "mixing", "parts", "read_size", "source_size", "reads", "sources", "removed", "removed_at")
+        fields = ["loss", "mixing", "parts", "read_size", "source_size", "reads", "sources", "experts"]
+        fields += ["removed", "removed_at"]
         texts = {str(token): text for token, text in self.texts.items()}
         return plain | {"texts": texts} | {name: _listed(getattr(self, name)) for name in fields}
 

@@ -12,7 +12,7 @@ from headwater.residuals import Norm, Residual, Trace, build, mixing, pinned
 from .inspection import Inspection, Top
 from .removal import losses, remove, top_of
 from .shares import STREAMS, Shares
-from .subject import Subject, evaluating
+from .subject import Subject, evaluating, routed
 
 Removals = Literal["auto", "none", "sources", "pairs"]
 CHEAP = 2e13  # operations that are spent on pairs without being asked: minutes on a CPU, a moment on a GPU
@@ -54,7 +54,8 @@ def inspect(
     subject = Subject(model)
     rows = _checked(tokens, model)
     with evaluating(model):
-        trace, norm, logits = subject.trace(rows)
+        with routed(model) as experts:
+            trace, norm, logits = subject.trace(rows)
         shares = Shares(subject.residual, trace.sources, trace.reads)
         loss = losses(logits, rows)[0]
         says = [_lens(subject, norm, parts, top) for parts in (trace.reads, trace.sources)]
@@ -78,6 +79,7 @@ def inspect(
         source_size=_sizes(trace.sources),
         reads=says[0],
         sources=says[1],
+        experts=experts,
         removed=effects[0],
         removed_at=effects[1],
         notes=_notes(subject),

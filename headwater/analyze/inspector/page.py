@@ -110,6 +110,15 @@ def _model(inspection: "Inspection", place: dict[str, int], level: int) -> dict[
         "sourceSize": pack(inspection.source_size),
         "reads": top(inspection.reads),
         "sources": top(inspection.sources),
+        "experts": [
+            {
+                "sublayer": sublayer,
+                "count": chosen.ids.shape[-1],
+                "ids": pack(chosen.ids),
+                "p": pack(chosen.probabilities),
+            }
+            for sublayer, chosen in inspection.experts.items()
+        ],
         "removed": _removal(inspection.removed, top, 0),
         "removedAt": _removal(at, top, level),
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor, nn
 
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.models.moe import Router, Routes
 from headwater.residuals import Norm, Residual, State, Trace, Watcher, record, watched
+
+from .inspection import Top
 
 
 class Subject:
@@ -92,6 +96,28 @@ def _refusal(model: nn.Module, residuals: int) -> str:
         f"this {name} has no residual of headwater, so there is no depth to look at: convert it first, "
         "headwater.convert(model), or `headwater convert FOLDER --out OTHER`"
     )
+
+
+@contextmanager
+def routed(model: nn.Module) -> Iterator[dict[int, Top]]:
+    """Inside, a forward pass of one row of tokens fills what it gives: the experts that each sublayer of a decoder
+    chose, by their weight."""
+    found: dict[int, Top] = {}
+
+    def keep(sublayer: int, _module: nn.Module, _inputs: Any, routes: Routes) -> None:
+        weights, order = routes.weights.detach().float().cpu().sort(-1, descending=True)
+        found[sublayer] = Top(routes.experts.cpu().gather(-1, order), weights)
+
+    sublayers = model.sublayers if isinstance(model, Decoder) else ()
+    routers = [
+        (i, part) for i, sublayer in enumerate(sublayers) for part in sublayer.modules() if isinstance(part, Router)
+    ]
+    handles = [router.register_forward_hook(partial(keep, i)) for i, router in routers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ function load(next) {
     loss: unpack(model.loss), mixing: unpack(model.mixing), parts: model.parts.map((part) => ({ name: part.name, mixing: unpack(part.mixing) })),
     readSize: unpack(model.readSize), sourceSize: unpack(model.sourceSize), reads: unpackTop(model.reads), sources: unpackTop(model.sources),
     removed: unpackRemoval(model.removed), removedAt: unpackRemoval(model.removedAt),
+    experts: model.experts.map((one) => ({ ...one, ...unpackTop(one) })),
   }));
 }
 
@@ -69,14 +70,15 @@ const sourceLetter = (model, source) => (source ? letterOf(model.kinds[source - 
 const swatch = (model) => make("i", { class: `key ${model.look}` });
 const panelTitle = (model) => make("p", { class: "title" }, swatch(model), make("code", {}, ...parts(clip(model.name, 80))));
 const percent = (p) => (p === null || p === undefined ? "—" : p < 0.0005 ? "<0.1 %" : `${minus((100 * p).toPrecision(p < 0.0995 ? 2 : 3))} %`);
-const nats = (value) => (value === null || value === undefined ? "—" : `${value > 0 ? "+" : ""}${minus(value.toFixed(3))}`);
+const nats = (value) => (value === null || value === undefined ? "—" : Math.abs(value) < 0.0005 ? "0.000" : `${value > 0 ? "+" : ""}${minus(value.toFixed(3))}`);
 
 // The address: #token=5&read=9&source=3. What does not fit this page is ignored.
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1)), deepest = Math.max(...models.map((model) => model.depth));
   const whole = (name, most, other) => { const value = Number(given.get(name)); return given.get(name) !== null && Number.isInteger(value) && value >= 0 && value <= most ? value : other; };
   const first = Math.floor((tokens.length - 1) / 4);  // a token that the model is sure of, once it has read a little
-  const surest = models[0].loss.reduce((best, value, i, all) => (i > first && value < all[best] ? i : best), first);
+  const speaks = (i) => data.texts[tokens[i + 1]].trim() !== "";
+  const surest = models[0].loss.reduce((best, value, i, all) => (i > first && speaks(i) && (!speaks(best) || value < all[best]) ? i : best), first);
   state.token = given.get("token") === "all" ? "all" : whole("token", tokens.length - 1, surest);
   state.read = whole("read", deepest, deepest);
   state.source = Math.min(state.read, whole("source", deepest, strongest(models[0], state.read)));

@@ -20,7 +20,7 @@ function drawMap(where, model, paint) {
   if (state.value === "effect" && !model.removedAt) return empty(where, "Effects at one read were not computed for this model: --removals pairs does.");
   if (state.value === "effect" && chosen() !== null && nextOf() === null) return empty(where, "The last token has no next one whose loss could change. Pick another.");
   const count = model.depth + 1, left = 46, top = 4, room = Math.min(520, where.clientWidth - left - 4);
-  const size = clamp(Math.floor((room / count) * 2) / 2, 5, 34), X = (column) => left + column * size, Y = (row) => top + row * size;
+  const size = clamp(Math.floor((room / count) * 2) / 2, 5, 30), X = (column) => left + column * size, Y = (row) => top + row * size;
   const svg = make("svg", { width: X(count) + 4, height: Y(count) + 48, role: "img", tabindex: 0, "data-model": model.index, "aria-label": `${clip(model.name)}: ${count} reads by ${count} sources, ${TITLES[state.value]}` });
   const values = Array.from({ length: count }, (_, read) => cellsOf(model, read));
   const canvas = paintCells(values, { size, tall: size, width: size * count, height: size * count, row: (r) => r * size }, paint);

@@ -45,3 +45,23 @@ function hitTable(model) {
   const rows = depthRows(model, (read, source) => [cell(model.reads, read), cell(model.sources, source)]);
   return make("table", { class: "says" }, lensHead(["", 1], ["what it reads: first guess right", 1], ["what it writes: first guess right", 1]), make("tbody", {}, ...rows));
 }
+
+// Which experts were chosen, where the model has any.
+
+function drawExperts() {
+  host("routing").hidden = !models.some((model) => model.experts.length);
+  host("experts").replaceChildren(...models.map((model) => {
+    const rows = model.experts.map((one) => make("tr", {}, make("th", { scope: "row" }, letterOf(model.kinds[one.sublayer]), String(one.sublayer)), make("td", {}, ...expertsOf(one).map(([expert, share]) =>
+      make("span", { class: "expert" }, make("code", {}, String(expert)), make("small", {}, chosen() === null ? percent(share) : short(share, 3)))))));
+    const table = make("table", { class: "experts" }, make("tbody", {}, ...rows));
+    return make("div", { class: "panel" }, panelTitle(model), rows.length ? make("div", { class: "tall" }, table) : make("p", { class: "empty" }, "This model has no experts, or keeps them to itself."));
+  }));
+}
+function expertsOf(one) {
+  const token = chosen(), found = new Map();
+  for (let i = 0; i < one.ids.length; i++) {
+    if (token !== null && Math.floor(i / one.count) !== token) continue;
+    found.set(one.ids[i], token === null ? (found.get(one.ids[i]) || 0) + 1 / tokens.length : one.p[i]);
+  }
+  return [...found].sort((a, b) => b[1] - a[1]).slice(0, 16);
+}

@@ -16,6 +16,7 @@ function draw() {
   drawScatter();
   drawLens();
   drawSizes();
+  drawExperts();
 }
 function drawControls() {
   const effects = models.some((model) => model.removedAt), set = (key) => [() => state[key], (value) => pick({ [key]: value })];

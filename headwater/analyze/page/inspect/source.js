@@ -3,7 +3,7 @@
 function drawSources(where, model) {
   const read = Math.min(state.read, model.depth), weights = weightsOf(model, read), shares = sharesOf(model, read), here = effectsOf(model, read);
   const widest = Math.max(...shares.map(Math.abs)) || 1, spoken = chosen() !== null;
-  const heads = ["Source", "Weight", ...(here ? ["Δ loss here"] : []), ...(model.removed ? ["everywhere"] : []), ...(spoken ? ["Says"] : [])];
+  const heads = ["Source", "Weight", ...(here ? ["Δ loss here"] : []), ...(model.removed ? ["Δ loss at all reads"] : []), ...(spoken ? ["Says"] : [])];
   const rows = weights.map((weight, source) => {
     const name = make("button", { type: "button", "aria-label": `Choose the ${sourceName(model, source)}` }, sourceLetter(model, source), source ? String(source - 1) : "embedding");
     const bar = make("i", { class: "weightbar" });
