@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 FAULTS = Path(__file__).parent / "faults"
-SECONDS = 180  # for one trial
+SECONDS = 300  # for one trial
 CLUMSY = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "UnboundLocalError")
 PRELOADED = (
     "numpy", "rich.console", "rich.progress", "safetensors.torch", "tyro", "transformers", "torch._dynamo",

@@ -424,6 +424,15 @@ def test_a_resumed_comparison_has_the_residuals_and_seeds_that_it_began_with(tmp
     assert (arguments["seeds"], arguments["residuals"], arguments["jobs"]) == ((8,), ("ddl",), 1)
 
 
+def test_a_resumed_run_has_the_settings_that_it_began_with(tmp_path, called):
+    config = tiny(tmp_path, steps=7)
+    write_json(tmp_path / "config.json", asdict(config))
+    arguments = called(headwater.train, "train", SimpleNamespace(bits_per_byte=1.0, steps=7))
+    assert main(["train", "--out", str(tmp_path), "--resume", "--save-every", "3"]) == 0
+    settings = replace(config, train=replace(config.train, save_every=3))
+    assert arguments == {"config": settings, "out": tmp_path, "resume": True}
+
+
 def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monkeypatch, called):
     arguments = called(study_module, "study")
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3"]) == 0

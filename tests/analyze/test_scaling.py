@@ -47,6 +47,15 @@ def test_equal_residuals_are_not_told_apart_and_intervals_hold_as_often_as_they_
     assert held >= 33  # 95 % of 40 is 38; of four seeds a bootstrap makes somewhat too little of the spread
 
 
+def test_intervals_leave_a_twentieth_out():
+    points = {"standard": sampled(TRUE, 0.002, 4)}
+    drawn = compare_scaling(points, "standard", draws=400)[0].alpha
+    random, budgets = np.random.default_rng(0), [c for c in BUDGETS for _ in range(4)]
+    draws = [[x for c in BUDGETS for x in random.choice(points["standard"][c], 4)] for _ in range(400)]
+    expected = np.quantile([fit(budgets, losses).alpha for losses in draws], (0.025, 0.975))
+    assert (drawn.low, drawn.high) == pytest.approx(tuple(expected))
+
+
 def test_points_are_operations_times_tokens():
     """Budgets within three per cent are one, that of the run that came first."""
 

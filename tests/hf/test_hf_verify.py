@@ -43,6 +43,17 @@ def test_half_precision_is_judged_by_the_plain_model_s_distance_from_fp32(model_
     assert not verify(model, plain, tokens(4, 24)).equal
 
 
+def test_half_precision_bears_twice_the_plain_model_s_distance_and_no_more(tmp_path):
+    model, plain = pair("llama", torch.bfloat16, tmp_path)
+    convert(model)
+    limit = verify(model, plain, tokens(4, 24)).whole.limit
+    stir(model, 0.003)
+    result = verify(model, plain, tokens(4, 24))
+    assert limit < result.whole.kl_median < 5 * limit
+    assert result.whole.limit == limit
+    assert not result.equal
+
+
 def test_a_reference_in_fp32_gives_the_same_verdict(tmp_path):
     model, plain = pair("llama", torch.bfloat16, tmp_path)
     convert(model)

@@ -123,6 +123,23 @@ def test_named_sizes_are_valid(size):
     assert ModelConfig.named(size, vocab_size=257).sublayers == 2 * SIZES[size]["layers"]
 
 
+def test_named_sizes_stay_the_size_that_they_are():
+    """Millions of parameters between embedding and head, and the context: a study of last year names its model so."""
+    expected = {
+        "nano": (0.185, 128), "tiny": (1.477, 256), "deep": (1.035, 128), "small": (35.402, 1024),
+        "medium": (151.033, 2048), "large": (704.731, 4096), "xl": (1132.562, 4096),
+    }  # fmt: skip
+
+    def millions(size):
+        heads = 2 * (size["heads"] + size["kv_heads"]) * size["dim"] // size["heads"]
+        layer = size["dim"] * (heads + 3 * size["mlp_dim"] + 2)  # and two norms
+        return round((size["layers"] * layer + size["dim"]) / 1e6, 3)
+
+    assert {name: (millions(SIZES[name]), SIZES[name]["context"]) for name in expected} == expected
+    model = Decoder(ModelConfig.named("tiny", vocab_size=64))
+    assert round((model.parameter_count()["total"] - 2 * 64 * 128) / 1e6, 3) == expected["tiny"][0]
+
+
 def test_tied_head_is_one_tensor_before_and_after_saving(tmp_path):
     model = model_of("attnres-block", tie_embeddings=True, scatter=True)
     model.save(tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.ops import attend_blocks, depth_attention, merge_partial
+from headwater.ops import attend_blocks, depth_attention, merge_partial, routing
 from headwater.ops.depth import reference
 
 
@@ -113,6 +113,13 @@ def test_autocast_rounds_nothing():
     for one, other in zip(plain, under, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+def test_rows_as_wide_as_a_program_holds_and_no_wider(monkeypatch):
+    monkeypatch.setattr(routing, "INSTALLED", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert routing.obstacle(torch.empty(1, 32768)) is None
+    assert routing.obstacle(torch.empty(1, 32769)) == "width 32769 is not between 1 and 32768"
 
 
 def test_wrong_shapes_are_named():

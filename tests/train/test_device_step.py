@@ -51,8 +51,8 @@ def test_muon_in_batches_is_torchs_and_leaves_bad_steps_out():
     shapes = [(8, 4), (4, 8), (8, 4), (6, 6)]
     start = [torch.randn(shape) for shape in shapes]
     mine, theirs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
-    options = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    batched, plain = BatchedMuon(mine, lr=0.02, **options), torch.optim.Muon(theirs, lr=0.02, **options)
+    options = {"lr": 0.02, "weight_decay": 5.0, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
+    batched, plain = BatchedMuon(mine, **options), torch.optim.Muon(theirs, **options)
     batched.found_inf = torch.zeros(())
     for number in range(4):
         for ours, other in zip(mine, theirs, strict=True):

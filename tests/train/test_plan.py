@@ -118,6 +118,21 @@ def test_sharding_divides_the_weights_and_gathers_a_layer_at_a_time():
         assert (plan.static, plan.late) == (static, late), (world, settings)
 
 
+def test_activations_are_those_of_the_passes_in_flight():
+    """Four ranks with equal layers: the first waits for four backwards, the last for one."""
+    model = ModelConfig(vocab_size=64, dim=16, layers=8, heads=2, mlp_dim=32, context=8)
+    train = TrainSettings(batch_size=16, accumulate=8)
+    plans = [
+        make_plan(Config(train=train, parallel=parallel), model, 4, half=False, fused=False).ranks
+        for parallel in (ParallelSettings(pipeline=4), ParallelSettings(pipeline=4, pipeline_schedule="gpipe"))
+    ]
+    for ranks, flights in zip(plans, ((4, 3, 2, 1), (8, 8, 8, 8)), strict=True):
+        for kept in ("activations", "checkpointed"):
+            each = [getattr(rank, kept) / flight for rank, flight in zip(ranks, flights, strict=True)]
+            assert each[1] == each[2] > 0
+            assert each[3] == pytest.approx(each[2], rel=0.2)  # the head is counted apart
+
+
 def test_passes_in_flight():
     assert [in_flight("1f1b", 4, 1, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [in_flight("gpipe", 4, 1, 8, rank) for rank in range(4)] == [8] * 4

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -231,6 +232,29 @@ def test_clipping_lowers_what_is_too_large_and_nothing_else(size):
     assert (before < 1.5) == (size < 1)
 
 
+def test_every_update_has_the_rate_of_its_number_and_is_clipped_at_the_limit(tmp_path, monkeypatch):
+    limits, real = [], loop.clip
+    monkeypatch.setattr(loop, "clip", lambda model, norm, limit: (limits.append(limit), real(model, norm, limit)))
+    config = tiny(tmp_path)
+    config = replace(config, optim=replace(config.optim, clip=0.25))
+    train(config, tmp_path / "run")
+    rates = [r["lr"] for r in fingerprint(tmp_path / "run")["metrics"] if r["kind"] == "train"]
+    assert rates == [learning_rate(number, STEPS, config.optim) for number in range(STEPS)]
+    assert limits == [0.25] * STEPS
+
+
+def test_speed_is_of_the_steps_since_the_clock_was_wound(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    run = SimpleNamespace(step=6, tokens_at=lambda step: 10 * step)
+    clock = loop.Clock(run)
+    now[0] += 4
+    assert clock.tokens_per_second(8) == 2 * 10 / 4
+    clock.rewind(8)
+    now[0] += 5
+    assert clock.tokens_per_second(9) == 10 / 5
+
+
 def test_wall_clock_and_memory_go_on_where_a_run_is_resumed(tmp_path):
     config, out = tiny(tmp_path, steps=2, save_every=1), tmp_path / "run"
     train(config, out)
@@ -240,6 +264,10 @@ def test_wall_clock_and_memory_go_on_where_a_run_is_resumed(tmp_path):
     run = begin(config, out, resume=True)
     assert (run.seconds, run.peak_memory, run.step) == (last["seconds"], last["peak_memory"], 2)
     assert run.elapsed() >= run.seconds
+    assert run.evaluation == last["evaluation"] != {}
+    run.seconds += 5000
+    loop.log_update(run, loop.Outcome(2, 1.0, 1.0, 0.1), 1.0)
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["seconds"] > 5000
     run.began -= 1000
     save(run)
     run.log.close()
