@@ -9,7 +9,9 @@ import errno
 import importlib.util
 import logging
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 import tyro
 
 from headwater import __version__
-from headwater.errors import UserError, nearest, user_values
+from headwater.errors import Interrupted, UserError, nearest, user_values
 from headwater.flags import (
     DEMO,
     CompareFlags,
@@ -40,7 +42,7 @@ from headwater.flags import (
     Where,
 )
 from headwater.models.config import SIZES
-from headwater.models.sampling import check_sampling
+from headwater.models.sampling import check_counts
 from headwater.train.config import Config, check, load_file, with_before
 from headwater.train.files import read_json, refuse_others, write_json
 
@@ -111,28 +113,42 @@ def generate(argv: list[str]) -> None:
     """Continue a prompt with a trained model."""
     flags = parse(GenerateFlags, argv, generate)
     with user_values():
-        check_sampling(flags.max_new_tokens, flags.temperature, flags.top_k, flags.top_p)
-    import torch
-
-    from headwater.models.generate import generate as run
+        flags.sampling.check()
+        check_counts(flags.max_new_tokens, flags.prefill_chunk)
+    if flags.stream and len(flags.prompt) > 1:
+        raise UserError(f"--stream shows one text as it comes, and there are {len(flags.prompt)} prompts: leave it out")
+    from headwater.models.text import continue_texts
     from headwater.train import load_run
 
-    text = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
+    # Bytes that are no text arrive as surrogates.
+    prompts = [word.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for word in flags.prompt]
     check_device(flags.device)
     model, tokenizer, _ = load_run(flags.folder, flags.device)
-    prompt = tokenizer.encode(text).tolist() or [tokenizer.end_of_text]
-    with user_values():
-        tokens = run(
-            model,
-            torch.tensor([prompt], device=flags.device),
-            flags.max_new_tokens,
-            temperature=flags.temperature,
-            top_k=flags.top_k,
-            top_p=flags.top_p,
-            seed=flags.seed,
-            stop=tokenizer.end_of_text,
-        )
-    say(tokenizer.decode(tokens[0].tolist()))
+    steps = continue_texts(
+        model,
+        tokenizer,
+        prompts,
+        flags.max_new_tokens,
+        flags.sampling,
+        stops=flags.stop,
+        seed=flags.seed,
+        prefill_chunk=flags.prefill_chunk,
+    )
+    began, count, texts = time.perf_counter(), 0, list(prompts)
+    try:
+        print(texts[0] if flags.stream else "", end="", flush=True)
+        with user_values():
+            for new in steps:
+                print(new[0] if flags.stream else "", end="", flush=True)
+                texts, count = [text + piece for text, piece in zip(texts, new)], count + 1
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise Interrupted(f"stopped by Ctrl-C after {count} tokens", signal.SIGINT) from None
+    for prompt, text in zip(prompts, texts):
+        say("" if flags.stream else text if len(texts) == 1 else f"[{prompt}] {text[len(prompt) :]}")
+    seconds = time.perf_counter() - began
+    counted = f"{count} tokens" if len(texts) == 1 else f"{count} tokens of each of {len(texts)} texts"
+    print(f"{counted} in {seconds:.1f} s: {count * len(texts) / seconds:.0f} tokens/s", file=sys.stderr)
 
 
 def inspect(argv: list[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from headwater.models.sampling import Sampling
 from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings
 
 Settings = Annotated[Config, tyro.conf.arg(name="")]
@@ -86,13 +87,18 @@ class ResidualsFlags(PluginFlags):
 class GenerateFlags(PluginFlags):
     folder: tyro.conf.Positional[Path]
     """A run, or one of its checkpoints."""
-    prompt: str = "def "
+    prompt: tuple[str, ...] = ("def ",)
+    """One or several, of any lengths, which are continued together."""
     max_new_tokens: int = 100
-    temperature: float = 0.8
-    """0 takes the likeliest token each time."""
-    top_k: int | None = None
-    top_p: float | None = None
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=lambda: Sampling(temperature=0.8))
+    stop: tuple[str, ...] = ()
+    """Words that end a text."""
+    stream: bool = False
+    """Show the text as it comes."""
+    prefill_chunk: int | None = None
+    """Read prompts in portions of so many tokens, which takes less memory."""
     seed: int = 0
+    """Of the draw; with several prompts, the next numbers for the next ones."""
     device: str = "cpu"
 
 

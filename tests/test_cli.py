@@ -11,11 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from tinyrun import flags, tiny
 
 import headwater
-import headwater.models.generate
+import headwater.models.text
 import headwater.train
 from headwater.analyze import matrix as matrix_module
 from headwater.analyze import report as report_module
@@ -24,6 +23,7 @@ from headwater.analyze import table as table_module
 from headwater.cli import DEMO, flag_of, main, sized
 from headwater.errors import UserError
 from headwater.models import ModelConfig
+from headwater.models.sampling import Sampling
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
 from headwater.train import study as study_module
 from headwater.train.checkpoint.folder import checkpoints, load_model
@@ -396,13 +396,40 @@ def called(monkeypatch):
 def test_every_flag_of_generate_reaches_the_sampler(tmp_path, capsys, monkeypatch, called):
     tokenizer = ByteTokenizer()
     monkeypatch.setattr(headwater.train, "load_run", lambda folder, device: (device, tokenizer, folder))
-    arguments = called(headwater.models.generate, "generate", torch.tensor([[104, 105]]))
-    sampling = {"max_new_tokens": 7, "temperature": 0.3, "top_k": 5, "top_p": 0.25, "seed": 11}
-    words = [word for name, value in sampling.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["generate", str(tmp_path), "--prompt", "ab", *words]) == 0
-    assert arguments.pop("tokens").tolist() == [[97, 98]]
-    assert arguments == {"model": "cpu", "stop": tokenizer.end_of_text, **sampling}
-    assert capsys.readouterr().out == "hi\n"
+    arguments = called(headwater.models.text, "continue_texts", [["x", "y"], ["", "z"]])
+    drawn = {"temperature": 0.3, "top_k": 5, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5}
+    others = {"max_new_tokens": 7, "seed": 11, "prefill_chunk": 3}
+    words = [
+        word for name, value in {**drawn, **others}.items() for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    assert main(["generate", str(tmp_path), "--prompt", "ab", "cd", "--stop", "end", "stop", *words]) == 0
+    assert arguments == {
+        "model": "cpu",
+        "tokenizer": tokenizer,
+        "prompts": ["ab", "cd"],
+        "sampling": Sampling(**drawn),
+        "stops": ("end", "stop"),
+        **others,
+    }
+    told = capsys.readouterr()
+    assert told.out == "[ab] x\n[cd] yz\n"
+    assert "2 tokens of each of 2 texts in " in told.err
+    assert "--stream shows one text" in fails(capsys, "generate", tmp_path, "--prompt", "ab", "cd", "--stream")
+
+
+def test_a_text_is_streamed_and_ctrl_c_leaves_the_line(tmp_path, capsys, monkeypatch, called):
+    monkeypatch.setattr(headwater.train, "load_run", lambda folder, device: (device, ByteTokenizer(), folder))
+
+    def pieces(**_):
+        yield ["one "]
+        yield ["two"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(headwater.models.text, "continue_texts", lambda *_, **__: pieces())
+    assert main(["generate", str(tmp_path), "--prompt", "zero ", "--stream"]) == 130
+    told = capsys.readouterr()
+    assert told.out == "zero one two\n"
+    assert told.err == "headwater: stopped by Ctrl-C after 2 tokens\n"
 
 
 def test_a_resumed_comparison_has_the_residuals_and_seeds_that_it_began_with(tmp_path, called):

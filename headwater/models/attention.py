@@ -28,7 +28,14 @@ class KVCache:
     def __len__(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]
 
+    def mask(self, count: int) -> Tensor | None:
+        """Where `count` new tokens may look, if attention cannot know it by itself."""
+        if self.keys is None or self.window is not None or count == 1:
+            return None
+        return continuation_mask(count, len(self), self.keys.device)
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values, and for the next tokens what they can see of them."""
         if self.keys is not None and self.values is not None:
             keys = torch.cat((self.keys, keys), dim=-2)
             values = torch.cat((self.values, values), dim=-2)
@@ -54,6 +61,10 @@ class Rotary(nn.Module):
         if start + length > len(self.cos):
             raise ValueError(f"{start + length} positions exceed the model's context of {len(self.cos)}")
         return self.cos[start : start + length], self.sin[start : start + length]
+
+    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """For rows at positions (B, T) of their own."""
+        return self.cos[places][:, None], self.sin[places][:, None]  # (B, 1, T, head_dim / 2)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -96,10 +107,11 @@ class Attention(nn.Module):
             v = first_share * first_values + own_share * v
         q, k = rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary)
         new_values = v
-        past = 0 if cache is None else len(cache)
+        causal, mask = cache is None or not len(cache), None
         if cache is not None:
+            mask = cache.mask(q.shape[-2])
             k, v = cache.append(k, v)
-        y = self._attend(q, k, v, past)
+        y = self._attend(q, k, v, mask, causal)
         return self.output(y.transpose(1, 2).flatten(2)), new_values
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
@@ -113,12 +125,11 @@ class Attention(nn.Module):
         q, k, v = project_together(x, self.query, self.key, self.value)
         return q, k, v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
-        if self.window is not None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        if self.window is not None and mask is None:
             return window_attention(q, k, v, self.window)
-        mask = continuation_mask(q.shape[-2], past, q.device) if past and q.shape[-2] > 1 else None
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=past == 0, enable_gqa=self.heads != self.kv_heads
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads
         )
 
 

@@ -1,7 +1,7 @@
 """A decoder language model written for one device, whose residual is a part that can be swapped."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,6 +20,7 @@ from .kda import KDA
 from .mla import MLA
 from .moe import MoE
 from .norm import RMSNorm
+from .rows import Rows, gather
 from .sublayer import Entry, Sublayer, new_entry
 
 T = TypeVar("T")
@@ -27,10 +28,13 @@ T = TypeVar("T")
 
 class Cache(list[Entry]):
     """One entry a sublayer, filled by those that mix tokens; `past` is what the residual looks back at along the
-    tokens, `seen` how many there were."""
+    tokens, `seen` how many there were in each of `batch` rows (in the longest, where they differ)."""
 
     past: State = ()
     seen: int = 0
+    batch: int = 0
+    rows: Rows | None = None
+    """Of a cache of fixed size: where each row is."""
 
 
 def run_sublayer(
@@ -129,18 +133,44 @@ class Decoder(nn.Module):
         """What `forward` fills, and continues from: keys and values, states of KDA, latents of MLA."""
         return Cache(new_entry(self.config, kind) for kind in self.config.kinds)
 
+    def fixed_cache(self, caches: Sequence[Cache], order: Sequence[int], room: int) -> Cache:
+        """What several groups of prompts left behind, as one cache of fixed size for all of their rows.
+
+        `caches`: one for each group, each with `seen` tokens; `order`: for each row of the batch its place among the
+        rows of all groups, one group after the other; `room`: tokens that a row can have in all.
+        """
+        device, groups = self.embedding.weight.device, [cache.seen for cache in caches]
+        sizes = [cache.batch for cache in caches]
+        lengths = [length for length, size in zip(groups, sizes) for _ in range(size)]
+        place = torch.tensor(list(order), device=device)
+        rows = Rows(
+            torch.tensor([lengths[i] for i in order], device=device), room, groups[0] if len(set(groups)) == 1 else None
+        )
+        fixed = Cache(gather([cache[i] for cache in caches], rows, place, groups) for i in range(len(self.sublayers)))
+        fixed.past = tuple(torch.cat(parts)[place] for parts in zip(*(cache.past for cache in caches), strict=True))
+        fixed.rows, fixed.seen, fixed.batch = rows, max(groups), len(lengths)
+        return fixed
+
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Tokens (B, T) to logits (B, T, vocab). With a cache, tokens that continue those it has seen."""
         return self.head(self.hidden(tokens, cache))
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """What the output head sees, (B, T, D): for a loss that does not need all logits at once."""
-        rotary = self.rotary(0 if cache is None else cache.seen, tokens.shape[1])
+        rotary = self._positions(tokens.shape[1], cache)
         state = self.begin(tokens, cache)
         state = self.run(state, 0, len(self.sublayers), rotary, cache)
         if cache is not None:
-            cache.seen += tokens.shape[1]
+            cache.seen, cache.batch = cache.seen + tokens.shape[1], len(tokens)
+        if cache is not None and cache.rows is not None:
+            cache.rows.advance(tokens.shape[1])
         return self._end(state, cache)
+
+    def _positions(self, count: int, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """Rotary tables for the next tokens."""
+        if cache is not None and cache.rows is not None and cache.rows.even is None:
+            return self.rotary.at(cache.rows.places(count))
+        return self.rotary(0 if cache is None else cache.seen, count)
 
     def begin(self, tokens: Tensor, cache: Cache | None = None) -> State:
         """The state before the first sublayer."""

@@ -1,88 +1,196 @@
-"""Sampling from a decoder, with or without a KV cache; both give the same tokens."""
+"""Continuing prompts: a batch of any lengths, with a cache of fixed size or without one, with the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .decoder import Decoder
-from .sampling import check_sampling
+from .decoder import Cache, Decoder
+from .sampling import Sampling, check_counts
+
+Prompts = Tensor | Sequence[Sequence[int]]
+P = TypeVar("P", Tensor, list[list[int]])
 
 
-def sample(
-    logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
-    """One token for each row of logits (B, vocab). Temperature 0 takes the largest."""
-    logits = logits.float()
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits / temperature
-    if top_k is not None:
-        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
-    if top_p is not None:
-        ordered, order = logits.sort(descending=True)
-        ahead = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass before each token: the first always stays
-        dropped = torch.zeros_like(ahead, dtype=torch.bool).scatter(-1, order, ahead >= top_p)
-        logits = logits.masked_fill(dropped, float("-inf"))
-    return torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).squeeze(-1).to(logits.device)
-
-
-@torch.no_grad()
 def generate(
     model: Decoder,
-    tokens: Tensor,
+    tokens: P,
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     use_cache: bool = True,
+    prefill_chunk: int | None = None,
     stop: int | None = None,
-) -> Tensor:
+    ended: Callable[[int, list[int]], bool] | None = None,
+) -> P:
     """Continue prompts.
 
     Arguments:
         model: a `Decoder`; it is put into evaluation mode meanwhile.
-        tokens: prompts (B, T), all of one length.
+        tokens: prompts (B, T); or a list of prompts of any lengths, each a list of tokens.
         max_new_tokens: how many to draw at most; with the prompt they must fit the model's context.
-        temperature: 0 takes the likeliest token each time.
-        top_k, top_p: draw among the k likeliest, and among the likeliest that together reach this probability.
-        seed: of the draw.
+        temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.
+        seed: of the draw; row r draws with seed + r, whatever the others do.
         use_cache: False reads everything again for each token; the tokens are the same.
-        stop: a token that ends a row; it repeats it until every row has ended.
+        prefill_chunk: read prompts in portions of so many tokens: less memory at once, the same tokens.
+        stop: a token that ends a row.
+        ended: called with a row and its new tokens after each; True ends the row, for stop words and the like.
 
-    Returns prompt and continuation, (B, T + new).
+    Returns prompt and continuation: (B, T + new) for a tensor, where rows that have ended repeat their last token; a
+        list of lists for lists, each as long as it became.
     Raises ValueError for settings out of range, naming them, and for prompts that do not fit.
 
         generate(model, torch.tensor([[1, 2, 3]]), 20, temperature=0.8, top_p=0.95)
     """
-    check_sampling(max_new_tokens, temperature, top_k, top_p)
-    _check(model, tokens, max_new_tokens)
-    generator = torch.Generator().manual_seed(seed)
-    cache = model.new_cache() if use_cache else None
-    training = model.training
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    ways = {"seed": seed, "use_cache": use_cache, "prefill_chunk": prefill_chunk, "stop": stop, "ended": ended}
+    rows = [list(row) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
+    for new in stream(model, tokens, max_new_tokens, sampling, **ways):  # type: ignore[arg-type]
+        for row, token in zip(rows, new):
+            row.extend([] if token is None else [token])
+    if not isinstance(tokens, Tensor):
+        return rows
+    longest = max(map(len, rows))
+    return torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=tokens.device)
+
+
+@torch.no_grad()
+def stream(
+    model: Decoder,
+    tokens: Prompts,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    *,
+    seed: int = 0,
+    use_cache: bool = True,
+    prefill_chunk: int | None = None,
+    stop: int | None = None,
+    ended: Callable[[int, list[int]], bool] | None = None,
+) -> Iterator[list[int | None]]:
+    """The tokens of `generate` as they are drawn; arguments as there.
+
+    Returns an iterator: at each step a token for every row, None for rows that have ended.
+    """
+    sampling = sampling or Sampling()
+    rows = _check(model, tokens, max_new_tokens, sampling, prefill_chunk)
+    draws = [torch.Generator().manual_seed(seed + r) for r in range(len(rows))]
+    drawn: list[list[int]] = [[] for _ in rows]
+    live, training = [True] * len(rows), model.training
+    reader = (_Cached if use_cache else _Anew)(model, rows, max_new_tokens, prefill_chunk)
     model.eval()
-    unread, done = tokens, torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for _ in range(max_new_tokens):
-        logits = model(unread, cache)[:, -1]
-        new = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        if stop is not None:
-            new = new.masked_fill(done, stop)
-            done |= new == stop
-        tokens = torch.cat((tokens, new[:, None]), dim=1)
-        unread = new[:, None] if use_cache else tokens
-        if stop is not None and bool(done.all()):
-            break
-    model.train(training)
-    return tokens
+    try:
+        for _ in range(max_new_tokens):
+            logits = reader.next_logits(drawn).float()
+            new = [
+                draw(row[None], sampling, [*prompt, *mine], generator) if alive else (mine[-1] if mine else 0)
+                for row, prompt, mine, generator, alive in zip(logits, rows, drawn, draws, live)
+            ]
+            yield [token if alive else None for token, alive in zip(new, live)]
+            for r, token in enumerate(new):
+                drawn[r].append(token)
+                own = drawn[r]
+                live[r] = live[r] and token != stop and not (ended is not None and ended(r, own))
+            if not any(live):
+                return
+    finally:
+        model.train(training)
 
 
-def _check(model: Decoder, tokens: Tensor, new: int) -> None:
-    if tokens.dim() != 2 or tokens.shape[1] < 1:
+class _Anew:
+    """Reads every row from its first token on, by itself."""
+
+    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: int | None) -> None:
+        self.model, self.rows, self.device = model, rows, model.embedding.weight.device
+
+    def next_logits(self, drawn: list[list[int]]) -> Tensor:
+        """(B, vocab) after what has been drawn."""
+        texts = (torch.tensor([row + mine], device=self.device) for row, mine in zip(self.rows, drawn))
+        return torch.cat([self.model.head(self.model.hidden(text)[:, -1]) for text in texts])
+
+
+class _Cached(_Anew):
+    """Reads prompts of one length together, in portions; then one token of every row at a time."""
+
+    cache: Cache | None = None
+
+    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: int | None) -> None:
+        super().__init__(model, rows, new, chunk)
+        self.room, self.chunk = max(map(len, rows)) + new, chunk
+
+    def next_logits(self, drawn: list[list[int]]) -> Tensor:
+        if self.cache is None:
+            return self._prefill()
+        last = torch.tensor([[mine[-1]] for mine in drawn], device=self.device)
+        return self.model.head(self.model.hidden(last, self.cache)[:, -1])
+
+    def _prefill(self) -> Tensor:
+        by_length = sorted(range(len(self.rows)), key=lambda r: len(self.rows[r]))
+        caches, logits = [], []
+        for _, group in groupby(by_length, key=lambda r: len(self.rows[r])):
+            cache = self.model.new_cache()
+            texts = torch.tensor([self.rows[r] for r in group], device=self.device)
+            for part in texts.split(self.chunk or texts.shape[1], dim=1):
+                hidden = self.model.hidden(part, cache)
+            caches.append(cache)
+            logits.append(self.model.head(hidden[:, -1]))
+        order = [by_length.index(r) for r in range(len(self.rows))]
+        self.cache = self.model.fixed_cache(caches, order, self.room)
+        return torch.cat(logits)[torch.tensor(order, device=self.device)]
+
+
+def draw(logits: Tensor, sampling: Sampling, before: Sequence[int], generator: torch.Generator) -> int:
+    """One token from logits (1, vocab) in fp32, after the tokens `before`."""
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(before)), device=logits.device)
+        old = logits[:, seen]
+        penalty = sampling.repetition_penalty
+        logits = logits.index_copy(1, seen, torch.where(old > 0, old / penalty, old * penalty))
+    if sampling.temperature == 0:
+        return int(logits.argmax(-1))
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        smallest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    if sampling.top_p is not None:
+        ordered, order = logits.sort(descending=True)
+        ahead = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass before each token: the first always stays
+        dropped = torch.zeros_like(ahead, dtype=torch.bool).scatter(-1, order, ahead >= sampling.top_p)
+        logits = logits.masked_fill(dropped, float("-inf"))
+    shares = logits.softmax(-1)
+    if sampling.min_p is not None:
+        shares = shares.masked_fill(shares < sampling.min_p * shares.max(), 0.0)
+    return int(torch.multinomial(shares.cpu(), 1, generator=generator))
+
+
+def _check(model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: int | None) -> list[list[int]]:
+    """The prompts as lists, if they can be continued."""
+    sampling.check()
+    check_counts(new, prefill_chunk)
+    if isinstance(tokens, Tensor) and (tokens.dim() != 2 or tokens.shape[1] < 1):
         raise ValueError(f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}")
-    context = model.config.context
-    if tokens.shape[1] + new > context:
-        raise ValueError(
-            f"a prompt of {tokens.shape[1]} tokens and {new} new ones exceed the context of {context}: "
-            f"lower max_new_tokens to {max(0, context - tokens.shape[1])}, or shorten the prompt"
-        )
+    rows = [list(row) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
+    context, vocab = model.config.context, model.config.vocab_size
+    for r, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt {r} is empty: it needs at least one token, such as the tokenizer's end of text")
+        if not 0 <= min(row) <= max(row) < vocab:
+            raise ValueError(f"prompt {r} has tokens outside of the vocabulary of {vocab}")
+        if len(row) + new > context:
+            raise ValueError(
+                f"a prompt of {len(row)} tokens and {new} new ones exceed the context of {context}: "
+                f"lower max_new_tokens to {max(0, context - len(row))}, or shorten the prompt"
+            )
+    if not rows:
+        raise ValueError("there is no prompt to continue")
+    return rows

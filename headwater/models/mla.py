@@ -34,6 +34,12 @@ class LatentCache:
     def __len__(self) -> int:
         return 0 if self.latent is None else self.latent.shape[1]
 
+    def mask(self, count: int) -> Tensor | None:
+        """Where `count` new tokens may look, if attention cannot know it by itself."""
+        if self.latent is None or count == 1:
+            return None
+        return continuation_mask(count, len(self), self.latent.device)
+
     def append(self, latent: Tensor) -> Tensor:
         self.latent = latent if self.latent is None else torch.cat((self.latent, latent), 1)
         return self.latent
@@ -64,12 +70,12 @@ class MLA(nn.Module):
         q = q.unflatten(-1, (self.heads, self.head_dim + self.shared_dim)).transpose(1, 2)  # (B, H, T, d)
         latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
         latent = torch.cat((self.norm(latent), shared), -1)  # (B, T, latent + shared)
-        past = 0 if cache is None else len(cache)
+        causal, mask = cache is None or not len(cache), None
         if cache is not None:
+            mask = cache.mask(x.shape[1])
             latent = cache.append(latent)
-        attend = self._absorbed if past and x.shape[1] <= ABSORBED else self._expanded
-        mask = continuation_mask(x.shape[1], past, x.device) if past and x.shape[1] > 1 else None
-        return self.output(attend(q, latent, mask, past == 0).transpose(1, 2).flatten(2))
+        attend = self._expanded if causal or x.shape[1] > ABSORBED else self._absorbed
+        return self.output(attend(q, latent, mask, causal).transpose(1, 2).flatten(2))
 
     def _expanded(self, q: Tensor, latent: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Keys and values of every head, then attention: (B, H, T, value_dim)."""

@@ -1,18 +1,40 @@
 """How the next token is drawn, without torch: the command line refuses bad numbers before it imports that."""
 
+from dataclasses import dataclass
 
-def check_sampling(new: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """`new` tokens can be drawn with these settings of `generate`.
 
-    Raises: ValueError that names the setting, what it must be and what it is.
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Settings of a draw. They act in this order: penalty, temperature, top_k, top_p, min_p."""
 
-        check_sampling(100, temperature=0.8, top_k=None, top_p=0.95)
-    """
+    temperature: float = 1.0
+    """0 takes the likeliest token each time."""
+    top_k: int | None = None
+    """Among so many of the likeliest."""
+    top_p: float | None = None
+    """Among the likeliest that together reach this probability."""
+    min_p: float | None = None
+    """Among those at least this share as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """For tokens that the text has: a positive logit is divided by this, a negative one multiplied."""
+
+    def check(self) -> None:
+        """Raises ValueError that names the setting, what it must be and what it is."""
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or a positive number, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], got {value}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be a positive number, got {self.repetition_penalty}")
+
+
+def check_counts(new: int, prefill_chunk: int | None) -> None:
+    """Raises ValueError unless so many tokens can be drawn, and prompts read in portions of this size."""
     if new < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {new}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 or a positive number, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")

@@ -1,6 +1,7 @@
 """The decoder: counts, saving, sampling, limits."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from tinymodels import model_of, tokens_of
 
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
-from headwater.models.generate import generate, sample
+from headwater.models.generate import draw, generate
+from headwater.models.sampling import Sampling
 
 
 def test_parameter_and_flop_counts_are_those_of_the_modules():
@@ -197,16 +199,25 @@ def test_a_token_never_sees_its_future():
 
 def test_sampling_respects_its_limits():
     generator = torch.Generator().manual_seed(0)
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(500, 4)
-    limits = {"temperature": 1.0, "top_k": None, "top_p": None, "generator": generator}
-    assert set(sample(logits, **limits).tolist()) == {0, 1, 2, 3}
-    assert set(sample(logits, **{**limits, "top_k": 2}).tolist()) == {0, 1}
-    assert set(sample(logits, **{**limits, "top_p": 0.5}).tolist()) == {0}
-    assert set(sample(logits, **{**limits, "top_p": 0.8}).tolist()) == {0, 1}
-    assert set(sample(logits, **{**limits, "temperature": 0.0}).tolist()) == {0}
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])  # shares 0.64, 0.24, 0.09, 0.03
+
+    def drawn(before=(), **settings) -> set[int]:
+        return {draw(logits, Sampling(**settings), before, generator) for _ in range(500)}
+
+    assert drawn() == {0, 1, 2, 3}
+    assert drawn(top_k=2) == {0, 1}
+    assert drawn(top_p=0.5) == {0}
+    assert drawn(top_p=0.8) == {0, 1}
+    assert drawn(min_p=0.3) == {0, 1}
+    assert drawn(min_p=0.1) == {0, 1, 2}
+    assert drawn(temperature=0.0) == {0}
+    assert drawn(temperature=0.0, repetition_penalty=3.0, before=(0, 3, 0)) == {1}
+    assert drawn(temperature=0.0, repetition_penalty=1.5, before=(0,)) == {0}
+    counts = Counter(draw(logits, Sampling(repetition_penalty=40.0), [3], generator) for _ in range(500))
+    assert counts[3] == 0  # a logit below zero grows smaller too
     for temperature in (0.5, 1.0, 3.0):
-        share = (sample(logits, **{**limits, "temperature": temperature}) == 0).float().mean().item()
-        assert share == pytest.approx((logits[0] / temperature).softmax(-1)[0].item(), abs=0.06)
+        found = [draw(logits, Sampling(temperature=temperature), (), generator) == 0 for _ in range(500)]
+        assert sum(found) / 500 == pytest.approx((logits[0] / temperature).softmax(-1)[0].item(), abs=0.06)
 
 
 def test_generation_depends_on_its_seed_and_leaves_the_model_as_it_was():

@@ -1,0 +1,125 @@
+"""Caches of fixed size, for a batch whose rows may be at different positions: what decoding needs.
+
+Prompts of one length are read together into caches that grow (`Decoder.new_cache`); `gather` then lays them all out
+in tensors that are allocated once, with room for what will be drawn. A new token is written at its row's place, and
+looks at what its row has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import KVCache
+from .kda import KDAState
+from .mla import LatentCache
+
+
+@dataclass
+class Rows:
+    """Where each row of a batch is.
+
+    `lengths` (B,), the tokens that each has seen, on the device; `room`, the most that one can; `even`, the length
+    where all rows have the same: caches then hand out what they hold without a mask.
+    """
+
+    lengths: Tensor
+    room: int
+    even: int | None
+
+    def places(self, count: int) -> Tensor:
+        """Positions (B, count) of the next tokens."""
+        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+
+    def advance(self, count: int) -> None:
+        self.lengths += count
+        self.even = None if self.even is None else self.even + count
+
+    def write(self, kept: Tensor, new: Tensor) -> Tensor:
+        """`kept` (B, room, ...) with `new` (B, T, ...) at each row's place, as far as any row has come."""
+        count = new.shape[1]
+        if self.even is not None:
+            kept[:, self.even : self.even + count] = new
+            return kept[:, : self.even + count]
+        places = self.places(count).reshape(*new.shape[:2], *[1] * (new.dim() - 2))
+        return kept.scatter_(1, places.expand_as(new), new.to(kept.dtype))
+
+    def mask(self, count: int, window: int | None) -> Tensor | None:
+        """Where the next tokens may look, (B, 1, count, as many as `write` returns); None where that is everything."""
+        if self.even is not None and count == 1 and window is None:
+            return None
+        keys = torch.arange(self.room if self.even is None else self.even + count, device=self.lengths.device)
+        places = self.places(count)[:, None, :, None]
+        seen = keys <= places
+        return seen if window is None else seen & (keys > places - window)
+
+
+class FixedKV(KVCache):
+    """Keys and values (B, room, kv_heads, head_dim), handed out as attention takes them."""
+
+    def __init__(self, rows: Rows, keys: Tensor, values: Tensor, window: int | None) -> None:
+        super().__init__(window, keys, values)
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows.room
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        kept = self.rows.write(self.keys, keys.transpose(1, 2)), self.rows.write(self.values, values.transpose(1, 2))
+        return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
+
+    def mask(self, count: int) -> Tensor | None:
+        return self.rows.mask(count, self.window)
+
+
+class FixedLatents(LatentCache):
+    """Latents and shared keys (B, room, latent + shared)."""
+
+    def __init__(self, rows: Rows, latent: Tensor) -> None:
+        super().__init__(latent)
+        self.rows = rows
+
+    def append(self, latent: Tensor) -> Tensor:
+        assert self.latent is not None
+        return self.rows.write(self.latent, latent)
+
+    def mask(self, count: int) -> Tensor | None:
+        return self.rows.mask(count, None)
+
+
+def gather(
+    entries: Sequence[KVCache | KDAState | LatentCache], rows: Rows, order: Tensor, lengths: Sequence[int]
+) -> KVCache | KDAState | LatentCache:
+    """What one sublayer keeps, of all rows.
+
+    `entries`: of each group of prompts, as long as `lengths` says; their rows one after the other, taken by `order`,
+    are the batch's.
+    """
+    first = entries[0]
+
+    def parts(name: str) -> list[Tensor]:
+        return [getattr(entry, name) for entry in entries]
+
+    if isinstance(first, KDAState):
+        return KDAState(torch.cat(parts("state"))[order], torch.cat(parts("tail"))[order], seen=max(lengths))
+    if isinstance(first, LatentCache):
+        return FixedLatents(rows, spread(parts("latent"), rows, order, lengths))
+    if first.keys is None:
+        return first  # of a sublayer that mixes channels
+    keys, values = ([part.transpose(1, 2) for part in parts(name)] for name in ("keys", "values"))
+    return FixedKV(rows, spread(keys, rows, order, lengths), spread(values, rows, order, lengths), first.window)
+
+
+def spread(parts: Sequence[Tensor], rows: Rows, order: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Tensors (b, T, ...), each the last T of a length, as one (B, room, ...)."""
+    whole = parts[0].new_zeros(sum(map(len, parts)), rows.room, *parts[0].shape[2:])
+    start = 0
+    for part, length in zip(parts, lengths):
+        whole[start : start + len(part), length - part.shape[1] : length] = part
+        start += len(part)
+    return whole[order]

@@ -1,0 +1,118 @@
+"""Continuing prompts: with a cache of fixed size or without, in portions, alone or in a batch: the same tokens."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+from tinykimi import KIMI
+from tinymodels import VOCAB, model_of
+
+from headwater.models.generate import generate, stream
+from headwater.models.sampling import Sampling
+from headwater.models.text import Piece, continue_texts
+from headwater.residuals import names
+from headwater.train.data.tokenizer import ByteTokenizer
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [19], [20, 21, 22]]
+TOKEN_CONVOLUTIONS = "ddl:width=2,compress=token,expand=token"  # residuals may look back along the tokens too
+MODELS = {
+    **{name: (name, {}) for name in names()},
+    "looks back": (TOKEN_CONVOLUTIONS, {}),
+    "short windows": ("attnres-block:block=2", {"shortswa": 3}),
+    "value residual": ("attnres-block:block=2", {"value_residual": True}),
+    "kimi": ("attnres-block:block=2", KIMI),
+    "kimi, plain": ("standard", KIMI),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_of_any_length_are_what_each_is_alone(kind):
+    """Greedy. Without a cache every row is read by itself and from its first token on."""
+    spec, settings = MODELS[kind]
+    model = model_of(spec, scatter=True, **settings)
+    alone = generate(model, PROMPTS, 8, temperature=0.0, use_cache=False)
+    assert generate(model, PROMPTS, 8, temperature=0.0) == alone
+    assert generate(model, PROMPTS, 8, temperature=0.0, prefill_chunk=4) == alone
+    assert [len(row) for row in alone] == [len(prompt) + 8 for prompt in PROMPTS]
+
+
+def test_a_row_draws_as_if_it_were_alone():
+    model = model_of("attnres-full", scatter=True)
+    together = generate(model, PROMPTS, 10, seed=3)
+    for row, prompt in enumerate(PROMPTS):
+        assert generate(model, [prompt], 10, seed=3 + row) == [together[row]]
+
+
+def test_each_row_stops_by_itself():
+    model = model_of("attnres-full", scatter=True)
+    free = generate(model, PROMPTS, 14, temperature=0.0)
+    stop = free[0][len(PROMPTS[0]) + 2]
+    found = generate(model, PROMPTS, 14, temperature=0.0, stop=stop)
+    for row, whole, prompt in zip(found, free, PROMPTS):
+        new = whole[len(prompt) :]
+        assert row == prompt + (new[: new.index(stop) + 1] if stop in new else new)
+    steps = list(stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row))
+    assert [sum(step[row] is not None for step in steps) for row in range(5)] == [1, 2, 3, 4, 5]
+    assert len(steps) == 5
+
+
+def test_memory_of_a_step_does_not_grow_with_the_tokens():
+    """What is kept after a step is as large after five tokens as after many: the cache has its size at once."""
+    model = model_of("attnres-block:block=2", context=200, layers=1)
+    steps = stream(model, [[1, 2, 3], [4]], 190, Sampling(temperature=0.0))
+    sizes = []
+    for number in itertools.count(1):
+        if next(steps, None) is None:
+            break
+        if number in (5, 180):
+            gc.collect()
+            tensors = (found for found in gc.get_objects() if type(found) is torch.Tensor)
+            sizes.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
+    assert sizes[1] <= sizes[0] + 4096
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([], {}, "there is no prompt"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1], [VOCAB]], {}, f"prompt 1 has tokens outside of the vocabulary of {VOCAB}"),
+        ([[1], list(range(30))], {}, "a prompt of 30 tokens and 4 new ones exceed the context of 32: lower .* to 2"),
+        ([[1]], {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+        ([[1]], {"min_p": 1.5}, "min_p must lie in"),
+        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be a positive number, got 0"),
+    ],
+)
+def test_what_cannot_be_continued_is_named(prompts, settings, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model_of("standard"), prompts, 4, **settings)
+
+
+def shown(text: str, stops: list[str]) -> list[str]:
+    """The pieces of a text whose bytes come one by one."""
+    piece, found = Piece(ByteTokenizer(), stops), []
+    ids = list(text.encode())
+    for end in range(1, len(ids) + 1):
+        done = piece.add(ids[:end])
+        found.append(piece.take())
+        if done:
+            break
+    return [*found, piece.take(last=True)]
+
+
+def test_stop_words_and_half_characters_are_held_back():
+    assert "".join(shown("a river. END and more", ["END", "nd"])) == "a river. "
+    assert shown("a EN b", ["END"]) == ["a", " ", "", "", "EN ", "b", ""]
+    assert shown("aß", []) == ["a", "", "ß", ""]
+    assert shown("xEN", ["END"]) == ["x", "", "", "EN"]  # it never became one
+
+
+def test_texts_are_continued_together():
+    model, tokenizer = model_of("attnres-full", scatter=True, vocab_size=320, context=64), ByteTokenizer()
+    greedy = Sampling(temperature=0.0)
+    prompts = ["one", "", "a longer prompt"]
+    texts = ["".join(pieces) for pieces in zip(*continue_texts(model, tokenizer, prompts, 16, greedy))]
+    for prompt, text in zip(prompts, texts):
+        assert "".join(piece for (piece,) in continue_texts(model, tokenizer, [prompt], 16, greedy)) == text
+    assert any(texts)
