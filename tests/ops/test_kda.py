@@ -157,9 +157,14 @@ def test_half_precision_inputs_keep_an_fp32_state():
     torch.testing.assert_close(o, exact.bfloat16())
 
 
-def test_only_inputs_are_kept_for_the_backward():
+def test_as_one_node_it_keeps_its_inputs_alone(monkeypatch):
+    inputs = inputs_of(70)
+    expected = results(kda, inputs)
+    monkeypatch.setattr(kda_operators, "traced", lambda: True)
+    for name, value in results(kda, inputs).items():
+        assert torch.equal(value, expected[name]), name
     kept = []
-    inputs = [x.requires_grad_() for x in inputs_of(64)]
+    inputs = [x.requires_grad_() for x in inputs]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         kda(*inputs)
     assert sum(kept) == sum(x.numel() for x in inputs)
@@ -172,7 +177,7 @@ def test_only_inputs_are_kept_for_the_backward():
         ({"beta": (2, 5)}, r"beta must be \(2, 5, 2\)"),
         ({"state": (2, 2, 8, 8)}, r"state must be \(2, 2, 8, 6\)"),
         ({"q": (2, 0, 2, 8)}, "at least one token"),
-        ({"chunk": 12}, "multiple of 8 tokens, got 12"),
+        ({"chunk": 24}, "power of two from 8 tokens on, got 24"),
         ({"backend": "cuda"}, "'auto', 'reference' or 'fla', got 'cuda'"),
         ({"backend": "fla"}, "tensors are on cpu, the kernels need cuda"),
     ],

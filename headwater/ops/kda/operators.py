@@ -1,7 +1,8 @@
 """KDA by the reference of this folder, or by fla's kernels where tensors are on a GPU and they are installed.
 
-The reference is one node for autograd and torch.compile: between forward and backward it keeps its inputs alone, and
-the backward runs the forward again.
+On a GPU, and where something traces it, the reference is one node: between forward and backward it keeps its inputs
+alone, and the backward runs the forward again. On a CPU, where time is shorter than memory, autograd sees its parts:
+that takes three quarters of the time.
 """
 
 import importlib.util
@@ -45,7 +46,7 @@ def kda(
         g: log decay of each channel, (B, T, H, K), none above zero (`kda_gate`).
         beta: how far each token corrects the state, (B, T, H), from 0 to 1.
         state: after the tokens before these, (B, H, K, V); None before the first.
-        chunk: tokens at a time, a multiple of 8. More than 16 tokens run chunkwise, fewer one by one.
+        chunk: tokens at a time, 8, 16, 32 and so on. More than 16 tokens run chunkwise, fewer one by one.
         backend: "reference"; "fla", which runs its kernels or raises; "auto", fla on a GPU where it is installed.
 
     Returns: outputs (B, T, H, V) in the dtype of v, and the state after the last token, fp32.
@@ -62,8 +63,9 @@ def kda(
     if state is None:
         state = torch.zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype, device=v.device)
     with full_precision(v):
-        o, last = _KDA.apply(q, k, v, g.to(dtype), beta.to(dtype), state.to(dtype), chunk)
-    return o, last
+        if v.device.type == "cpu" and not traced():
+            return compute(q, k, v, g, beta, state, chunk)
+        return _KDA.apply(q, k, v, g.to(dtype), beta.to(dtype), state.to(dtype), chunk)
 
 
 def compute(
@@ -138,8 +140,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tenso
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"kda: with q {tuple(q.shape)}, {name} must be {shape}, got {tuple(tensor.shape)}")
-    if chunk < reference.ROW or chunk % reference.ROW:
-        raise ValueError(f"kda's chunk must be a multiple of {reference.ROW} tokens, got {chunk}")
+    if chunk < reference.ROW or chunk & (chunk - 1):
+        raise ValueError(f"kda's chunk must be a power of two from {reference.ROW} tokens on, got {chunk}")
 
 
 def uses_fla(backend: KDABackend, q: Tensor, v: Tensor, chunk: int) -> bool:

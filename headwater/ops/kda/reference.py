@@ -10,7 +10,7 @@ Chunkwise, with G the running sum of g inside a chunk of C tokens and S the stat
 
 Both forms take q and k with unit norm and q divided by sqrt(K) (`prepare`). Every exponent is a difference that is not
 above zero, so that no decay overflows; the running sum is fp64, or one decay near zero would cost the others around it
-their digits. Pairs of tokens are multiplied in rows of 8: inside a row channel by channel, before it as matrices.
+their digits. Pairs of tokens are multiplied in rows of 8 channel by channel, and between rows as matrices.
 """
 
 import torch
@@ -56,10 +56,10 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
 def chunkwise(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The same, `chunk` tokens at a time; `chunk` is a multiple of 8. Tokens that fill up the last one change nothing:
+    """The same, `chunk` tokens at a time, a power of two from 8 on. Tokens that fill up the last one change nothing:
     they have no key and no decay."""
     length = q.shape[2]
-    size = min(chunk, -(-length // ROW) * ROW)
+    size = min(chunk, max(ROW, 1 << (length - 1).bit_length()))
     spare = -length % size
     q, k, v, g, beta = (_chunks(x, size, spare) for x in (q, k, v, g, beta[..., None]))  # (B, H, N, C, K)
     total = g.double().cumsum(-2)
@@ -86,18 +86,18 @@ def _chunks(x: Tensor, size: int, spare: int) -> Tensor:
 def decayed_products(left: Tensor, right: Tensor, g: Tensor, total: Tensor) -> Tensor:
     """<left_i exp(G_i - G_j), right_j> for j <= i, else 0: left (2, ..., C, K), right and g (..., C, K), and `total`,
     the running sum G of g. Returns (2, ..., C, C)."""
-    size = total.shape[-2]
-    diagonal = products_in_rows(left, right, g)  # (2, ..., R, 8, 8)
-    found = []
-    for r, before in enumerate(range(0, size, ROW)):
-        row = slice(before, before + ROW)
-        between = total[..., before : before + 1, :]  # of the two tokens of every pair: neither factor can grow
-        near = left[..., row, :] * (total[..., row, :] - between).to(left.dtype).exp()
-        far = right[..., :before, :] * (between - total[..., :before, :]).to(left.dtype).exp()
-        earlier = torch.cat(tuple(near), -2) @ far.mT  # both in one product: (..., 2 * 8, before)
-        after = left.new_zeros(*left.shape[:-2], ROW, size - before - ROW)
-        found.append(torch.cat((torch.stack(earlier.split(ROW, -2)), diagonal[..., r, :, :], after), -1))
-    return torch.cat(found, -2)
+    products = products_in_rows(left, right, g)  # (2, ..., R, 8, 8)
+    while products.shape[-3] > 1:  # two neighbours become one of twice the size
+        halves = (-1, 2, products.shape[-1])
+        later, earlier, sums = (x.unflatten(-2, halves) for x in (left, right, total))  # (..., R / 2, 2, S, K)
+        between = sums[..., 1, :1, :]  # of the two tokens of every pair: neither factor can grow
+        near = later[..., 1, :, :] * (sums[..., 1, :, :] - between).to(left.dtype).exp()
+        far = earlier[..., 0, :, :] * (between - sums[..., 0, :, :]).to(left.dtype).exp()
+        corner = (torch.cat(tuple(near), -2) @ far.mT).split(halves[-1], -2)  # both in one product
+        first, second = products.unflatten(-3, (-1, 2)).unbind(-3)
+        rows = torch.cat((first, torch.zeros_like(first)), -1), torch.cat((torch.stack(corner), second), -1)
+        products = torch.cat(rows, -2)  # (2, ..., R / 2, 2 S, 2 S)
+    return products.squeeze(-3)
 
 
 def products_in_rows(left: Tensor, right: Tensor, g: Tensor) -> Tensor:
