@@ -46,6 +46,12 @@ def test_the_blocks_of_the_page_about_python_run(tmp_path, monkeypatch):
     assert "attnres-block" in shown
 
 
+def test_the_blocks_of_the_page_about_kimi_linear_run(tmp_path):
+    shown = run_python("docs/kimi-linear.md", tmp_path)
+    assert "('kda', 'mlp', 'kda', 'moe', 'kda', 'moe', 'mla', 'moe')" in shown
+    assert "torch.Size([1, 12])" in shown
+
+
 @pytest.mark.slow
 def test_shell_blocks_run(tmp_path):
     lines = [line for language, body in BLOCKS if language == "bash" for line in body.strip().splitlines()]

@@ -16,6 +16,7 @@ BASELINE = "standard"
 # Settings that may differ inside a group: they say where and how a run was carried out, not what was computed.
 INCIDENTAL = {"seed", "device", "cache", "log_every", "eval_every", "depth_every", "save_every", "keep"}
 DEPTH_LISTS = {"output": "output_norm", "read": "read_norm", "gradient": "gradient_norm", "entropy": "entropy"}
+DEPTH_LISTS["experts"] = "expert_load_cv"  # of models that have some
 
 Points = list[tuple[int, float, float | None]]  # step, tokens, value
 

@@ -234,6 +234,7 @@ def well_formed(record: Record, notes: list[str]) -> bool:
     lengths = {
         "output_norm": reads - 1,
         "gradient_norm": reads - 1,
+        "expert_load_cv": reads - 1,
         "read_norm": reads,
         "entropy": reads,
         "mixing": reads,

@@ -20,7 +20,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "xl": {"dim": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 5632, "context": 4096},
     "kimi-linear-nano": {
         **KIMI, "dim": 64, "layers": 4, "heads": 2, "kv_heads": 2, "mlp_dim": 192, "context": 64,
-        "kda_head_dim": 16,
+        "kda_head_dim": 16, "router_rate": 0.01,
         "experts": 8, "experts_per_token": 2, "expert_scale": 1.4,
     },
     "kimi-linear-tiny": {

@@ -1,6 +1,7 @@
 """Kimi Linear in the trainer: resumed bitwise with its routers' biases; one process = two = expert-parallel two."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tinykimi import KIMI
 from tinyrun import fingerprint, read_all, tiny
 
+from headwater.analyze.report import write_report
 from headwater.models.moe import routers
 from headwater.train import load_run, train
 from headwater.train.config import Config, ParallelSettings
@@ -124,6 +126,8 @@ def test_what_is_logged_of_loads(tmp_path):
     assert depth["sublayers"] == ["kda", "mlp", "kda", "moe", "kda", "moe", "mla", "moe"]
     assert [i for i, load in enumerate(depth["expert_load"]) if load] == [3, 5, 7]
     assert all(sum(load) == pytest.approx(4, rel=1e-4) for load in depth["expert_load"] if load)  # in means
+    page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert re.search(r'"experts":\s*\[null,\s*null,\s*null,\s*0?\.\d', page)  # a number for each layer with experts
     assert all((load is None) == (value is None) for load, value in zip(depth["expert_load"], depth["expert_load_cv"]))
 
 

@@ -5,13 +5,15 @@ const MEASURES = [
   ["read", "Read magnitude", "RMS of what each read returned, before its norm; the square is the final read.", "read RMS"],
   ["gradient", "Gradient norm", "Norm of the gradient of each sublayer's parameters.", "gradient norm"],
   ["entropy", "Entropy of the depth weights", "How widely each read spreads its weights; the dotted line is an even spread over everything before it.", "entropy, nats"],
+  ["experts", "Uneven load of the experts", "How much the tokens that experts get differ in a layer: standard deviation over mean; 0 where all get the same.", "load, std / mean"],
 ];
 
 function drawMeasures() {
   if (!deep.length) return empty(host("measures"), "No depth records: norms, gradients and entropy were not recorded.");
   for (const [key, title, words, unit] of MEASURES) {
-    const figure = host(`measure-${key}`) || host("measures").appendChild(makeMeasure(key, title, words));
     const all = deep.filter((group) => group.depth.frames.some((frame) => frame[key] && known(frame[key]).length));
+    if (key === "experts" && !all.length) continue;  // most models have none
+    const figure = host(`measure-${key}`) || host("measures").appendChild(makeMeasure(key, title, words));
     const positive = all.flatMap((group) => group.depth.frames.flatMap((frame) => known(frame[key] || []))).filter((value) => value > 0);
     const panels = figure.querySelector(".grid"), shown = all.filter(visible);
     if (!positive.length) { empty(panels, "Not recorded."); continue; }
