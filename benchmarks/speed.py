@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater.models.config import SIZES as NAMED
 from headwater.residuals import AttentionResidual, Norm, State, register
 from headwater.train.config import Config, DataSettings, ModelSettings, TrainSettings
 from headwater.train.loop import steps_of
@@ -31,15 +32,21 @@ from headwater.train.run import Run, begin
 
 from .measure import provenance, times
 
-SIZES: dict[str, tuple[dict[str, int], int]] = {  # model, windows a step
+SIZES: dict[str, tuple[dict[str, Any], int]] = {  # model, windows a step
     "50m": ({"dim": 512, "layers": 16, "heads": 8, "kv_heads": 4, "mlp_dim": 1408, "context": 1024}, 32),
     "342m": ({"dim": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 2816, "context": 2048}, 8),
     "tiny": ({"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 128, "context": 64}, 4),
+    "kimi": (dict(NAMED["kimi-linear-small"]), 8),  # 93 million active parameters besides the embeddings
 }
 PLAIN = ("standard", "standard/model")
 ARMS = (*PLAIN, "attnres-block", "attnres-full", "fla-attnres")
 RIVALS = ("denseformer", "mhc", "hyper-connections", "deepcrossattention", "ddl")
-DEFAULT = {"50m": (*ARMS, *RIVALS), "342m": (*PLAIN, "attnres-block"), "tiny": ("standard", "attnres-block")}
+DEFAULT = {
+    "50m": (*ARMS, *RIVALS),
+    "342m": (*PLAIN, "attnres-block"),
+    "kimi": ("standard", "attnres-block"),
+    "tiny": ("standard", "attnres-block"),
+}
 VOCABULARY, ROUNDS, STEPS, GATE = 8192, 7, 10, 0.05
 
 

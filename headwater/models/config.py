@@ -28,7 +28,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "experts": 16, "experts_per_token": 4, "expert_scale": 2.0,
     },
     "kimi-linear-small": {
-        **KIMI, "dim": 640, "layers": 12, "heads": 10, "kv_heads": 10, "mlp_dim": 2304, "context": 2048,
+        **KIMI, "dim": 768, "layers": 12, "heads": 12, "kv_heads": 12, "mlp_dim": 2304, "context": 2048,
         "experts": 64, "experts_per_token": 8, "expert_scale": 2.446,
     },
     "kimi-linear-medium": {

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.generate import generate
 from headwater.models.mla import MLA
+from headwater.models.moe import routers
 from headwater.models.pattern import layers_of, write_pattern
 from headwater.residuals import names
 from headwater.residuals.groups import sort_parameters
@@ -119,6 +120,19 @@ def test_parts_mix(settings, tmp_path):
     assert torch.equal(generate(model, prompt, 12), generate(model, prompt, 12, use_cache=False))
     model.save(tmp_path)
     assert torch.equal(Decoder.load(tmp_path)(prompt), model(prompt))
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_whole_graphs_and_count_loads():
+    model, tokens = model_of("attnres-block", scatter=True, **KIMI), tokens_of(length=20)
+    logits, gradients = gradients_of(model, tokens)
+    loads = {name: router.load.clone() for name, router in routers(model).items()}
+    model.compile_layers(backend="aot_eager", fullgraph=True, dynamic=False)
+    again, compiled = gradients_of(model, tokens)
+    torch.testing.assert_close(again, logits, atol=1e-6, rtol=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+    assert all(torch.equal(router.load, 2 * loads[name]) for name, router in routers(model).items())
 
 
 def test_a_token_never_sees_its_future():

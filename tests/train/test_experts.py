@@ -168,3 +168,21 @@ def test_what_ranks_cannot_divide_is_named(tmp_path, settings, message):
     model = named_model(replace(config.model, **settings), 257)
     with pytest.raises(Exception, match=message):
         make_plan(replace(config, parallel=ParallelSettings(tensor=2)), model, 2, half=False, fused=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_on_a_gpu_it_trains_from_a_captured_graph_and_resumes_bitwise(tmp_path, optimizer):
+    """Loads, biases and Muon's stacks without the host; the kernels are fla's where it is installed."""
+    config = kimi(tmp_path, optimizer=optimizer, device="cuda", steps=8, save_every=4, depth_every=8)
+    shape = {"dim": 64, "heads": 2, "kv_heads": 2, "mlp_dim": 96, "context": 128}
+    config, out = replace(config, model=replace(config.model, **shape)), tmp_path / "run"
+    train(config, out, progress=False)
+    whole = fingerprint(out)
+    assert all(record["expert_load_cv"] > 0 for record in whole["metrics"] if record["kind"] == "train")
+    assert all(router.bias.any() for router in routers(load_run(out).model).values())
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    (out / "summary.json").unlink()
+    train(config, out, resume=True, progress=False)
+    assert fingerprint(out) == whole
