@@ -37,6 +37,8 @@ OPERATIONS = {
     # Of two streams: a read, a write and the mixing of 2 by 2; every stream makes four coefficients of itself.
     "hyper-connections:streams=2": 2 * D * 2 * (1 + 1 + 2) * L + 2 * 2 * 4 * D * L,
     "hyper-connections:streams=2,form=static": 2 * D * 2 * (1 + 1 + 2) * L,
+    # Both of what it consists of, and the sum of the two reads.
+    "hyper-attnres:streams=2": 2 * D * 2 * (1 + 1 + 2) * L + 2 * 2 * 4 * D * L + 6 * D * (2 + 2 + 3 + 3) + ADDS + D * L,
     "mhc:streams=2": 2 * D * 2 * (1 + 1 + 2) * L + 2 * (2 + 2 + 4) * 2 * D * L,  # eight coefficients of both at once
     "mhc-lite:streams=2": 2 * D * 2 * (1 + 1 + 2) * L + 2 * (2 + 2 + 2) * 2 * D * L,
     "ddl": (2 * 2 + 7) * D * L,  # beta and value; norm and length, overlap, and what is erased and written
