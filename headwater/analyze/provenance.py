@@ -47,7 +47,10 @@ def side_by_side(groups: list[Group]) -> str:
 
 def model(run: RecordedRun) -> str:
     found = section(run.config, "model")
-    return f"{found.get('layers', '?')} layers, width {found.get('dim', '?')}"
+    pattern, experts = found.get("pattern") or "attention", found.get("experts")
+    parts = "" if pattern == "attention" else f", {pattern}"
+    parts += f", {experts} experts" if experts else ""
+    return f"{found.get('layers', '?')} layers, width {found.get('dim', '?')}{parts}"
 
 
 def corpus(run: RecordedRun) -> str:

@@ -127,18 +127,19 @@ def test_what_is_logged_of_loads(tmp_path):
     assert [i for i, load in enumerate(depth["expert_load"]) if load] == [3, 5, 7]
     assert all(sum(load) == pytest.approx(4, rel=1e-4) for load in depth["expert_load"] if load)  # in means
     page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "4 layers, width 16, kda*3:mla, 4 experts" in page
     assert re.search(r'"experts":\s*\[null,\s*null,\s*null,\s*0?\.\d', page)  # a number for each layer with experts
     assert all((load is None) == (value is None) for load, value in zip(depth["expert_load"], depth["expert_load_cv"]))
 
 
 def test_muon_orthogonalises_each_expert_by_itself():
     torch.manual_seed(0)
-    stack = torch.nn.Parameter(torch.randn(3, 6, 4))
+    stack = torch.nn.Parameter(torch.randn(8, 6, 4))
     single = [torch.nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     stacked = StackedMuon([stack], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     plain = torch.optim.Muon(single, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
-        gradient = torch.randn(3, 6, 4)
+        gradient = torch.randn(8, 6, 4)
         stack.grad = gradient
         for matrix, part in zip(single, gradient):
             matrix.grad = part.clone()
