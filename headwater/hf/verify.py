@@ -149,6 +149,7 @@ def _passes(model: nn.Module, inputs: Mapping[str, Any], has_cache: bool) -> dic
             padded = pad_left({name: value for name, value in moved.items() if name != "labels"})
             cached = decoded(model, padded)
             parts = {} if cached is None else parts_of(padded["attention_mask"])
+            parts.pop("in one pass", None)  # that is `whole`
             found |= {name: cached[kept] for name, kept in parts.items() if cached is not None and kept.any()}
     return {name: logits.double().cpu().flatten(0, -2) for name, logits in found.items()}
 

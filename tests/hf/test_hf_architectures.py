@@ -1,16 +1,16 @@
 """Every architecture in the table: converted, it computes what it did; reverted, it is what it was."""
 
 import hashlib
-import re
-from pathlib import Path
 
 import pytest
 import torch
-from tinyhf import stir, tiny_model, tokens
+from tinyhf import sample, stir, tiny_model, tokens
 from torch import nn
+from transformers import T5Config, T5Model
 
 from headwater.errors import UserError
-from headwater.hf import LAYOUTS, Layout, convert, revert, verify
+from headwater.hf import Layout, convert, revert, verify
+from headwater.hf.convert.refusals import layout_of
 from headwater.residuals import names
 
 
@@ -25,7 +25,7 @@ def classes(model: nn.Module) -> list[tuple[str, type]]:
     return [(name, type(module)) for name, module in model.named_modules()]
 
 
-@pytest.mark.parametrize("model_type", LAYOUTS)
+@pytest.mark.parametrize("model_type", sample())
 def test_converted_equals_plain_and_reverts(model_type):
     model, other = tiny_model(model_type), tiny_model(model_type)
     before, kinds, config = digest(model), classes(model), model.config
@@ -37,7 +37,7 @@ def test_converted_equals_plain_and_reverts(model_type):
     assert result.logit_difference < 1e-5
     assert set(dict(model.named_parameters())) - set(dict(other.named_parameters())) == set(report.added)
     stir(model)
-    assert not verify(model, other, tokens()).equal  # no silent no-op
+    assert not torch.allclose(model(tokens()).logits, other(tokens()).logits, atol=1e-3)  # no silent no-op
     assert digest(other) == before
     revert(model)
     assert digest(model) == before
@@ -107,7 +107,10 @@ def refused(match: str, model: nn.Module, *args, **kwargs) -> None:
 
 
 def test_refusals_name_what_is_wrong_and_change_nothing():
-    refused("no layout is known for the architecture 'opt'", tiny_model("opt", ffn_dim=48, word_embed_proj_dim=32))
+    refused("'rwkv' cannot be converted: its layers hand on a recurrent state", tiny_model("rwkv"))
+    refused("'bert' cannot be converted: it is not a decoder", tiny_model("bert"))
+    refused("'t5' cannot be converted: it is not a decoder", T5Model(T5Config(num_layers=1, d_model=8, d_ff=8, d_kv=4)))
+    refused("'doge' cannot be converted: its residual is not the plain one already", tiny_model("doge"))
     refused("block counts sublayers and must lie between 1 and 8, got 99", tiny_model("llama"), block=99)
     refused("unknown residual 'attnres'", tiny_model("llama"), "attnres")
     refused("has no option 'depth'", tiny_model("llama"), depth=3)
@@ -120,6 +123,10 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
     refused("already converted, to 'attnres-block:block=2'", model)
     with pytest.raises(UserError, match="is not a model that headwater"):
         revert(tiny_model("llama"))
+    with pytest.raises(UserError, match="takes a transformers model, got a NoneType"):
+        convert(None)
+    with pytest.raises(UserError, match=r"no layout .* 'lama2'; the nearest that is known is 'llama'. .* pass layout="):
+        layout_of("lama2", ["lama2"])
 
 
 def test_models_that_share_a_config_do_not_share_a_conversion():
@@ -129,17 +136,3 @@ def test_models_that_share_a_config_do_not_share_a_conversion():
     assert second.config.model_type == "llama"
     assert not hasattr(second.config, "headwater")
     assert type(second.model.layers[0]).forward is not type(first.model.layers[0]).forward
-
-
-def test_a_layout_can_be_given_for_an_architecture_that_is_not_in_the_table():
-    model = tiny_model("vaultgemma")
-    plain = tiny_model("vaultgemma")
-    convert(model, layout=Layout(mlp_norm="pre_feedforward_layernorm"))
-    assert verify(model, plain, tokens()).equal
-
-
-def test_the_documentation_lists_the_table():
-    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    table = page.split("| layout | model types |")[1].split("\n\n")[0]
-    listed = {name for row in re.findall(r"^\| .* \| (.*) \|$", table, re.MULTILINE) for name in row.split(", ")}
-    assert listed == set(LAYOUTS)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinyhf import stir, tiny_model, tokens
+from tinyhf import sample, stir, tiny_model, tokens
 from transformers import AutoModelForCausalLM
 
-from headwater.hf import LAYOUTS, convert
+from headwater.hf import convert
 from headwater.hf.convert.install import conversion_of
 from headwater.residuals import names
 
@@ -37,13 +37,14 @@ DTYPES = [
     {"stored": "bfloat16", "asked": "float32"},
 ]
 CASES = [
-    *(Case(model_type) for model_type in LAYOUTS),
+    *(Case(model_type) for model_type in sample()),
     *(Case(name, **dtypes) for name in ("llama", "gemma2", "olmo2", "gpt_neox", "qwen3_moe") for dtypes in DTYPES),
     *(Case("llama", residual) for residual in names() if residual != "attnres-block"),
 ]
 
 LOAD = """
 import json, traceback
+import benchmarks.tinyhf
 import torch, transformers
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 STEPS = 4  # tokens decoded from the cache
+CACHES = ("past_key_values", "cache_params")  # what models call it in their outputs and arguments
 
 
 @contextmanager
@@ -28,21 +29,21 @@ def whole(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     return _result(model(**inputs))
 
 
-def decoded(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-    """The same of all tokens but the last few in one pass, and of those one by one from the cache. None where the model
-    gives no cache, or not one result a token."""
+def decoded(model: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> Tensor | None:
+    """The same of all tokens but the last `steps` in one pass, and of those one by one from the cache. None where the
+    model gives no cache, or not one result a token."""
     length = inputs["input_ids"].shape[1]
-    cut = length - steps_of(length)
+    cut = length - min(steps, length - 1)
     out = model(**_until(inputs, cut), use_cache=True)
     parts = [_result(out)]
-    if getattr(out, "past_key_values", None) is None or parts[0].shape[1] != cut:
+    name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
+    if name is None or parts[0].shape[1] != cut:
         return None
     per_token = {name: value for name, value in inputs.items() if _is_per_token(value, inputs["input_ids"].shape)}
     for end in range(cut + 1, length + 1):
-        step = {
-            name: value if name == "attention_mask" else value[:, -1:] for name, value in _until(per_token, end).items()
-        }
-        out = model(**step, past_key_values=out.past_key_values, use_cache=True)
+        until = _until(per_token, end)
+        step = {each: value if each == "attention_mask" else value[:, -1:] for each, value in until.items()}
+        out = model(**step, **{name: getattr(out, name)}, use_cache=True)
         parts.append(_result(out))
     return torch.cat(parts, dim=1)
 
@@ -57,20 +58,17 @@ def pad_left(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {**inputs, "attention_mask": mask}
 
 
-def parts_of(mask: Tensor) -> dict[str, Tensor]:
+def parts_of(mask: Tensor, steps: int = STEPS) -> dict[str, Tensor]:
     """Which tokens of a decoded batch are of which kind, by its mask, (B, T). Padding is of none."""
-    kept = mask.bool()
+    kept, length = mask.bool(), mask.shape[1]
     padded = ~kept.all(1, keepdim=True)
-    late = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - steps_of(mask.shape[1])
+    late = torch.arange(length, device=mask.device) >= length - min(steps, length - 1)
     return {
+        "in one pass": kept & ~padded & ~late,
         "rows with padding": kept & padded & ~late,
         "from the cache": kept & ~padded & late,
         "from the cache, rows with padding": kept & padded & late,
     }
-
-
-def steps_of(length: int) -> int:
-    return min(STEPS, length - 1)
 
 
 def _until(inputs: Mapping[str, Any], end: int) -> dict[str, Any]:

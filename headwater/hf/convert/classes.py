@@ -9,17 +9,39 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from headwater.errors import UserError
 
 from .depth import Depth, fill, watch
-from .install import install
+from .install import install, revert
 from .layers import run_loop
 from .layouts import PREFIX
 from .plan import saved_plan
 from .remake import remakable
+
+AUTO = (
+    AutoModelForCausalLM,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
 
 
 def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -31,7 +53,7 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     made = type(f"Headwater{base.__name__}", (base,), members)
     _configs[base] = made
     AutoConfig.register(model_type, made, exist_ok=True)
-    for auto in (AutoModelForCausalLM, AutoModel):
+    for auto in AUTO:
         plain = auto._model_mapping.get(base, None)
         if isinstance(plain, type):
             model = head_class(plain)
@@ -62,14 +84,26 @@ class Converted:
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        _undo_inside(self)  # type: ignore[arg-type]
         plan = saved_plan(self, saved_settings(config))  # type: ignore[arg-type]
-        install(plan, head=type(self), config=type(config))
+        install(plan, head=type(self), config=type(config), unchecked="it was built from its config")
 
     def initialize_weights(self) -> None:
         """Parameters that a checkpoint did not bring get their start values: the added ones from their residual."""
         if "_depth" in self.__dict__:
             fill(self._depth)
         super().initialize_weights()  # type: ignore[misc]
+
+
+def _undo_inside(model: nn.Module) -> None:
+    """Heads for classification build what is inside them by its config, and so converted already: whole models are
+    converted as a whole."""
+    inside = next((module for module in model.modules() if "_conversion" in module.__dict__), None)
+    if inside is not None:
+        configs = [(module, module.__dict__["config"]) for module in inside.modules() if "config" in module.__dict__]
+        revert(inside)
+        for module, config in configs:
+            module.__dict__["config"] = config
 
 
 def head_class(base: type[Any]) -> type[PreTrainedModel]:

@@ -1,6 +1,7 @@
 """Swap the residual of a transformers model in place."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,10 +10,11 @@ from headwater.errors import UserError, check_fit, user_values
 
 from .adapters import keep_in_adapters
 from .classes import config_class, head_class
-from .install import install, revert
+from .install import conversion_of, install, revert
 from .layouts import PREFIX, Layout
 from .plan import Plan, new_plan, saved_plan
 from .report import Report
+from .trial import NotTried, Trial, check_off_start, difference, try_plain
 
 
 def convert(
@@ -21,6 +23,7 @@ def convert(
     *,
     layout: Layout | None = None,
     exact: bool = True,
+    check: bool = True,
     **options: Any,
 ) -> Report:
     """Replace the plain residual of a transformers model by another, in place.
@@ -35,18 +38,47 @@ def convert(
         layout: what the parts of a decoder layer are called, for an architecture that the table does not know.
         exact: multiply every read so that, until it is trained, the model computes what it did. False leaves reads at
             the residual's own scale, as a model trained from scratch has them, and relies on the norms to cancel it.
+        check: run a few random tokens before and after, some of them decoded from a cache, some rows padded; what is
+            not the same function is refused. A model that cannot run (on the meta device) is not checked, and the
+            report says so.
         options: of the residual, such as block=4.
 
-    Returns: a `Report`; printed, it lists every site.
+    Returns: a `Report`; printed, it begins with what was done and measured, then lists every site.
 
-    Raises: `headwater.errors.UserError` for a model, architecture, residual or option that does not fit.
+    Raises: `headwater.errors.UserError` for a model, architecture, layout, residual or option that does not fit.
 
         model = AutoModelForCausalLM.from_pretrained("path/to/a/llama")
         print(headwater.convert(model, "attnres-block", block=4))
     """
-    report = _install(new_plan(model, residual, layout, exact, options))
+    plan = new_plan(model, residual, layout, exact, options)
+    try:
+        if not check:
+            raise NotTried("it was not asked for")
+        plain = try_plain(plan.found)
+    except NotTried as reason:
+        _install(plan, unchecked=str(reason))
+    else:
+        _install_checked(model, plan, plain)
     keep_in_adapters(model)
-    return report
+    return conversion_of(model)[0].report
+
+
+def _install_checked(model: nn.Module, plan: Plan, plain: Trial) -> None:
+    """A residual that starts as something else says nothing of the layout, so the plain one is tried in its place."""
+    same = plan.equal_at_start
+    _install(plan if same else plan.with_plain_residual())
+    try:
+        measured = difference(plan.found, plain)
+        if not same:
+            revert(model)
+            _install(plan)
+        conversion = conversion_of(model)[0]
+        if conversion.depth.residual.token_local:
+            check_off_start(plan.found, plain, conversion.depth.residual)
+    except UserError:
+        revert(model)
+        raise
+    conversion.report = replace(conversion.report, difference=measured, tokens=plain.tokens, unchecked=None)
 
 
 def convert_with(model: nn.Module, settings: Mapping[str, Any]) -> Report:
@@ -54,11 +86,11 @@ def convert_with(model: nn.Module, settings: Mapping[str, Any]) -> Report:
     return _install(saved_plan(model, settings))
 
 
-def _install(plan: Plan) -> Report:
+def _install(plan: Plan, unchecked: str = "it was not asked for") -> Report:
     """A model that was reverted after it was loaded has a plain config again."""
     config = type(plan.found.head.config)
     assert not config.model_type.startswith(PREFIX)
-    return install(plan, head=head_class(type(plan.found.head)), config=config_class(config))
+    return install(plan, head=head_class(type(plan.found.head)), config=config_class(config), unchecked=unchecked)
 
 
 def load_added(model: nn.Module, module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:

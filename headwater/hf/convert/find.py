@@ -5,12 +5,15 @@ from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headwater.errors import UserError
 from headwater.residuals import entry, parse
 
-from .layers import Site, sites_of
-from .layouts import PREFIX, Layout, layout_of
+from .arguments import unknown
+from .layers import Site, part_of, sites_of
+from .layouts import LAYOUTS, PREFIX, Layout
+from .refusals import layout_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class Found:
 
 
 def find(model: nn.Module, layout: Layout | None) -> Found:
+    """The model that loops over decoder layers, alone or inside a head: of a vision-language model, its text part."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"convert takes a transformers model, got a {type(model).__name__}")
     head = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if head is None:
         raise UserError(f"convert takes a transformers model; a {type(model).__name__} holds none")
@@ -34,24 +40,25 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
         if "_conversion" in module.__dict__:
             spec = module.__dict__["_conversion"].depth.residual.spec
             raise UserError(f"this model is already converted, to '{spec}'; headwater.revert it first")
+    inside = [(name, module) for name, module in head.named_modules() if isinstance(module, PreTrainedModel)]
+    for name, body in inside:
+        model_type = body.config.model_type.removeprefix(PREFIX)
+        known = LAYOUTS.get(model_type) if layout is None else layout
+        if known is None:
+            continue
+        layers, norm = getattr(body, known.layers, None), getattr(body, known.final_norm, None)
+        if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, nn.Module):
+            _check_body(body, model_type)
+            return Found(model_type, known, head, body, f"{name}." if name else "", list(layers), norm)
     model_type = head.config.model_type.removeprefix(PREFIX)
-    layout = layout_of(model_type) if layout is None else layout
-    for name, module in head.named_modules():
-        layers, norm = getattr(module, layout.layers, None), getattr(module, layout.final_norm, None)
-        if isinstance(module, PreTrainedModel) and isinstance(layers, nn.ModuleList) and isinstance(norm, nn.Module):
-            _check_body(head, module, model_type)
-            return Found(model_type, layout, head, module, f"{name}." if name else "", list(layers), norm)
+    known = layout_of(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if layout is None else layout
     raise UserError(
-        f"{type(head).__name__}: no part of it has decoder layers '{layout.layers}' and a final norm "
-        f"'{layout.final_norm}', as the layout of '{model_type}' says"
+        f"{type(head).__name__}: no part of it has decoder layers '{known.layers}' and a final norm "
+        f"'{known.final_norm}', as the layout of '{model_type}' says"
     )
 
 
-def _check_body(head: PreTrainedModel, body: PreTrainedModel, model_type: str) -> None:
-    if body.config is not head.config:
-        raise UserError(
-            f"{type(head).__name__} holds a {type(body).__name__} with a config of its own: convert a text model alone"
-        )
+def _check_body(body: PreTrainedModel, model_type: str) -> None:
     if "residual" in dict(body.named_children()):
         raise UserError(
             f"{type(body).__name__} already has a module named 'residual'; '{model_type}' cannot be converted"
@@ -62,38 +69,75 @@ def find_sites(found: Found) -> list[tuple[Site, ...]]:
     """The sublayers of each layer, numbered through the network."""
     groups: list[tuple[Site, ...]] = []
     for layer in found.layers:
-        own = [name for name, _ in layer.named_children()] + [name for name, _ in layer.named_parameters(recurse=False)]
-        surplus = sorted(set(own) - found.layout.parts())
-        if surplus:
-            raise UserError(
-                f"{type(layer).__name__} of '{found.model_type}' has modules or parameters that its layout does "
-                f"not know: {', '.join(surplus)}. Its layout in headwater/hf/convert/layouts.py names every part"
-            )
         first = groups[-1][-1].sublayer + 1 if groups else 0
-        try:
-            groups.append(sites_of(layer, found.layout, first))
-        except LookupError as error:
-            raise UserError(f"the layout of '{found.model_type}' does not fit: {error.args[0]}") from None
-        _check_names(layer, groups[-1], found)
+        groups.append(sites_of(layer, layout_for(layer, found), first))
+        _check_arguments(layer, groups[-1], found)
     return groups
 
 
-def _check_names(layer: nn.Module, group: Sequence[Site], found: Found) -> None:
-    for site in group:
-        for part in (site, *([site.second] if site.second else [])):
-            for name in (part.norm, *part.out):
-                if name is not None and not isinstance(getattr(layer, name, None), nn.Module):
-                    raise UserError(
-                        f"the layout of '{found.model_type}' does not fit: "
-                        f"a {type(layer).__name__} has no module '{name}'"
-                    )
+def layout_for(layer: nn.Module, found: Found) -> Layout:
+    """The model's layout, or the first of those it may have instead, that fits this layer."""
+    layout: Layout | None = found.layout
+    wrong: list[str] = []
+    while layout is not None:
+        misfit = _misfit(layer, layout)
+        if misfit is None:
+            return layout
+        wrong.append(misfit)
+        layout = layout.otherwise
+    raise UserError(f"the layout of '{found.model_type}' does not fit: {'; or else '.join(wrong)}")
+
+
+def _misfit(layer: nn.Module, layout: Layout) -> str | None:
+    """What of a layer a layout leaves out, or has too much."""
+    what = f"a {type(layer).__name__}"
+    try:
+        names = set[str]().union(*(site.names for site in sites_of(layer, layout, 0)))
+    except LookupError as error:
+        return str(error.args[0])
+    except AttributeError as error:
+        return f"{what}: {error}"
+    numbers = (*layout.attention_out, *layout.mlp_out, *layout.output)
+    for name in sorted(names):
+        part = part_of(layer, name)
+        if not isinstance(part, nn.Module) and not (name in numbers and isinstance(part, int | float)):
+            return f"{what} has no module '{name}'"
+    surplus = sorted(_unused(layer, names, ""))
+    if surplus:
+        return f"{what} has modules or parameters that its layout does not know or use: {', '.join(surplus)}"
+    return None
+
+
+def _unused(module: nn.Module, names: set[str], prefix: str) -> list[str]:
+    """Paths of modules and parameters that are neither named nor inside or around what is."""
+    found = [prefix + name for name, _ in module.named_parameters(recurse=False)]
+    for name, child in module.named_children():
+        path = prefix + name
+        if path in names:
+            continue
+        inner = any(each.startswith(f"{path}.") for each in names)
+        found += _unused(child, names, f"{path}.") if inner else [path]
+    return found
+
+
+def _check_arguments(layer: nn.Module, group: Sequence[Site], found: Found) -> None:
+    for name in (name for site in group for name in site.bodies):
+        module = part_of(layer, name)
+        lacking = unknown(module, layer) if isinstance(module, nn.Module) else []
+        if lacking:
+            raise UserError(
+                f"{type(module).__name__} of '{found.model_type}' takes the arguments {', '.join(lacking)}, "
+                f"which a {type(layer).__name__} is not given: it cannot be converted"
+            )
 
 
 def check_parallel(spec: str, found: Found, groups: Sequence[Sequence[Site]]) -> None:
-    if entry(parse(spec)[0]).takes_kinds and any(site.second for group in groups for site in group):
+    kinds = {site.kind for group in groups for site in group} - {"attention", "mlp"}
+    if entry(parse(spec)[0]).takes_kinds and kinds:
+        how = "runs both at once on one read" if kinds == {"parallel"} else "has layers of one sublayer"
         raise UserError(
-            f"residual '{spec}' tells attention from MLP sublayers, and '{found.model_type}' runs both at once on one "
-            "read: choose a residual that treats all sublayers alike, such as attnres-block"
+            f"residual '{spec}' tells attention from MLP sublayers, and '{found.model_type}' {how}: choose a residual "
+            "that treats all sublayers alike, such as attnres-block"
         )
 
 
@@ -103,7 +147,7 @@ def split_inputs(
     """The projections that take their own input where a read gives three, with which of the three."""
     split: list[tuple[int, nn.Module]] = []
     for layer, group in zip(found.layers, groups, strict=True):
-        attention = getattr(layer, group[0].body)
+        attention = part_of(layer, group[0].body)
         if group[0].sublayer not in triples:
             continue
         for which, name in enumerate(found.layout.inputs):

@@ -17,10 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headwater.errors import UserError
 from headwater.residuals import Residual, pinned
 
+from .arguments import Takes, positional_names, takes
 from .depth import RESIDUAL, Depth, mark_filled
 from .devices import execution_device, place
-from .find import Found
-from .layers import Site, accepted, converted_layer, converted_model, converted_norm, positional_names, take_input
+from .find import Found, layout_for
+from .layers import Site, converted_layer, converted_model, converted_norm, part_of, take_input
 from .layouts import PREFIX
 from .norms import ScaledNorm, foldable
 from .plan import Plan
@@ -37,23 +38,28 @@ class Conversion:
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # instance attributes replaced
     hooks: list[RemovableHandle] = field(default_factory=list)
+    configs: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = field(default_factory=dict)  # converted, plain
 
 
-def install(plan: Plan, *, head: type[Any], config: type[PreTrainedConfig]) -> Report:
-    """From here on the model changes. `head` and `config` are the classes that the whole model and its config get."""
+def install(plan: Plan, *, head: type[Any], config: type[PreTrainedConfig], unchecked: str) -> Report:
+    """From here on the model changes. `head` and `config` are the classes that the whole model and its config get;
+    `unchecked` says why nobody has compared it with what it was before."""
     found = plan.found
     residual = _residual(plan)
     found.body.add_module(RESIDUAL, residual)
     depth = Depth(found.body, plan.kinds, tuple(plan.settings["scales"]))
     depth.norms.update(_foldable_norms(found, plan.groups, depth.scales))
-    conversion = Conversion(describe(found, plan.groups, residual, plan.start, depth.scales), depth)
+    conversion = Conversion(describe(plan, residual, unchecked), depth)
     replace_config(found, conversion, {**plan.settings, "residual": residual.spec}, config)
     for layer, group in zip(found.layers, plan.groups, strict=True):
+        layout = layout_for(layer, found)
         marks = {
             "_depth_sites": group,
             "_depth_arguments": positional_names(layer),
-            "_depth_multiplier": found.layout.multiplier,
-            "_depth_accepts": accepted(getattr(layer, group[0].body)),
+            "_depth_multiplier": layout.multiplier,
+            "_depth_returns": layout.returns,
+            "_depth_fp32": bool(layout.fp32 and getattr(layer, layout.fp32)),
+            "_depth_takes": takes_of(layer, group),
         }
         replace_class(conversion, layer, type(layer), converted_layer(type(layer)), marks)
     replace_class(conversion, found.norm, type(found.norm), converted_norm(type(found.norm)))
@@ -85,9 +91,19 @@ def _residual(plan: Plan) -> Residual:
     return residual
 
 
+def takes_of(layer: nn.Module, group: Sequence[Site]) -> dict[str, Takes]:
+    """For every module that a sublayer calls after its norm. An MLP, and what follows a body, gets what it names."""
+    return {
+        name: takes(module, layer, everything=name == site.body and site.kind != "mlp")
+        for site in group
+        for name in site.bodies
+        if isinstance(module := part_of(layer, name), nn.Module)
+    }
+
+
 def _foldable_norms(found: Found, groups: list[tuple[Site, ...]], scales: Sequence[float]) -> dict[int, ScaledNorm]:
     norms = {
-        site.sublayer: getattr(layer, site.norm)
+        site.sublayer: part_of(layer, site.norm)
         for layer, group in zip(found.layers, groups, strict=True)
         for site in group
         if site.norm is not None and site.second is None
@@ -99,6 +115,7 @@ def _foldable_norms(found: Found, groups: list[tuple[Site, ...]], scales: Sequen
 def revert(model: nn.Module) -> None:
     """Undo `convert`: the added parameters are dropped, and every instance is of its own class again."""
     conversion, body = conversion_of(model)
+    head = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     for handle in conversion.hooks:
         handle.remove()
     for module, original in conversion.classes:
@@ -107,6 +124,7 @@ def revert(model: nn.Module) -> None:
             del module.__dict__[name]
     for module, attributes in conversion.attributes:
         module.__dict__.update(attributes)
+    restore_configs(conversion, head)
     delattr(body, RESIDUAL)
     del body.__dict__["_conversion"]
 
@@ -139,22 +157,57 @@ def replace_class(
 def replace_config(
     found: Found, conversion: Conversion, settings: dict[str, Any], made: type[PreTrainedConfig]
 ) -> None:
-    """Models may share a config object, so the converted one gets its own, everywhere the old one was."""
+    """Models may share a config object, so the converted one gets its own, everywhere the old one was; and so for the
+    configs inside it, of the parts of a vision-language model."""
     old = found.head.config
-    if old.model_type.startswith(PREFIX):
-        plain, new = copy.deepcopy(old), old
-        _retype(plain, type(old).__mro__[1])
-        del plain.headwater
+    copies: dict[int, Any] = {}
+    copied = copy.deepcopy(old, copies)
+    loaded = old.model_type.startswith(PREFIX)
+    if loaded:
+        _retype(copied, type(old).__mro__[1])
+        del copied.headwater
     else:
-        plain, new = old, copy.deepcopy(old)
-        _retype(new, made)
-    new.headwater = settings
-    if not conversion.depth.residual.token_local:
-        new.use_cache = False  # it looks at earlier tokens of the stream, which a KV cache does not keep
+        _retype(copied, made)
+    (old if loaded else copied).headwater = settings
     for module in found.head.modules():
-        if module.__dict__.get("config") is old:
-            conversion.attributes.append((module, {"config": plain}))
+        before = module.__dict__.get("config")
+        other = copies.get(id(before))
+        if isinstance(before, PreTrainedConfig) and other is not None:
+            plain, new = (other, before) if loaded else (before, other)
+            conversion.configs[id(new)] = (new, plain)
             module.__dict__["config"] = new
+    if not conversion.depth.residual.token_local:
+        found.body.config.use_cache = False  # it looks at earlier tokens of the stream, which a KV cache does not keep
+
+
+def restore_configs(conversion: Conversion, head: PreTrainedModel) -> None:
+    """The plain configs come back, with what was changed since in the converted ones (a vocabulary was resized)."""
+    restored: dict[int, PreTrainedConfig] = {}
+    for number, (new, plain) in conversion.configs.items():
+        changed = _changed(new, plain, () if conversion.depth.residual.token_local else ("use_cache",))
+        restored[number] = plain
+        if changed:
+            restored[number] = copy.copy(plain)
+            restored[number].__dict__.update(changed)
+    for number, (new, plain) in conversion.configs.items():
+        for name, inner in new.__dict__.items():
+            if restored.get(id(inner)) is not None and restored[id(inner)] is not plain.__dict__.get(name):
+                restored[number] = copy.copy(plain) if restored[number] is plain else restored[number]
+                restored[number].__dict__[name] = restored[id(inner)]
+    for module in head.modules():
+        config = module.__dict__.get("config")
+        if id(config) in restored:
+            module.__dict__["config"] = restored[id(config)]
+
+
+def _changed(new: PreTrainedConfig, plain: PreTrainedConfig, ours: Sequence[str]) -> dict[str, Any]:
+    """Besides what a conversion, or saving, has set."""
+    skipped = {"headwater", "model_type", "transformers_version", "architectures", "dtype", *ours}
+    return {
+        name: value
+        for name, value in new.__dict__.items()
+        if name not in skipped and not isinstance(value, PreTrainedConfig) and value != plain.__dict__.get(name)
+    }
 
 
 def _retype(config: PreTrainedConfig, cls: type[PreTrainedConfig]) -> None:

@@ -11,9 +11,8 @@ makes the final read. Masks, positions and caches stay the model's business; no 
 class is replaced by a subclass made for it (`__call__` is looked up on the class), and nothing else is touched.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from headwater.residuals import Read, State
 
+from .arguments import Takes, cache_of
 from .depth import Depth, DepthState, watch
 from .devices import before_hop
 from .layouts import Layout
@@ -33,31 +33,57 @@ class Site:
     """One sublayer of a layer, by the names of its modules. `sublayer` is its index in the whole network."""
 
     sublayer: int
-    kind: str  # attention, mlp, or parallel: both
+    kind: str  # attention, mlp, parallel: both, or mixer: the only one of its layer
     norm: str | None
     body: str
     out: tuple[str, ...]
+    beside: tuple[str, ...] = ()  # more bodies on the same input
     second: "Site | None" = None  # the MLP of a parallel layer
+    output: tuple[str, ...] = ()  # after the sum of all bodies
+
+    @property
+    def parts(self) -> tuple["Site", ...]:
+        return (self,) if self.second is None else (self, self.second)
+
+    @property
+    def bodies(self) -> tuple[str, ...]:
+        """What is called after a norm."""
+        return tuple(name for part in self.parts for name in (part.body, *part.out, *part.beside)) + self.output
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.bodies, *(part.norm for part in self.parts if part.norm is not None)}
 
 
 def sites_of(layer: nn.Module, layout: Layout, first: int) -> tuple[Site, ...]:
     """The sublayers of a layer; `first` is the index of the first."""
     parallel = getattr(layer, layout.parallel) if isinstance(layout.parallel, str) else layout.parallel
-    attention, mlp = present(layer, layout.attention), present(layer, layout.mlp)
+    kind = "attention" if layout.mlp else "mixer"
+    attention = Site(first, kind, layout.attention_norm, present(layer, layout.attention), layout.attention_out)
+    if not layout.mlp:
+        return (replace(attention, output=layout.output),)
+    body = present(layer, layout.mlp)
+    beside = tuple(name for name in layout.mlp_beside if name != body and isinstance(part_of(layer, name), nn.Module))
+    mlp = Site(first, "mlp", layout.mlp_norm, body, layout.mlp_out, beside)
     if not parallel:
-        return (
-            Site(first, "attention", layout.attention_norm, attention, layout.attention_out),
-            Site(first + 1, "mlp", layout.mlp_norm, mlp, layout.mlp_out),
-        )
-    second = Site(first, "mlp", layout.parallel_norm, mlp, layout.mlp_out)
-    return (Site(first, "parallel", layout.attention_norm, attention, layout.attention_out, second),)
+        return replace(attention, output=layout.output), replace(mlp, sublayer=first + 1, output=layout.output)
+    second = replace(mlp, norm=layout.parallel_norm)
+    return (replace(attention, kind="parallel", second=second, output=layout.output),)
 
 
 def present(layer: nn.Module, names: tuple[str, ...]) -> str:
     for name in names:
-        if isinstance(getattr(layer, name, None), nn.Module):
+        if isinstance(part_of(layer, name), nn.Module):
             return name
     raise LookupError(f"a {type(layer).__name__} has none of the modules {', '.join(names)}")
+
+
+def part_of(layer: nn.Module, path: str) -> Any:
+    """By its name, or by names with dots between them; None where there is none."""
+    found: Any = layer
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 class ConvertedLayer(nn.Module):
@@ -67,23 +93,29 @@ class ConvertedLayer(nn.Module):
     _depth_sites: tuple[Site, ...]
     _depth_arguments: tuple[str, ...]  # names of the layer's positional arguments after the hidden state
     _depth_multiplier: str | None
-    _depth_accepts: frozenset[str] | None  # what attention can be called with; None: anything
+    _depth_takes: Mapping[str, Takes]  # by the name of a module, which of the layer's arguments it gets
+    _depth_returns: int | None  # which of attention's results is returned beside the hidden state
+    _depth_fp32: bool  # whether the stream is kept in fp32, beside modules of half precision
 
-    def __call__(self, hidden_states: DepthState | Tensor, *args: Any, **kwargs: Any) -> DepthState:
+    def __call__(self, hidden_states: DepthState | Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(self._depth_arguments, args, strict=False))
         state = hidden_states if isinstance(hidden_states, DepthState) else self._begin(hidden_states, kwargs)
         # The state goes in and out as flat positional tensors: re-entrant checkpointing sees gradients of nothing else.
         # What is wanted goes along: a recomputation in the backward pass must do what the forward pass did.
         watched = state.record is not None
         tensors = before_hop(self, self._depth.residual, state.tensors, self._depth_sites[0].sublayer)
-        flat = super().__call__(*tensors, _depth_watched=watched, **kwargs)
-        if not watched:
-            return state.after(flat)
+        *flat, returned = super().__call__(*tensors, _depth_watched=watched, **kwargs)
+        after = state.after(tuple(flat)) if not watched else self._watched(state, tuple(flat))
+        return after if self._depth_returns is None else (after, returned)
+
+    def _watched(self, state: DepthState, flat: State) -> DepthState:
         *after, read = flat[: -len(self._depth_sites)]
         return state.after(tuple(after), weights=flat[-len(self._depth_sites) :], reads=(read,))
 
-    def forward(self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any) -> State:
+    def forward(self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        """The state; what was watched; and what is returned beside the state, or None."""
         state: State = tensors
+        returned: list[Any] = []
         weights: State = ()
         first: Tensor | None = None
         depth = self._depth
@@ -93,8 +125,9 @@ class ConvertedLayer(nn.Module):
                 if first is None:
                     x, _ = depth.read(self, state, site.sublayer, None)
                     first = x[0] if isinstance(x, tuple) else x
-            state = self._run(site, state, kwargs)
-        return state if first is None else (*state, first, *weights)
+            state = self._run(site, state, kwargs, returned)
+        extra = returned[0] if returned else None
+        return (*state, extra) if first is None else (*state, first, *weights, extra)
 
     def _begin(self, x: Tensor, kwargs: Mapping[str, Any]) -> DepthState:
         if self._depth_sites[0].sublayer != 0:
@@ -102,41 +135,59 @@ class ConvertedLayer(nn.Module):
                 f"layer of sublayer {self._depth_sites[0].sublayer} was given a tensor where the state of the layers "
                 "before it was expected: something between the layers replaced it"
             )
-        past = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        past = cache_of(kwargs)
         residual = self._depth.residual
         if not residual.token_local and past is not None and past.get_seq_length() > 0:
             raise ValueError(
                 f"residual '{residual.spec}' looks back along the tokens of its stream, which a KV cache does not "
                 "keep: generate with use_cache=False"
             )
-        return self._depth.begin(x, self)
+        return self._depth.begin(x.float() if self._depth_fp32 else x, self)
 
-    def _run(self, site: Site, state: State, kwargs: Mapping[str, Any]) -> State:
-        norm = None if site.norm is None or site.second is not None else getattr(self, site.norm)
+    def _run(self, site: Site, state: State, kwargs: Mapping[str, Any], returned: list[Any]) -> State:
+        norm = None if site.norm is None or site.second is not None else part_of(self, site.norm)
+        norm = partial(_in_its_dtype, norm) if self._depth_fp32 and norm is not None else norm
         x, state = self._depth.read(self, state, site.sublayer, norm)
         if site.second is None:
-            y = self._body(site, x, kwargs)
+            y = self._body(site, x, kwargs, returned)
         else:
             assert isinstance(x, Tensor)
-            normed = x if site.norm is None else getattr(self, site.norm)(x)
-            second = normed if site.second.norm is None else getattr(self, site.second.norm)(x)
-            y = self._body(site, normed, kwargs) + self._body(site.second, second, kwargs)
+            normed = x if site.norm is None else part_of(self, site.norm)(x)
+            second = normed if site.second.norm is None else part_of(self, site.second.norm)(x)
+            y = self._body(site, normed, kwargs, returned) + self._body(site.second, second, kwargs, [])
+        for name in site.output:
+            y = self._step(name, y, kwargs)
         if self._depth_multiplier is not None:
             y = y * getattr(self, self._depth_multiplier)
-        return self._depth.call(self, "write", state, site.sublayer, y)
+        return self._depth.call(self, "write", state, site.sublayer, y.float() if self._depth_fp32 else y)
 
-    def _body(self, site: Site, x: Read, kwargs: Mapping[str, Any]) -> Tensor:
-        body = getattr(self, site.body)
-        if site.kind == "mlp":
-            y = body(x)
-        else:
-            accepts = self._depth_accepts
-            known = kwargs if accepts is None else {name: value for name, value in kwargs.items() if name in accepts}
-            y = body(torch.cat(x, -1) if isinstance(x, tuple) else x, **known)
-        y = y[0] if isinstance(y, tuple) else y
+    def _body(self, site: Site, x: Read, kwargs: Mapping[str, Any], returned: list[Any]) -> Tensor:
+        """The sublayer's output; what attention gives besides is added to `returned` where the layer returns it."""
+        x = torch.cat(x, -1) if isinstance(x, tuple) else x
+        out = part_of(self, site.body)(x, **self._depth_takes[site.body].given(kwargs))
+        if self._depth_returns is not None and site.kind != "mlp":
+            returned.append(out[self._depth_returns] if isinstance(out, tuple) else None)
+        y = _first(out)
+        y = y if y.dim() == x.dim() else y.view(*x.shape[:-1], -1)  # Llama 4's experts give (B * T, D)
         for name in site.out:
-            y = getattr(self, name)(y)
+            y = self._step(name, y, kwargs)
+        for name in site.beside:
+            y = y + self._step(name, x, kwargs)
         return y
+
+    def _step(self, name: str, y: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        part = part_of(self, name)
+        if not isinstance(part, nn.Module):
+            return nn.functional.dropout(y, p=part, training=self.training)
+        return _first(part(y, **self._depth_takes[name].given(kwargs)))
+
+
+def _in_its_dtype(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm(x.to(next(norm.parameters()).dtype))
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
 
 
 def take_input(which: int, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -196,14 +247,3 @@ def _subclass(*bases: type, **members: Any) -> type[nn.Module]:
 
 
 _made: dict[tuple[type, ...], type[nn.Module]] = {}
-
-
-def positional_names(layer: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(type(layer).forward).parameters)[2:]
-
-
-def accepted(body: nn.Module) -> frozenset[str] | None:
-    parameters = inspect.signature(body.forward).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)

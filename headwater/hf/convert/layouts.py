@@ -5,33 +5,56 @@ To add an architecture, find the layout its decoder layer's `forward` has, or de
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from headwater.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Attribute names. A sublayer is: read, norm (if any), body, each of `out` in turn, times the multiplier, write."""
+    """Attribute names of a decoder layer, or paths with dots. A sublayer is: read, norm (if any), body, each of `out`
+    in turn, plus what runs beside it, each of `output` in turn, times the multiplier, write. In `out` and `output`, the
+    name of a number is a dropout of that probability."""
 
     layers: str = "layers"  # of the model that owns the loop over layers
     final_norm: str = "norm"
     attention: tuple[str, ...] = ("self_attn",)  # the first of these that a layer has
     attention_norm: str | None = "input_layernorm"  # None: attention sees the read as it is (post-norm models)
     attention_out: tuple[str, ...] = ()  # norms and dropouts between a body and the residual
-    mlp: tuple[str, ...] = ("mlp",)
+    mlp: tuple[str, ...] = ("mlp",)  # (): a layer is one sublayer
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_out: tuple[str, ...] = ()
+    mlp_beside: tuple[str, ...] = ()  # those of these that a layer has get what the MLP gets, and are added to it
+    output: tuple[str, ...] = ()  # of every sublayer, after the sum of its bodies
     multiplier: str | None = None  # attribute of the layer: a number on every sublayer's output
     parallel: bool | str = False  # attention and MLP read the same; or the attribute of the layer that says so
     parallel_norm: str | None = None  # the MLP's norm in a parallel layer; None: the attention's, computed once
     inputs: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")  # of attention, for residuals that route them apart
+    returns: int | None = None  # the layer returns a pair: this one of attention's results is the second
+    fp32: str | None = None  # attribute of the layer: whether the stream is kept in fp32
+    shrinking: bool = False  # the stream is divided by the root of the number of its sources
+    otherwise: "Layout | None" = None  # for layers of the same model that this one does not fit
 
-    def parts(self) -> set[str]:
-        """Every module of a layer that this layout uses."""
-        single = (self.attention_norm, self.mlp_norm, self.parallel_norm)
-        several = (*self.attention, *self.attention_out, *self.mlp, *self.mlp_out)
-        return {name for name in (*single, *several) if name is not None}
+    def to_dict(self) -> dict[str, Any]:
+        """What is not the default, for a config."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return found if self.otherwise is None else {**found, "otherwise": self.otherwise.to_dict()}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "Layout":
+        known = [field.name for field in fields(cls)]
+        surplus = sorted(set(saved) - set(known))
+        if surplus:
+            raise UserError(f"a layout has no field {', '.join(surplus)}. It has: {', '.join(known)}")
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
+        if isinstance(values.get("otherwise"), Mapping):
+            values["otherwise"] = cls.from_dict(values["otherwise"])
+        return cls(**values)
+
+    def scale(self, read: int) -> float:
+        """The plain model's stream at a read, over the sum of its sources."""
+        return (read + 1) ** -0.5 if self.shrinking else 1.0
 
 
 PRE_NORM = Layout()
@@ -73,37 +96,131 @@ LFM2 = Layout(
     mlp_norm="ffn_norm",
 )
 
-# Layout, then every `model_type` whose decoder layer has it. A test converts a small random model of each.
+LINEAR = Layout(attention=("self_attn", "linear_attn"))
+MAMBA_HYBRID = Layout(attention=("self_attn", "mamba"), mlp=("feed_forward",), mlp_norm="pre_ff_layernorm")
+JAMBA = replace(MAMBA_HYBRID, final_norm="final_layernorm")
+BAMBA = replace(JAMBA, returns=1)
+GRANITE_SHARED = replace(GRANITE_MOE, mlp_beside=("shared_mlp",))
+GRANITE_HYBRID = replace(
+    GRANITE_SHARED, attention=("self_attn", "mamba"), mlp=("block_sparse_moe", "shared_mlp"), mlp_beside=("shared_mlp",)
+)
+MINICPM = Layout(multiplier="residual_scale")
+HYPERCLOVA = replace(GRANITE, attention_out=("post_norm1",), mlp_out=("post_norm2",))
+LLAMA4 = Layout(mlp=("feed_forward",))
+VAULTGEMMA = Layout(mlp_norm="pre_feedforward_layernorm")
+BEAM = replace(SANDWICH, shrinking=True)
+EMU3 = Layout(attention_out=("dropout",), mlp_out=("dropout",))
+MODERNBERT = Layout(final_norm="final_norm", attention=("attn",), attention_norm="attn_norm", mlp_norm="mlp_norm")
+INKLING = Layout(attention_out=("attn_sconv",), mlp_out=("mlp_sconv",))
+JETMOE = Layout(attention=("self_attention",))
+RECURRENT_GEMMA = Layout(
+    final_norm="final_norm",
+    attention=("temporal_block",),
+    attention_norm="temporal_pre_norm",
+    mlp=("mlp_block",),
+    mlp_norm="channel_pre_norm",
+)
+OLMO_HYBRID = replace(POST_NORM, otherwise=Layout(attention=("linear_attn",)))
+GLM_DSA = Layout(returns=2)
+# From here on layers return their attention weights beside the hidden state.
+GPT_NEO = replace(GPT2, returns=1)
+GPTJ = replace(GPT_NEO, mlp_norm=None, parallel=True)
+BLOOM = Layout(layers="h", final_norm="ln_f", attention=("self_attention",), returns=1)
+FALCON_SEQUENTIAL = replace(BLOOM, attention_out=("config.attention_dropout",), mlp_out=("hidden_dropout",))
+FALCON_TWO_NORMS = replace(
+    BLOOM,
+    parallel=True,
+    attention_norm="ln_attn",
+    mlp_norm=None,
+    parallel_norm="ln_mlp",
+    output=("hidden_dropout",),
+    otherwise=FALCON_SEQUENTIAL,
+)
+FALCON = replace(BLOOM, parallel=True, mlp_norm=None, output=("hidden_dropout",), otherwise=FALCON_TWO_NORMS)
+MPT = Layout(
+    layers="blocks",
+    final_norm="norm_f",
+    attention=("attn",),
+    attention_norm="norm_1",
+    attention_out=("resid_attn_dropout",),
+    mlp=("ffn",),
+    mlp_norm="norm_2",
+    returns=1,
+)
+DBRX = Layout(
+    layers="blocks",
+    final_norm="norm_f",
+    attention=("norm_attn_norm.attn",),
+    attention_norm="norm_attn_norm.norm_1",
+    mlp=("ffn",),
+    mlp_norm="norm_attn_norm.norm_2",
+    output=("resid_pdrop",),
+)
+FAIRSEQ = Layout(
+    final_norm="layer_norm",
+    attention_norm="self_attn_layer_norm",
+    mlp=("fc1",),
+    mlp_norm="final_layer_norm",
+    mlp_out=("activation_fn", "activation_dropout", "fc2"),
+    output=("dropout",),
+)
+OPT = replace(FAIRSEQ, final_norm="final_layer_norm", mlp_out=("activation_fn", "fc2"))
+MIXERS = Layout(final_norm="norm_f", attention=("mixer",), attention_norm="norm", mlp=())
+MAMBA = replace(MIXERS, fp32="residual_in_fp32")
+
+# Layout, then every `model_type` whose decoder layer has it. `python -m benchmarks.architectures` tries each.
 ROWS: tuple[tuple[Layout, str], ...] = (
     (PRE_NORM, "llama mistral ministral ministral3 qwen2 qwen3 gemma glm smollm3 starcoder2 seed_oss helium nemotron"),
-    (PRE_NORM, "arcee bitnet cwm diffllama ernie4_5 hunyuan_v1_dense jais2 nanochat olmo"),
+    (PRE_NORM, "arcee bitnet cwm diffllama ernie4_5 hunyuan_v1_dense jais2 nanochat olmo youtu"),
     (PRE_NORM, "mixtral qwen2_moe qwen3_moe olmoe phimoe gpt_oss glm4_moe ernie4_5_moe deepseek_v2 deepseek_v3 dots1"),
-    (PRE_NORM, "hunyuan_v1_moe minimax_m2 mimo_v2_flash aria_text exaone_moe solar_open"),
+    (PRE_NORM, "hunyuan_v1_moe minimax_m2 mimo_v2_flash aria_text exaone_moe solar_open axk1 axk2 flint hy_v3 laguna"),
+    (PRE_NORM, "mellum minimax_m3_vl_text glm4_moe_lite deepseek_v32 kimi_linear bailing_hybrid moshi"),
+    (LINEAR, "qwen3_next qwen3_5_text qwen3_5_moe_text"),
     (POST_NORM, "olmo2 olmo3 flex_olmo exaone4"),
-    (SANDWICH, "gemma2 gemma3_text"),
+    (OLMO_HYBRID, "olmo_hybrid"),
+    (SANDWICH, "gemma2 gemma3_text gemma4_unified_text"),
+    (BEAM, "beam"),
     (AFMOE, "afmoe"),
-    (GLM4, "glm4"),
+    (GLM4, "glm4 kolibri1"),
+    (GLM_DSA, "glm_moe_dsa"),
+    (VAULTGEMMA, "vaultgemma"),
     (GRANITE, "granite granite_swa"),
     (GRANITE_MOE, "granitemoe"),
-    (PARALLEL, "cohere cohere2"),
+    (GRANITE_SHARED, "granitemoeshared granitemoe_swa"),
+    (GRANITE_HYBRID, "granitemoehybrid"),
+    (HYPERCLOVA, "hyperclovax"),
+    (MINICPM, "minicpm3"),
+    (LLAMA4, "llama4_text"),
+    (PARALLEL, "cohere cohere2 cohere2_moe cohere_compass_text"),
     (PHI, "phi"),
-    (PHI3, "phi3"),
+    (PHI3, "phi3 phi4_multimodal"),
     (STABLELM, "stablelm"),
     (PERSIMMON, "persimmon"),
     (APERTUS, "apertus"),
-    (GPT2, "gpt2 gpt_bigcode"),
+    (MODERNBERT, "modernbert-decoder"),
+    (INKLING, "inkling_text"),
+    (JETMOE, "jetmoe"),
+    (RECURRENT_GEMMA, "recurrent_gemma"),
+    (GPT2, "gpt2 gpt-sw3 gpt_bigcode"),
+    (GPT_NEO, "gpt_neo"),
+    (GPTJ, "gptj codegen"),
+    (BLOOM, "bloom"),
+    (FALCON, "falcon"),
+    (MPT, "mpt"),
+    (DBRX, "dbrx"),
+    (FAIRSEQ, "biogpt xglm"),
+    (OPT, "opt"),
     (GPT_NEOX, "gpt_neox"),
-    (LFM2, "lfm2"),
+    (LFM2, "lfm2 lfm2_moe"),
+    (JAMBA, "jamba"),
+    (BAMBA, "bamba"),
+    (MAMBA, "mamba mamba2 falcon_mamba"),
+    (MIXERS, "nemotron_h"),
+)
+# Text parts of vision-language models that are no causal language model of their own.
+TEXT_PARTS: tuple[tuple[Layout, str], ...] = (
+    (PRE_NORM, "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"),
+    (EMU3, "emu3_text_model"),
 )
 PREFIX = "headwater-"  # of the model type of a converted model
-LAYOUTS: Mapping[str, Layout] = {name: layout for layout, names in ROWS for name in names.split()}
-
-
-def layout_of(model_type: str) -> Layout:
-    if model_type not in LAYOUTS:
-        raise UserError(
-            f"no layout is known for the architecture '{model_type}'. Known: {', '.join(sorted(LAYOUTS))}. "
-            f"If its decoder layers fit, pass layout=headwater.hf.Layout(...) to convert, "
-            f"or add a row '{model_type}' to headwater/hf/convert/layouts.py"
-        )
-    return LAYOUTS[model_type]
+LAYOUTS: Mapping[str, Layout] = {name: layout for layout, names in (*ROWS, *TEXT_PARTS) for name in names.split()}

@@ -7,13 +7,14 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from .classes import config_class
-from .layouts import LAYOUTS, PREFIX
+from .layouts import PREFIX
 
 
 def register_types() -> None:
-    """Make the type of every architecture in the table known; a second call changes nothing."""
-    for model_type in LAYOUTS:
-        if model_type in CONFIG_MAPPING_NAMES and PREFIX + model_type not in CONFIG_MAPPING:
+    """Make the converted type of every architecture known, since a layout may have been given for any of them and
+    travels in the config; a second call changes nothing."""
+    for model_type in list(CONFIG_MAPPING_NAMES):
+        if PREFIX + model_type not in CONFIG_MAPPING:
             CONFIG_MAPPING.register(PREFIX + model_type, stub(model_type))
 
 

@@ -1,20 +1,20 @@
 """What a conversion did, site by site."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Size
 
 from headwater.residuals import Residual
 
-from .find import Found
 from .layers import Site
-from .start import Start
+from .plan import Plan
 
 
 @dataclass(frozen=True)
 class Report:
-    """`equal_at_start`: until it is trained, the model computes what it computed before, norms' eps included."""
+    """`equal_at_start`: until it is trained, the model computes what it computed before, norms' eps included. That the
+    layout fits was measured on `tokens` tokens, with the plain residual where this one starts as something else:
+    `difference` is the largest of their hidden states, relative. None: `unchecked` says why not."""
 
     architecture: str
     residual: str
@@ -22,31 +22,52 @@ class Report:
     start_error: float  # of the worst read against the plain residual's stream, relative
     sites: tuple[str, ...]
     added: dict[str, tuple[int, ...]]  # parameter name to shape
+    difference: float | None = None
+    tokens: int = 0
+    unchecked: str | None = None
 
     def __str__(self) -> str:
         count = sum(Size(shape).numel() for shape in self.added.values())
-        start = (
-            "the model computes the same as before until it is trained"
-            if self.equal_at_start
-            else f"the model does NOT compute the same as before: reads start off the plain residual's stream by "
-            f"{self.start_error:.2g}"
+        head = (
+            f"{self.architecture}: residual '{self.residual}' at {len(self.sites)} sites, {count:,} parameters added.\n"
+            f"{self._start()}"
         )
-        head = f"{self.architecture}: residual '{self.residual}', {count:,} parameters added; {start}."
         return "\n".join([head, *(f"  {site}" for site in self.sites)])
 
+    def _start(self) -> str:
+        if self.difference is None:
+            measured = f"NOT CHECKED: {self.unchecked}"
+        else:
+            measured = f"measured on {self.tokens} tokens, some decoded from a cache: {self.difference:.1e} off"
+        if not self.equal_at_start:
+            return (
+                f"The model does NOT compute the same as before: reads start off the plain residual's stream by "
+                f"{self.start_error:.2g}. With the plain residual in its place it does ({measured})."
+            )
+        verb = "should compute" if self.difference is None else "computes"
+        return f"The model {verb} the same as before until it is trained ({measured})."
 
-def describe(
-    found: Found, groups: Sequence[tuple[Site, ...]], residual: Residual, start: Start, scales: Sequence[float]
-) -> Report:
+
+def describe(plan: Plan, residual: Residual, unchecked: str) -> Report:
     """`found.prefix` is the path of the model that owns the layers, with a trailing dot where it is not the whole."""
+    found, scales = plan.found, plan.settings["scales"]
     path = f"{found.prefix}{found.layout.layers}"
     sites = [
-        _line(f"{path}.{index}", site, scales[site.sublayer]) for index, group in enumerate(groups) for site in group
+        _line(f"{path}.{index}", site, scales[site.sublayer])
+        for index, group in enumerate(plan.groups)
+        for site in group
     ]
     sites.append(f"{found.prefix}{found.layout.final_norm}: final read{_times(scales[-1])}")
     added = {f"{found.prefix}residual.{name}": tuple(p.shape) for name, p in residual.named_parameters()}
-    equal = start.plain and tuple(scales) == start.scales
-    return Report(found.model_type, residual.spec, equal, start.error, tuple(sites), added)
+    return Report(
+        architecture=found.model_type,
+        residual=residual.spec,
+        equal_at_start=plan.equal_at_start,
+        start_error=plan.start.error,
+        sites=tuple(sites),
+        added=added,
+        unchecked=unchecked,
+    )
 
 
 def _line(layer: str, site: Site, scale: float) -> str:
