@@ -3,7 +3,7 @@
 `python -m benchmarks.architectures` builds each type it can, converts it in three dtypes, and holds it to the plain
 one: one pass, padding, decoding from a cache and from a static one, gradients; off its start, decoding against one
 pass; saved, and loaded in a new process; reverted. It writes benchmarks/results/cpu-architectures.json and the tables
-of docs/huggingface.md. `--types NAME ...` tries some and prints them alone; `--tables` writes the tables again.
+of docs/huggingface.md. `--types NAME ...` tries some and prints them alone; `--missing` goes on where a run ended.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -55,6 +56,7 @@ TEXT_OF = {  # types of several parts, and the type of the part that is converte
 }
 NOT_AUTO = {"emu3": "Emu3ForCausalLM"}  # saved, these load by their class alone, the plain ones too
 BIG = 50_000_000  # parameters
+CHUNK = 30  # types between two writes of the results
 COSINE, FAR = 0.9999, 1e-3  # of all gradients together; relative distance of logits of one pass and of a cache
 
 LOAD = """
@@ -85,24 +87,36 @@ class Failed(Exception):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", choices=TYPES, metavar="NAME", default=[])
+    parser.add_argument("--missing", action="store_true", help="only what the results do not have yet")
     parser.add_argument("--tables", action="store_true", help="write the tables from the results that are there")
     arguments = parser.parse_args()
-    if not arguments.tables:
-        rows = run(arguments.types or TYPES)
-        counts = {status: sum(row["status"] == status for row in rows.values()) for status in ("exact", "refused")}
-        print(json.dumps({**counts, "wrong": len(rows) - sum(counts.values()), "of": len(rows)}))
-        if arguments.types:
-            return
-        about = {
-            "command": "python -m benchmarks.architectures",
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "residual": SPEC,
-            **counts,
-        }
-        RESULTS.write_text(json.dumps({**about, "types": rows}, indent=1) + "\n")
+    if arguments.types:
+        print(json.dumps(count(run(arguments.types))))
+        return
+    rows = json.loads(RESULTS.read_text())["types"] if arguments.missing or arguments.tables else {}
+    missing = [] if arguments.tables else [n for n in TYPES if rows.get(n, {"status": "wrong"})["status"] == "wrong"]
+    for begin in range(0, len(missing), CHUNK):
+        rows |= run(missing[begin : begin + CHUNK])
+        write(rows)
+    print(json.dumps(count(rows)))
     PAGE.write_text(MARKS.sub(lambda _: tables(), PAGE.read_text()))
+
+
+def count(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
+    counts = {status: sum(row["status"] == status for row in rows.values()) for status in ("exact", "refused", "wrong")}
+    return {**counts, "of": len(rows)}
+
+
+def write(rows: dict[str, dict[str, Any]]) -> None:
+    about = {
+        "command": "python -m benchmarks.architectures",
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "residual": SPEC,
+        **count(rows),
+    }
+    RESULTS.write_text(json.dumps({**about, "types": {name: rows[name] for name in TYPES if name in rows}}) + "\n")
 
 
 def run(types: Any) -> dict[str, dict[str, Any]]:
@@ -127,7 +141,7 @@ def try_type(model_type: str, root: Path) -> dict[str, Any]:
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny_config(model_type)).parameters())
         hold(size < BIG, f"no small one: {size:,} parameters")
         plain = tiny_model(model_type)
-    except (*ERRORS, ImportError, NotImplementedError, Failed) as error:
+    except (*ERRORS, ImportError, NotImplementedError, StrictDataclassError, Failed) as error:
         if model_type in LAYOUTS:
             return {"status": "wrong", "why": f"transformers cannot build it: {error}"[:200]}
         return {"status": "refused", "why": reason(model_type)}
@@ -197,7 +211,7 @@ def logits(model: nn.Module) -> Tensor:
 def digest(model: nn.Module) -> str:
     sha = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        sha.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        sha.update(name.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 

@@ -35,6 +35,7 @@ from headwater.flags import (
     PluginFlags,
     ReportFlags,
     ResidualsFlags,
+    RevertFlags,
     ScalingFlags,
     StudyFlags,
     TrainFlags,
@@ -199,12 +200,29 @@ def convert(argv: list[str]) -> None:
     """Swap the residual of a Hugging Face checkpoint, or export a run to that format."""
     flags = parse(ConvertFlags, argv, convert)
     needs("transformers", "hf")
+    check_device(flags.device)
     from headwater import hf
-    from headwater.hf.formats.folder import check_out, convert_folder, is_transformers, write_model
+    from headwater.hf.formats.convert import convert_folder
+    from headwater.hf.formats.folder import check_out, is_transformers, write_model
 
     if is_transformers(flags.folder):
-        say(str(convert_folder(flags.folder, flags.out, flags.residual)))
+        report = convert_folder(
+            flags.folder,
+            flags.out,
+            flags.residual,
+            layout=None if flags.layout is None else hf.Layout.from_text(flags.layout),
+            dtype=flags.dtype,
+            device=flags.device,
+            check={"auto": None, "yes": True, "no": False}[flags.check],
+            remote_code=flags.remote_code,
+        )
+        say(str(report))
         return
+    if flags.layout is not None or flags.dtype is not None or flags.remote_code:
+        raise UserError(
+            f"--layout, --dtype and --remote-code are for transformers checkpoints, and {flags.folder} is none: "
+            "convert it without them, then what was written with them"
+        )
     check_out(flags.out)
     model, tokenizer = hf.export_run(flags.folder)
     if flags.residual is not None:
@@ -216,13 +234,24 @@ def convert(argv: list[str]) -> None:
     say(f"{flags.out}: a {type(model).__name__} with the weights of {flags.folder}")
 
 
+def revert(argv: list[str]) -> None:
+    """Take a conversion back: write a converted checkpoint as the plain model it came from."""
+    flags = parse(RevertFlags, argv, revert)
+    needs("transformers", "hf")
+    from headwater.hf.formats.convert import revert_folder
+
+    residual = revert_folder(flags.folder, flags.out)
+    say(f"{flags.out}: the plain model of {flags.folder}, which had '{residual}'")
+
+
 def verify(argv: list[str]) -> None:
     """Compare two Hugging Face checkpoints: KL, largest logit difference. Fails if they are not equal."""
     flags = parse(VerifyFlags, argv, verify)
     needs("transformers", "hf")
     from headwater.hf.formats.folder import verify_folders
 
-    result = verify_folders(*flags.folders, flags.tokens, flags.seed)
+    check_device(flags.device)
+    result = verify_folders(*flags.folders, flags.tokens, flags.seed, flags.dtype, flags.device)
     if not result.equal:
         raise UserError(str(result))
     say(str(result))
@@ -329,6 +358,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "generate": generate,
     "inspect": inspect,
     "convert": convert,
+    "revert": revert,
     "verify": verify,
     "eval": evaluate,
     "plan": plan,

@@ -128,6 +128,25 @@ class ConvertFlags(PluginFlags):
     """Folder to write; AutoModelForCausalLM loads it after `import headwater.hf`."""
     residual: str | None = None
     """The residual to convert to, attnres-block by default. A run keeps its own unless one is given."""
+    layout: str | None = None
+    """How a decoder layer's parts are called, for an architecture that is not known: JSON, or a file of it, with fields
+    of headwater.hf.Layout, such as '{"mlp_norm": "pre_feedforward_layernorm"}'."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Write the weights in this dtype; by default they are linked, not written again."""
+    device: str = "cpu"
+    """Where the model is tried before and after."""
+    check: Literal["auto", "yes", "no"] = "auto"
+    """Load the model and try it before and after; auto: where it takes at most half of the free memory."""
+    remote_code: bool = False
+    """Add a modeling file, with which trust_remote_code=True loads the folder where headwater is not installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevertFlags(PluginFlags):
+    folder: tyro.conf.Positional[Path]
+    """A converted checkpoint folder."""
+    out: Path
+    """Folder to write: the plain model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +156,9 @@ class VerifyFlags(PluginFlags):
     tokens: int = 64
     """Random tokens a row."""
     seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What both are loaded in; by default what they are stored in."""
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from tinyhf import stir, tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.errors import UserError
-from headwater.hf import FLA, KIMI_K3, convert, export, export_run, from_release, load_released, to_release
+from headwater.hf import FLA, KIMI_K3, Layout, convert, export, export_run, from_release, load_released, to_release
 from headwater.hf.formats.folder import fast_tokenizer, write_model
 from headwater.models import Decoder, ModelConfig
 from headwater.models.generate import generate
@@ -194,3 +194,16 @@ def test_the_byte_tokenizer_encodes_the_same_in_transformers(tmp_path):
     assert loaded.decode(list(text.encode())) == text
     assert loaded.eos_token_id == ByteTokenizer().end_of_text
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 128
+
+
+@pytest.mark.parametrize("layout", [None, Layout()])
+def test_a_release_on_the_body_of_kimi_linear(layout):
+    """Linear attention, latent attention and experts under the names of Kimi K3."""
+    model, plain = tiny_model("kimi_linear"), tiny_model("kimi_linear", seed=5)
+    convert(model, "attnres-block", exact=False, block=4, eps=1e-5)
+    stir(model)
+    weights = to_release(model.state_dict(), KIMI_K3)
+    assert "model.layers.1.self_attention_res_proj.weight" in weights
+    report = load_released(plain, weights, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5}, layout)
+    assert report.residual == "attnres-block:block=4,eps=1e-05"
+    assert torch.equal(plain(tokens()).logits, model(tokens()).logits)

@@ -168,7 +168,7 @@ def replace_config(
         del copied.headwater
     else:
         _retype(copied, made)
-    (old if loaded else copied).headwater = settings
+    (old if loaded else copied).headwater = {**settings, "loads_after": "import headwater.hf"}
     for module in found.head.modules():
         before = module.__dict__.get("config")
         other = copies.get(id(before))

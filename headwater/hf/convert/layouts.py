@@ -4,11 +4,15 @@ To add an architecture, find the layout its decoder layer's `forward` has, or de
 `model_type` of its config in the table; `tests/hf/test_hf_architectures.py` then holds it to the plain residual.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from headwater.errors import UserError
+
+EXAMPLE = '\'{"mlp_norm": "pre_feedforward_layernorm"}\''
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,18 @@ class Layout:
         if isinstance(values.get("otherwise"), Mapping):
             values["otherwise"] = cls.from_dict(values["otherwise"])
         return cls(**values)
+
+    @classmethod
+    def from_text(cls, given: str) -> "Layout":
+        """From JSON, or from a file of it."""
+        try:
+            text = given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
+            saved = json.loads(text)
+        except (OSError, ValueError) as error:
+            raise UserError(f"a layout is JSON or a file of it, such as {EXAMPLE}: {error}") from None
+        if not isinstance(saved, dict):
+            raise UserError(f"a layout is a JSON object, such as {EXAMPLE}, got {given!r}")
+        return cls.from_dict(saved)
 
     def scale(self, read: int) -> float:
         """The plain model's stream at a read, over the sum of its sources."""

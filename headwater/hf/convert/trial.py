@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from headwater.errors import UserError
 from headwater.residuals import Residual
@@ -125,13 +124,21 @@ def _stirred(residual: Residual) -> Iterator[None]:
 
 
 def _unrunnable(found: Found) -> str | None:
+    if _divided(found):
+        return "its parameters are divided among ranks"
     for module in found.body.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_meta and not hooked(module):
                 return "it is on the meta device"
-            if isinstance(parameter, DTensor) or parameter.numel() == 0:
-                return "its parameters are divided among ranks"
     return None
+
+
+def _divided(found: Found) -> bool:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor  # which takes a second to import, and is of no use to one process
+
+    return any(isinstance(parameter, DTensor) or parameter.numel() == 0 for parameter in found.body.parameters())
 
 
 def _run_converted(found: Found, with_gap: bool) -> Trial:

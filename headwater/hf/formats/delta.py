@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -26,9 +26,12 @@ def save_delta(model: nn.Module, path: str | Path) -> None:
 
 def load_delta(model: nn.Module, path: str | Path) -> Report:
     """Convert a plain `model` as the file says, and give it the file's parameters."""
-    with safe_open(path, "pt") as file:
-        about = _read_about(file.metadata(), path)
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    try:
+        with safe_open(path, "pt") as file:
+            about = _read_about(file.metadata(), path)
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise UserError(f"{path} is not a delta file of headwater: {error}") from None
     report = convert_with(model, about)
     residual = conversion_of(model)[0].depth.residual
     load_added(model, residual, weights, f"{path} does not fit the residual '{report.residual}'")
@@ -38,7 +41,13 @@ def load_delta(model: nn.Module, path: str | Path) -> Report:
 def _read_about(metadata: dict[str, str] | None, path: str | Path) -> dict[str, Any]:
     if not metadata or "headwater" not in metadata:
         raise UserError(f"{path} is not a delta file of headwater: its header has no field 'headwater'")
-    return json.loads(metadata["headwater"])
+    try:
+        about = json.loads(metadata["headwater"])
+    except ValueError as error:
+        raise UserError(f"{path}: the field 'headwater' of its header is damaged: {error}") from None
+    if not isinstance(about, dict) or not {"residual", "scales"} <= about.keys():
+        raise UserError(f"{path}: the field 'headwater' of its header names no residual and scales")
+    return about
 
 
 def reset(model: nn.Module) -> None:

@@ -1,24 +1,27 @@
-"""Checkpoint folders: convert one, compare two, and write a model with its tokenizer."""
+"""Checkpoint folders: load one, compare two, and write a model with its tokenizer."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, __version__
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
 
 from headwater.errors import UserError
-from headwater.hf.convert.conversion import convert
-from headwater.hf.convert.install import conversion_of
-from headwater.hf.convert.report import Report
+from headwater.hf.convert.classes import AUTO
 from headwater.hf.verify import Verification, verify
 
 from .fla import is_fla, load_fla
-
-# What a checkpoint folder holds besides weights, and a converted model needs unchanged.
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 
 
 def is_transformers(folder: Path) -> bool:
@@ -31,12 +34,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} is not a model's folder: it holds no config.json")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} must hold an object, and holds a {type(config).__name__}")
+    return config
 
 
-def load(folder: Path) -> PreTrainedModel:
+def load(folder: Path, dtype: str = "auto", device: str = "cpu") -> PreTrainedModel:
+    """The model of a folder, by the class that its config names where transformers has one."""
     config = read_config(folder)
     if "model_type" not in config:
         raise UserError(
@@ -44,13 +51,33 @@ def load(folder: Path) -> PreTrainedModel:
             "If headwater made the folder, convert it first: headwater convert FOLDER --out OTHER"
         )
     if is_fla(config):
-        return load_fla(folder, config)
-    if config["model_type"] not in CONFIG_MAPPING:
-        raise UserError(f"{folder}: transformers {__version__} has no architecture '{config['model_type']}'")
+        model: Any = load_fla(folder, config)
+        return model.to(device, None if dtype == "auto" else getattr(torch, dtype))
+    known = load_config(folder)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        loaded = class_of(known).from_pretrained(folder, config=known, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"transformers cannot load {folder}: {error}") from None
+    return loaded.to(torch.device(device)).eval()
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    config = read_config(folder)
+    if config.get("model_type") not in CONFIG_MAPPING:
+        raise UserError(f"{folder}: transformers {__version__} has no architecture '{config.get('model_type')}'")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"transformers cannot read {folder / 'config.json'}: {error}") from None
+
+
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class that a config names, or the causal language model of its type."""
+    for auto in AUTO:
+        known = auto._model_mapping.get(type(config), None)
+        if isinstance(known, type) and known.__name__ in (config.architectures or ()):
+            return known
+    return AutoModelForCausalLM
 
 
 def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:
@@ -59,29 +86,14 @@ def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:
     return load(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def convert_folder(source: Path, out: Path, residual: str | None) -> Report:
-    """Write `source` converted to `residual`, attnres-block if None. A model of fla keeps the one it has."""
-    check_out(out)
-    model = load(source)
-    if is_fla(read_config(source)):
-        report = conversion_of(model)[0].report
-        if residual is not None:
-            raise UserError(f"{source} has Attention Residuals already, '{report.residual}': leave --residual out")
-    else:
-        report = convert(model, residual or "attnres-block")
-    model.save_pretrained(out)
-    for pattern in COMPANIONS:
-        for path in sorted(source.glob(pattern)):
-            shutil.copy2(path, out / path.name)
-    return report
-
-
-def verify_folders(first: Path, second: Path, tokens: int, seed: int) -> Verification:
+def verify_folders(
+    first: Path, second: Path, tokens: int, seed: int, dtype: str = "auto", device: str = "cpu"
+) -> Verification:
     """Both models on the same random tokens, four rows of them."""
     if tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {tokens}: the last ones of a row are decoded from a cache")
-    one, two = load(first), load(second)
-    vocabulary = min(one.config.vocab_size, two.config.vocab_size)
+    one, two = (load(folder, dtype, device) for folder in (first, second))
+    vocabulary = min(model.config.get_text_config().vocab_size for model in (one, two))
     rows = torch.randint(0, vocabulary, (4, tokens), generator=torch.Generator().manual_seed(seed))
     converted, reference = (one, two) if hasattr(one.config, "headwater") else (two, one)
     return verify(converted, reference, rows)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headwater.errors import UserError
 from headwater.hf.convert.conversion import convert, load_added
+from headwater.hf.convert.layouts import Layout
 from headwater.hf.convert.report import Report
 
 
@@ -94,13 +95,28 @@ def to_release(weights: Mapping[str, Tensor], release: Release, prefix: str = "m
     return theirs
 
 
-def load_released(model: nn.Module, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Report:
-    """Convert a plain `model` as a release's config says, and load the release's weights, all of them."""
+def load_released(
+    model: nn.Module, weights: Mapping[str, Tensor], config: Mapping[str, Any], layout: Layout | None = None
+) -> Report:
+    """Convert a plain `model` as a release's config says, and load the release's weights, all of them.
+
+    Arguments:
+        model: of the release's body, such as a transformers `kimi_linear` for Kimi K3's; it is changed in place.
+        weights: all tensors of the release by name, the body's under transformers' names.
+        config: of the release; it says the size of a block, and the eps of the depth norms.
+        layout: for a body that the table of architectures does not know.
+
+    Returns: the report of the conversion.
+
+    Raises: `headwater.errors.UserError` for a config without a block size, and weights that do not fit.
+
+        load_released(AutoModelForCausalLM.from_config(body), load_file("model.safetensors"), config)
+    """
     release = release_of(config)
     block, eps = release.block(config), release.eps(config)
     ours = from_release(weights, release)
     sublayers = len(_read_numbers(weights, release, "model.")) // 2 - 1
-    report = convert(model, "attnres-block", exact=False, block=min(block, sublayers), eps=eps)
+    report = convert(model, "attnres-block", layout=layout, exact=False, block=min(block, sublayers), eps=eps)
     load_added(model, model, ours, f"the weights do not fit {report.architecture}")
     return report
 

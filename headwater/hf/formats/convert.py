@@ -1,0 +1,194 @@
+"""Convert a checkpoint folder, and take a conversion back, without writing its weights again.
+
+What a conversion adds is a few vectors a layer; the rest is linked. A model that fits in memory is loaded and tried
+first, as `headwater.convert` does; of one that does not fit only the shapes are looked at, and the report says so.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwater.errors import UserError
+from headwater.hf.convert.classes import saved_settings
+from headwater.hf.convert.conversion import convert
+from headwater.hf.convert.depth import RESIDUAL
+from headwater.hf.convert.install import conversion_of
+from headwater.hf.convert.layouts import LAYOUTS, PREFIX, Layout
+from headwater.hf.convert.report import Report
+from headwater.hf.convert.start import new_residual
+
+from .fla import is_fla
+from .folder import check_out, class_of, load, load_config, read_config
+from .remote import write_remote_code
+from .shards import copy_companions, link_weights, made_whole, size_of, unlink_weights, weight_map
+
+NOTE = """
+## Residual
+
+This checkpoint has the residual `{residual}` of [headwater]. Its model type, `{model_type}`, is known to transformers
+after `import headwater.hf`:
+
+    import headwater.hf
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")
+
+[headwater]: https://pypi.org/project/headwater
+"""
+
+
+def convert_folder(
+    source: Path,
+    out: Path,
+    residual: str | None = None,
+    *,
+    layout: Layout | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    check: bool | None = None,
+    remote_code: bool = False,
+) -> Report:
+    """Write a checkpoint folder with another residual.
+
+    Arguments:
+        source: a transformers checkpoint, or one of fla that has Attention Residuals, which it then keeps.
+        out: the folder to write, new or empty. If anything goes wrong, nothing is left there.
+        residual: with its options, as `attnres-block:block=4`; attnres-block by default.
+        layout: for an architecture that the table does not know.
+        dtype: of the weights that are written, such as "bfloat16"; by default they are linked as they are.
+        device: where the model is tried.
+        check: load the model and try it before and after; by default where it fits in memory.
+        remote_code: add a modeling file with which `trust_remote_code=True` loads the folder without headwater.
+
+    Returns: the report of the conversion.
+
+    Raises: `headwater.errors.UserError`.
+
+        print(convert_folder(Path("llama"), Path("llama-attnres"), "attnres-block:block=4"))
+    """
+    check_out(out)
+    config = read_config(source)
+    if is_fla(config):
+        return _convert_fla(source, out, residual)
+    if str(config["model_type"]).startswith(PREFIX):
+        spec = (config.get("headwater") or {}).get("residual")
+        raise UserError(f"{source} is converted already, to '{spec}': headwater revert {source} --out OTHER first")
+    loads = _fits(source) if check is None else check
+    if not loads and dtype is not None:
+        raise UserError("--dtype writes all weights again, for which the model must be loaded: leave --check no out")
+    model = load(source, dtype or "auto", device) if loads else _empty(source)
+    report = convert(model, residual or "attnres-block", layout=layout)
+    with made_whole(out) as folder:
+        if dtype is None and _named_alike(model, source):
+            link_weights(source, folder, _added(model, source))
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(folder)
+        elif loads:
+            model.save_pretrained(folder)
+        else:
+            raise UserError(f"the tensors of {source} have other names than the model's: convert it with --check yes")
+        copy_companions(source, folder)
+        _write_note(folder, model)
+        if remote_code:
+            fields = write_remote_code(model, folder)
+            config = read_config(folder) | fields
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def revert_folder(source: Path, out: Path) -> str:
+    """Write a converted checkpoint folder as the plain model that it came from. Returns the residual it had."""
+    check_out(out)
+    config = read_config(source)
+    if not str(config.get("model_type")).startswith(PREFIX):
+        raise UserError(f"{source} is not a checkpoint that headwater has converted")
+    model = _empty(source)
+    _, body = conversion_of(model)
+    with made_whole(out) as folder:
+        if not weight_map(source):
+            raise UserError(f"{source} holds no safetensors files")
+        unlink_weights(source, folder, f"{_path(model, body)}{RESIDUAL}.")
+        plain = {name: value for name, value in config.items() if name not in ("headwater", "auto_map")}
+        plain["model_type"] = config["model_type"].removeprefix(PREFIX)
+        plain["architectures"] = [type(model).plain.__name__]  # type: ignore[attr-defined]
+        copy_companions(source, folder)
+        (folder / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        readme = folder / "README.md"
+        if readme.is_file():
+            readme.write_text(readme.read_text(encoding="utf-8").partition(NOTE.splitlines()[1])[0], encoding="utf-8")
+    return str(config["headwater"]["residual"])
+
+
+def _convert_fla(source: Path, out: Path, residual: str | None) -> Report:
+    model = load(source)
+    report = conversion_of(model)[0].report
+    if residual is not None:
+        raise UserError(f"{source} has Attention Residuals already, '{report.residual}': leave --residual out")
+    with made_whole(out) as folder:
+        model.save_pretrained(folder)
+        copy_companions(source, folder)
+        _write_note(folder, model)
+    return report
+
+
+def _empty(source: Path) -> PreTrainedModel:
+    """The model of a folder without its weights."""
+    config = load_config(source)
+    known = class_of(config)
+    with torch.device("meta"):
+        return known(config) if issubclass(known, PreTrainedModel) else known.from_config(config)
+
+
+def _named_alike(model: PreTrainedModel, source: Path) -> bool:
+    """Whether the folder calls its tensors as the model does: then added ones can stand beside them."""
+    return any(name in weight_map(source) for name in _norm_names(model))
+
+
+def _norm_names(model: PreTrainedModel) -> list[str]:
+    """Of parameters of the final norm, which every checkpoint has."""
+    conversion, body = conversion_of(model)
+    given = saved_settings(model.config).get("layout")
+    layout = LAYOUTS[conversion.report.architecture] if given is None else Layout.from_dict(given)
+    norm = getattr(body, layout.final_norm)
+    return [f"{_path(model, norm)}{name}" for name, _ in norm.named_parameters()]
+
+
+def _path(model: PreTrainedModel, module: torch.nn.Module) -> str:
+    name = next(name for name, each in model.named_modules() if each is module)
+    return f"{name}." if name else ""
+
+
+def _added(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
+    """The residual's tensors under their names in the whole model, in the dtype that the folder's norms have."""
+    conversion, body = conversion_of(model)
+    residual = conversion.depth.residual
+    if any(parameter.is_meta for parameter in residual.parameters()):
+        kinds = conversion.depth.kinds
+        residual = new_residual(residual.spec, residual.dim, len(kinds), kinds)
+    listed = weight_map(source)
+    name = next(name for name in _norm_names(model) if name in listed)
+    with safe_open(source / listed[name], "pt") as file:
+        dtype = file.get_tensor(name).dtype
+    prefix = f"{_path(model, body)}{RESIDUAL}."
+    tensors = residual.state_dict().items()
+    return {prefix + key: (t.to(dtype) if t.is_floating_point() else t).cpu().contiguous() for key, t in tensors}
+
+
+def _fits(source: Path) -> bool:
+    """Whether a folder's weights take at most half of the memory that is free."""
+    about = Path("/proc/meminfo")
+    if not about.is_file():
+        return True
+    free = next(line for line in about.read_text().splitlines() if line.startswith("MemAvailable"))
+    return 2 * size_of(source) <= 1024 * int(free.split()[1])
+
+
+def _write_note(folder: Path, model: PreTrainedModel) -> None:
+    """What somebody who opens the folder needs to know, at the end of its README."""
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    note = NOTE.format(residual=model.config.headwater["residual"], model_type=model.config.model_type)
+    readme.write_text((text + note).lstrip(), encoding="utf-8")

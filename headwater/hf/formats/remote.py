@@ -1,0 +1,95 @@
+"""A converted checkpoint for those without headwater: a modeling file of its own, and what it needs in the config."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from headwater.errors import UserError
+from headwater.hf.convert.install import conversion_of
+from headwater.hf.convert.layouts import LAYOUTS, PREFIX, Layout
+from headwater.residuals.attention import AttentionResidual
+
+FILE = "modeling_headwater.py"
+TEMPLATE = Path(__file__).with_name("modeling.txt")  # no module: the names of classes are filled in
+HEADS = {"ForCausalLM": "AutoModelForCausalLM", "ForSequenceClassification": "AutoModelForSequenceClassification"}
+
+
+def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Write the modeling file of a converted model to `folder`.
+
+    Returns: fields for the config, with which `trust_remote_code=True` finds it.
+
+    Raises: UserError for another residual than Attention Residuals as the paper has them, and for a head or a layer
+    that the file does not cover.
+    """
+    plain: Any = type(model).plain  # type: ignore[attr-defined]
+    auto = next((auto for end, auto in HEADS.items() if plain.__name__.endswith(end)), None)
+    if auto is None:
+        raise UserError(f"--remote-code writes language models and classifiers, and this is a {plain.__name__}")
+    about = _about(model)
+    names = {
+        "PLAIN_CONFIG": type(model.config).__mro__[1].__name__,
+        "PLAIN_MODEL": plain.__name__,
+        "MADE_MODEL": type(model).__name__,
+        "MODEL_TYPE": PREFIX + type(model.config).__mro__[1].model_type,  # type: ignore[attr-defined]
+    }
+    text = TEMPLATE.read_text(encoding="utf-8")
+    for mark, name in names.items():
+        text = text.replace(mark, name)
+    (folder / FILE).write_text(text, encoding="utf-8")
+    stem = FILE.removesuffix(".py")
+    return {
+        "auto_map": {"AutoConfig": f"{stem}.Config", auto: f"{stem}.{type(model).__name__}"},
+        "headwater": {**model.config.headwater, "remote": about},
+    }
+
+
+def _about(model: PreTrainedModel) -> dict[str, Any]:
+    """What the file needs to know of the layers."""
+    conversion, body = conversion_of(model)
+    residual = conversion.depth.residual
+    if not isinstance(residual, AttentionResidual) or not residual.fused or residual.heads > 1 or residual.window:
+        raise UserError(
+            f"--remote-code knows attnres-block and attnres-full with their defaults, not '{residual.spec}'"
+        )
+    given = model.config.headwater.get("layout")
+    layout = LAYOUTS[conversion.report.architecture] if given is None else Layout.from_dict(given)
+    kinds: list[dict[str, Any]] = []
+    layer_kinds: list[int] = []
+    for layer in getattr(body, layout.layers):
+        kind = _kind(layer)
+        if kind not in kinds:
+            kinds.append(kind)
+        layer_kinds.append(kinds.index(kind))
+    path = next(name for name, module in model.named_modules() if module is body)
+    parts = {"body": path, "layers": layout.layers, "norm": layout.final_norm, "width": residual.dim}
+    return {**parts, "block": residual.block, "eps": residual.eps, "kinds": kinds, "layer_kinds": layer_kinds}
+
+
+def _kind(layer: Any) -> dict[str, Any]:
+    if layer._depth_fp32:
+        raise UserError(f"--remote-code does not cover the stream in fp32 of a {type(layer).__name__}")
+    takes = {name: asdict(each) for name, each in layer._depth_takes.items()}
+    for each in takes.values():
+        each["without"] = None if each["without"] is None else sorted(each["without"])
+    sites = [asdict(site) for site in layer._depth_sites]
+    for site in sites:
+        del site["sublayer"]
+    return _lists(
+        {
+            "sites": sites,
+            "takes": takes,
+            "arguments": layer._depth_arguments,
+            "multiplier": layer._depth_multiplier,
+            "returns": layer._depth_returns,
+        }
+    )
+
+
+def _lists(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, dict):
+        return {key: _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, tuple | list) else value

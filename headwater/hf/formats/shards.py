@@ -1,0 +1,111 @@
+"""Checkpoint folders without loading them: files of weights are linked, what a conversion adds is one small file more.
+
+Links have names of their own (`plain-...`): `save_pretrained` into the folder later writes `model-...` files, and would
+write through a link of that name into the folder it came from.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headwater.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ADDED = "headwater.safetensors"
+LINKED = "plain-"
+NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", "*.gguf", "config.json")
+
+
+@contextmanager
+def made_whole(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes it at the end; if anything goes wrong, Ctrl-C included, nothing is left."""
+    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if out.exists():
+            out.rmdir()  # it is empty: checked before
+        partial.rename(out)
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name to file name. Empty: the folder has no safetensors files that are listed."""
+    index = folder / INDEX
+    try:
+        if (folder / SINGLE).is_file():  # as transformers does, whatever an index beside it says
+            with safe_open(folder / SINGLE, "pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE)
+        if index.is_file():
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            lacking = sorted({name for name in listed.values() if not (folder / name).is_file()})
+            if lacking:
+                raise UserError(f"{index} lists files that are not there: {', '.join(lacking[:3])}")
+            return dict(listed)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder}: its weights cannot be listed: {error}") from None
+    return {}
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of its weights."""
+    return sum((folder / name).stat().st_size for name in set(weight_map(folder).values()))
+
+
+def link_weights(source: Path, out: Path, added: Mapping[str, Tensor]) -> None:
+    """The weights of `source` and those of a conversion, as a checkpoint in `out`."""
+    listed = weight_map(source)
+    names = {name: name if name.startswith(LINKED) else LINKED + name for name in sorted(set(listed.values()))}
+    for name, linked in names.items():
+        link(source / name, out / linked)
+    save_file({name: tensor.contiguous() for name, tensor in added.items()}, out / ADDED, metadata={"format": "pt"})
+    write_index(out, {name: names[file] for name, file in listed.items()} | dict.fromkeys(added, ADDED))
+
+
+def unlink_weights(source: Path, out: Path, prefix: str) -> None:
+    """The weights of `source` without tensors whose name begins with `prefix`. Files that hold none of them are linked;
+    the others are written again, one after the other."""
+    listed = weight_map(source)
+    mixed = {file for name, file in listed.items() if name.startswith(prefix)}
+    kept = {name: file for name, file in listed.items() if not name.startswith(prefix)}
+    names = {file: file if file in mixed or file.startswith(LINKED) else LINKED + file for file in set(kept.values())}
+    for file, name in sorted(names.items()):
+        if file in mixed:
+            tensors = {key: value for key, value in load_file(source / file).items() if not key.startswith(prefix)}
+            save_file(tensors, out / name, metadata={"format": "pt"})
+        else:
+            link(source / file, out / name)
+    if set(names.values()) != {SINGLE}:
+        write_index(out, {name: names[file] for name, file in kept.items()})
+
+
+def write_index(out: Path, listed: Mapping[str, str]) -> None:
+    total = sum((out / name).stat().st_size for name in set(listed.values()))
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}, indent=1)
+    (out / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def link(source: Path, target: Path) -> None:
+    """A hard link, or a copy where there is none between the two file systems."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Everything in the folder besides weights and config: tokenizer, processor, chat template, generation settings."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not any(path.match(each) for each in NOT_COPIED):
+            shutil.copy2(path, out / path.name)

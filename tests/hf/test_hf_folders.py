@@ -1,0 +1,257 @@
+"""Checkpoint folders converted and reverted from the command line: linked, whole or not at all, however large."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tinyhf import stir, tiny_model, tokens
+from transformers import AutoModelForCausalLM
+
+from headwater.cli import main
+from headwater.errors import UserError
+from headwater.hf import Layout, convert, load_delta, verify
+from headwater.hf.formats import convert as folders
+from headwater.hf.formats.shards import ADDED
+
+
+@pytest.fixture
+def plain(tmp_path):
+    model = tiny_model("llama").bfloat16()
+    model.save_pretrained(tmp_path / "plain", max_shard_size="40KB")
+    (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+    (tmp_path / "plain" / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    return tmp_path / "plain"
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+@pytest.mark.parametrize("flags", [[], ["--check", "no"]])
+def test_convert_links_and_revert_takes_it_back(plain, tmp_path, capsys, flags):
+    out, back = tmp_path / "out", tmp_path / "back"
+    assert main(["convert", str(plain), "--out", str(out), "--residual", "attnres-block:block=2", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert ("NOT CHECKED" in printed) == bool(flags)
+    shards = sorted(plain.glob("*.safetensors"))
+    assert len(shards) == 2
+    assert all((out / f"plain-{shard.name}").samefile(shard) for shard in shards)
+    assert set(load_file(out / ADDED)) == {f"model.residual.reads.{i}.{part}" for i in range(1, 9) for part in PARTS}
+    assert verify(load(out), load(plain), tokens()).equal
+    assert load(out).dtype == torch.bfloat16
+    assert (out / "tokenizer.json").is_file()
+    note = (out / "README.md").read_text()
+    assert note.startswith("---\nlicense: mit\n---\n# A model\n")
+    assert "import headwater.hf" in note
+    assert json.loads((out / "config.json").read_text())["headwater"]["loads_after"] == "import headwater.hf"
+    assert main(["revert", str(out), "--out", str(back)]) == 0
+    assert torch.equal(load(back)(tokens()).logits, load(plain)(tokens()).logits)
+    assert json.loads((back / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert (back / "README.md").read_text().strip() == (plain / "README.md").read_text().strip()
+
+
+PARTS = ("query", "key_weight")
+HOME = dict(os.environ)
+
+
+def test_saving_into_a_converted_folder_leaves_the_plain_one_alone(plain, tmp_path):
+    out, back = tmp_path / "out", tmp_path / "back"
+    before = load(plain)(tokens()).logits
+    folders.convert_folder(plain, out)
+    model = load(out)
+    stir(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1)
+    model.save_pretrained(out)
+    assert torch.equal(load(plain)(tokens()).logits, before)
+    assert torch.equal(load(out)(tokens()).logits, model(tokens()).logits)
+    folders.revert_folder(out, back)  # where the added tensors stand among the others
+    assert not any("residual" in name for file in back.glob("*.safetensors") for name in load_file(file))
+    headwater_free = load(back)
+    assert torch.equal(headwater_free.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_dtype_and_layout_flags(plain, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["convert", str(plain), "--out", str(out), "--dtype", "float32"]) == 0
+    assert load(out).dtype == torch.float32
+    assert main(["verify", str(plain), str(out), "--dtype", "float32", "--tokens", "8"]) == 0
+    vault = tmp_path / "vault"
+    tiny_model("vaultgemma").save_pretrained(vault)
+    layout = '{"mlp_norm": "pre_feedforward_layernorm"}'
+    assert main(["convert", str(vault), "--out", str(tmp_path / "v"), "--layout", layout]) == 0
+    assert verify(load(tmp_path / "v"), load(vault), tokens()).equal
+    capsys.readouterr()
+    for given, message in (
+        ('{"mlp": ["feed"]}', "does not fit"),
+        ('{"mlps": 1}', "a layout has no field mlps"),
+        ("nowhere.json", "a layout is JSON or a file of it"),
+        ("{", "a layout is JSON or a file of it"),
+    ):
+        assert main(["convert", str(vault), "--out", str(tmp_path / "w"), "--layout", given]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_an_interrupted_convert_leaves_nothing(plain, tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(folders, "copy_companions", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        folders.convert_folder(plain, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_is_no_checkpoint_is_one_message(plain, tmp_path, capsys):
+    def refused(message: str, *words: str) -> None:
+        assert main([*words, "--out", str(tmp_path / "out")]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
+        assert not (tmp_path / "out").exists()
+
+    bert = tmp_path / "bert"
+    tiny_model("bert").save_pretrained(bert)
+    refused("'bert' cannot be converted: it is not a decoder", "convert", str(bert))
+    refused("is not a checkpoint that headwater has converted", "revert", str(plain))
+    (bert / "config.json").write_text("[1]")
+    refused("must hold an object, and holds a list", "convert", str(bert))
+    (bert / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
+    refused("transformers cannot read", "convert", str(bert))
+    converted = tmp_path / "converted"
+    folders.convert_folder(plain, converted)
+    refused("is converted already, to 'attnres-block:block=2': headwater revert", "convert", str(converted))
+    (plain / next(plain.glob("model-00002*")).name).unlink()
+    refused("lists files that are not there: model-00002", "convert", str(plain), "--check", "no")
+
+
+def test_garbage_instead_of_a_delta_file(tmp_path):
+    path = tmp_path / "delta.safetensors"
+    for content in (b"", b"garbage", b"\xff" * 64):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="is not a delta file of headwater"):
+            load_delta(tiny_model("llama"), path)
+    for about in ("{", "[]", '{"residual": "ddl"}'):
+        save_file({"a": torch.zeros(1)}, path, metadata={"headwater": about})
+        with pytest.raises(UserError, match="the field 'headwater' of its header"):
+            load_delta(tiny_model("llama"), path)
+    with pytest.raises(UserError, match="is not a delta file"):
+        load_delta(tiny_model("llama"), tmp_path / "none")
+
+
+BIG = """
+import json, resource, sys, time
+from pathlib import Path
+from headwater.hf.formats.convert import convert_folder
+begin = time.process_time()
+report = convert_folder(Path("plain"), Path("out"))
+seconds, gib = time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(json.dumps({"seconds": seconds, "gib": gib, "report": str(report)}))
+"""
+
+
+def test_a_70b_shape_converts_without_being_loaded(tmp_path):
+    """Sparse files of 140 GB. Seconds are of the processor: other tests run beside this one."""
+    from transformers import LlamaConfig
+
+    width, inner, words = 8192, 28672, 128256
+    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 80, "vocab_size": words}
+    config = LlamaConfig(**shape, num_attention_heads=64, num_key_value_heads=8, architectures=["LlamaForCausalLM"])
+    layer = {f"self_attn.{name}_proj": (width if name in "qo" else 1024, width) for name in "qkvo"}
+    layer |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    layer |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+    sizes = {f"model.layers.{i}.{name}.weight": size for i in range(80) for name, size in layer.items()}
+    sizes |= {
+        "model.embed_tokens.weight": (words, width),
+        "lm_head.weight": (words, width),
+        "model.norm.weight": (width,),
+    }
+    plain = tmp_path / "plain"
+    config.save_pretrained(plain)
+    listed = {}
+    for number, names in enumerate([list(sizes)[i : i + 100] for i in range(0, len(sizes), 100)]):
+        file = plain / f"model-{number}.safetensors"
+        header, end = {}, 0
+        for name in names:
+            begin, end = end, end + 2 * torch.Size(sizes[name]).numel()
+            header[name] = {"dtype": "BF16", "shape": sizes[name], "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        with file.open("wb") as opened:
+            opened.write(len(text).to_bytes(8, "little") + text)
+            opened.truncate(8 + len(text) + end)
+        listed |= dict.fromkeys(names, file.name)
+    (plain / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    done = subprocess.run([sys.executable, "-c", BIG], cwd=tmp_path, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["seconds"] < 10
+    assert found["gib"] < 2
+    assert "NOT CHECKED: it is on the meta device" in found["report"]
+    added = load_file(tmp_path / "out" / ADDED)
+    assert len(added) == 320
+    assert all(tensor.dtype == torch.bfloat16 and tensor.shape == (8192,) for tensor in added.values())
+
+
+def test_the_layout_of_a_folder_is_known_where_it_is_the_tables(plain, tmp_path):
+    folders.convert_folder(plain, tmp_path / "out", layout=Layout())
+    assert "layout" in json.loads((tmp_path / "out" / "config.json").read_text())["headwater"]
+    again = load(tmp_path / "out")
+    reference = load(plain)
+    convert(reference)
+    assert torch.equal(again(tokens()).logits, reference(tokens()).logits)
+
+
+REMOTE = """
+import builtins, importlib.abc, sys
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "headwater":
+            raise ImportError("headwater is not installed here")
+sys.meta_path.insert(0, Without())
+import torch, transformers
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+from safetensors.torch import load_file, save_file
+rows = load_file("tokens.safetensors")["tokens"]
+for name in sys.argv[1:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
+    with torch.no_grad():
+        long = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
+        save_file({"logits": model(rows).logits, "words": model.generate(rows, **long)}, f"{name}/found.safetensors")
+"""
+
+
+def test_remote_code_loads_without_headwater(tmp_path):
+    """Pre-norm, norms on both sides, branches side by side, two MLPs with a multiplier, layers that return a pair."""
+    types = ("llama", "gemma2", "gpt_neox", "granitemoehybrid", "bloom")
+    expected = {}
+    for name in types:
+        tiny_model(name).save_pretrained(tmp_path / f"{name}-plain")
+        out = tmp_path / name
+        words = ["convert", str(tmp_path / f"{name}-plain"), "--out", str(out), "--residual", "attnres-block:block=3"]
+        assert main([*words, "--remote-code"]) == 0
+        model = load(out)  # here headwater's own classes load it
+        stir(model)
+        save_file({key: p.detach() for key, p in model.named_parameters() if "residual." in key}, out / ADDED)
+        expected[name] = model.eval()
+    save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
+    subprocess.run(
+        [sys.executable, "-c", REMOTE, *types], cwd=tmp_path, check=True, env=HOME | {"HF_HOME": str(tmp_path)}
+    )
+    long = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
+    for name, model in expected.items():
+        found = load_file(tmp_path / name / "found.safetensors")
+        with torch.no_grad():
+            torch.testing.assert_close(found["logits"], model(tokens()).logits, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found["words"], model.generate(tokens(), **long))
+
+
+def test_remote_code_refuses_what_its_file_does_not_compute(plain, tmp_path):
+    for residual, message in (("ddl", "--remote-code knows attnres-block"), ("attnres-block:heads=2", "not 'attnres")):
+        with pytest.raises(UserError, match=message):
+            folders.convert_folder(plain, tmp_path / "out", residual, remote_code=True)
+    assert not (tmp_path / "out").exists()
