@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from headwater.hf import convert, revert
+from headwater.hf.convert.depth import DepthState
 
 ROOT = Path(__file__).parents[2]
 IMAGE = 5  # a token that stands for a patch
@@ -62,7 +63,9 @@ def loads_in_a_new_process(model, inputs, auto: str, folder) -> None:
     model.save_pretrained(folder)
     save_file(inputs, folder / "inputs.safetensors")
     subprocess.run([sys.executable, "-c", LOAD, auto], cwd=folder, check=True)
-    assert torch.equal(load_file(folder / "logits.safetensors")["logits"], model(**inputs).logits)
+    # Not to the bit: after a product in bf16, torch takes another library for fp32 on some machines, per process.
+    found = load_file(folder / "logits.safetensors")["logits"]
+    torch.testing.assert_close(found, model(**inputs).logits, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("build", [llava, qwen2_vl])
@@ -86,6 +89,13 @@ def test_the_text_part_of_a_vision_language_model(build, tmp_path):
     revert(model)
     assert model.config is before
     assert torch.equal(model(**inputs).logits, plain)
+
+
+def test_a_stream_that_is_changed_between_layers_is_named():
+    """As Qwen3-VL does with image features: not a failure somewhere in its code."""
+    state = DepthState((torch.zeros(1),))
+    with pytest.raises(AttributeError, match="which has no 'device': this model changes its stream there"):
+        state.device  # noqa: B018
 
 
 def test_a_classifier_loads_again(tmp_path):

@@ -63,6 +63,15 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     return made
 
 
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class that a config names, or the causal language model of its type."""
+    for auto in AUTO:
+        known = auto._model_mapping.get(type(config), None)
+        if isinstance(known, type) and known.__name__ in (config.architectures or ()):
+            return known
+    return AutoModelForCausalLM
+
+
 def _share_mapping(plain: str, made: str) -> None:
     """How a released checkpoint's tensors become parameters, for example fused experts, is known by a model's type, or
     by its class where only that head differs."""

@@ -57,6 +57,12 @@ class DepthState:
     def __init__(self, tensors: State, record: Record | None = None, weights: State = (), reads: State = ()) -> None:
         self.tensors, self.record, self.weights, self.reads = tensors, record, weights, reads
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"between the layers of a converted model goes the residual's state, which has no '{name}': this model "
+            "changes its stream there, by image features perhaps, and a conversion does not cover that"
+        )
+
     def after(self, tensors: State, weights: State = (), reads: State = ()) -> "DepthState":
         """The state one step on; `weights` and `reads` are what was seen in that step."""
         return DepthState(tensors, self.record, (*self.weights, *weights), (*self.reads, *reads))

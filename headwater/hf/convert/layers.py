@@ -182,6 +182,12 @@ class ConvertedLayer(nn.Module):
         return _first(part(y, **self._depth_takes[name].given(kwargs)))
 
 
+def parts_of_layer(layer: Any) -> dict[str, Any]:
+    """What a conversion put on a layer, for those who write its forward elsewhere."""
+    names = ("sites", "takes", "arguments", "multiplier", "returns", "fp32")
+    return {name: getattr(layer, f"_depth_{name}") for name in names}
+
+
 def _in_its_dtype(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x.to(next(norm.parameters()).dtype))
 

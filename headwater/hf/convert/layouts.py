@@ -235,7 +235,7 @@ ROWS: tuple[tuple[Layout, str], ...] = (
 )
 # Text parts of vision-language models that are no causal language model of their own.
 TEXT_PARTS: tuple[tuple[Layout, str], ...] = (
-    (PRE_NORM, "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"),
+    (PRE_NORM, "qwen2_vl_text qwen2_5_vl_text"),
     (EMU3, "emu3_text_model"),
 )
 PREFIX = "headwater-"  # of the model type of a converted model

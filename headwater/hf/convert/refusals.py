@@ -25,6 +25,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (f"{OWN_RESIDUAL}: it mixes several streams", "glm5_next muse_spark gemma3n gemma3n_text"),
     (f"{OWN_RESIDUAL}: it is scaled by learned weights", "zaya doge"),
     ("each layer adds a per-layer embedding as a third branch", "gemma4 gemma4_text gemma4_assistant"),
+    ("image features are added to its stream between layers", "qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text"),
     ("it reads the keys and values of another model", "gemma4_unified_assistant"),
     ("its blocks run several times, each time from a new sum", "hrm_text"),
     ("its experts read in one sublayer and write in a later one", "longcat_flash"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwater.errors import UserError
-from headwater.hf.convert.classes import saved_settings
+from headwater.hf.convert.classes import class_of, saved_settings
 from headwater.hf.convert.conversion import convert
 from headwater.hf.convert.depth import RESIDUAL
 from headwater.hf.convert.install import conversion_of
@@ -22,7 +22,7 @@ from headwater.hf.convert.report import Report
 from headwater.hf.convert.start import new_residual
 
 from .fla import is_fla
-from .folder import check_out, class_of, load, load_config, read_config
+from .folder import check_out, load, load_config, read_config
 from .remote import write_remote_code
 from .shards import copy_companions, link_weights, made_whole, size_of, unlink_weights, weight_map
 

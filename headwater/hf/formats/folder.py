@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -18,7 +17,7 @@ from transformers import (
 )
 
 from headwater.errors import UserError
-from headwater.hf.convert.classes import AUTO
+from headwater.hf.convert.classes import class_of
 from headwater.hf.verify import Verification, verify
 
 from .fla import is_fla, load_fla
@@ -69,15 +68,6 @@ def load_config(folder: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"transformers cannot read {folder / 'config.json'}: {error}") from None
-
-
-def class_of(config: PreTrainedConfig) -> Any:
-    """The class that a config names, or the causal language model of its type."""
-    for auto in AUTO:
-        known = auto._model_mapping.get(type(config), None)
-        if isinstance(known, type) and known.__name__ in (config.architectures or ()):
-            return known
-    return AutoModelForCausalLM
 
 
 def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:

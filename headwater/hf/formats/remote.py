@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from headwater.errors import UserError
 from headwater.hf.convert.install import conversion_of
+from headwater.hf.convert.layers import parts_of_layer
 from headwater.hf.convert.layouts import LAYOUTS, PREFIX, Layout
 from headwater.residuals.attention import AttentionResidual
 
@@ -69,23 +70,14 @@ def _about(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _kind(layer: Any) -> dict[str, Any]:
-    if layer._depth_fp32:
+    parts = parts_of_layer(layer)
+    if parts.pop("fp32"):
         raise UserError(f"--remote-code does not cover the stream in fp32 of a {type(layer).__name__}")
-    takes = {name: asdict(each) for name, each in layer._depth_takes.items()}
+    takes = {name: asdict(each) for name, each in parts["takes"].items()}
     for each in takes.values():
         each["without"] = None if each["without"] is None else sorted(each["without"])
-    sites = [asdict(site) for site in layer._depth_sites]
-    for site in sites:
-        del site["sublayer"]
-    return _lists(
-        {
-            "sites": sites,
-            "takes": takes,
-            "arguments": layer._depth_arguments,
-            "multiplier": layer._depth_multiplier,
-            "returns": layer._depth_returns,
-        }
-    )
+    sites = [{key: value for key, value in asdict(site).items() if key != "sublayer"} for site in parts["sites"]]
+    return _lists({**parts, "sites": sites, "takes": takes})
 
 
 def _lists(value: Any) -> Any:
