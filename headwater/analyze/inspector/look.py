@@ -15,7 +15,9 @@ from .shares import STREAMS, Shares
 from .subject import Subject, evaluating, routed
 
 Removals = Literal["auto", "none", "sources", "pairs"]
-CHEAP = 2e13  # operations that are spent on pairs without being asked: minutes on a CPU, a moment on a GPU
+# Operations that are spent on pairs without being asked: about a minute. 24 layers of width 64 and 128 tokens, 4e11,
+# took seven on a busy core.
+CHEAP = {"cpu": 1e11, "cuda": 2e13}
 
 
 class Decodes(Protocol):
@@ -42,7 +44,7 @@ def inspect(
         name: what the page calls the model; by default its residual.
         top: how many of the likeliest tokens are kept of each read and source.
         removals: what is taken away to see its effect: "none"; "sources", each source at all reads (S forward passes);
-            "pairs", also at each read alone (about S^2 / 2 more); "auto": pairs as far as they take minutes on a CPU.
+            "pairs", also at each read alone (about S^2 / 2 more); "auto": pairs where they take about a minute.
 
     Returns an `Inspection`: tensors by read, source and token, `.to_html()`, `.to_json()`; a notebook draws it.
     Raises UserError for a model without a residual of headwater, and for tokens that do not fit it.
@@ -128,8 +130,9 @@ def _parts(residual: Residual, trace: Trace, shares: Shares) -> dict[str, Tensor
 
 def _affordable(subject: Subject, length: int) -> Removals:
     parameters = sum(p.numel() for p in subject.model.parameters())
-    pairs = len(subject.kinds) ** 2 / 2
-    return "pairs" if 2 * parameters * length * pairs < CHEAP else "sources"
+    device = next(subject.model.parameters()).device.type
+    cost = 2 * parameters * length * len(subject.kinds) ** 2 / 2
+    return "pairs" if cost < CHEAP.get(device, CHEAP["cpu"]) else "sources"
 
 
 def _places(sources: int, removals: Removals) -> tuple[list[tuple[int | None, int]], list[tuple[int | None, int]]]:

@@ -16,7 +16,7 @@ from .shares import Shares
 from .subject import Subject
 
 Place = tuple[int | None, int]  # (read, source): at one read, or, None, at all
-LOGITS = 2**25  # of one batch of passes, at most: 128 MiB in fp32
+NUMBERS = 2**25  # of the logits, and of all sources, of one batch of passes, at most: 128 MiB in fp32
 
 
 class _Remover(Watcher):
@@ -51,12 +51,13 @@ def remove(
 ) -> Removal:
     """The change of loss and the likeliest tokens without each of `places`. `tokens`: (1, T). `loss`: of the whole
     model, (T - 1)."""
-    batch = max(1, LOGITS // (tokens.shape[1] * vocabulary))
+    residual = subject.residual
+    batch = max(1, NUMBERS // (tokens.shape[1] * max(vocabulary, residual.dim * (residual.sublayers + 1))))
     changes, tops = [], []
     for start in range(0, len(places), batch):
         some = places[start : start + batch]
         rows = tokens.expand(len(some), -1)
-        with watched(subject.residual, _Remover(shares, some)):
+        with watched(residual, _Remover(shares, some)):
             logits = subject.logits(rows)
         changes.append(losses(logits, rows) - loss)
         tops.append(top_of(logits, top))

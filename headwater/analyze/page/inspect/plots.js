@@ -1,5 +1,7 @@
 // Weight against effect, and magnitude by depth.
 
+const SQUARE = new Set(["mlp", "moe"]);  // and the embedding; what mixes tokens is round
+
 function drawScatter() {
   const panels = models.map((model) => make("div", { class: "panel" }, panelTitle(model), make("div", { class: "chart" }), make("p", { class: "caption" })));
   host("scatter").replaceChildren(...panels);
@@ -35,9 +37,9 @@ function scatter(where, caption, model) {
   const spots = points.map((point) => ({ ...point, px: X(bend(point.x)), py: Y(bend(point.y)), mine: point.source === state.source && (point.read === null || point.read === state.read), near: point.read === null || point.read === state.read }));
   for (const spot of [...spots].sort((a, b) => a.near - b.near || a.mine - b.mine)) {
     const look = spot.source ? kindOf(model.kinds[spot.source - 1])[2] : "c0", kind = `mark dot ${look}${spot.near ? "" : " far"}${spot.mine ? " chosen" : ""}`;
-    svg.append(spot.source % 2 ? make("circle", { class: kind, cx: spot.px, cy: spot.py, r: spot.mine ? 6 : 4 }) : make("rect", { class: kind, x: spot.px - 3.5, y: spot.py - 3.5, width: spot.mine ? 10 : 7, height: spot.mine ? 10 : 7 }));
+    svg.append(spot.source && !SQUARE.has(model.kinds[spot.source - 1]) ? make("circle", { class: kind, cx: spot.px, cy: spot.py, r: spot.mine ? 6 : 4 }) : make("rect", { class: kind, x: spot.px - 3.5, y: spot.py - 3.5, width: spot.mine ? 10 : 7, height: spot.mine ? 10 : 7 }));
   }
-  caption.textContent = `${points.length} ${points[0].read === null ? "sources, taken away at all reads" : "pairs of read and source; those of the chosen read are strong"}. Rank correlation of weight and size of the effect: ${minus(rankCorrelation(points).toFixed(2))}. Axes by square root.`;
+  caption.textContent = `${points.length} ${points[0].read === null ? "sources, taken away at all reads" : "pairs of read and source; those of the chosen read are strong"}. Round: what mixes tokens; square: MLP, MoE and, grey, the embedding. Rank correlation of weight and size of the effect: ${minus(rankCorrelation(points).toFixed(2))}. Axes by square root.`;
   exploreSpots(svg, model, spots);
 }
 function rootTicks(low, high) {

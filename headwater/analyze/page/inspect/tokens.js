@@ -49,7 +49,13 @@ function markToken() {
     const on = node.dataset.token === String(state.token);
     node.setAttribute("aria-checked", String(on));
     node.tabIndex = on ? 0 : -1;
+    if (on) showInside(host("tokens"), node);
   }
+}
+function showInside(box, node) {  // scrolls the box and never the page
+  const top = node.offsetTop - box.offsetTop, bottom = top + node.offsetHeight;
+  if (top < box.scrollTop) box.scrollTop = top - 6;
+  else if (bottom > box.scrollTop + box.clientHeight) box.scrollTop = bottom - box.clientHeight + 6;
 }
 function drawSummary() {
   host("summary").replaceChildren(...models.map((model) => make("p", {}, ...(models.length > 1 ? [swatch(model), make("code", {}, clip(model.name, 60)), " "] : []), ...sentence(model))));
