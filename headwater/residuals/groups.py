@@ -27,7 +27,8 @@ def param_groups(
         lr: the learning rate.
         weight_decay: of the matrices.
         query_lr: factor on the learning rate of the residual's queries. They are the parameters called `query`, of
-            attnres-block, attnres-full, delta-attnres, deepcrossattention and depth-window; other residuals have none.
+            attnres-block, attnres-full, delta-attnres, hyper-attnres, deepcrossattention and depth-window; other
+            residuals have none.
 
     Returns: up to three groups, each with "name", "params", "lr", "weight_decay" and "lr_factor"; together they hold
         every parameter once. They are called "matrices", "rest" and "queries"; one without parameters is left out. A

@@ -9,7 +9,7 @@ import headwater
 from headwater import Decoder, ModelConfig, param_groups
 from headwater.residuals import names
 
-HAVE_QUERIES = {"attnres-block", "attnres-full", "delta-attnres", "deepcrossattention", "depth-window"}
+HAVE_QUERIES = {"attnres-block", "attnres-full", "delta-attnres", "deepcrossattention", "depth-window", "hyper-attnres"}
 
 
 def members(model: nn.Module, **settings) -> dict[str, set[str]]:
