@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-ROOMS = tuple(f"headwater.{room}" for room in ("ops", "residuals", "models", "train", "analyze"))
+ROOMS = ("headwater", *(f"headwater.{room}" for room in ("ops", "residuals", "models", "train", "hf", "analyze")))
 
 
 def lacking(function) -> list[str]:

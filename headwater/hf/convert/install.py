@@ -113,7 +113,10 @@ def _foldable_norms(found: Found, groups: list[tuple[Site, ...]], scales: Sequen
 
 
 def revert(model: nn.Module) -> None:
-    """Undo `convert`: the added parameters are dropped, and every instance is of its own class again."""
+    """Undo `convert` on a `model`, in place: what was added is dropped, and every instance is of its own class again.
+
+    What training did to the other weights stays. Raises `headwater.errors.UserError` if the model is not converted.
+    """
     conversion, body = conversion_of(model)
     head = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     for handle in conversion.hooks:

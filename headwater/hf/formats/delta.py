@@ -17,7 +17,8 @@ from headwater.hf.convert.report import Report
 
 
 def save_delta(model: nn.Module, path: str | Path) -> None:
-    """Write what the conversion added to `model`, and how, to one safetensors file."""
+    """Write what the conversion added to `model`, and how, to one safetensors file at `path`: kilobytes, without the
+    body's weights. Raises `headwater.errors.UserError` if the model is not converted."""
     conversion, body = conversion_of(model)
     weights = {name: p.detach().cpu().contiguous() for name, p in conversion.depth.residual.state_dict().items()}
     about = {"architecture": conversion.report.architecture, **saved_settings(body.config)}
@@ -25,7 +26,11 @@ def save_delta(model: nn.Module, path: str | Path) -> None:
 
 
 def load_delta(model: nn.Module, path: str | Path) -> Report:
-    """Convert a plain `model` as the file says, and give it the file's parameters."""
+    """Convert a plain `model`, in place, as the file at `path` says, and give it the file's parameters.
+
+    Returns the report of the conversion.
+    Raises `headwater.errors.UserError` for what `save_delta` has not written, or was written for another shape.
+    """
     try:
         with safe_open(path, "pt") as file:
             about = _read_about(file.metadata(), path)
@@ -51,7 +56,8 @@ def _read_about(metadata: dict[str, str] | None, path: str | Path) -> dict[str, 
 
 
 def reset(model: nn.Module) -> None:
-    """Give the added parameters their start values: for a model converted on the meta device, after `to_empty`."""
+    """Give the added parameters of `model` their start values: for one converted on the meta device, after
+    `to_empty`."""
     depth = conversion_of(model)[0].depth
     mark_filled(depth.residual, False)
     fill(depth)

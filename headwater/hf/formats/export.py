@@ -40,8 +40,14 @@ MLP = {
 def export(
     settings: Mapping[str, Any], weights: Mapping[str, Tensor], end_of_text: int | None = None
 ) -> PreTrainedModel:
-    """A transformers model that computes what the decoder of these settings and weights computes: Llama or Qwen3, or
-    with parts that they lack the decoder itself, as `AutoModelForCausalLM` loads it after `import headwater.hf`."""
+    """A decoder of headwater as a transformers model.
+
+    Arguments: `settings`, its ModelConfig as a dict; `weights` by name; `end_of_text`, the token that ends a text.
+
+    Returns a Llama or Qwen3, converted if its residual is not the plain one; with parts that those lack the decoder
+    itself, as `AutoModelForCausalLM` loads it after `import headwater.hf`.
+    Raises `headwater.errors.UserError` for weights that do not fit.
+    """
     other = settings.get("pattern", "attention") != "attention"
     if other or any(settings.get(name) for name in ("shortswa", "value_residual", "experts")):
         return export_decoder(dict(settings), dict(weights), end_of_text)

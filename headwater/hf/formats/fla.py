@@ -51,6 +51,13 @@ def load_fla(folder: Path, config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def read_fla(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> PreTrainedModel:
+    """A checkpoint of flash-linear-attention with Attention Residuals.
+
+    Arguments: `weights`, its tensors by name; `config`, what its config.json holds.
+
+    Returns a converted transformers model, in evaluation mode, that computes the same.
+    Raises `headwater.errors.UserError` for a model of another kind, and for weights that do not fit the config.
+    """
     config = {**DEFAULTS, **config}
     model = AutoModelForCausalLM.from_config(plain_config(weights, config))
     ours = dict(weights)

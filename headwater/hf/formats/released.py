@@ -59,7 +59,7 @@ def release_of(config: Mapping[str, Any]) -> Release:
 
 
 def from_release(weights: Mapping[str, Tensor], release: Release, prefix: str = "model.") -> dict[str, Tensor]:
-    """Their tensors under our names."""
+    """Returns the `weights` of a `release`, which says their names, under ours; `prefix` is the body's in the model."""
     ours: dict[str, Tensor] = {}
     reads = _read_numbers(weights, release, prefix)
     for name, tensor in weights.items():
@@ -75,7 +75,10 @@ def from_release(weights: Mapping[str, Tensor], release: Release, prefix: str = 
 
 
 def to_release(weights: Mapping[str, Tensor], release: Release, prefix: str = "model.") -> dict[str, Tensor]:
-    """Our tensors under their names."""
+    """Returns our `weights` under the names of a `release`; `prefix` is the body's in the model.
+
+    Raises `headwater.errors.UserError` if there are none of Attention Residuals among them.
+    """
     theirs: dict[str, Tensor] = {}
     pattern = re.compile(re.escape(f"{prefix}residual.reads.") + r"(\d+)\.(query|key_weight)")
     numbers = [int(match[1]) for name in weights if (match := pattern.fullmatch(name))]
