@@ -249,18 +249,16 @@ def off_start(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> float |
     """One pass against decoding without a cache being wrong: relative, the median token. None: neither does the plain
     model give from its cache what it gives in one pass, or it has no cache."""
 
-    def gap(each: nn.Module) -> float | None:
+    def gaps(each: nn.Module) -> Tensor | None:
         one, other = whole(each, {"input_ids": tokens()}), decoded(each, {"input_ids": tokens()})
-        if other is None:
-            return None
-        return float(((one - other).double().norm(dim=-1) / one.double().norm(dim=-1)).median())
+        return None if other is None else (one - other).double().norm(dim=-1) / one.double().norm(dim=-1)
 
     limit = max(FAR, 16 * torch.finfo(dtype).eps)
-    theirs, ours = gap(plain), gap(model)
-    if theirs is None or ours is None or theirs > limit:
+    theirs, ours = gaps(plain), gaps(model)
+    if theirs is None or ours is None or theirs.max() > limit:
         return None
-    hold(ours <= limit, f"trained, a token from the cache is off by {ours:.2g}")
-    return ours
+    hold(float(ours.median()) <= limit, f"trained, a token from the cache is off by {float(ours.median()):.2g}")
+    return float(ours.median())
 
 
 def load_again(rows: dict[str, dict[str, Any]], root: Path) -> None:
@@ -279,7 +277,8 @@ def load_again(rows: dict[str, dict[str, Any]], root: Path) -> None:
         found, expected = (
             load_file(root / folder / f"{name}.safetensors")["logits"] for name in ("logits", "expected")
         )
-        if not torch.equal(found, expected):
+        eps = torch.finfo(expected.dtype).eps  # libraries for matrix products differ between processes
+        if not torch.allclose(found, expected, rtol=4 * eps, atol=4 * eps * float(expected.abs().max())):
             row.update(status="wrong", why=f"{dtype}: loaded in a new process, it is another model")
 
 

@@ -1,6 +1,6 @@
 """Small random models of every architecture in the table, without a download."""
 
-import importlib
+import importlib.util
 import os
 import sys
 
@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from headwater.hf.convert.layouts import ROWS
 from headwater.hf.convert.registration import own_config
@@ -21,7 +22,7 @@ VOCAB = 67
 LINEAR = ("kimi_linear", "bailing_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 if not torch.cuda.is_available() and "fla" not in sys.modules:
     sys.modules["fla"] = None  # type: ignore[assignment]  # then importing it fails
-    for linear in LINEAR:
+    for linear in (name for name in LINEAR if importlib.util.find_spec(f"transformers.models.{name}")):
         importlib.import_module(f"transformers.models.{linear}.modeling_{linear}")
     del sys.modules["fla"]
 
@@ -146,7 +147,8 @@ def tiny_model(model_type: str, seed: int = 0, **overrides):
 
 def sample() -> list[str]:
     """One causal language model of every layout in the table; benchmarks/architectures.py tries them all."""
-    found = {layout: names.split()[0] for layout, names in reversed(ROWS)}
+    known = [(layout, name) for layout, names in ROWS for name in names.split() if name in CONFIG_MAPPING_NAMES]
+    found = {layout: name for layout, name in reversed(known)}
     return list(reversed(found.values()))
 
 

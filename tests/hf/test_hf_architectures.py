@@ -1,16 +1,21 @@
 """Every architecture in the table: converted, it computes what it did; reverted, it is what it was."""
 
 import hashlib
+import json
 
 import pytest
 import torch
+import transformers
 from tinyhf import sample, stir, tiny_model, tokens
 from torch import nn
 from transformers import T5Config, T5Model
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.architectures import MARKS, PAGE, RESULTS, TEXT_OF, tables
 from headwater.errors import UserError
 from headwater.hf import Layout, convert, revert, verify
-from headwater.hf.convert.refusals import layout_of
+from headwater.hf.convert.layouts import ROWS
+from headwater.hf.convert.refusals import REFUSED, layout_of
 from headwater.residuals import names
 
 
@@ -136,3 +141,25 @@ def test_models_that_share_a_config_do_not_share_a_conversion():
     assert second.config.model_type == "llama"
     assert not hasattr(second.config, "headwater")
     assert type(second.model.layers[0]).forward is not type(first.model.layers[0]).forward
+
+
+def test_the_page_has_the_tables_of_the_results():
+    """Else: python -m benchmarks.architectures, or with --tables alone."""
+    found = MARKS.search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found[0] == tables()
+
+
+def test_the_results_are_of_this_table():
+    """Every causal language model is exact or refused with a reason, and those that are exact are the table's."""
+    results = json.loads(RESULTS.read_text())
+    rows = results["types"]
+    if results["transformers"] != transformers.__version__:
+        pytest.skip(f"the results are of transformers {results['transformers']}")
+    assert set(rows) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    exact = {name for name, row in rows.items() if row["status"] == "exact"}
+    assert len(exact) >= 110
+    assert exact - set(TEXT_OF) == {name for _, names in ROWS for name in names.split()}
+    refused = {name: row["why"] for name, row in rows.items() if row["status"] == "refused"}
+    assert set(refused) == set(rows) - exact
+    assert set(refused) <= set(REFUSED)

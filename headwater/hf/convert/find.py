@@ -13,7 +13,7 @@ from headwater.residuals import entry, parse
 from .arguments import unknown
 from .layers import Site, part_of, sites_of
 from .layouts import LAYOUTS, PREFIX, Layout
-from .refusals import layout_of
+from .refusals import REFUSED, layout_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
         if "_conversion" in module.__dict__:
             spec = module.__dict__["_conversion"].depth.residual.spec
             raise UserError(f"this model is already converted, to '{spec}'; headwater.revert it first")
+    if layout is None and head.config.model_type in REFUSED:
+        layout_of(head.config.model_type)  # whatever parts it has that would fit
     inside = [(name, module) for name, module in head.named_modules() if isinstance(module, PreTrainedModel)]
     for name, body in inside:
         model_type = body.config.model_type.removeprefix(PREFIX)
