@@ -33,7 +33,8 @@ function drawMap(where, model, paint) {
 }
 function labelMap(svg, model, { X, Y, left, size, count }) {
   const every = (needed) => [1, 2, 4, 8, 16, 32, 64].find((stride) => stride * size >= needed) || 128, down = every(13), across = every(16);
-  const letter = (kind, x, y) => size >= 9 && svg.append(make("text", { class: `kindmark ${kindOf(kind)[2]}`, x, y, "text-anchor": "middle" }, kindOf(kind)[0]));
+  const letter = (kind, x, y) => svg.append(size >= 12 ? make("text", { class: `kindmark ${kindOf(kind)[2]}`, x, y, "text-anchor": "middle" }, kindOf(kind)[0])
+    : make("rect", { class: `kindmark ${kindOf(kind)[2]}`, x: x - 0.36 * size, y: y - 4 - 0.36 * size, width: 0.72 * size, height: 0.72 * size }));  // no room for a letter
   model.kinds.forEach((kind, i) => {
     letter(kind, left - 10, Y(i) + size / 2 + 4);
     letter(kind, X(i + 1.5), Y(count) + 13);

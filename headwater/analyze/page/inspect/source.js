@@ -19,6 +19,8 @@ function drawSources(where, model) {
   const title = make("p", { class: "title" }, ...(models.length > 1 ? [swatch(model)] : []), make("strong", {}, readName(model, read)));
   where.replaceChildren(title, make("div", { class: "tall", tabindex: 0, role: "region", "aria-label": `Sources of ${readName(model, read)}` }, table));
   sortable(table);
+  const row = table.querySelector(".chosen");
+  if (row) showInside(where.lastChild, row);
 }
 
 function odds(top) {

@@ -53,7 +53,7 @@ function markToken() {
   }
 }
 function showInside(box, node) {  // scrolls the box and never the page
-  const top = node.offsetTop - box.offsetTop, bottom = top + node.offsetHeight;
+  const top = node.getBoundingClientRect().top - box.getBoundingClientRect().top + box.scrollTop, bottom = top + node.offsetHeight;
   if (top < box.scrollTop) box.scrollTop = top - 6;
   else if (bottom > box.scrollTop + box.clientHeight) box.scrollTop = bottom - box.clientHeight + 6;
 }
