@@ -148,7 +148,7 @@ def tiny_model(model_type: str, seed: int = 0, **overrides):
 def sample() -> list[str]:
     """One causal language model of every layout in the table; benchmarks/architectures.py tries them all."""
     known = [(layout, name) for layout, names in ROWS for name in names.split() if name in CONFIG_MAPPING_NAMES]
-    found = {layout: name for layout, name in reversed(known)}
+    found = dict(reversed(known))
     return list(reversed(found.values()))
 
 
