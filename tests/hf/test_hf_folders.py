@@ -60,6 +60,8 @@ HOME = dict(os.environ)
 
 def test_saving_into_a_converted_folder_leaves_the_plain_one_alone(plain, tmp_path):
     out, back = tmp_path / "out", tmp_path / "back"
+    load(plain).save_pretrained(tmp_path / "one")
+    plain = tmp_path / "one"  # a single file, of the name that saving writes to
     before = load(plain)(tokens()).logits
     folders.convert_folder(plain, out)
     model = load(out)

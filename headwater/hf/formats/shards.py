@@ -1,7 +1,7 @@
 """Checkpoint folders without loading them: files of weights are linked, what a conversion adds is one small file more.
 
-Links have names of their own (`plain-...`): `save_pretrained` into the folder later writes `model-...` files, and would
-write through a link of that name into the folder it came from.
+Links have names of their own (`plain-...`), so that nothing which saves into the folder later names a file that the
+plain folder shares; a test holds that it stays as it was.
 """
 
 import json
