@@ -1,8 +1,10 @@
 """Converted models of every dtype, saved here and loaded in a new process: whose caches are empty, as a user's are."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -96,7 +98,8 @@ def loaded(tmp_path_factory):
     expected = {case: saved(case, root) for case in CASES}
     save_file({"tokens": tokens()}, root / "tokens.safetensors")
     (root / "cases.json").write_text(json.dumps({case.folder: case.asked for case in CASES}))
-    subprocess.run([sys.executable, "-c", LOAD], cwd=root, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # where `benchmarks` is
+    subprocess.run([sys.executable, "-c", LOAD], cwd=root, env=environment, check=True)
     return root, expected, json.loads((root / "found.json").read_text())
 
 

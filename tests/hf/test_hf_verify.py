@@ -91,8 +91,9 @@ def test_the_limit_is_a_millionth_of_a_nat():
 def test_the_command_takes_as_many_tokens_and_the_seed_that_it_is_given(monkeypatch, capsys):
     given = []
     monkeypatch.setattr(folder, "verify_folders", lambda *words: given.append(words) or SimpleNamespace(equal=True))
-    assert main(["verify", "one", "two", "--tokens", "9", "--seed", "4"]) == 0
-    assert given == [(Path("one"), Path("two"), 9, 4)]
+    words = ["--tokens", "9", "--seed", "4", "--dtype", "bfloat16", "--device", "cpu"]
+    assert main(["verify", "one", "two", *words]) == 0
+    assert given == [(Path("one"), Path("two"), 9, 4, "bfloat16", "cpu")]
 
 
 def drop(model, argument):

@@ -1,10 +1,6 @@
 """Continuing prompts: with a cache of fixed size or without, in portions, alone or in a batch: the same tokens."""
 
-import gc
-import itertools
-
 import pytest
-import torch
 from tinykimi import KIMI
 from tinymodels import VOCAB, model_of
 
@@ -57,19 +53,21 @@ def test_each_row_stops_by_itself():
     assert len(steps) == 5
 
 
-def test_memory_of_a_step_does_not_grow_with_the_tokens():
-    """What is kept after a step is as large after five tokens as after many: the cache has its size at once."""
-    model = model_of("attnres-block:block=2", context=200, layers=1)
-    steps = stream(model, [[1, 2, 3], [4]], 190, Sampling(temperature=0.0))
-    sizes = []
-    for number in itertools.count(1):
-        if next(steps, None) is None:
-            break
-        if number in (5, 180):
-            gc.collect()
-            tensors = (found for found in gc.get_objects() if type(found) is torch.Tensor)
-            sizes.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
-    assert sizes[1] <= sizes[0] + 4096
+@pytest.mark.parametrize("kind", ["attnres-block", "short windows", "kimi"])
+@pytest.mark.parametrize("prompts", [[[1, 2, 3], [4]], [[1, 2], [3, 4]]], ids=["uneven", "even"])
+def test_the_cache_has_its_size_at_once(kind, prompts, monkeypatch):
+    """What is kept of keys, values and latents is where it was, and as large as it was, after any number of tokens."""
+    spec, settings = MODELS[kind]
+    model, made = model_of(spec, scatter=True, context=40, **settings), []
+    real = model.fixed_cache
+    monkeypatch.setattr(model, "fixed_cache", lambda *words: made.append(real(*words)) or made[0])
+    places = []
+    for _ in stream(model, prompts, 30, Sampling(temperature=0.0)):
+        kept = (getattr(entry, name, None) for entry in made[0] for name in ("keys", "values", "latent"))
+        places.append([(t.data_ptr(), t.untyped_storage().nbytes()) for t in kept if t is not None])
+    assert len(places) == 30
+    assert places[0]
+    assert all(place == places[0] for place in places)
 
 
 @pytest.mark.parametrize(
