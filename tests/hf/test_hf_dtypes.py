@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinyhf import sample, stir, tiny_model, tokens
-from transformers import AutoModelForCausalLM
 
 from headwater.hf import convert
 from headwater.hf.convert.install import conversion_of
@@ -75,15 +74,17 @@ def saved(case: Case, root) -> tuple[torch.Tensor, list[int], list[str]]:
     The plain one is loaded as a user has it: `model.bfloat16()` would also round the frequencies of rotary embeddings.
     """
     base = root / "plain" / f"{case.model_type}-{case.stored}"
+    plain = tiny_model(case.model_type)
     if not base.exists():
-        tiny_model(case.model_type).to(getattr(torch, case.stored)).save_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, case.stored))
+        plain.to(getattr(torch, case.stored)).save_pretrained(base)
+    load = type(plain).from_pretrained  # not Auto's: other tests import fla, whose models take names of transformers'
+    model = load(base, dtype=getattr(torch, case.stored))
     convert(model, case.residual)
     stir(model, 0.1)
     model.save_pretrained(root / case.folder)
     if case.asked is not None:
         added = conversion_of(model)[0].depth.residual.state_dict()
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, case.asked))
+        model = load(base, dtype=getattr(torch, case.asked))
         convert(model, case.residual)
         conversion_of(model)[0].depth.residual.load_state_dict(added)
     conversion = conversion_of(model)[0]
