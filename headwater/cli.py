@@ -15,9 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import tyro
+from typing import Any
 
 from headwater import __version__
 from headwater.errors import Interrupted, UserError, nearest, user_values
@@ -32,7 +30,6 @@ from headwater.flags import (
     GenerateFlags,
     InspectFlags,
     PlanFlags,
-    PluginFlags,
     ReportFlags,
     ResidualsFlags,
     RevertFlags,
@@ -41,13 +38,15 @@ from headwater.flags import (
     TrainFlags,
     VerifyFlags,
     Where,
+    base_config,
+    flag_of,
+    parse,
+    peek,
+    sized,
 )
-from headwater.models.config import SIZES
 from headwater.models.sampling import check_counts
-from headwater.train.config import Config, check, load_file, with_before
+from headwater.train.config import Config, check
 from headwater.train.files import read_json, refuse_others, write_json
-
-T = TypeVar("T")
 
 
 def train(argv: list[str]) -> None:
@@ -148,6 +147,7 @@ def generate(argv: list[str]) -> None:
     for prompt, text in zip(prompts, texts):
         say("" if flags.stream else text if len(texts) == 1 else f"[{prompt}] {text[len(prompt) :]}")
     seconds = time.perf_counter() - began
+    count = min(count, flags.max_new_tokens)  # what is left at the end is a step without a token where there are none
     counted = f"{count} tokens" if len(texts) == 1 else f"{count} tokens of each of {len(texts)} texts"
     print(f"{counted} in {seconds:.1f} s: {count * len(texts) / seconds:.0f} tokens/s", file=sys.stderr)
 
@@ -409,51 +409,6 @@ SYSTEM_ERRORS = {
     errno.EISDIR: "A folder stands where a file is needed: choose another path with {flag}",
     errno.ENOENT: "It was there a moment ago, or the path is wrong: run the command again",
 }
-
-
-def flag_of(words: Sequence[str], path: str | None) -> str:
-    """The flag that led to a path: the one whose value is the path or a folder above it; --out has a default."""
-    flags = [word.split("=", 1) if "=" in word else [word, after] for word, after in zip(words, [*words[1:], ""])]
-    above = [Path(path or ".").absolute(), *Path(path or ".").absolute().parents]
-    found = (flag for flag, value in flags if flag.startswith("--") and value and Path(value).absolute() in above)
-    return next(found, "--out")
-
-
-def peek(argv: list[str], default: Where) -> Where:
-    """The flags that decide which defaults the other flags override."""
-    return tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0]
-
-
-def base_config(where: Where, saved: Path) -> Config:
-    """Defaults, or what the folder to resume began with; then the configuration file."""
-    base = load_file(saved, with_before(Config())) if where.resume and saved.exists() else Config()
-    return load_file(where.config, base) if where.config else base
-
-
-def sized(settings: Config, base: Config, argv: list[str]) -> Config:
-    """A --size given as a flag overrides the shape that a configuration file spells out; other flags override it."""
-    if not any(word.split("=")[0] == "--size" for word in argv):
-        return settings
-    model = settings.model
-    shape: dict[str, Any] = {
-        key: None for key in SIZES.get(model.size, ()) if getattr(model, key) == getattr(base.model, key)
-    }
-    return replace(settings, model=replace(model, **shape))
-
-
-def parse(
-    flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None, name: str | None = None
-) -> T:
-    """`name`: of the command, where it cannot be the function's."""
-    settings = {"prog": f"headwater {name or command.__name__}", "description": command.__doc__, "args": argv}
-    extra = {} if default is None else {"default": default}
-    shape = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)  # comments are for readers of the code
-    found: T = tyro.cli(flags, config=shape, **settings, **extra)  # type: ignore[call-overload]
-    if isinstance(found, PluginFlags) and found.plugin:
-        from headwater.residuals import import_plugins
-
-        import_plugins(found.plugin)
-    return found
 
 
 def needs(module: str, extra: str) -> None:

@@ -1,17 +1,21 @@
-"""The flags of every command: dataclasses that tyro turns into a command line. No torch here, so that help is quick."""
+"""The flags of every command: dataclasses that tyro turns into a command line, and how they are read and combined with
+files. No torch here, so that help is quick."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from headwater.models.config import SIZES
 from headwater.models.sampling import Sampling
-from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings
+from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file, with_before
 
+T = TypeVar("T")
 Settings = Annotated[Config, tyro.conf.arg(name="")]
 
 # Deep and narrow, so that how depth is connected matters: 24 sublayers of 64 channels. Sized for two CPU cores.
@@ -230,3 +234,48 @@ class DemoFlags:
 @dataclass(frozen=True, kw_only=True)
 class DoctorFlags:
     """None: it looks, and tells."""
+
+
+def flag_of(words: Sequence[str], path: str | None) -> str:
+    """The flag that led to a path: the one whose value is the path or a folder above it; --out has a default."""
+    flags = [word.split("=", 1) if "=" in word else [word, after] for word, after in zip(words, [*words[1:], ""])]
+    above = [Path(path or ".").absolute(), *Path(path or ".").absolute().parents]
+    found = (flag for flag, value in flags if flag.startswith("--") and value and Path(value).absolute() in above)
+    return next(found, "--out")
+
+
+def peek(argv: list[str], default: Where) -> Where:
+    """The flags that decide which defaults the other flags override."""
+    return tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0]
+
+
+def base_config(where: Where, saved: Path) -> Config:
+    """Defaults, or what the folder to resume began with; then the configuration file."""
+    base = load_file(saved, with_before(Config())) if where.resume and saved.exists() else Config()
+    return load_file(where.config, base) if where.config else base
+
+
+def sized(settings: Config, base: Config, argv: list[str]) -> Config:
+    """A --size given as a flag overrides the shape that a configuration file spells out; other flags override it."""
+    if not any(word.split("=")[0] == "--size" for word in argv):
+        return settings
+    model = settings.model
+    shape: dict[str, Any] = {
+        key: None for key in SIZES.get(model.size, ()) if getattr(model, key) == getattr(base.model, key)
+    }
+    return replace(settings, model=replace(model, **shape))
+
+
+def parse(
+    flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None, name: str | None = None
+) -> T:
+    """`name`: of the command, where it cannot be the function's."""
+    settings = {"prog": f"headwater {name or command.__name__}", "description": command.__doc__, "args": argv}
+    extra = {} if default is None else {"default": default}
+    shape = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)  # comments are for readers of the code
+    found: T = tyro.cli(flags, config=shape, **settings, **extra)  # type: ignore[call-overload]
+    if isinstance(found, PluginFlags) and found.plugin:
+        from headwater.residuals import import_plugins
+
+        import_plugins(found.plugin)
+    return found

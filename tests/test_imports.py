@@ -24,7 +24,12 @@ ARROWS = {
     "train": {*BELOW_ALL, "ops", "residuals", "models"},
     "hf": {*BELOW_ALL, "ops", "residuals"},
     "analyze": {*BELOW_ALL, "ops", "residuals", "models"},
-    "flags": {*BELOW_ALL, "models", "train"},  # the command line's; cli.py and __init__.py may import anything
+    "flags": {
+        *BELOW_ALL,
+        "residuals",
+        "models",
+        "train",
+    },  # the command line's; cli.py and __init__.py may import anything
     "__main__": {"cli"},
     "doctor": {"ops"},
 }

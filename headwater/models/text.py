@@ -28,11 +28,10 @@ class Piece:
 
     def __init__(self, tokenizer: Words, stops: Sequence[str]) -> None:
         self.tokenizer, self.stops = tokenizer, [word for word in stops if word]
-        self.text, self.shown, self.done, self.tokens = "", 0, False, 0
+        self.text, self.shown, self.done = "", 0, False
 
     def add(self, ids: Sequence[int]) -> bool:
         """After all new tokens so far; True if the text has ended."""
-        self.tokens = len(ids)
         kept = ids[:-1] if ids[-1] == self.tokenizer.end_of_text else ids
         self.text = self.tokenizer.decode(kept)
         found = [place for word in self.stops if (place := self.text.find(word)) >= 0]
