@@ -1,5 +1,8 @@
 """Attention Residuals on one GPU: `python -m benchmarks.attnres [read] [stack] [full] [decoder] [--out FILE]`.
 
+Two parts more are run when asked for: `untuned`, a stack of a shape that nothing was tuned for, and `host`, one so
+small that all the time is the host's.
+
 The correctness gate runs first; if it fails, nothing else runs. Every arm is a process of its own with a time limit
 and takes turns with the compiled plain residual. "Extra" is the time over it, in passes over one (tokens x D) tensor
 per sublayer. With --warm, untimed processes side by side first fill the caches of compiled code, so that a peer's
@@ -25,13 +28,20 @@ from .decoder import decoder
 from .measure import captured, cold_start, copy_bandwidth, paired, peak_gib, provenance, times
 
 STACK = {"tokens": 16384, "dim": 2048, "sublayers": 48, "spec": "attnres-block:block=6"}
-CASES = {"stack": STACK, "full": {**STACK, "spec": "attnres-full"}}
+CASES: dict[str, dict[str, Any]] = {
+    "stack": STACK,
+    "full": {**STACK, "spec": "attnres-full"},
+    "untuned": {"tokens": 16384, "dim": 1536, "sublayers": 36, "spec": "attnres-block:block=5"},
+    "host": {**STACK, "tokens": 256, "dim": 256},
+}
 OURS = ["headwater", "headwater-compiled"]
 PEERS = ["fla-0", "fla-1", "fla-gluon", "liger", "fast-attnres", "flash-attn-res", "pytorch-compiled"]
 ARMS = {
     "read": ["headwater", *PEERS],
     "stack": ["plain-compiled", *OURS, *PEERS],
     "full": ["plain-compiled", "headwater", "fla-0", "fla-1"],
+    "untuned": ["headwater", "fla-0"],
+    "host": ["plain", "headwater"],
 }
 READS = [(9, 8192, 7168), (5, 1024, 7168), (9, 16384, 2048), (9, 64, 7168)]
 
@@ -174,7 +184,7 @@ def main() -> None:
         print(json.dumps(one(part, name, case, warm=warm)))
         return
     if unknown := set(options.parts) - {"gate", "read", "decoder", *CASES}:
-        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}: gate, read, stack, full, decoder")
+        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}: gate, read, decoder, {', '.join(CASES)}")
     run(options)
 
 
@@ -205,7 +215,7 @@ def run(options: argparse.Namespace) -> None:
     for part in options.parts:
         case = CASES.get(part, {})
         if case:
-            case = case | {"pass_ms": STACK["tokens"] * STACK["dim"] * 2 / result["copy_tb_s"] / 1e9}
+            case = case | {"pass_ms": case["tokens"] * case["dim"] * 2 / result["copy_tb_s"] / 1e9}
         rows: list[Any] = []
         for name in options.widths.split(",") if part == "decoder" else arms.get(part, []):
             rows.append({"arm": name} | result_of(start(part, name, case), options.limit))

@@ -238,6 +238,23 @@ def test_a_cache_is_hashed_when_it_is_new_here_and_not_again(tmp_path, monkeypat
     assert sorted(path.name for path in looked_at) == ["tokenizer.json", "train-00000.bin", "validation-00000.bin"]
 
 
+def test_tokens_from_another_machine_are_a_source(tmp_path):
+    made = prepare(settings(tmp_path, corpus(tmp_path)))
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(made.folder, moved)
+    shutil.rmtree(tmp_path / "corpus")
+    found = prepare(DataSettings(source=(str(moved),)))
+    assert found.folder == moved
+    assert found.identity == made.identity
+    windows = found.windows("train", 16).take(np.arange(2))
+    assert (windows == made.windows("train", 16).take(np.arange(2))).all()
+    with pytest.raises(UserError, match="must be the only source"):
+        prepare(DataSettings(source=(str(moved), "stdlib")))
+    (moved / "train-00000.bin").write_bytes(b"other")
+    with pytest.raises(UserError, match=r"damaged \(train-00000.bin is not what was written"):
+        prepare(DataSettings(source=(str(moved),)))
+
+
 def test_an_edit_that_keeps_size_and_time_is_noticed(tmp_path):
     folder = corpus(tmp_path)
     first = prepare(settings(tmp_path, folder))

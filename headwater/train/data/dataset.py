@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import islice
@@ -43,7 +44,10 @@ def prepare(settings: DataSettings) -> Dataset:
     """The corpus as tokens: from the cache when the same files were tokenised before, else built now.
 
     What the cache holds is checked against its hashes when it is opened first, and again when a file has changed since.
+    A source that is itself a folder of such tokens, brought from another machine, is opened as it is.
     """
+    if any((Path(source).expanduser() / MANIFEST).is_file() for source in settings.source):
+        return _tokens_of(settings)
     files = find_files(settings.source, settings.text_field)
     folder = cache_folder(settings) / _cache_key(settings, files)
     if not _is_known(folder):
@@ -53,6 +57,19 @@ def prepare(settings: DataSettings) -> Dataset:
                     _repair(settings, files, folder)
         except OSError as error:
             _bear_read_only(folder, error)
+    return Dataset(folder)
+
+
+def _tokens_of(settings: DataSettings) -> Dataset:
+    """Tokens that were made before; what made them is in their manifest, and the other settings have no say."""
+    if len(settings.source) > 1:
+        raise UserError(f"a folder of tokens must be the only source, got {', '.join(settings.source)}")
+    folder = Path(settings.source[0]).expanduser()
+    if not _is_known(folder):
+        if problem := damage(folder):
+            raise UserError(f"the tokens in {folder} are damaged ({problem}): bring them again")
+        with suppress(OSError):  # a folder that may only be read is checked each time
+            write_json(folder / CHECKED, _stats(folder))
     return Dataset(folder)
 
 
