@@ -18,6 +18,10 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "medium": {"dim": 768, "layers": 24, "heads": 12, "kv_heads": 4, "mlp_dim": 2048, "context": 2048},
     "large": {"dim": 1536, "layers": 28, "heads": 12, "kv_heads": 4, "mlp_dim": 4096, "context": 4096},
     "xl": {"dim": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 5632, "context": 4096},
+    "ladder-2m": {"dim": 128, "layers": 12, "heads": 2, "kv_heads": 2, "mlp_dim": 352, "context": 1024},
+    "ladder-7m": {"dim": 192, "layers": 16, "heads": 3, "kv_heads": 3, "mlp_dim": 512, "context": 1024},
+    "ladder-16m": {"dim": 256, "layers": 20, "heads": 4, "kv_heads": 4, "mlp_dim": 704, "context": 1024},
+    "ladder-43m": {"dim": 384, "layers": 24, "heads": 6, "kv_heads": 6, "mlp_dim": 1024, "context": 1024},
     "kimi-linear-nano": {
         **KIMI, "dim": 64, "layers": 4, "heads": 2, "kv_heads": 2, "mlp_dim": 192, "context": 64,
         "kda_head_dim": 16, "router_rate": 0.01,
