@@ -130,7 +130,8 @@ def test_named_sizes_stay_the_size_that_they_are():
     expected = {
         "nano": (0.185, 128), "tiny": (1.477, 256), "deep": (1.035, 128), "small": (35.402, 1024),
         "medium": (151.033, 2048), "large": (704.731, 4096), "xl": (1132.562, 4096),
-        "ladder-2m": (2.412, 1024), "ladder-7m": (7.084, 1024), "ladder-16m": (16.067, 1024), "ladder-43m": (42.486, 1024),
+        "ladder-2m": (2.412, 1024), "ladder-7m": (7.084, 1024), "ladder-16m": (16.067, 1024),
+        "ladder-43m": (42.486, 1024),
     }  # fmt: skip
 
     def millions(size):
