@@ -151,3 +151,69 @@ def test_compiles_to_one_graph(residual):
     assert torch.cosine_similarity(ours, eager, dim=0) > 0.9999
     torch.testing.assert_close(ours.norm(), eager.norm(), rtol=1e-3, atol=0.0)
     torch._dynamo.reset()
+
+
+BILLION = {  # the shape of Llama 3.2 1B
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "tie_word_embeddings": True,
+}
+
+
+def billion(dtype):
+    """Made on the GPU: drawn on the host it would take longer than the rest of the test."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**BILLION, pad_token_id=0), dtype=torch.bfloat16)
+    for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def gradients_by_name(model, batch):
+    """In fp32; the model keeps none."""
+    model(batch, labels=batch).loss.backward()
+    found = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def worst(ours, truth):
+    """How far from the truth is the tensor that is farthest, relative to its norm."""
+    return max(float((ours[name] - expected).norm() / expected.norm()) for name, expected in truth.items())
+
+
+def test_a_model_of_a_billion_parameters_in_bf16():
+    """Forward and cached decoding, every gradient, and generation, each against the plain model in fp32: the converted
+    model in bf16 is at most twice as far from it as the plain one in bf16."""
+    truth, plain, model = billion(torch.float32), billion(torch.bfloat16), billion(torch.bfloat16)
+    assert sum(parameter.numel() for parameter in plain.parameters()) > 1e9
+    report = convert(model, "attnres-block:block=8")
+    assert report.equal_at_start
+    batch = torch.randint(3, BILLION["vocab_size"], (2, 128), generator=torch.Generator().manual_seed(1)).cuda()
+
+    launches.clear()
+    result = verify(model, plain, batch)
+    assert result.equal, str(result)
+    assert result.decoding, "no token was decoded from a cache"
+    ran("score", "mix")
+
+    expected, theirs, ours = (gradients_by_name(each, batch) for each in (truth, plain, model))
+    ran("score_backward", "mix_backward")
+    assert worst(ours, expected) <= 2 * worst(theirs, expected)
+    queries = [gradient for name, gradient in ours.items() if name.endswith(".query")]
+    assert len(queries) == 2 * BILLION["num_hidden_layers"]  # every read but the first, which has one source
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in queries)
+
+    prompt = 16
+    made = model.generate(batch[:, :prompt], do_sample=False, max_new_tokens=32, min_new_tokens=32)
+    assert made.shape == (2, prompt + 32)
+    with torch.no_grad():
+        logits, half = (each(made).logits.float()[:, prompt - 1 : -1] for each in (truth, plain))
+    chosen = logits.gather(-1, made[:, prompt:, None]).squeeze(-1)
+    # An argmax of logits that are e off loses at most 2 e; and e may be twice the plain model's.
+    assert float((logits.amax(-1) - chosen).max()) <= 2 * 2 * float((half - logits).abs().max())
