@@ -34,6 +34,10 @@ class KVCache:
             return None
         return continuation_mask(count, len(self), self.keys.device)
 
+    def attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Attention of one new token, (B, H, 1, d), where a cache can do that by itself."""
+        return None
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values, and for the next tokens what they can see of them."""
         if self.keys is not None and self.values is not None:
@@ -106,13 +110,8 @@ class Attention(nn.Module):
             first_share, own_share = self.value_mix.to(v.dtype)
             v = first_share * first_values + own_share * v
         q, k = rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary)
-        new_values = v
-        causal, mask = cache is None or not len(cache), None
-        if cache is not None:
-            mask = cache.mask(q.shape[-2])
-            k, v = cache.append(k, v)
-        y = self._attend(q, k, v, mask, causal)
-        return self.output(y.transpose(1, 2).flatten(2)), new_values
+        y = self._attend_cached(q, k, v, cache)
+        return self.output(y.transpose(1, 2).flatten(2)), v
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the output's."""
@@ -124,6 +123,15 @@ class Attention(nn.Module):
             return self.query(x[0]), self.key(x[1]), self.value(x[2])
         q, k, v = project_together(x, self.query, self.key, self.value)
         return q, k, v
+
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+        """(B, H, T, d): of the tokens given, over themselves and those that the cache has seen."""
+        if cache is None:
+            return self._attend(q, k, v, None, causal=True)
+        if (y := cache.attend_one(q, k, v)) is not None:
+            return y
+        causal, mask = not len(cache), cache.mask(q.shape[-2])
+        return self._attend(q, *cache.append(k, v), mask, causal)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         if self.window is not None and mask is None:

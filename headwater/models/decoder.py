@@ -36,6 +36,14 @@ class Cache(list[Entry]):
     rows: Rows | None = None
     """Of a cache of fixed size: where each row is."""
 
+    def keep_past(self, past: State) -> None:
+        """In a cache of fixed size, what it has stays where it is."""
+        if self.rows is None:
+            self.past = past
+        else:
+            for kept, new in zip(self.past, past, strict=True):
+                kept.copy_(new)
+
 
 def run_sublayer(
     residual: Residual,
@@ -198,9 +206,10 @@ class Decoder(nn.Module):
 
     def _end(self, state: State, cache: Cache | None = None) -> Tensor:
         state, _ = self._split(len(self.sublayers), state)
+        x = self.residual.end(state, norm=self.norm)
         if cache is not None:
-            cache.past = self.residual.past(state)
-        return self.residual.end(state, norm=self.norm)
+            cache.keep_past(self.residual.past(state))  # which the state may still hold
+        return x
 
     def settle(self, state: State, i: int) -> State:
         """The state before sublayer i in its shortest form: what a pipeline stage sends on."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .decoder import Cache, Decoder
 from .sampling import Sampling, check_counts
+from .step import DeviceSteps
 
 Prompts = Tensor | Sequence[Sequence[int]]
 P = TypeVar("P", Tensor, list[list[int]])
@@ -31,6 +32,7 @@ def generate(
     prefill_chunk: int | None = None,
     stop: int | None = None,
     ended: Callable[[int, list[int]], bool] | None = None,
+    graph: bool = True,
 ) -> P:
     """Continue prompts.
 
@@ -44,6 +46,8 @@ def generate(
         prefill_chunk: read prompts in portions of so many tokens: less memory at once, the same tokens.
         stop: a token that ends a row.
         ended: called with a row and its new tokens after each; True ends the row, for stop words and the like.
+        graph: on a GPU, record a step as a CUDA graph and replay it. Greedy tokens are then chosen on the GPU, which is
+            a few steps ahead of what the host knows; others are drawn on the host, from the same numbers anywhere.
 
     Returns prompt and continuation: (B, T + new) for a tensor, where rows that have ended repeat their last token; a
         list of lists for lists, each as long as it became.
@@ -55,6 +59,7 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     ways = {"seed": seed, "use_cache": use_cache, "prefill_chunk": prefill_chunk, "stop": stop, "ended": ended}
+    ways["graph"] = graph
     rows = [list(row) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
     for new in stream(model, tokens, max_new_tokens, sampling, **ways):  # type: ignore[arg-type]
         for row, token in zip(rows, new):
@@ -77,6 +82,7 @@ def stream(
     prefill_chunk: int | None = None,
     stop: int | None = None,
     ended: Callable[[int, list[int]], bool] | None = None,
+    graph: bool = True,
 ) -> Iterator[list[int | None]]:
     """The tokens of `generate` as they are drawn; arguments as there.
 
@@ -87,15 +93,21 @@ def stream(
     draws = [torch.Generator().manual_seed(seed + r) for r in range(len(rows))]
     drawn: list[list[int]] = [[] for _ in rows]
     live, training = [True] * len(rows), model.training
-    reader = (_Cached if use_cache else _Anew)(model, rows, max_new_tokens, prefill_chunk)
-    model.eval()
-    try:
+    on_device = use_cache and graph and model.embedding.weight.is_cuda
+    reader = (_OnDevice if on_device else _Cached if use_cache else _Anew)(model, rows, max_new_tokens, prefill_chunk)
+
+    def drawn_here() -> Iterator[list[int]]:
         for _ in range(max_new_tokens):
             logits = reader.next_logits(drawn).float()
-            new = [
+            yield [
                 draw(row[None], sampling, [*prompt, *mine], generator) if alive else (mine[-1] if mine else 0)
                 for row, prompt, mine, generator, alive in zip(logits, rows, drawn, draws, live)
             ]
+
+    model.eval()
+    try:
+        greedy = isinstance(reader, _OnDevice) and sampling.temperature == 0 and sampling.repetition_penalty == 1
+        for new in cast(_OnDevice, reader).greedy(max_new_tokens) if greedy else drawn_here():
             yield [token if alive else None for token, alive in zip(new, live)]
             for r, token in enumerate(new):
                 drawn[r].append(token)
@@ -147,6 +159,26 @@ class _Cached(_Anew):
         order = [by_length.index(r) for r in range(len(self.rows))]
         self.cache = self.model.fixed_cache(caches, order, self.room)
         return torch.cat(logits)[torch.tensor(order, device=self.device)]
+
+
+class _OnDevice(_Cached):
+    """The same with steps that a GPU replays."""
+
+    steps: DeviceSteps
+
+    def next_logits(self, drawn: list[list[int]]) -> Tensor:
+        if self.cache is None:
+            logits = self._prefill()
+            assert self.cache is not None
+            self.steps = DeviceSteps(self.model, self.cache)
+            return logits
+        self.steps.tokens.copy_(torch.tensor([mine[-1] for mine in drawn]))
+        return self.steps.run()
+
+    def greedy(self, count: int) -> Iterator[list[int]]:
+        """The likeliest token of every row, `count` times."""
+        first = self.next_logits([]).argmax(-1)
+        yield from self.steps.greedy(first, count)
 
 
 def draw(logits: Tensor, sampling: Sampling, before: Sequence[int], generator: torch.Generator) -> int:

@@ -34,6 +34,13 @@ class KDAState:
     def __len__(self) -> int:
         return self.seen
 
+    def keep_state(self, state: Tensor, count: int) -> None:
+        """After `count` more tokens."""
+        self.state, self.seen = state, self.seen + count
+
+    def keep_tail(self, tail: Tensor) -> None:
+        self.tail = tail.clone()  # a view would keep all tokens
+
 
 class ShortConv(nn.Conv1d):
     """A causal convolution over the last `kernel` tokens, each channel by itself."""
@@ -99,7 +106,7 @@ class KDA(nn.Module):
         beta = torch.sigmoid(self.beta(x).to(g.dtype))  # (B, T, H)
         o, state = kda(q, k, v, g, beta, None if cache is None else cache.state)
         if cache is not None:
-            cache.state, cache.seen = state, cache.seen + x.shape[1]
+            cache.keep_state(state, x.shape[1])
         o = self.norm(o) * torch.sigmoid(self.gate_up(gate).unflatten(-1, (self.heads, self.head_dim)))
         return self.output(o.flatten(2))
 
@@ -111,7 +118,7 @@ class KDA(nn.Module):
         tail = x.new_zeros(len(x), behind, x.shape[-1]) if cache is None or cache.tail is None else cache.tail
         x = torch.cat((tail.to(x.dtype), x), 1)
         if cache is not None:
-            cache.tail = x[:, x.shape[1] - behind :].clone()  # a view would keep all tokens
+            cache.keep_tail(x[:, x.shape[1] - behind :])
         with full_precision(x):
             x = F.silu(F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight)).transpose(1, 2))
         q, k, v = (part.unflatten(-1, (self.heads, self.head_dim)) for part in x.chunk(3, -1))

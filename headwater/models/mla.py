@@ -40,6 +40,10 @@ class LatentCache:
             return None
         return continuation_mask(count, len(self), self.latent.device)
 
+    def attend_one(self, q: Tensor, latent: Tensor, values: int, scale: float) -> Tensor | None:
+        """Attention of one new token with absorbed queries (B, H, 1, latent + shared), where a cache can do that."""
+        return None
+
     def append(self, latent: Tensor) -> Tensor:
         self.latent = latent if self.latent is None else torch.cat((self.latent, latent), 1)
         return self.latent
@@ -70,12 +74,16 @@ class MLA(nn.Module):
         q = q.unflatten(-1, (self.heads, self.head_dim + self.shared_dim)).transpose(1, 2)  # (B, H, T, d)
         latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
         latent = torch.cat((self.norm(latent), shared), -1)  # (B, T, latent + shared)
-        causal, mask = cache is None or not len(cache), None
-        if cache is not None:
-            mask = cache.mask(x.shape[1])
-            latent = cache.append(latent)
-        attend = self._expanded if causal or x.shape[1] > ABSORBED else self._absorbed
-        return self.output(attend(q, latent, mask, causal).transpose(1, 2).flatten(2))
+        return self.output(self._attend(q, latent, cache).transpose(1, 2).flatten(2))
+
+    def _attend(self, q: Tensor, latent: Tensor, cache: LatentCache | None) -> Tensor:
+        """(B, H, T, value_dim), of the tokens given, over themselves and those that the cache has seen."""
+        if cache is None or not len(cache):
+            return self._expanded(q, latent if cache is None else cache.append(latent), None, causal=True)
+        if q.shape[-2] > ABSORBED:
+            mask = cache.mask(q.shape[-2])
+            return self._expanded(q, cache.append(latent), mask, causal=False)
+        return self._absorbed(q, latent, cache)
 
     def _expanded(self, q: Tensor, latent: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Keys and values of every head, then attention: (B, H, T, value_dim)."""
@@ -85,18 +93,20 @@ class MLA(nn.Module):
         key = torch.cat((key, shared[:, None].expand(-1, self.heads, -1, -1)), -1)
         return F.scaled_dot_product_attention(q, key, value, attn_mask=mask, is_causal=causal)
 
-    def _absorbed(self, q: Tensor, latent: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _absorbed(self, q: Tensor, latent: Tensor, cache: LatentCache) -> Tensor:
         """The same, with the latents as the keys and values of one head that all queries share."""
         up = self.here(self.up.weight).to(q.dtype).unflatten(0, (self.heads, -1))  # (H, head + value, latent)
         to_key, to_value = up.split((self.head_dim, self.value_dim), 1)
         own, shared = q.split((self.head_dim, self.shared_dim), -1)
         q = torch.cat((torch.einsum("bhtd,hdl->bhtl", own, to_key), shared), -1)  # (B, H, T, latent + shared)
         scale = (self.head_dim + self.shared_dim) ** -0.5
-        keys, values = latent[:, None], latent[:, None, :, : self.latent_dim]
-        mixed = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
-        )  # (B, H, T, latent)
-        return torch.einsum("bhtl,hvl->bhtv", mixed, to_value)
+        mixed = cache.attend_one(q, latent, self.latent_dim, scale)
+        if mixed is None:
+            mask = cache.mask(q.shape[-2])
+            latent = cache.append(latent)
+            keys, values = latent[:, None], latent[:, None, :, : self.latent_dim]
+            mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        return torch.einsum("bhtl,hvl->bhtv", mixed, to_value)  # of (B, H, T, latent)
 
     def here(self, weight: Tensor) -> Tensor:
         """The part of a weight that this process has: all of it, unless ranks divide the heads."""

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwater.ops.decode import attend
+from headwater.ops.routing import use_triton
+
 from .attention import KVCache
 from .kda import KDAState
 from .mla import LatentCache
@@ -76,6 +79,15 @@ class FixedKV(KVCache):
     def mask(self, count: int) -> Tensor | None:
         return self.rows.mask(count, self.window)
 
+    def attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        assert self.keys is not None
+        assert self.values is not None
+        if q.shape[2] != 1 or not use_triton("auto", q, k, v, self.keys, self.values):
+            return None
+        lengths = self.rows.lengths
+        y = attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], self.keys, self.values, lengths, window=self.window)
+        return y.unflatten(1, (q.shape[1], 1, -1))
+
 
 class FixedLatents(LatentCache):
     """Latents and shared keys (B, room, latent + shared)."""
@@ -90,6 +102,28 @@ class FixedLatents(LatentCache):
 
     def mask(self, count: int) -> Tensor | None:
         return self.rows.mask(count, None)
+
+    def attend_one(self, q: Tensor, latent: Tensor, values: int, scale: float) -> Tensor | None:
+        assert self.latent is not None
+        if q.shape[2] != 1 or not use_triton("auto", q, latent, self.latent):
+            return None
+        keys = self.latent[:, :, None]  # (B, room, 1, latent + shared)
+        one, kept = latent[..., :values], keys[..., :values]
+        y = attend(q[:, :, 0], latent, one, keys, kept, self.rows.lengths, scale=scale)
+        return y.unflatten(1, (q.shape[1], 1, -1))
+
+
+class FixedState(KDAState):
+    """A state that stays where it is: what a CUDA graph has recorded finds it there."""
+
+    def keep_state(self, state: Tensor, count: int) -> None:
+        assert self.state is not None
+        self.state.copy_(state)
+        self.seen += count
+
+    def keep_tail(self, tail: Tensor) -> None:
+        assert self.tail is not None
+        self.tail.copy_(tail)
 
 
 def gather(
@@ -106,7 +140,7 @@ def gather(
         return [getattr(entry, name) for entry in entries]
 
     if isinstance(first, KDAState):
-        return KDAState(torch.cat(parts("state"))[order], torch.cat(parts("tail"))[order], seen=max(lengths))
+        return FixedState(torch.cat(parts("state"))[order], torch.cat(parts("tail"))[order], seen=max(lengths))
     if isinstance(first, LatentCache):
         return FixedLatents(rows, spread(parts("latent"), rows, order, lengths))
     if first.keys is None:

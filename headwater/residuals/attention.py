@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwater.ops import Backend, depth_attention, depth_logits, mix_sources
 from headwater.ops.depth.reference import stack_wide
-from headwater.ops.numerics import full_precision, rms_norm
+from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm
 from headwater.ops.routing import use_triton
 
 from .base import Layout, Next, Norm, Residual, State, apply_norm, hold, weights_held
@@ -202,18 +202,24 @@ class AttentionResidual(Residual):
         return use_triton(self.backend, x)
 
     def _folded(self, device: torch.device | None = None) -> Tensor:
-        """Query times key weight of the reads of two phases, fp32 (R, D); read 0 has one source and a row of zeros.
+        """`folded_queries` of the reads of two phases."""
+        assert self.two_phase is not None
+        return self.folded_queries(self.two_phase.first, self.two_phase.last, device)
+
+    def folded_queries(self, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
+        """Query times key weight of reads [start, stop), by default all with the final one, (R, D) on `device` in fp32
+        (of fp64, fp64); read 0 has one source and a row of zeros. For static queries and normed keys (`phased`).
 
         Where layers are spread over devices, so are their queries.
         """
-        assert self.two_phase is not None
-        first, last = max(1, self.two_phase.first), self.two_phase.last
-        reads = [self._parameters_of(i) for i in range(first, last)]
+        first, stop = max(1, start), self.sublayers + 1 if stop is None else stop
+        reads = [self._parameters_of(i) for i in range(first, stop)]
         if not reads:  # a pipeline stage of the first sublayer alone
             return torch.zeros(1, self.dim, device=device)
-        queries = torch.stack([cast(Tensor, read.query).to(device=device) for read in reads]).float()
-        keys = torch.stack([cast(Tensor, read.key_weight).to(device=device) for read in reads]).float()
-        return torch.nn.functional.pad(queries * keys, (0, 0, first - self.two_phase.first, 0))
+        queries = torch.stack([cast(Tensor, read.query).to(device=device) for read in reads])
+        keys = torch.stack([cast(Tensor, read.key_weight).to(device=device) for read in reads])
+        dtype = accumulation_dtype(queries.dtype)
+        return torch.nn.functional.pad(queries.to(dtype) * keys.to(dtype), (0, 0, first - start, 0))
 
     def flops_per_token(self) -> int:
         reads = sum(n for i in range(self.sublayers + 1) if (n := self.num_sources(i)) > 1)

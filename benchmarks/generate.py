@@ -1,0 +1,334 @@
+"""Continuing text on one GPU: a token by batch, depth and context; reading prompts; the first token of a new process.
+
+    python -m benchmarks.generate --out FILE                          # one H200, about 8 minutes
+    python -m benchmarks.generate --parts decode context --limit 60   # some of it, in at most a minute
+
+Arms take turns within a process, so that a drift of the machine meets all: decoders of size xl (1.26 billion
+parameters, bf16) with the plain residual, Block and Full Attention Residuals; `llama` is a transformers Llama of the
+same shape converted to Block, `transformers` the same as it is, both with a static cache as their `generate` compiles
+it. A step whose logits are not those of the decoder's own forward pass shows no time. Caches hold noise: their length
+is what counts. `--limit` is in seconds: what would begin after it is left out, and the file says so.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwater.models import Decoder, ModelConfig
+from headwater.models.decoder import Cache
+from headwater.models.fused import reason_against
+from headwater.models.step import DeviceSteps, GeneralStep
+
+from .measure import copy_bandwidth, provenance
+
+ARMS = {"plain": "standard", "block": "attnres-block", "full": "attnres-full"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "xl": {"dim": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 5632, "vocab_size": 32000},
+    "tiny": {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 48, "vocab_size": 64},
+}
+# batches, context of decoding, contexts, prompts, chunk of the longest, new tokens of Hugging Face's generate
+SIZES: dict[str, dict[str, Any]] = {
+    "xl": {
+        "batches": (1, 16, 64, 256), "context": 1024, "contexts": (1024, 8192, 32768, 131072),
+        "prompts": (2048, 8192, 32768, 131072), "chunk": 8192, "new": (16, 80),
+    },
+    "tiny": {
+        "batches": (1, 3), "context": 8, "contexts": (8, 16), "prompts": (8, 16), "chunk": 4, "new": (2, 4),
+    },
+}  # fmt: skip
+PARTS = ("decode", "context", "depth", "prefill", "memory", "cold", "hf")
+CALLS, ROUNDS, GATE = 32, 7, 0.03
+
+
+class Out(Exception):
+    """The time is over."""
+
+
+class Bench:
+    """What all parts share: the size, the device, the clock."""
+
+    def __init__(self, size: str, device: str, limit: float, rounds: int) -> None:
+        self.size, self.device, self.rounds, self.end = size, device, rounds, time.monotonic() + limit
+        self.sizes = SIZES[size]
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def check(self) -> None:
+        if time.monotonic() > self.end:
+            raise Out
+
+    def model(self, arm: str, context: int, **settings: Any) -> Decoder:
+        self.check()
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            config = ModelConfig(**{**SHAPES[self.size], "context": context, "residual": ARMS[arm], **settings})
+            model = Decoder(config)
+            for name, parameter in model.named_parameters():
+                if name.endswith("query"):  # queries at zero would make every read a mean
+                    torch.nn.init.normal_(parameter, std=0.02)
+        return model.to(self.dtype).eval()
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def clock(self, function: Callable[[], Any], calls: int = 1) -> float:
+        """Milliseconds of a call, of several in a row."""
+        self.wait()
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        self.wait()
+        return (time.perf_counter() - began) * 1e3 / calls
+
+    def turns(self, functions: dict[str, Callable[[], Any]], calls: int, rounds: int | None = None) -> dict[str, Any]:
+        """Medians of functions that take turns, each against the first: as a median of the rounds' quotients."""
+        for function in functions.values():
+            self.clock(function)
+        found = []
+        for _ in range(rounds or self.rounds):
+            self.check()
+            found.append({name: self.clock(function, calls) for name, function in functions.items()})
+        first = next(iter(functions), "")
+        return {
+            name: {
+                "ms": statistics.median(one[name] for one in found),
+                "lowest": min(one[name] for one in found),
+                "over_first_percent": 100 * (statistics.median(one[name] / one[first] for one in found) - 1),
+            }
+            for name in functions
+        }
+
+    def filled(self, model: Decoder, batch: int, room: int) -> Cache:
+        """A cache of fixed size with noise for what it has seen."""
+        cache = model.new_cache()
+        with torch.no_grad():
+            model.hidden(torch.zeros(batch, 2, dtype=torch.long, device=self.device), cache)
+        fixed = model.fixed_cache([cache], range(batch), room)
+        for entry in fixed:
+            for kept in (getattr(entry, "keys", None), getattr(entry, "values", None)):
+                if kept is not None:
+                    kept.normal_()
+        return fixed
+
+
+def steps_of(bench: Bench, model: Decoder, cache: Cache, context: int, found: dict[str, Any]) -> DeviceSteps | None:
+    """Captured steps of a model whose first logits are right; else None, and what was wrong is noted."""
+    assert cache.rows is not None
+    cache.rows.even = None
+    tokens = torch.arange(cache.batch, device=bench.device) % model.config.vocab_size
+    logits = []
+    for make in (GeneralStep, DeviceSteps):
+        cache.rows.lengths.fill_(context)
+        if make is GeneralStep:
+            logits.append(GeneralStep(model, cache)(tokens).float())
+            continue
+        steps = DeviceSteps(model, cache, graph=bench.device == "cuda")
+        steps.tokens.copy_(tokens)
+        logits.append(steps.run().float())
+    far = float((logits[1] - logits[0]).norm() / logits[0].norm())
+    found |= {"off_by": far, "way": reason_against(model) or "fused"}
+    if not far <= GATE:
+        found["refused"] = f"logits are off by {far:.3g}, more than {GATE}"
+        return None
+    cache.rows.lengths.fill_(context)
+    steps.run()
+    found["captured"] = steps.replay is not None
+    return steps
+
+
+def timed_steps(bench: Bench, models: dict[str, Decoder], cache: Cache, context: int) -> dict[str, Any]:
+    """A step of each model at a context, over one cache that they share."""
+    calls = CALLS if bench.device == "cuda" else 1
+    notes: dict[str, Any] = {arm: {} for arm in models}
+    steps = {arm: steps_of(bench, model, cache, context, notes[arm]) for arm, model in models.items()}
+    rows = cache.rows
+    assert rows is not None
+
+    def several(one: DeviceSteps) -> None:
+        rows.lengths.fill_(context)
+        for _ in range(calls):
+            one.run()
+
+    running = {arm: partial(several, one) for arm, one in steps.items() if one is not None}
+    result = bench.turns(running, 1)
+    for values in result.values():
+        values["ms"], values["lowest"] = values["ms"] / calls, values["lowest"] / calls
+    return {arm: {**result.get(arm, {}), **notes[arm]} for arm in models}
+
+
+def decode(bench: Bench) -> Iterator[tuple[str, Any]]:
+    context = bench.sizes["context"]
+    models = {arm: bench.model(arm, context + 64) for arm in ARMS}
+    weights = sum(p.numel() * p.element_size() for p in models["plain"].parameters())
+    yield "weights_gb", (weights - models["plain"].embedding.weight.nbytes) / 1e9
+    for batch in bench.sizes["batches"]:
+        bench.check()
+        cache = bench.filled(models["plain"], batch, context + 64)
+        yield f"batch {batch}", timed_steps(bench, models, cache, context)
+
+
+def context(bench: Bench) -> Iterator[tuple[str, Any]]:
+    """At batch 1: what a step costs as the text grows."""
+    longest = max(bench.sizes["contexts"])
+    models = {arm: bench.model(arm, longest + 64) for arm in ARMS}
+    cache = bench.filled(models["plain"], 1, longest + 64)
+    for length in bench.sizes["contexts"]:
+        yield f"context {length}", timed_steps(bench, models, cache, length)
+
+
+def depth(bench: Bench) -> Iterator[tuple[str, Any]]:
+    context, layers = bench.sizes["context"], SHAPES[bench.size]["layers"]
+    for count in (layers // 2, layers, 2 * layers):
+        models = {arm: bench.model(arm, context + 64, layers=count) for arm in ARMS}
+        cache = bench.filled(models["plain"], 1, context + 64)
+        yield f"layers {count}", timed_steps(bench, models, cache, context)
+
+
+def read_prompt(bench: Bench, model: Decoder, length: int, chunk: int | None) -> Callable[[], Any]:
+    tokens = torch.randint(0, model.config.vocab_size, (1, length), device=bench.device)
+
+    def run() -> None:
+        cache = model.new_cache()
+        with torch.no_grad():
+            for part in tokens.split(chunk or length, 1):
+                hidden = model.hidden(part, cache)
+            model.head(hidden[:, -1])
+
+    return run
+
+
+def prefill(bench: Bench) -> Iterator[tuple[str, Any]]:
+    prompts = bench.sizes["prompts"]
+    models = {arm: bench.model(arm, max(prompts)) for arm in ARMS}
+    for length in prompts:
+        functions = {arm: read_prompt(bench, model, length, None) for arm, model in models.items()}
+        calls = max(1, 16384 // length) if bench.device == "cuda" else 1
+        yield f"prompt {length}", bench.turns(functions, calls, rounds=3 if length > 16384 else None)
+
+
+def memory(bench: Bench) -> Iterator[tuple[str, Any]]:
+    """The peak above weights while the longest prompt is read, at once and in chunks."""
+    length, chunk = max(bench.sizes["prompts"]), bench.sizes["chunk"]
+    for arm, size in itertools.product(("plain", "block"), (chunk, None)):
+        model = bench.model(arm, length)
+        function, found = read_prompt(bench, model, length, size), {}
+        if bench.device == "cuda":
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            found["seconds"] = bench.clock(function) / 1e3
+            found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        else:
+            found["seconds"] = bench.clock(function) / 1e3
+        yield f"{arm}, {'whole' if size is None else f'chunks of {size}'}", found
+
+
+COLD = """
+import sys, time
+began = time.perf_counter()
+import torch
+from benchmarks.generate import Bench
+from headwater.models.generate import generate
+bench = Bench(sys.argv[1], sys.argv[2], 1e9, 1)
+model = bench.model(sys.argv[3], bench.sizes["context"])
+bench.wait()
+loaded = time.perf_counter()
+generate(model, [[1, 2, 3]], 1, temperature=0.0)
+first = time.perf_counter()
+generate(model, [[1, 2, 3]], 4, temperature=0.0)
+print(loaded - began, first - began, time.perf_counter() - began)
+"""
+
+
+def cold(bench: Bench) -> Iterator[tuple[str, Any]]:
+    """Seconds of a new process without any kernel compiled before: until the model is there, the first token, and four
+    more tokens (with the step captured)."""
+    for arm in ("plain", "block"):
+        bench.check()
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            command = [sys.executable, "-c", COLD, bench.size, bench.device, arm]
+            done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **caches})
+            yield arm, dict(zip(("model", "first_token", "captured"), map(float, done.stdout.split())))
+
+
+def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
+    """transformers' own generate with a static cache: a token, from runs of two lengths."""
+    import transformers
+
+    import headwater
+
+    shape = SHAPES[bench.size]
+    few, many = bench.sizes["new"]
+    config = transformers.LlamaConfig(
+        vocab_size=shape["vocab_size"], hidden_size=shape["dim"], intermediate_size=shape["mlp_dim"],
+        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], num_key_value_heads=shape["kv_heads"],
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    for arm, batch in itertools.product(("transformers", "llama"), bench.sizes["batches"][:2]):
+        bench.check()
+        torch.manual_seed(0)
+        with torch.device(bench.device):
+            model = transformers.LlamaForCausalLM(config).to(bench.dtype).eval()
+        if arm == "llama":
+            headwater.convert(model, "attnres-block", check=False)
+        prompt = torch.ones(batch, bench.sizes["context"] // 8, dtype=torch.long, device=bench.device)
+        options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
+
+        def run(new: int, model: Any = model, prompt: Any = prompt, options: Any = options) -> None:
+            model.generate(prompt, max_new_tokens=new, min_new_tokens=new, **options)
+
+        began = time.perf_counter()
+        run(many)
+        bench.wait()
+        first = time.perf_counter() - began
+        found = [[bench.clock(partial(run, new)) for new in (few, many)] for _ in range(3)]
+        each = statistics.median((long - short) / (many - few) for short, long in found)
+        yield f"{arm}, batch {batch}", {"ms": each, "first_run_seconds": first}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--size", default="xl", choices=SIZES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds in all")
+    parser.add_argument("--part-limit", type=float, default=1e9, help="seconds of a part")
+    parser.add_argument("--out", type=Path)
+    flags = parser.parse_args()
+    found: dict[str, Any] = provenance("python -m benchmarks.generate " + " ".join(sys.argv[1:]), flags.device)
+    found["copy_tb_per_second"] = copy_bandwidth() if flags.device == "cuda" else None
+    began = time.monotonic()
+    for part in flags.parts:
+        left = min(flags.part_limit, began + flags.limit - time.monotonic())
+        bench, mine = Bench(flags.size, flags.device, left, flags.rounds), {}
+        found[part] = mine
+        try:
+            with torch.no_grad():
+                for name, value in globals()[part](bench):
+                    mine[name] = value
+                    print(part, name, json.dumps(value), flush=True)
+        except Out:
+            mine["left_out"] = "the rest: the time was over"
+        if flags.device == "cuda":
+            torch.cuda.empty_cache()
+        if flags.out:
+            flags.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

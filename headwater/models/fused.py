@@ -1,0 +1,165 @@
+"""One token of every row through a decoder of grouped-query attention and SwiGLU, five launches a layer.
+
+What lies between two products is folded into them: the residual's read and the norm into the projections that follow,
+its write into the ones before, the rotation and the cache into attention (`headwater.ops.decode`). It computes what
+`Decoder.hidden` computes for the residuals below; the order of some sums, and with it the last bits, differ.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from headwater.ops.decode import Merge, Norm, attend, open_span, project
+from headwater.ops.routing import Backend, obstacle
+from headwater.residuals import AttentionResidual, Residual
+from headwater.residuals.standard import StandardResidual
+
+from .attention import Attention
+from .decoder import Cache, Decoder
+from .mlp import SwiGLU
+from .norm import RMSNorm
+from .rows import FixedKV
+from .sublayer import Sublayer
+
+
+class Depth(Protocol):
+    """A residual for one token of every row, over tensors that stay where they are.
+
+    `begin()`: where the embedding goes, (B, D). `read(i)`: what to project, and what to merge it with. `write(i)`: what
+    sublayer i's output is added to, if anything, and where the sum goes. `end()`: what the final norm sees.
+    """
+
+    def begin(self) -> Tensor: ...
+
+    def read(self, i: int) -> tuple[Tensor, Merge | None]: ...
+
+    def write(self, i: int) -> tuple[Tensor | None, Tensor]: ...
+
+    def end(self) -> Tensor: ...
+
+
+class Stream:
+    """The plain residual."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def begin(self) -> Tensor:
+        return self.x
+
+    def read(self, i: int) -> tuple[Tensor, Merge | None]:
+        return self.x, None
+
+    def write(self, i: int) -> tuple[Tensor | None, Tensor]:
+        return self.x, self.x
+
+    def end(self) -> Tensor:
+        return self.x
+
+
+class Blocks:
+    """Attention Residuals in two phases: the bank of sources, of which the newest is the running sum of its block."""
+
+    def __init__(self, residual: AttentionResidual, like: Tensor, backend: Backend) -> None:
+        self.block, self.sublayers, self.eps, self.backend = residual.block, residual.sublayers, residual.eps, backend
+        self.folded = residual.folded_queries(device=like.device)
+        self.bank = like.new_empty(residual.num_sources(residual.sublayers), *like.shape)
+        self.outs, self.lses = like, like
+
+    def begin(self) -> Tensor:
+        return self.bank[0]
+
+    def _open(self, i: int, count: int) -> None:
+        finished = self.bank[: 1 + -(-i // self.block)]
+        self.outs, self.lses = open_span(finished, self.folded[i : i + count], self.eps, backend=self.backend)
+
+    def read(self, i: int) -> tuple[Tensor, Merge | None]:
+        into = i % self.block
+        if into == 0:
+            self._open(i, min(self.block, self.sublayers - i))
+            return self.outs[0], None
+        return self.bank[1 + i // self.block], Merge(self.outs[into], self.lses[into], self.folded[i], self.eps)
+
+    def write(self, i: int) -> tuple[Tensor | None, Tensor]:
+        own = self.bank[1 + i // self.block]
+        return None if i % self.block == 0 else own, own
+
+    def end(self) -> Tensor:
+        self._open(self.sublayers, 1)
+        return self.outs[0]
+
+
+def reason_against(model: Decoder) -> str | None:
+    """Why a model cannot be decoded in fused parts, or None."""
+    residual, config = model.residual, model.config
+    if type(residual) is not StandardResidual and not (type(residual) is AttentionResidual and residual.phased):
+        return f"its residual is {residual.spec}"
+    if kinds := set(config.kinds) - {"attention", "mlp"}:
+        return f"it has sublayers of {', '.join(sorted(kinds))}"
+    if config.value_residual:
+        return "it mixes in the first attention's values"
+    weights = (module for module in model.modules() if isinstance(module, nn.Linear))
+    if not all(type(module) is nn.Linear for module in weights):
+        return "its projections are wrapped or divided"
+    if config.head_dim % 2 or len({parameter.dtype for parameter in model.parameters()}) > 1:
+        return "its parameters are of several dtypes, or a head has an odd width"
+    return obstacle(model.embedding.weight)
+
+
+class FusedStep:
+    """Logits (B, vocab) of one token of every row, tokens (B,), which the cache then has."""
+
+    def __init__(self, model: Decoder, cache: Cache, backend: Backend = "auto") -> None:
+        assert cache.rows is not None
+        self.model, self.cache, self.lengths, self.backend = model, cache, cache.rows.lengths, backend
+        weight = model.embedding.weight.detach()
+        stream = weight.new_empty(cache.batch, weight.shape[1])
+        self.depth = depth_of(model.residual, stream, backend)
+        self.rotary = model.rotary.cos, model.rotary.sin
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        model = self.model
+        torch.index_select(model.embedding.weight, 0, tokens, out=self.depth.begin())
+        for i, sublayer in enumerate(cast(list[Sublayer], model.sublayers)):
+            x, merge = self.depth.read(i)
+            norm = folded(sublayer.norm)
+            if isinstance(sublayer.body, Attention):
+                y = self._attend(sublayer.body, x, norm, merge, cast(FixedKV, self.cache[i]))
+            else:
+                body = cast(SwiGLU, sublayer.body)
+                both = (body.gate.weight, body.up.weight)
+                y = project(x, both, norm=norm, merge=merge, gated=True, backend=self.backend)
+            add, out = self.depth.write(i)
+            leave = cast(nn.Linear, sublayer.body.output)
+            project(y, (leave.weight,), add=add, out=out, backend=self.backend)
+        self.lengths += 1
+        return project(self.depth.end(), (model.head.weight,), norm=folded(model.norm), backend=self.backend)
+
+    def _attend(self, body: Attention, x: Tensor, norm: Norm, merge: Merge | None, cache: FixedKV) -> Tensor:
+        weights = (body.query.weight, body.key.weight, body.value.weight)
+        qkv = project(x, weights, norm=norm, merge=merge, backend=self.backend)
+        heads = body.heads, body.kv_heads, body.kv_heads
+        q, k, v = (
+            part.unflatten(1, (count, body.head_dim))
+            for part, count in zip(qkv.split([count * body.head_dim for count in heads], 1), heads)
+        )
+        assert cache.keys is not None
+        assert cache.values is not None
+        norms = None
+        if isinstance(body.query_norm, RMSNorm) and isinstance(body.key_norm, RMSNorm):
+            norms = folded(body.query_norm), folded(body.key_norm)
+        return attend(
+            q, k, v, cache.keys, cache.values, self.lengths, rotary=self.rotary, norms=norms, backend=self.backend
+        )
+
+
+def depth_of(residual: Residual, stream: Tensor, backend: Backend) -> Depth:
+    """For a stream (B, D)."""
+    return Blocks(residual, stream, backend) if isinstance(residual, AttentionResidual) else Stream(stream)
+
+
+def folded(norm: RMSNorm) -> Norm:
+    return Norm(norm.weight, cast(float, norm.eps))

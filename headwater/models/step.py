@@ -1,0 +1,105 @@
+"""A decoding step that leaves the host out: one token of every row, chosen on the GPU, captured as a CUDA graph.
+
+The rows' lengths, the tokens and the caches stay on the device and where they are; the host replays, and learns the
+tokens some steps late. Captured or not, the same kernels run in the same order. The first step runs as it is, which
+compiles what there is to compile; the second is recorded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .decoder import Cache, Decoder
+from .fused import FusedStep, reason_against
+
+AHEAD = 4  # steps that the host may be ahead of the tokens it knows
+
+
+class GeneralStep:
+    """Logits (B, vocab) of one token of every row, tokens (B,), of any decoder: its own forward pass."""
+
+    def __init__(self, model: Decoder, cache: Cache) -> None:
+        self.model, self.cache = model, cache
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.model.head(self.model.hidden(tokens[:, None], self.cache)[:, -1])
+
+
+def step_of(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor]:
+    """What decodes a token of every row fastest, with the rows' lengths on the device."""
+    assert cache.rows is not None
+    cache.rows.even = None
+    return GeneralStep(model, cache) if reason_against(model) else FusedStep(model, cache)
+
+
+class DeviceSteps:
+    """Steps of one batch on its GPU: `advance(tokens)` gives logits (B, vocab), in the same place each time."""
+
+    def __init__(self, model: Decoder, cache: Cache, *, graph: bool = True) -> None:
+        self.step, self.graph = step_of(model, cache), graph
+        self.device = model.embedding.weight.device
+        self.tokens = torch.zeros(cache.batch, dtype=torch.long, device=self.device)
+        self.logits: Tensor | None = None
+        self.replay: Callable[[], None] | None = None
+        self.taken = 0
+
+    def run(self) -> Tensor:
+        """Logits after `self.tokens`; then the likeliest of them in their place."""
+        if self.graph and self.replay is None and self.taken == 1:
+            self._capture()
+        if self.replay is None:
+            self._once()
+        else:
+            self.replay()
+        self.taken += 1
+        assert self.logits is not None
+        return self.logits
+
+    def _once(self) -> None:
+        self.logits = self.step(self.tokens)
+        self.tokens.copy_(self.logits.argmax(-1))
+
+    def _capture(self) -> None:
+        """Record a step, or say in a line why not, and go on without."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                self._once()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            self.graph = False
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"decoding is not captured as a CUDA graph: {reason}. It goes on, more slowly", stacklevel=2)
+            return
+        self.replay = graph.replay
+
+    def greedy(self, first: Tensor, count: int) -> Iterator[list[int]]:
+        """The likeliest tokens, (B,) each: `first` (B,), then up to `count` in all, some steps behind the GPU."""
+        self.tokens.copy_(first)
+        waiting: list[tuple[Tensor, torch.cuda.Event]] = []
+        for number in range(count):
+            if number:
+                self.run()
+            waiting.append(self._send())
+            if len(waiting) > AHEAD:
+                yield _arrived(waiting.pop(0))
+        for one in waiting:
+            yield _arrived(one)
+
+    def _send(self) -> tuple[Tensor, torch.cuda.Event]:
+        """The tokens on their way to the host, and a mark to wait for."""
+        sent = torch.empty(self.tokens.shape, dtype=torch.long, pin_memory=True).copy_(self.tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return sent, done
+
+
+def _arrived(one: tuple[Tensor, torch.cuda.Event]) -> list[int]:
+    sent, done = one
+    done.synchronize()
+    return sent.tolist()

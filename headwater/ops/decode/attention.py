@@ -1,0 +1,178 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
+"""Attention of one new token a row over a cache of fixed size, in one launch: `operators.attend` has the mathematics.
+
+The rows' lengths are read on the device, so that a captured launch serves every length, and reads what there is and no
+more. A program takes one head of keys and a part of the tokens (flash decoding); the last one of a head to finish sums
+the parts up, always in the same order. Keys are handled in two halves, whose channels a rotation pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.ops.triton.launch import launch, launches
+from headwater.ops.triton.tiles import ceil_div, power_of_2, processors
+
+from .reading import Norm
+
+PROGRAMS = 2  # a multiprocessor, where there are tokens for so many
+LEAST = 64  # tokens that are worth a program of their own
+
+
+@triton.jit
+def _turned(left, right, gl, gr, cos, sin, D, eps, NORM: tl.constexpr, ROTATE: tl.constexpr):
+    """Rows in two halves, (rows, D / 2) each, normed and turned."""
+    if NORM:
+        r = (1.0 / tl.sqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / D + eps))[:, None]
+        left, right = left * r * gl, right * r * gr
+    if ROTATE:
+        left, right = left * cos - right * sin, right * cos + left * sin
+    return left, right
+
+
+@triton.jit
+def _attend(
+    q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters,
+    s_q, s_k, s_v, room, eps_q, eps_k, scale, window,
+    G: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, SPLITS: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, WINDOW: tl.constexpr,
+    BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    one, split = tl.program_id(0), tl.program_id(1)
+    b, h = (one // KV).to(tl.int64), one % KV
+    H: tl.constexpr = D // 2
+    o_g, o_h, o_v, o_n = tl.arange(0, BG), tl.arange(0, BH), tl.arange(0, BV), tl.arange(0, BN)
+    m_h, m_v = (o_h < H)[None, :], (o_v < DV)[None, :]
+    length = tl.load(lengths + b)
+    c, s, gl, gr, kgl, kgr = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    if ROTATE:
+        c = tl.load(cos + length * H + o_h[None, :], mask=m_h, other=0.0)
+        s = tl.load(sin + length * H + o_h[None, :], mask=m_h, other=0.0)
+    if NORM:
+        gl = tl.load(gq + o_h[None, :], mask=m_h, other=0.0).to(tl.float32)
+        gr = tl.load(gq + H + o_h[None, :], mask=m_h, other=0.0).to(tl.float32)
+        kgl = tl.load(gk + o_h[None, :], mask=m_h, other=0.0).to(tl.float32)
+        kgr = tl.load(gk + H + o_h[None, :], mask=m_h, other=0.0).to(tl.float32)
+    p_q = q + b * s_q + (h * G + o_g)[:, None] * D + o_h[None, :]
+    m_q = (o_g < G)[:, None] & m_h
+    ql = tl.load(p_q, mask=m_q, other=0.0).to(tl.float32)
+    qr = tl.load(p_q + H, mask=m_q, other=0.0).to(tl.float32)
+    ql, qr = _turned(ql, qr, gl, gr, c, s, D, eps_q, NORM, ROTATE)
+    p_k = k + b * s_k + h * D + o_h[None, :]
+    kl = tl.load(p_k, mask=m_h, other=0.0).to(tl.float32)
+    kr = tl.load(p_k + H, mask=m_h, other=0.0).to(tl.float32)
+    kl, kr = _turned(kl, kr, kgl, kgr, c, s, D, eps_k, NORM, ROTATE)
+    kl, kr = kl.to(keys.dtype.element_ty), kr.to(keys.dtype.element_ty)
+    b_v = tl.load(v + b * s_v + h * DV + o_v[None, :], mask=m_v, other=0.0).to(values.dtype.element_ty)
+    place = (b * room + length) * KV + h
+    if split == 0:
+        tl.store(keys + place * D + o_h[None, :], kl, mask=m_h)
+        tl.store(keys + place * D + H + o_h[None, :], kr, mask=m_h)
+        tl.store(values + place * SV + o_v[None, :], b_v, mask=m_v)
+    ql, qr = (ql * scale).to(keys.dtype.element_ty), (qr * scale).to(keys.dtype.element_ty)
+    top = tl.full([BG], float("-inf"), tl.float32)
+    total = tl.zeros([BG], tl.float32)
+    acc = tl.zeros([BG, BV], tl.float32)
+    if split == SPLITS - 1:  # the new token itself
+        top = tl.sum(ql.to(tl.float32) * kl.to(tl.float32) + qr.to(tl.float32) * kr.to(tl.float32), 1)
+        total += 1.0
+        acc += b_v.to(tl.float32)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(0, length + 1 - window)
+    each = tl.cdiv(tl.cdiv(length - first, SPLITS), BN) * BN
+    begin = first + split * each
+    end = tl.minimum(begin + each, length)
+    for n in range(begin, end, BN):
+        m_n = (n + o_n < end)[:, None]
+        at = ((b * room + n + o_n) * KV + h)[:, None]
+        b_l = tl.load(keys + at * D + o_h[None, :], mask=m_n & m_h, other=0.0)
+        b_r = tl.load(keys + at * D + H + o_h[None, :], mask=m_n & m_h, other=0.0)
+        b_w = tl.load(values + at * SV + o_v[None, :], mask=m_n & m_v, other=0.0)
+        z = tl.dot(ql, tl.trans(b_l), input_precision="ieee")
+        z = tl.dot(qr, tl.trans(b_r), z, input_precision="ieee")
+        z = tl.where((n + o_n < end)[None, :], z, float("-inf"))
+        new = tl.maximum(top, tl.max(z, 1))
+        keep, w = tl.exp(top - new), tl.exp(z - new[:, None])
+        total = total * keep + tl.sum(w, 1)
+        acc = tl.dot(w.to(b_w.dtype), b_w, acc * keep[:, None], input_precision="ieee")
+        top = new
+    m_g, m_y = o_g < G, (o_g < G)[:, None] & m_v
+    p_y = y + (b * KV + h) * G * DV + o_g[:, None] * DV + o_v[None, :]
+    if SPLITS == 1:
+        tl.store(p_y, (acc / total[:, None]).to(y.dtype.element_ty), mask=m_y)
+    else:
+        mine = (one * SPLITS + split).to(tl.int64)
+        p_part = o_g[:, None] * DV + o_v[None, :]
+        tl.store(parts + mine * G * DV + p_part, acc, mask=m_y)
+        tl.store(stats + mine * 2 * G + o_g, top, mask=m_g)
+        tl.store(stats + mine * 2 * G + G + o_g, total, mask=m_g)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + one, 1, sem="acq_rel") == SPLITS - 1:
+            o_s, o_c = tl.arange(0, BS), tl.arange(0, BC)
+            m_s = (o_s < SPLITS)[:, None]
+            theirs = (one * SPLITS + o_s).to(tl.int64)[:, None]
+            for start in range(0, G * DV, BC):  # all parts of some channels at once
+                channel = start + o_c
+                m_c = (channel < G * DV)[None, :]
+                p_stat = stats + theirs * 2 * G + (channel // DV)[None, :]
+                tops = tl.load(p_stat, mask=m_s & m_c, other=float("-inf"))
+                w = tl.exp(tops - tl.maximum(tl.max(tops, 0), -1e30)[None, :])  # channels beyond the last have none
+                sums = tl.sum(w * tl.load(p_stat + G, mask=m_s & m_c, other=0.0), 0)
+                b_p = tl.load(parts + theirs * G * DV + channel[None, :], mask=m_s & m_c, other=0.0)
+                b_y = tl.sum(w * b_p, 0) / tl.maximum(sums, 1e-30)
+                tl.store(y + one.to(tl.int64) * G * DV + channel, b_y.to(y.dtype.element_ty), mask=channel < G * DV)
+            tl.store(counters + one, 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _counters(device: torch.device, programs: int) -> Tensor:
+    """Counters at zero, which every launch leaves behind as it found them."""
+    return torch.zeros(programs, dtype=torch.int32, device=device)
+
+
+def splits_of(batch: int, heads: int, room: int, device: torch.device) -> int:
+    """Into how many parts the tokens of a row are divided."""
+    wanted = ceil_div(PROGRAMS * processors(device), batch * heads)
+    return max(1, min(wanted, ceil_div(room, LEAST)))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    norms: tuple[Norm, Norm] | None,
+    window: int | None,
+    scale: float,
+    y: Tensor,
+) -> None:
+    """Into y (B, H * DV); q (B, H, D), k (B, KV, D) and v (B, KV, DV) may be parts of one tensor's rows."""
+    launches["attend"] += 1
+    batch, room, heads, width = keys.shape
+    group, value = q.shape[1] // heads, values.shape[-1]
+    splits = splits_of(batch, heads, room if window is None else min(room, window), q.device)
+    parts = torch.empty(batch * heads * splits, group, value, dtype=torch.float32, device=q.device)
+    stats = torch.empty(batch * heads * splits, 2, group, dtype=torch.float32, device=q.device)
+    counters = _counters(q.device, batch * heads)
+    cos, sin = (y, y) if rotary is None else rotary
+    (gq, eps_q), (gk, eps_k) = ((y, 0.0), (y, 0.0)) if norms is None else norms
+    tensors = (q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters)
+    numbers = (q.stride(0), k.stride(0), v.stride(0), room, eps_q, eps_k, scale, window or 0)
+    half = max(16, power_of_2(width // 2))
+    constants = {
+        "G": group, "KV": heads, "D": width, "DV": value, "SV": values.stride(2), "SPLITS": splits,
+        "NORM": norms is not None, "ROTATE": rotary is not None, "WINDOW": window is not None,
+        "BG": max(16, power_of_2(group)), "BH": half, "BV": max(16, power_of_2(value)), "BN": 64 if half <= 64 else 32,
+        "BS": power_of_2(splits), "BC": min(128, power_of_2(group * value)),
+    }  # fmt: skip
+    warps = 4 if half <= 64 else 8
+    launch(_attend, (batch * heads, splits), tensors, numbers, constants, num_warps=warps, num_stages=2)

@@ -1,0 +1,74 @@
+"""The parts of a decoding step in plain PyTorch: one token of each of B rows. `operators` says what each computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwater.ops.depth import reference as depth
+from headwater.ops.numerics import accumulation_dtype, rms_norm
+
+from .reading import Merge, Norm
+
+
+def read(x: Tensor, norm: Norm | None, merge: Merge | None) -> Tensor:
+    """What the projections see, (B, D) in the stream's dtype."""
+    if merge is not None:
+        x = depth.merge_partial(x, merge.folded, merge.out, merge.lse, None, None, merge.eps)
+    if norm is None:
+        return x
+    wide = x.to(accumulation_dtype(x.dtype))
+    return rms_norm(wide, norm.weight.to(wide.dtype), norm.eps).to(x.dtype)
+
+
+def project(
+    x: Tensor, weights: Sequence[Tensor], norm: Norm | None, merge: Merge | None, add: Tensor | None, gated: bool
+) -> Tensor:
+    x = read(x, norm, merge)
+    parts = [F.linear(x, weight.to(x.dtype)) for weight in weights]
+    y = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, -1)
+    return y if add is None else add + y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (c, c + d / 2) of x (B, H, d) by the angles of its row, (B, d / 2)."""
+    left, right = x.chunk(2, -1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    norms: tuple[Norm, Norm] | None,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    if norms is not None:
+        q, k = (rms_norm(x, norm.weight.to(x.dtype), norm.eps) for x, norm in zip((q, k), norms))
+    if rotary is not None:
+        cos, sin = (table[lengths] for table in rotary)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    row = torch.arange(len(q), device=q.device)
+    keys[row, lengths], values[row, lengths] = k.to(keys.dtype), v.to(values.dtype)
+    place = torch.arange(keys.shape[1], device=q.device)
+    seen = place <= lengths[:, None]
+    if window is not None:
+        seen &= place > lengths[:, None] - window
+    heads, kept = (t.transpose(1, 2).to(q.dtype) for t in (keys, values))  # (B, kv_heads, room, d)
+    mixed = F.scaled_dot_product_attention(
+        q[:, :, None], heads, kept, attn_mask=seen[:, None, None], scale=scale, enable_gqa=True
+    )
+    return mixed[:, :, 0].flatten(1)
+
+
+def open_span(sources: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return depth.attend_blocks(sources.unbind(0), folded, None, eps)

@@ -1,0 +1,52 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
+"""Phase 1 of Block Attention Residuals for a few rows, in one launch: `operators.open_span` has the mathematics.
+
+A program takes one row and one query, and some sources at once: what counts is how long one of them takes, not how
+often the sources are read, which are in the cache by then.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.ops.triton.launch import launch, launches
+from headwater.ops.triton.tiles import power_of_2, rows_of
+
+TOGETHER = 16384  # numbers of sources that a program holds at once
+
+
+@triton.jit(do_not_specialize=["N", "B"])
+def _open(sources, folded, outs, lses, N, B, D, eps, BN: tl.constexpr, BD: tl.constexpr):
+    b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
+    m_d = o_d < D
+    b_f = tl.load(folded + s * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BD], tl.float32)
+    for n in range(0, N, BN):
+        m = (n + o_n < N)[:, None] & m_d[None, :]
+        b_v = tl.load(sources + ((n + o_n)[:, None] * B + b) * D + o_d[None, :], mask=m, other=0.0).to(tl.float32)
+        z = tl.sum(b_v * b_f[None, :], 1) / tl.sqrt(tl.sum(b_v * b_v, 1) / D + eps)
+        z = tl.where(n + o_n < N, z, float("-inf"))
+        new = tl.maximum(top, tl.max(z, 0))
+        keep, w = tl.exp(top - new), tl.exp(z - new)
+        total = total * keep + tl.sum(w, 0)
+        acc = acc * keep + tl.sum(w[:, None] * b_v, 0)
+        top = new
+    tl.store(outs + (s * B + b) * D + o_d, (acc / total).to(outs.dtype.element_ty), mask=m_d)
+    tl.store(lses + s * B + b, top + tl.log(total))
+
+
+def open_span(sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: Tensor) -> None:
+    """Into outs (S, B, D) and lses (S, B)."""
+    launches["open_span"] += 1
+    count, (rows, width) = len(sources), rows_of(sources[0])
+    wide = power_of_2(width)
+    together = max(1, min(power_of_2(count), TOGETHER // wide))
+    warps = max(1, min(16, together * wide // 1024))
+    constants = {"BN": together, "BD": wide}
+    tensors = (sources, folded, outs, lses)
+    launch(_open, (rows, len(folded)), tensors, (count, rows, width, eps), constants, num_warps=warps)

@@ -1,0 +1,29 @@
+"""The benchmark of generation, at a size that a CPU runs: every arm is there, and wrong logits or a limit show."""
+
+import pytest
+import torch
+
+from benchmarks import generate
+from benchmarks.generate import ARMS, Bench, Out
+
+
+@torch.no_grad()
+def test_every_arm_is_timed():
+    bench = Bench("tiny", "cpu", 600, 1)
+    found = dict(generate.decode(bench))
+    assert {"batch 1", "batch 3"} < set(found)
+    assert all(found["batch 3"][arm]["ms"] > 0 for arm in ARMS)
+    assert all(values["ms"] > 0 for values in dict(generate.prefill(bench))["prompt 16"].values())
+
+
+@torch.no_grad()
+def test_wrong_logits_show_no_time(monkeypatch):
+    monkeypatch.setattr(generate, "GATE", -1.0)
+    found = next(value for name, value in generate.decode(Bench("tiny", "cpu", 600, 1)) if name == "batch 1")
+    assert "ms" not in found["block"]
+    assert "off by" in found["block"]["refused"]
+
+
+def test_a_limit_ends_a_part():
+    with pytest.raises(Out):
+        list(generate.depth(Bench("tiny", "cpu", -1.0, 1)))

@@ -1,0 +1,137 @@
+"""A decoding step in fused parts, and as a CUDA graph: the tokens are those of the decoder's own forward pass."""
+
+import pytest
+import torch
+from tinykimi import KIMI
+from tinymodels import model_of
+
+from headwater.models.fused import FusedStep, reason_against
+from headwater.models.generate import generate, stream
+from headwater.models.sampling import Sampling
+from headwater.models.step import DeviceSteps, GeneralStep
+from headwater.residuals import names
+
+GPU = torch.cuda.is_available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
+FUSED = ["standard", "attnres-full", "attnres-block:block=2", "attnres-block:block=3", "attnres-block:block=8"]
+SHAPES = {"": {}, "qk_norm": {"qk_norm": True}, "tied": {"tie_embeddings": True}}
+
+
+def cache_of(model, prompts, room=24):
+    """As `generate` leaves it after the prompts."""
+    caches = [model.new_cache() for _ in prompts]
+    with torch.no_grad():
+        for prompt, cache in zip(prompts, caches):
+            model.hidden(torch.tensor([prompt], device=model.embedding.weight.device), cache)
+    fixed = model.fixed_cache(caches, range(len(prompts)), room)
+    fixed.rows.even = None
+    return fixed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("spec", FUSED)
+def test_the_fused_step_computes_the_forward_pass(spec, shape):
+    """Over the references of its parts, in fp64, so that an error of the plan cannot hide; caches included."""
+    model = model_of(spec, scatter=True, **SHAPES[shape]).double().eval()
+    caches = [cache_of(model, PROMPTS) for _ in range(2)]
+    steps = FusedStep(model, caches[0], backend="reference"), GeneralStep(model, caches[1])
+    with torch.no_grad():
+        for token in range(3):
+            tokens = torch.tensor([token, token + 1, token + 2])
+            mine, own = (step(tokens) for step in steps)
+            torch.testing.assert_close(mine, own, atol=1e-9, rtol=1e-9)
+    for mine, own in zip(*caches):
+        if mine.keys is not None:
+            torch.testing.assert_close(mine.keys, own.keys)
+    assert torch.equal(caches[0].rows.lengths, torch.tensor([10, 4, 6]))
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
+def test_the_fused_step_over_its_kernels():
+    pytest.importorskip("triton", reason="the kernels need triton")
+    model = model_of("attnres-block:block=3", scatter=True, layers=2).eval()
+    caches = [cache_of(model, PROMPTS[:2]) for _ in range(2)]
+    with torch.no_grad():
+        mine, own = (
+            FusedStep(model, cache, backend=backend)(torch.tensor([3, 4]))
+            for cache, backend in zip(caches, ("triton", "reference"))
+        )
+    torch.testing.assert_close(mine, own, atol=2e-5, rtol=2e-5)
+
+
+def test_what_cannot_be_fused_is_named():
+    assert reason_against(model_of("mhc")) == "its residual is mhc"
+    assert "shortswa" in reason_against(model_of("standard", shortswa=3))
+    assert "first attention's values" in reason_against(model_of("standard", value_residual=True))
+    assert "one head" not in (reason_against(model_of("attnres-block")) or "")
+    assert "residual is attnres-block" in reason_against(model_of("attnres-block:heads=2"))
+
+
+MODELS = {
+    **{name: (name, {}) for name in names()},
+    "qk_norm": ("attnres-block:block=3", {"qk_norm": True}),
+    "looks back": ("ddl:width=2,compress=token,expand=token", {}),
+    "short windows": ("attnres-block:block=2", {"shortswa": 3}),
+    "value residual": ("attnres-block:block=2", {"value_residual": True}),
+    "kimi": ("attnres-block:block=2", KIMI),
+    "kimi, plain": ("standard", KIMI),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=gpu) for kind in MODELS])
+def test_replayed_tokens_are_the_tokens(kind):
+    """Greedy, on the GPU, in fp32: each time from the first token on, step by step, and as a graph; alone too."""
+    spec, settings = MODELS[kind]
+    model = model_of(spec, scatter=True, **settings).cuda()
+    anew = generate(model, PROMPTS, 20, temperature=0.0, use_cache=False)
+    assert generate(model, PROMPTS, 20, temperature=0.0, graph=False) == anew
+    assert generate(model, PROMPTS, 20, temperature=0.0) == anew
+    assert generate(model, PROMPTS[:1], 20, temperature=0.0) == anew[:1]
+    assert generate(model, PROMPTS, 20, seed=3) == generate(model, PROMPTS, 20, seed=3, graph=False)
+
+
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in FUSED])
+@pytest.mark.parametrize("batch", [1, 3, 20, 70])
+def test_a_step_in_bf16_is_as_near_to_the_truth(spec, batch):
+    """Logits of three steps against fp64: at most twice as far as the decoder's own pass in bf16."""
+    model = model_of(spec, scatter=True, dim=128, heads=4, kv_heads=2, mlp_dim=192, qk_norm=True).eval()
+    prompts = [[1 + r % 40, 2, 3] for r in range(batch)]
+    found = {}
+    with torch.no_grad():
+        for way in ("truth", "own", "fused"):
+            mine = model.double().cuda() if way == "truth" else model.bfloat16().cuda()
+            step = (FusedStep if way == "fused" else GeneralStep)(mine, cache_of(mine, prompts))
+            found[way] = torch.stack([step(torch.full((batch,), t, device="cuda")) for t in range(3)]).double()
+    far = {way: (found[way] - found["truth"]).norm() / found["truth"].norm() for way in ("own", "fused")}
+    assert far["fused"] <= 2 * far["own"] + 1e-4
+
+
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block", "mhc")])
+def test_steps_are_captured_and_stops_are_met(spec):
+    model = model_of(spec, scatter=True).cuda()
+    steps = DeviceSteps(model, cache_of(model, PROMPTS))
+    with torch.no_grad():
+        for _ in range(3):
+            steps.run()
+    assert steps.replay is not None
+    free = generate(model, PROMPTS, 14, temperature=0.0)
+    stop = free[0][len(PROMPTS[0]) + 2]
+    for row, whole, prompt in zip(generate(model, PROMPTS, 14, temperature=0.0, stop=stop), free, PROMPTS):
+        new = whole[len(prompt) :]
+        assert row == prompt + (new[: new.index(stop) + 1] if stop in new else new)
+    steps = stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row)
+    assert [sum(step[row] is not None for step in steps) for row in range(1)] == [1]
+
+
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block")])
+def test_memory_does_not_grow_with_tokens(spec):
+    model = model_of(spec, scatter=True, context=2100).cuda()
+    steps, sizes = DeviceSteps(model, cache_of(model, PROMPTS, 2100)), []
+    with torch.no_grad():
+        for number in range(2000):
+            steps.run()
+            if number in (10, 1999):
+                torch.cuda.synchronize()
+                sizes.append(torch.cuda.memory_allocated())
+    assert sizes[0] == sizes[1]

@@ -1,0 +1,92 @@
+"""The parts of a decoding step: kernels against their references, in every form that a decoder asks for."""
+
+import pytest
+import torch
+
+from headwater.ops.decode import Merge, Norm, attend, open_span, project
+
+pytest.importorskip("triton", reason="the kernels need triton")
+GPU = torch.cuda.is_available()
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+]
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}
+
+
+def numbers(*shape, device="cpu", seed=0, scale=1.0):
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))).to(device)
+
+
+def reading(batch, width, device, merged):
+    norm = Norm(1 + 0.1 * numbers(width, device=device, seed=1), 1e-6)
+    if not merged:
+        return norm, None
+    out, lse = numbers(batch, width, device=device, seed=2), numbers(batch, device=device, seed=3)
+    return norm, Merge(out, lse, numbers(width, device=device, seed=4, scale=0.1), 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", ["as it is", "normed", "merged"])
+@pytest.mark.parametrize("batch", [1, 3, 20, 70])  # sums over registers; a product; after a read; the library's
+@pytest.mark.parametrize(
+    ("sizes", "gated", "added"),
+    [((32, 16, 16), False, False), ((48, 48), True, False), ((40,), False, True)],
+    ids=["three", "gated", "added"],
+)
+def test_a_projection_is_its_reference(sizes, gated, added, batch, way, device):
+    width = 72  # no power of two
+    x = numbers(batch, width, device=device)
+    weights = [numbers(size, width, device=device, scale=0.1, seed=i) for i, size in enumerate(sizes)]
+    norm, merge = (None, None) if way == "as it is" else reading(batch, width, device, way == "merged")
+    add = numbers(batch, sizes[0], device=device, seed=7) if added else None
+    want = project(x, weights, norm=norm, merge=merge, add=add, gated=gated, backend="reference")
+    out = torch.full_like(want, torch.nan)
+    found = project(x, weights, norm=norm, merge=merge, add=add, gated=gated, out=out, backend="triton")
+    torch.testing.assert_close(found, want, **CLOSE)
+    if added:
+        torch.testing.assert_close(
+            project(x, weights, norm=norm, merge=merge, add=add, out=add, backend="triton"), want
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["rotated", "normed", "window", "plain", "latents"])
+@pytest.mark.parametrize("room", [70, 200])  # on a CPU one part; several, of which short rows leave some empty
+def test_attention_is_its_reference(form, room, device, monkeypatch):
+    from headwater.ops.decode import attention
+
+    monkeypatch.setattr(attention, "PROGRAMS", 1 if room == 70 else 16)
+    batch, heads, kv, width, value = (3, 4, 1, 24, 16) if form == "latents" else (3, 6, 2, 16, 16)
+    lengths = torch.tensor([0, 5, room - 1], device=device)
+    qkv = numbers(batch, (heads + kv) * width + kv * value, device=device)
+    q = qkv[:, : heads * width].unflatten(1, (heads, width))
+    k = qkv[:, heads * width : (heads + kv) * width].unflatten(1, (kv, width))
+    v = qkv[:, (heads + kv) * width :].unflatten(1, (kv, value))
+    cached = numbers(batch, room, kv, width, device=device), numbers(batch, room, kv, value, device=device)
+    angle = numbers(room, width // 2, device=device)
+    ways = {
+        "rotary": (angle.cos(), angle.sin()) if form in ("rotated", "normed") else None,
+        "norms": tuple(Norm(numbers(width, device=device, seed=s), 1e-6) for s in (5, 6)) if form == "normed" else None,
+        "window": 4 if form == "window" else None,
+    }
+    results = []
+    for backend in ("reference", "triton"):
+        keys, values = (t.clone() for t in cached)
+        for _ in range(2):  # the second call finds the counters as the first one left them
+            y = attend(q, k, v, keys, values, lengths, **ways, backend=backend)
+        results.append((y, keys, values))
+    for found, want in zip(results[1], results[0]):
+        torch.testing.assert_close(found, want, **CLOSE)
+    assert not torch.equal(results[1][1], cached[0])  # the new token's keys are there
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 2, 5, 19])
+def test_a_span_opens_as_its_reference(count, device, monkeypatch):
+    from headwater.ops.decode import span
+
+    monkeypatch.setattr(span, "TOGETHER", 1024)  # 19 sources do not fit at once
+    sources, folded = numbers(count, 3, 72, device=device), numbers(4, 72, device=device, scale=0.2)
+    for found, want in zip(*(open_span(sources, folded, 1e-6, backend=way) for way in ("triton", "reference"))):
+        torch.testing.assert_close(found, want, **CLOSE)
