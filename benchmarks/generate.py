@@ -48,8 +48,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "batches": (1, 3), "context": 8, "contexts": (8, 16), "prompts": (8, 16), "chunk": 4, "new": (2, 4),
     },
 }  # fmt: skip
-PARTS = ("decode", "context", "depth", "prefill", "memory", "cold", "hf")
-CALLS, ROUNDS, GATE = 32, 7, 0.03
+PARTS = ("decode", "kernels", "context", "depth", "prefill", "memory", "cold", "hf")
+CALLS, ROUNDS = 32, 7
+GATE = 0.1  # what two orders of summation in bf16 come to after 48 sublayers is a few hundredths
 
 
 class Out(Exception):
@@ -179,6 +180,28 @@ def decode(bench: Bench) -> Iterator[tuple[str, Any]]:
         yield f"batch {batch}", timed_steps(bench, models, cache, context)
 
 
+def kernels(bench: Bench) -> Iterator[tuple[str, Any]]:
+    """What the GPU works in a step, by kernel: microseconds and launches."""
+    context = bench.sizes["context"]
+    for arm in ("plain", "block"):
+        model = bench.model(arm, context + 64)
+        for batch in bench.sizes["batches"][:2]:
+            bench.check()
+            steps = steps_of(bench, model, bench.filled(model, batch, context + 64), context, {})
+            if steps is None or bench.device != "cuda":
+                continue
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                steps.run()
+                torch.cuda.synchronize()
+            found: dict[str, list[float]] = {}
+            for event in profile.events() or ():
+                if event.device_type == torch.autograd.DeviceType.CUDA:
+                    found.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
+            spent = sorted(((round(sum(us), 1), len(us), name) for name, us in found.items()), reverse=True)
+            yield f"{arm}, batch {batch}", spent[:20]
+
+
 def context(bench: Bench) -> Iterator[tuple[str, Any]]:
     """At batch 1: what a step costs as the text grows."""
     longest = max(bench.sizes["contexts"])
@@ -303,6 +326,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--size", default="xl", choices=SIZES)
+    parser.add_argument("--batches", nargs="+", type=int, help="of decoding")
+    parser.add_argument("--prompts", nargs="+", type=int, help="lengths to read")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds in all")
@@ -315,6 +340,8 @@ def main() -> None:
     for part in flags.parts:
         left = min(flags.part_limit, began + flags.limit - time.monotonic())
         bench, mine = Bench(flags.size, flags.device, left, flags.rounds), {}
+        chosen = {"batches": flags.batches, "prompts": flags.prompts}
+        bench.sizes = bench.sizes | {name: value for name, value in chosen.items() if value}
         found[part] = mine
         try:
             with torch.no_grad():

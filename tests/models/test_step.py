@@ -68,6 +68,12 @@ def test_what_cannot_be_fused_is_named():
     assert "residual is attnres-block" in reason_against(model_of("attnres-block:heads=2"))
 
 
+@pytest.fixture
+def exact(monkeypatch):
+    """Convolutions in fp32, too."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 MODELS = {
     **{name: (name, {}) for name in names()},
     "qk_norm": ("attnres-block:block=3", {"qk_norm": True}),
@@ -80,7 +86,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=gpu) for kind in MODELS])
-def test_replayed_tokens_are_the_tokens(kind):
+def test_replayed_tokens_are_the_tokens(kind, exact):
     """Greedy, on the GPU, in fp32: each time from the first token on, step by step, and as a graph; alone too."""
     spec, settings = MODELS[kind]
     model = model_of(spec, scatter=True, **settings).cuda()

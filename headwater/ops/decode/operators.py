@@ -103,6 +103,8 @@ def open_span(sources: Tensor, folded: Tensor, eps: float, *, backend: Backend =
     from . import span as kernel
 
     outs = sources.new_empty(len(folded), *sources.shape[1:])
-    lses = torch.empty(outs.shape[:2], dtype=torch.float32, device=sources.device)
+    # Rows at multiples of 16 bytes: kernels are compiled once for such addresses, and once more for others.
+    rows = outs.shape[1]
+    lses = torch.empty(len(folded), rows + -rows % 4, dtype=torch.float32, device=sources.device)[:, :rows]
     kernel.open_span(sources, folded, eps, outs, lses)
     return outs, lses

@@ -17,8 +17,8 @@ from headwater.ops.triton.tiles import power_of_2, rows_of
 TOGETHER = 16384  # numbers of sources that a program holds at once
 
 
-@triton.jit(do_not_specialize=["N", "B"])
-def _open(sources, folded, outs, lses, N, B, D, eps, BN: tl.constexpr, BD: tl.constexpr):
+@triton.jit(do_not_specialize=["N", "B", "s_l"])
+def _open(sources, folded, outs, lses, N, B, s_l, D, eps, BN: tl.constexpr, BD: tl.constexpr):
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
     m_d = o_d < D
@@ -37,11 +37,11 @@ def _open(sources, folded, outs, lses, N, B, D, eps, BN: tl.constexpr, BD: tl.co
         acc = acc * keep + tl.sum(w[:, None] * b_v, 0)
         top = new
     tl.store(outs + (s * B + b) * D + o_d, (acc / total).to(outs.dtype.element_ty), mask=m_d)
-    tl.store(lses + s * B + b, top + tl.log(total))
+    tl.store(lses + s * s_l + b, top + tl.log(total))
 
 
 def open_span(sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: Tensor) -> None:
-    """Into outs (S, B, D) and lses (S, B)."""
+    """Into outs (S, B, D) and lses (S, B), whose rows may be strided."""
     launches["open_span"] += 1
     count, (rows, width) = len(sources), rows_of(sources[0])
     wide = power_of_2(width)
@@ -49,4 +49,5 @@ def open_span(sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: T
     warps = max(1, min(16, together * wide // 1024))
     constants = {"BN": together, "BD": wide}
     tensors = (sources, folded, outs, lses)
-    launch(_open, (rows, len(folded)), tensors, (count, rows, width, eps), constants, num_warps=warps)
+    numbers = (count, rows, lses.stride(0), width, eps)
+    launch(_open, (rows, len(folded)), tensors, numbers, constants, num_warps=warps)
