@@ -27,8 +27,9 @@ Tensors = tuple[Tensor, ...]
 class Span(NamedTuple):
     """The state, named.
 
-    For each finished source its tensor (..., D). Scores of the sources for all reads to come, (..., sources, Q): of
-    those there were at first together, then of each finished span. `folded`: query times key weight of R reads, (R, D).
+    For each finished source its tensor (..., D). Scores of the sources, of those there were at first together, then of
+    each finished span: for each span to come a tensor (..., sources, its reads). `folded`: query times key weight of R
+    reads, (R, D).
     For each read left in this span: phase 1's output (..., D), its log-sum-exp (...), and the folded query (D,).
     `own`, what the span produced: of a block, the sum but for the newest output (if there is an older one), and the
     newest output; in full, each output, then for each read left in this span the score of each output (..., 1), then of
@@ -87,6 +88,7 @@ class TwoPhase:
         self.first = first
         self.last = sublayers + 1 if stop is None or stop == sublayers else stop  # reads end before it
         places = range(first, min(self.last, sublayers) + 1)
+        self.opens = [i for i in range(first, self.last) if self._into(i) == 0]
         self.table: dict[tuple[Next, int], Counts] = {("read", i): self._counts(i, i) for i in places}
         self.table |= {("write", i): self._counts(i, i + 1) for i in places if i < sublayers}
 
@@ -99,7 +101,15 @@ class TwoPhase:
             own = into * (left + 2)
         else:
             own = min(into, 1 if i == self.first or not reading else 2)
-        return Counts(sources, 1 + self._done(i) - self._done(self.first), left, own)
+        groups = 1 + self._done(i) - self._done(self.first)
+        return Counts(sources, groups * len(self._reads_to_come(i if reading else next_read)), left, own)
+
+    def _reads_to_come(self, i: int) -> list[int]:
+        """How many reads each span has that opens at read i or later."""
+        return [self._reads_of(start) for start in self.opens if start >= i]
+
+    def _reads_of(self, start: int) -> int:
+        return 1 if start == self.sublayers else self._span_end(start) - start
 
     def _into(self, i: int) -> int:
         """How many sublayers of its span come before read `i`."""
@@ -132,15 +142,20 @@ class TwoPhase:
 
     def unpack(self, state: State, verb: Next, i: int) -> Span:
         """The state before read or write `i`, named."""
-        n, groups, left, _ = self.table[verb, i]
-        scored = n + groups
+        n, pieces, left, _ = self.table[verb, i]
+        scored = n + pieces
         rest = state[scored + 1 :]
         outs, lses, queries = rest[:left], rest[left : 2 * left], rest[2 * left : 3 * left]
         return Span(state[:n], state[n:scored], state[scored], outs, lses, queries, rest[3 * left :])
 
     def begin(self, x: Tensor, folded: Tensor) -> State:
         source, scores = self._score(x.contiguous(), folded)
-        return Span((source,), (scores.unsqueeze(-2),), folded).pack()
+        return Span((source,), self._by_span(scores.unsqueeze(-2), self.first), folded).pack()
+
+    def _by_span(self, scores: Tensor, i: int) -> Tensors:
+        """Scores (..., sources, Q) for the reads of all spans that open at read i or later, in a tensor for each."""
+        reads = self._reads_to_come(i)
+        return scores.split(reads, -1) if reads else ()
 
     def _score(self, source: Tensor, folded: Tensor) -> tuple[Tensor, Tensor]:
         """The source again, and its scores (..., Q); a stage may have no read left that would ask."""
@@ -156,10 +171,10 @@ class TwoPhase:
         sources, scores = tuple(source for source, _ in finished), torch.stack([z for _, z in finished], -2)
         own, left = plain[counts.sources :], counts.left
         if not own:
-            return Span(sources, (scores,), folded).pack()
+            return Span(sources, self._by_span(scores, self.first), folded).pack()
         asked, later = scores.split([left, scores.shape[-1] - left], -1)
         outs, lses, sources = self.operators().mix(sources, asked.contiguous()) if left else ((), (), sources)
-        span = Span(sources, (later,), folded, outs, lses, folded[:left].unbind(0))
+        span = Span(sources, self._by_span(later, self.first), folded, outs, lses, folded[:left].unbind(0))
         if not self.full:
             return Span(*span[:6], (own[0],)).pack()
         for output in own:
@@ -186,10 +201,12 @@ class TwoPhase:
                 return span.pack()
             count = into + 1
             outputs, scored = span.own[:count], span.own[count:]
-            return Span((*span.sources, *outputs), (*span.scores, torch.stack(scored, -2)), span.folded).pack()
+            pieces = (*span.scores, *self._by_span(torch.stack(scored, -2), i + 1))
+            return Span((*span.sources, *outputs), pieces, span.folded).pack()
         source = span.own[0] + y if span.own else y
         source, scores = self._score(source, queries)
-        return Span((*span.sources, source), (*span.scores, scores.unsqueeze(-2)), span.folded).pack()
+        pieces = (*span.scores, *self._by_span(scores.unsqueeze(-2), i + 1))
+        return Span((*span.sources, source), pieces, span.folded).pack()
 
     def _absorb(self, span: Span, y: Tensor, queries: Tensor) -> Span:
         """In full: one more output of the span, with its scores for the reads left in it and for later spans."""
@@ -209,11 +226,11 @@ class TwoPhase:
         return (*span.sources, sum(span.own[1:], span.own[0])) if span.own else span.sources
 
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        count = 1 if i == self.sublayers else self._span_end(i) - i
-        pairs = [scores.split([count, scores.shape[-1] - count], -1) for scores in span.scores]
-        asked, later = tuple(zip(*pairs))
+        count, spans = self._reads_of(i), len(self._reads_to_come(i))
+        later = tuple(piece for n, piece in enumerate(span.scores) if n % spans)
         weight, eps = folded_norm(norm)
-        z, ends = torch.cat(asked, -2), i == self.sublayers  # after the final read nobody takes sources from here
+        z = torch.cat(span.scores[::spans], -2)
+        ends = i == self.sublayers  # after the final read nobody takes sources from here
         outs, lses, sources = self.operators().mix(span.sources, z, weight, eps, thread=not ends)
         queries = span.folded[i + 1 - self.first : i + count - self.first].unbind(0)
         span = Span(sources or span.sources, later, span.folded, outs[1:], lses[1:], queries)

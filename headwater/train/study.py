@@ -10,7 +10,7 @@
     "model.residual" = ["standard", "attnres-block"]
     "optim.lr" = [1.5e-3, 3e-3]
     "train.seed" = [0, 1, 2]
-    tokens_per_parameter = 20                          # instead of train.steps; embedding and head are not counted
+    tokens_per_parameter = 20                          # instead of train.steps; of the parameters of the layers
 
 A run's folder is named after what the lists gave it. Its weights are dropped when it is finished, unless the file says
 `keep_weights = true`: metrics, settings and summary stay, which is what reports and fits are made of.
@@ -148,10 +148,12 @@ def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
 
 
 def steps_for(config: Config, tokens_per_parameter: float) -> int:
-    """Steps that see so many tokens for each parameter between embedding and head."""
+    """Steps that see so many tokens for each parameter of the layers. The residual's own do not count, so that all
+    residuals of a size see the same tokens."""
     model = model_of(config, prepare(config.data))
     counts = model.parameter_count()
-    inner = counts["total"] - counts["embedding"] - (0 if model.config.tie_embeddings else model.head.weight.numel())
+    inner = counts["total"] - counts["embedding"] - counts["residual"]
+    inner -= 0 if model.config.tie_embeddings else model.head.weight.numel()
     return max(1, math.ceil(tokens_per_parameter * inner / (config.train.batch_size * model.config.context)))
 
 

@@ -66,6 +66,15 @@ def test_a_recipe_is_the_product_of_its_lists(recipe):
     assert (plan.jobs, plan.keep_weights) == (2, False)
 
 
+def test_all_residuals_of_a_size_see_the_same_tokens(recipe):
+    recipe.write_text(
+        recipe.read_text() + '\n[[runs]]\n"model.residual" = ["standard", "mhc"]\ntokens_per_parameter = 20\n'
+    )
+    runs = read_recipe(recipe).runs
+    steps = {runs[f"residual-{name}-tokens_per_parameter-20"].train.steps for name in ("standard", "mhc")}
+    assert len(steps) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

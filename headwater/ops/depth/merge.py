@@ -181,8 +181,8 @@ def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
     numbers = (rows, width, norm_eps)
     constants = constants | flags | {"BD": wide, "TOGETHER": not INTERPRETED}
     launch(_merge_backward, (programs,), (*args, parts), numbers, constants, num_warps=warps, num_stages=STAGES)
-    sizes = {"BD": 16, "BP": 64}
-    launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), flags | sizes, num_warps=4)
+    sizes = {"BD": 16, "BP": 256}
+    launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), flags | sizes, num_warps=8)
 
 
 def _outputs(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
