@@ -35,6 +35,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, bool, bool, bool]] = {
 # output channels, input channels, warps, tiles under way
 ONE = ((1, 2048, 4, 1), (2, 1024, 4, 1), (4, 512, 4, 1), (4, 1024, 4, 1), (8, 512, 4, 1), (8, 1024, 8, 1))
 FEW = ((16, 128, 4, 5), (16, 256, 4, 4), (16, 256, 8, 4), (32, 128, 4, 5), (16, 512, 8, 3))
+# output channels, warps, programs a multiprocessor
+STREAM = ((1, 4, 4), (1, 4, 8), (2, 4, 4), (2, 4, 6), (4, 4, 4), (2, 8, 2))
 TOTAL = 400 << 20  # bytes of all copies of a weight
 
 
@@ -87,7 +89,9 @@ class Case:
     def candidates(self, tiles: tuple[tuple[int, ...], ...], bandwidth: float) -> dict[str, Any]:
         """Of tiles of `projection`; timed unless the bandwidth is 0."""
         truth, found = self.run(self.weights[0], "reference"), {}
-        name = ("ONE" if len(self.x) == 1 else "TILE") + ("_GATED" if self.gated else "")
+        kind = "TILE" if len(self.x) > 1 else "STREAM" if len(tiles[0]) == 3 else "ONE"
+        projection.STREAM_WIDTH = 4096 if kind == "STREAM" else 0
+        name = kind + ("_GATED" if self.gated else "")
         kept = getattr(projection, name)
         for tile in tiles:
             setattr(projection, name, tile)
@@ -117,7 +121,10 @@ def main() -> None:
     for batch, name in itertools.product(flags.batches, flags.shapes):
         for merged in (False, True) if SHAPES[name][2] and name != "head" else (False,):
             case = Case(name, batch, merged)
-            one = case.candidates(ONE if batch == 1 else FEW, 0.0 if flags.untimed else bandwidth)
+            peak = 0.0 if flags.untimed else bandwidth
+            one = case.candidates(ONE if batch == 1 else FEW, peak)
+            if batch == 1 and case.norm is not None:
+                one |= case.candidates(STREAM, peak)
             title = f"batch {batch}, {name}{', merged' if merged else ''}"
             found[title] = one
             print(title, "best", min((v.get("us", 1e9), k) for k, v in one.items()), json.dumps(one), flush=True)

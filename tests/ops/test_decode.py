@@ -35,6 +35,20 @@ def reading(batch, width, device, merged):
     ids=["three", "gated", "added"],
 )
 def test_a_projection_is_its_reference(sizes, gated, added, batch, way, device):
+    check_projection(sizes, gated, added, batch, way, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", ["normed", "merged"])
+@pytest.mark.parametrize(("sizes", "gated"), [((32, 16, 16), False), ((48, 48), True)], ids=["three", "gated"])
+def test_one_row_that_is_too_wide_to_stay(sizes, gated, way, device, monkeypatch):
+    from headwater.ops.decode import projection
+
+    monkeypatch.setattr(projection, "STREAM_WIDTH", 64)
+    check_projection(sizes, gated, False, 1, way, device)
+
+
+def check_projection(sizes, gated, added, batch, way, device):
     width = 72  # no power of two
     x = numbers(batch, width, device=device)
     weights = [numbers(size, width, device=device, scale=0.1, seed=i) for i, size in enumerate(sizes)]

@@ -3,8 +3,9 @@
 
 A norm does not wait for its sum: y = rstd(h) (W (g h)), so that squares are summed while the weights stream by. Nor
 does a merge, h = (1 - b) o + b P: both parts are projected, and b and rstd(h) are known when the last weight has come.
-One row is a sum over registers (`_one`), up to 64 a product on the matrix units (`_few`), more the library's products;
-beyond 16 rows the read is a launch of its own: its sums would take the registers.
+One row is a sum over registers (`_one`; `_stream`, where the read fits there beside the weights, once a program), up to
+64 a product on the matrix units (`_few`), more the library's products; beyond 16 rows the read is a launch of its own:
+its sums would take the registers.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
-from headwater.ops.triton.tiles import ceil_div, power_of_2
+from headwater.ops.triton.tiles import ceil_div, power_of_2, processors
 
 from .reading import Merge, Norm
 
 FOLDED, FEW = 16, 64  # rows up to which reads are folded in; up to which weights are read by kernels of this file
 # Output channels and inputs of a tile, warps, tiles under way: of one row; of few.
-ONE, ONE_GATED = (4, 1024, 4, 1), (2, 1024, 4, 1)
-TILE, TILE_GATED = (16, 256, 4, 4), (16, 256, 4, 4)
+ONE, ONE_GATED = (4, 1024, 4, 1), (4, 512, 4, 1)
+TILE, TILE_GATED = (16, 128, 4, 5), (16, 128, 4, 5)
+# Of one row that is normed first: output channels at once, warps, programs a multiprocessor; the widest input for it.
+STREAM, STREAM_GATED, STREAM_WIDTH = (2, 4, 4), (1, 4, 4), 4096
 
 
 @triton.jit
@@ -112,6 +115,56 @@ def _one(
     if ADD:
         b_y += tl.load(add + n + o_n, mask=m, other=0.0).to(tl.float32)
     tl.store(y + n + o_n, b_y.to(y.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _stream(
+    x, g, out, lse, f, w0, w1, w2, y, N0, N1, N2, eps, key_eps,
+    K: tl.constexpr, MERGE: tl.constexpr, GATED: tl.constexpr, WEIGHTS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # The first weights are under way while the read is computed, and then always the next ones.
+    block, programs = tl.program_id(0), tl.num_programs(0)
+    total = N0
+    if WEIGHTS > 1 and not GATED:
+        total += N1
+    if WEIGHTS > 2:
+        total += N2
+    o_n, o_k = tl.arange(0, BN)[:, None], tl.arange(0, BK)[None, :]
+    m_k = o_k < K
+    if GATED:
+        p, first = tl.multiple_of(w0, 16), block * BN
+    else:
+        p, first = _weight(w0, w1, w2, block * BN, N0, N1, WEIGHTS)
+    row = (first + o_n).to(tl.int64) * K + o_k
+    m = m_k & (block * BN + o_n < total)
+    ahead = tl.load(p + row, mask=m, other=0.0)
+    ahead_u = ahead
+    if GATED:
+        ahead_u = tl.load(w1 + row, mask=m, other=0.0)
+    h = tl.load(x + o_k, mask=m_k, other=0.0).to(tl.float32)
+    if MERGE:
+        b_o = tl.load(out + o_k, mask=m_k, other=0.0).to(tl.float32)
+        z = tl.sum(h * tl.load(f + o_k, mask=m_k, other=0.0)) / tl.sqrt(tl.sum(h * h) / K + key_eps)
+        h = b_o + tl.sigmoid(z - tl.load(lse)) * (h - b_o)
+    h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32) / tl.sqrt(tl.sum(h * h) / K + eps)
+    for now in range(block, tl.cdiv(total, BN), programs):
+        b_w, b_u = ahead.to(tl.float32), ahead_u.to(tl.float32)
+        n = (now + programs) * BN
+        if GATED:
+            p, first = tl.multiple_of(w0, 16), n
+        else:
+            p, first = _weight(w0, w1, w2, n, N0, N1, WEIGHTS)
+        row = (first + o_n).to(tl.int64) * K + o_k
+        m = m_k & (n + o_n < total)
+        ahead = tl.load(p + row, mask=m, other=0.0)
+        if GATED:
+            ahead_u = tl.load(w1 + row, mask=m, other=0.0)
+        b_y = tl.sum(b_w * h, 1)
+        if GATED:
+            b_y = b_y * tl.sigmoid(b_y) * tl.sum(b_u * h, 1)
+        o_y = now * BN + tl.arange(0, BN)
+        tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=o_y < total)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -229,6 +282,10 @@ def project(
     tile, one = (TILE_GATED, ONE_GATED) if gated else (TILE, ONE)
     wide, deep, warps, stages = one if len(x) == 1 else tile
     whole = sizes[:1] if gated else sizes
+    streamed = len(x) == 1 and norm is not None and add is None and x.shape[1] <= STREAM_WIDTH
+    if streamed:
+        wide, warps, stages = STREAM_GATED if gated else STREAM
+        deep = power_of_2(x.shape[1])
     wide = min(wide, *(size & -size for size in whole)) if len(whole) > 1 else wide  # a tile is of one weight
     if len(x) > 1:
         wide = max(16, wide)
@@ -245,6 +302,12 @@ def project(
         "ADD": add is not None, "WEIGHTS": len(weights),
     }  # fmt: skip
     grid = (ceil_div(sum(whole), wide),)
+    if streamed:
+        rounds = ceil_div(grid[0], stages * processors(x.device))
+        constants = {name: value for name, value in constants.items() if name not in ("NORM", "ADD")}
+        constants |= {"BN": wide, "BK": deep}
+        launch(_stream, (ceil_div(grid[0], rounds),), (*tensors[:8], y), numbers, constants, num_warps=warps)
+        return
     deep = min(deep, max(16, power_of_2(x.shape[1])))
     if len(x) == 1:
         launch(_one, grid, tensors, numbers, constants | {"BN": wide, "BK": deep}, num_warps=warps)
