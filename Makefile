@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS := $(VENV)/.docs
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # The releases of transformers before the pinned one: make test-hf, or make test-hf TRANSFORMERS=5.21.1
 TRANSFORMERS ?= 5.20.2 5.21.1
@@ -13,10 +15,15 @@ TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/t
 
 KILLS ?= 100
 
-.PHONY: demo test test-crash test-faults test-gpu test-hf test-planted test-torch lint format clean
+.PHONY: demo docs test test-crash test-faults test-gpu test-hf test-planted test-torch lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
+
+# The site, in build/site: open build/site/index.html. A broken link, or a page that nothing leads to, is an error.
+docs: $(DOCS)
+	PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "Open build/site/index.html"
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -m 'not faults and not alone'
@@ -67,11 +74,19 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools wheel torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-compile --no-build-isolation --editable '.[dev]'
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) setuptools wheel torch
+	$(PIP) --no-compile --no-build-isolation --editable '.[dev]'
 	touch $(INSTALLED)
+
+# Less than the tests need.
+$(DOCS): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) setuptools wheel torch
+	$(PIP) --no-compile --no-build-isolation --editable '.[docs]'
+	touch $(DOCS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

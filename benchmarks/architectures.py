@@ -3,7 +3,8 @@
 `python -m benchmarks.architectures` builds each type it can, converts it in three dtypes, and holds it to the plain
 one: one pass, padding, decoding from a cache and from a static one, gradients; off its start, decoding against one
 pass; saved, and loaded in a new process; reverted. It writes benchmarks/results/cpu-architectures.json and the tables
-of docs/huggingface.md. `--types NAME ...` tries some and prints them alone; `--missing` goes on where a run ended.
+of docs/reference/architectures.md. `--types NAME ...` tries some and prints them alone; `--missing` goes on where a run
+ended.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from headwater.hf.convert.trial import ERRORS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu-architectures.json"
-PAGE = ROOT / "docs" / "huggingface.md"
+PAGE = ROOT / "docs" / "reference" / "architectures.md"
 MARKS = re.compile("(?<=<!-- architectures:begin -->\n).*?(?=<!-- architectures:end -->)", re.DOTALL)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

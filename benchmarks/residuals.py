@@ -34,7 +34,7 @@ REPEATS = {"cuda": 10, "cpu": 3}
 RULE_LAYERS = {"cuda": LAYERS, "cpu": 2}
 LIMIT = 1.5
 GATE = 0.01  # relative difference allowed between the losses of a residual's arms
-# Local mixing along either axis, and a better shortcut instead (arXiv 2603.16039): the arms of docs/residuals.md.
+# Local mixing along either axis, and a better shortcut instead (arXiv 2603.16039): docs/explanation/duality.md.
 DUALITY = (
     "standard",
     "standard+shortswa=4",

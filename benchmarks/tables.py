@@ -1,55 +1,169 @@
-"""The table of costs in docs/residuals.md, from benchmarks/results: `python -m benchmarks.tables`."""
+"""The measured tables of the documentation, from the current results: `python -m benchmarks.tables` writes them between
+their marks in docs/ and README.md."""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "residuals.md"
-RATIOS = ("eager_over_straightforward", "compiled_over_straightforward")
-MARKS = re.compile("(?<=<!-- cost:begin -->\n).*?(?=<!-- cost:end -->)", re.DOTALL)
-COLUMNS = (
-    "residual",
-    "CPU time",
-    "memory",
-    "H200 time",
-    "memory",
-    "CPU, eager / formula",
-    "compiled / formula",
-    "H200, eager / formula",
-    "compiled / formula",
-)
-HEAD = f"""\
-Steps relative to `standard` at 12 layers, eager, on two cores (`cpu-residuals.json`) and on one H200 with products in
-bf16 and the stream in fp32 (`h200-residuals.json`); then relative to the compiled formula, at 2 layers on the CPU (and
-`cpu-residuals-rest.json`) and at 3 on the H200 (`h200-residuals-rule.json`). Dashes: on the H200, 19 processes compiled
-on 16 cores, and these were not ready after 85 seconds.
+RESULTS = ROOT / "benchmarks" / "results"
+MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
+Cells = list[str]
 
-| {" | ".join(COLUMNS)} |
-|{"---|" * len(COLUMNS)}
-"""
+ARMS = {
+    "plain-compiled": "plain residual, compiled",
+    "headwater": "**headwater**",
+    "headwater-compiled": "**headwater**, under `torch.compile`",
+    "fla-0": "fla-core 0.6.0, level 0",
+    "fla-1": "fla-core 0.6.0, level 1",
+    "fla-gluon": "fla-core 0.6.0, Gluon",
+    "liger": "Liger 0.8.5",
+    "fast-attnres": "fast-attnres 2.1.0",
+    "flash-attn-res": "flash-attn-res 0.1.12",
+}
+TRAINED = {
+    "standard": "plain residual",
+    "standard/model": "plain residual, `--compile model`",
+    "attnres-block": "**Block Attention Residuals**",
+    "attnres-full": "**Full Attention Residuals**",
+    "fla-attnres": "Block, each read by fla's operator",
+    "denseformer": "DenseFormer",
+    "ddl": "Deep Delta Learning",
+    "mhc": "mHC, 4 streams",
+}
 
 
-def summary(*files: str) -> dict[str, dict[str, Any]]:
-    """By residual; of several files the first that has a number gives it."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in files:
-        for row in json.loads((ROOT / "benchmarks" / "results" / file).read_text())["summary"]:
-            found[row["residual"]] = row | found.get(row["residual"], {})
+def path(name: str) -> Path:
+    """The current file of a measurement."""
+    return RESULTS / f"{name}.json"
+
+
+def read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path(name).read_text())
     return found
 
 
-def table() -> str:
-    cpu, gpu = summary("cpu-residuals.json", "cpu-residuals-rest.json"), summary("h200-residuals.json")
-    rule = summary("h200-residuals-rule.json")
-    lines = []
-    for name in cpu:
-        cells = [side[name].get(key) for side in (cpu, gpu) for key in ("eager_time", "eager_memory")]
-        cells += [side.get(name, {}).get(key) for side in (cpu, rule) for key in RATIOS]
-        lines.append(" | ".join([f"| `{name}`", *("-" if cell is None else f"{cell:.2f}" for cell in cells)]) + " |\n")
-    return HEAD + "".join(lines)
+def grid(head: Cells, rows: list[Cells]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def source(*names: str) -> str:
+    """Where a table comes from: file, machine, torch."""
+    found = {name: read(name) for name in names}
+    about = [
+        f"`{name}.json` ({f.get('gpu') or f['cpu']}, torch {f['torch'].split('+')[0]})" for name, f in found.items()
+    ]
+    return f"\nFrom {' and '.join(about)} in `benchmarks/results`.\n"
+
+
+def step_costs() -> dict[str, dict[str, float | None]]:
+    """By residual: time and peak memory of an eager step relative to `standard`, at 12 layers."""
+    cpu, gpu = ({row["residual"]: row for row in read(name)["summary"]} for name in ("cpu-residuals", "h200-residuals"))
+    places = (("a step on two CPU cores", cpu, "eager_time"), ("its memory there", cpu, "eager_memory"))
+    places += (("a step on an H200, eager", gpu, "eager_time"), ("its memory there, eager", gpu, "eager_memory"))
+    return {name: {what: side.get(name, {}).get(key) for what, side, key in places} for name in (*cpu, *gpu)}
+
+
+def costs() -> str:
+    rows = [
+        [f"`{name}`", *("-" if value is None else f"{value:.2f}" for value in found.values())]
+        for name, found in step_costs().items()
+    ]
+    head = ["residual", "time, two cores", "memory", "time, H200", "memory"]
+    return grid(head, rows) + source("cpu-residuals", "h200-residuals")
+
+
+def speed() -> str:
+    found = read("h200-speed")["50m"]
+    rows = [
+        [label, f"{arm['tokens_per_second'] / 1000:.0f}", f"{100 * arm['of_plain']:.0f} %"]
+        for name, label in TRAINED.items()
+        if "tokens_per_second" in (arm := found.get(name, {}))
+    ]
+    return grid(["", "thousand tokens/s", "of plain"], rows) + source("h200-speed")
+
+
+def larger() -> str:
+    found = read("h200-speed-342m")["342m"]
+    rows = [
+        [TRAINED[name], f"{arm['tokens_per_second'] / 1000:.0f}", f"{100 * arm['of_plain']:.0f} %"]
+        for name, arm in found.items()
+    ]
+    return grid(["", "thousand tokens/s", "of plain"], rows) + source("h200-speed-342m")
+
+
+def stack(part: str = "stack", *names: str) -> str:
+    """Each arm from the first file that has it; ours and the plain residual from the first."""
+    arms: dict[str, dict[str, Any]] = {}
+    for name in names or ("h200-attnres", "h200-attnres-peers"):
+        for arm in read(name)[part]["arms"]:
+            if "both" in arm:
+                arms.setdefault(arm["arm"], arm)
+    rows = [[ARMS[name], *_times(arm, plain=name == "plain-compiled")] for name, arm in arms.items()]
+    rows.sort(key=lambda row: float(row[2]))
+    head = ["", "forward, ms", "forward + backward, ms", "extra passes", "peak GiB"]
+    return grid(head, rows) + source(*(names or ("h200-attnres", "h200-attnres-peers")))
+
+
+def _times(arm: dict[str, Any], plain: bool) -> Cells:
+    extra = "" if plain else f"{arm['both']['extra']:.1f}"
+    return [f"{arm['forward']['ms']:.1f}", f"{arm['both']['ms']:.1f}", extra, f"{arm['peak_gib']:.1f}"]
+
+
+def full() -> str:
+    return stack("full", "h200-attnres")
+
+
+def decoder() -> str:
+    found = [arm for name in ("h200-attnres", "h200-attnres-read-decoder") for arm in read(name)["decoder"]["arms"]]
+    rows = [
+        [str(arm["dim"]), f"{arm['plain_ms']:.0f}", f"{arm['ms']:.0f}", f"{arm['overhead_percent']:.1f} %"]
+        for arm in sorted(found, key=lambda arm: -arm["dim"])
+        if "overhead_percent" in arm
+    ]
+    head = ["width", "plain, ms", "headwater, ms", "overhead"]
+    return grid(head, rows) + source("h200-attnres", "h200-attnres-read-decoder")
+
+
+def reads() -> str:
+    rows = [
+        [f"{row['sources']} x {row['tokens']} x {row['dim']}", f"{1000 * row['forward']['ms']:.0f}", _share(row)]
+        for row in read("h200-attnres-read-decoder")["read"]["arms"][0]["rows"]
+    ]
+    return grid(["sources x tokens x width", "µs", "of copy bandwidth"], rows) + source("h200-attnres-read-decoder")
+
+
+def _share(row: dict[str, Any]) -> str:
+    return f"{100 * row['of_copy_bandwidth']:.0f} %"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "costs": costs,
+    "speed": speed,
+    "larger": larger,
+    "stack": stack,
+    "full": full,
+    "decoder": decoder,
+    "reads": reads,
+}
+
+
+def pages() -> list[Path]:
+    """What may hold a table."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """A page with every table that it has marks for as the results have it now."""
+    return MARKS.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[3]}" if m[2] in TABLES else m[0], text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(MARKS.sub(lambda _: table(), PAGE.read_text()))
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (new := filled(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(page.relative_to(ROOT))

@@ -19,7 +19,7 @@ T = TypeVar("T")
 Settings = Annotated[Config, tyro.conf.arg(name="")]
 
 # Deep and narrow, so that how depth is connected matters: 24 sublayers of 64 channels. Sized for two CPU cores.
-# The learning rate is the plain residual's best of 3e-3, 6e-3 and 1e-2 (docs/log.md).
+# The learning rate is the plain residual's best of 3e-3, 6e-3 and 1e-2 (docs/results/log.md).
 DEMO: dict[str, Any] = {
     "residuals": ("standard", "attnres-block", "attnres-full"),
     "seeds": (0, 1),
@@ -34,7 +34,8 @@ DEMO: dict[str, Any] = {
 @dataclass(frozen=True, kw_only=True)
 class PluginFlags:
     plugin: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A module of yours that registers residuals; once for each. Installed packages need none (docs/residuals.md)."""
+    """A module of yours that registers residuals; once for each. Installed packages need none: see
+    docs/guides/new-residual.md."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A package outside of the repository that brings a residual, the one of docs/residuals.md, written to a folder."""
+"""A package outside of the repository that brings the residual of docs/guides/new-residual.md, written to a folder."""
 
 import sys
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headwater.residuals import plugins, registry
 
-PAGE = Path(__file__).parent.parent / "docs" / "residuals.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "new-residual.md"
 LEAKY = PAGE.read_text(encoding="utf-8").partition("```python\n# my_residuals.py\n")[2].partition("```")[0]
 
 

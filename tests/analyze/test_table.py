@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.tables import MARKS, PAGE, table
 from headwater.analyze.markup import count, duration, memory
 from headwater.analyze.table import markdown, paper_traffic, residual_table
 from headwater.cli import main
@@ -89,10 +88,3 @@ def test_markdown_has_a_line_for_every_residual(rows):
     lines = markdown(list(rows.values())).splitlines()
     assert len(lines) == len(rows) + 2
     assert all(line.count(" | ") == 7 for line in lines[2:])
-
-
-def test_the_page_has_the_costs_of_the_result_files():
-    """Else: python -m benchmarks.tables"""
-    found = MARKS.search(PAGE.read_text())
-    assert found is not None
-    assert found[0] == table()

@@ -303,8 +303,8 @@ CACHED = ("interleaved", "interleaved-4", "looped", "uneven", "interleaved-wide"
     "case", [c for c in cases() if c.residual == RESIDUALS[2] and c.layout in CACHED and not c.muon], ids=str
 )
 def test_bytes_are_those_of_the_derivation(folder, case):
-    """docs/pipeline-cache.md: before sublayer c there are 1 + ceil(c / S) sources; a rank that has been at depth d
-    already has 1 + floor(d / S) of them."""
+    """docs/explanation/pipeline-cache.md: before sublayer c there are 1 + ceil(c / S) sources; a rank that has been at
+    depth d already has 1 + floor(d / S) of them."""
     layout = LAYOUTS[case.world][case.layout]
     ranks, stages, block, sublayers = layout["pipeline"], layout["pipeline"] * layout["chunks"], 3, 8
     cuts = (0, *layout["cuts"]) if "cuts" in layout else [s * sublayers // stages for s in range(stages)]

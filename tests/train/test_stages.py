@@ -80,7 +80,7 @@ def test_every_tensor_is_on_its_rank_when_it_is_needed(residual):
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 2), (2, 4), (8, 4)])
 def test_totals_in_closed_form(ranks, chunks):
-    """One block a stage: naive and cached totals of docs/pipeline-cache.md, in tensors."""
+    """One block a stage: naive and cached totals of docs/explanation/pipeline-cache.md, in tensors."""
     stages = ranks * chunks
     states = trace_states(shape("attnres-block:block=2", layers=stages), 1, 4, CPU)
     totals = {

@@ -7,7 +7,7 @@ from headwater.errors import UserError
 
 from .layouts import LAYOUTS, Layout
 
-PAGE = "docs/huggingface.md, section Architectures"
+PAGE = "docs/reference/architectures.md"
 NO_DECODER = "it is not a decoder: its language model is an encoder, or no language model at all"
 CROSS = "it is the decoder of a pair: its layers attend to an encoder too, which a residual here would leave out"
 NORM_ON_STREAM = "its norms stand on the stream itself (post-norm), so there is no plain residual to replace"

@@ -3,7 +3,7 @@
 A rank holds one stage, or several under an interleaved schedule. What a stage receives or produces stays on its rank,
 by micro-batch, for the rank's later stages; a hop carries only what the receiver lacks. The gradient of a borrowed
 tensor is deposited on the rank, and the stage that had the tensor first adds the deposit before the gradient goes
-upstream. docs/pipeline-cache.md derives the bytes.
+upstream. docs/explanation/pipeline-cache.md derives the bytes.
 """
 
 from __future__ import annotations

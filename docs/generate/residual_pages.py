@@ -1,0 +1,168 @@
+"""A page for each registered residual: formula, start, cost, options, mixing matrix, differences, plain code."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+from mathematics import typeset
+
+from benchmarks.tables import step_costs
+from headwater.analyze.table import Row, residual_table
+from headwater.residuals import entry, options_of
+from headwater.residuals.formulas import FORMULAS
+
+ROOT = Path(__file__).parents[2]
+DIFFERENCES = ROOT / "docs" / "explanation" / "implementations.md"
+MATRICES = ROOT / "studies" / "mixing-matrices" / "results.json"
+STARTS = {
+    "exact": "It starts as the plain residual: every read is the same to the last digits.",
+    "scaled": "It starts as the plain residual up to a scale, which the norm of the reader cancels.",
+    "different": "It does not start as the plain residual.",
+}
+
+
+def pages() -> dict[str, str]:
+    """By address: the list of all residuals, and a page for each."""
+    rows = {row.name: row for row in residual_table()}
+    made = {f"reference/residuals/{name}.md": page(name, row) for name, row in rows.items()}
+    return {"reference/residuals/index.md": index(list(rows.values())), **made}
+
+
+def index(rows: list[Row]) -> str:
+    lines = [
+        "# Residuals\n",
+        "Every residual that is registered. Each page has the formula, the options, the cost and a picture.",
+        "[How to choose](../../start/choose.md) helps to pick one. [How to add one](../../guides/new-residual.md).\n",
+        "| residual | formula | at start | paper |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        formula = row.formula.partition(": ")[0].replace("|", "\\|")
+        paper = papers(entry(row.name).build.__doc__ or "")
+        lines.append(f"| [{row.name}]({row.name}.md) | `{formula}` | {row.at_start} | {paper} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(name: str, row: Row) -> str:
+    known = entry(name)
+    sections = [
+        f"# {name}",
+        typeset(known.formula),
+        described(known.build),
+        f"## Use it\n\n{usage(name)}",
+        f"## Options\n\n{options(name)}",
+        f"## At the start\n\n{STARTS[row.at_start]}",
+        f"## Cost\n\n{costs(name, row)}",
+        f"## Mixing matrix\n\n{picture(name)}",
+        differences(name),
+        f"## The formula as plain code\n\n{code(name)}",
+        study(name),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def described(cls: type) -> str:
+    """The docstring after its formula: a paragraph for what starts with a label, papers as links."""
+    text = " ".join("\n".join(inspect.cleandoc(cls.__doc__ or "").splitlines()[1:]).split())
+    text = re.sub(r"(?<=\.) (?=(At initialisation|Cost|Left out|Options, |How it is computed)\b)", "\n\n", text)
+    text = re.sub(r"^(At initialisation|Cost|Left out|How it is computed):", r"**\1.**", text, flags=re.M)
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text.replace("<", "&lt;"))
+
+
+def papers(text: str) -> str:
+    return ", ".join(
+        f"[{number}](https://arxiv.org/abs/{number})" for number in re.findall(r"(\d{4}\.\d{5})", text)[-1:]
+    )
+
+
+def usage(name: str) -> str:
+    return (
+        f'```python\nimport headwater\n\nresidual = headwater.build("{name}", dim=64, sublayers=8)\n```\n\n'
+        f"```bash\nheadwater residuals {name}\n```\n\n"
+        f"In training: `headwater train --residual {name}`. "
+        "[Own models](../../guides/own-model.md) and [Hugging Face models](../../guides/huggingface.md) take the same."
+    )
+
+
+def options(name: str) -> str:
+    found = options_of(name)[1]
+    if not found:
+        return "None."
+    lines = [f"| `{option.name}` | `{option.default}` | {option.takes} |" for option in found]
+    first = f"`{name}:{found[0].name}={found[0].default}`"
+    return f"Options follow the name: {first}.\n\n| option | default | takes |\n|---|---|---|\n" + "\n".join(lines)
+
+
+def costs(name: str, row: Row) -> str:
+    counted = {
+        "parameters a sublayer, in widths D": row.parameters,
+        "kept at most, in tensors (tokens x D)": row.stored,
+        "moved by a sublayer's read and write, fused": row.least,
+        "moved, operator by operator": row.eager,
+    }
+    lines = [f"| {what} | {value:.3g} |" for what, value in counted.items()]
+    measured = step_costs().get(name)
+    for what, value in (measured or {}).items():
+        lines.append(f"| {what} | {'not measured' if value is None else f'{value:.2f}'} |")
+    note = (
+        "The first four are counted in the code, for 12 layers. The others are measured steps, relative to `standard`"
+    )
+    return "| | |\n|---|---|\n" + "\n".join(lines) + f"\n\n{note} ([all of them](../../start/choose.md))."
+
+
+def differences(name: str) -> str:
+    """The paragraph of the page about implementations that is about this one."""
+    for names_of, text in re.findall(r"^\*\*([a-z, -]+)\.\*\* (.*?)(?=\n\n|\Z)", DIFFERENCES.read_text(), re.M | re.S):
+        if name in names_of.split(", "):
+            moved = text.replace("](", "](../../explanation/")
+            return f"## Where implementations differ\n\n{moved[0].upper()}{moved[1:]}"
+    return ""
+
+
+def code(name: str) -> str:
+    source = inspect.getsource(FORMULAS[name])
+    return (
+        "Tests hold the class to this function. `x` is the embedding, `run(i, read)` a sublayer, `o` the options.\n\n"
+        f"```py\n{source}```"
+    )
+
+
+def study(name: str) -> str:
+    if not (ROOT / "docs" / "results" / "study.md").exists():
+        return ""
+    return "## In the study\n\n[What it reached, beside the others](../../results/study.md)."
+
+
+def picture(name: str) -> str:
+    found = json.loads(MATRICES.read_text())
+    matrix, sublayers = found["matrices"][name], found["sublayers"]
+    text = (
+        f"A small decoder after {found['steps']} steps. Rows are reads, the output head last. Columns are sources, the "
+        "embedding first. The darker, the more a read takes of a source; orange is negative."
+    )
+    return f"{svg(matrix, sublayers)}\n\n{text} {note(name)}"
+
+
+def note(name: str) -> str:
+    from headwater.analyze.mixing import NOTES
+    from headwater.residuals import build
+
+    return f"The matrix is {NOTES[build(name, 64, 12).mixes]}."
+
+
+def svg(matrix: list[list[float]], sublayers: list[str], cell: int = 22) -> str:
+    """A grid, its opacity the weight in shares of the largest; every cell says its number when pointed at."""
+    largest = max(abs(value) for row in matrix for value in row)
+    labels = [*sublayers, "head"]
+    sources = ["embedding", *sublayers]
+    cells = [
+        f'<rect x="{64 + c * cell}" y="{r * cell}" width="{cell - 1}" height="{cell - 1}" '
+        f'class="{"below" if value < 0 else "above"}" fill-opacity="{max(0.04, abs(value) / largest):.3f}">'
+        f"<title>read {r} ({labels[r]}) takes {value:.3f} of source {c} ({sources[c]})</title></rect>"
+        for r, row in enumerate(matrix)
+        for c, value in enumerate(row[: r + 1])
+    ]
+    texts = [f'<text x="58" y="{r * cell + 15}">{label[:9]}</text>' for r, label in enumerate(labels)]
+    size = len(matrix) * cell
+    return f'<svg class="mixing" viewBox="0 0 {64 + size} {size}" role="img">{"".join(cells + texts)}</svg>'

@@ -1,0 +1,238 @@
+"""What the README and the site show is true: their code runs, their tables come from the results, the site builds.
+
+Blocks run in this process, a page after another, each in a folder of its own. What trains gets a smaller batch, shorter
+evaluations and a part of the standard library, and the runs of a comparison are no processes: other tests see to those.
+"""
+
+import contextlib
+import importlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from residuals import test_contract as contract
+
+from benchmarks import tables
+from headwater import cli
+from headwater.residuals import build, names, registry
+from headwater.train import jobs
+from headwater.train.data import corpus
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+WRITTEN = [README, *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCKS = {page.relative_to(ROOT).as_posix(): FENCE.findall(page.read_text(encoding="utf-8")) for page in WRITTEN}
+SMALL = ["--batch-size", "1", "--eval-windows", "2"]
+RUN = {"python", "bash"}  # py is code of the repository, which has tests of its own
+ELSEWHERE = {"examples/own_transformer.py": "tests/test_examples.py"}
+
+
+def lines_of(block: str) -> list[str]:
+    return block.replace("\\\n", " ").strip().splitlines()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_library():
+    """`stdlib` as a few of its files."""
+    whole = corpus._stdlib_files
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "_stdlib_files", lambda: whole()[:60])
+        yield
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """What pages take for granted: a trained run, a second one, and a Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    place = tmp_path_factory.mktemp("docs")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=256, max_position_embeddings=64)).save_pretrained(place / "llama")
+    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADWATER_CACHE", str(place / "cache"))
+        for line in re.findall(r"^headwater train .*", (DOCS / "guides" / "training.md").read_text(), re.M)[:2]:
+            assert cli.main([*shlex.split(line)[1:], *SMALL, "--steps", "5"]) == 0
+    return place
+
+
+@pytest.fixture
+def place(prepared, tmp_path, monkeypatch):
+    """An empty folder, with commands as functions of this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADWATER_CACHE", str(prepared / "cache"))
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # what a page registers ends with it
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(jobs, "launch", in_this_process)
+    return tmp_path
+
+
+def in_this_process(job, company):
+    """Stands in for headwater.train.jobs.launch."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    jobs.record_company(job, company)
+    with job.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        code = cli.main(["train", *job.arguments, "--out", str(job.folder), *SMALL, "--steps", "3"])
+    return SimpleNamespace(poll=lambda: code, returncode=code, pid=0)
+
+
+def bring(page: str, prepared: Path) -> None:
+    """The prepared folders that a page names, and does not make by itself."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in ("llama", "runs/first", "runs/longer"):
+        if name in text and f"--out {name}\n" not in text:
+            shutil.copytree(prepared / name, name)
+
+
+def run_line(line: str) -> None:
+    """One line of a shell block: run here where that can be, else held to what it must agree with."""
+    words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
+    if words[0] == "make":  # this test runs inside one of them
+        subprocess.run(["make", "--dry-run", *words[1:]], check=True, cwd=ROOT, capture_output=True)
+    elif words[:2] == ["pip", "install"]:
+        extras = re.findall(r"[\w-]+", words[-1].partition("[")[2])
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert words[2:4] in (["-e", "."], ["-e", words[-1]]), line
+        assert set(extras) <= set(known), line
+    elif words[0] == "python":
+        assert words[1] in ELSEWHERE, line
+        assert (ROOT / words[1]).exists(), line
+    elif words[0] == "torchrun":
+        layout(words)
+    else:
+        assert words[0] == "headwater", line
+        small = SMALL if words[1] == "train" and "--resume" not in words else []
+        assert cli.main([*words[1:], *small]) == 0, line
+
+
+def layout(words: list[str]) -> None:
+    """The flags of a run on machines that are not here: they must be flags, and there must be a plan."""
+    number = {key: int(words[words.index(key) + 1]) if key in words else 1 for key in ("--nnodes", "--nproc-per-node")}
+    flags = words[words.index("train") + 1 :]
+    for name in ("--out", "--device"):
+        if name in flags:
+            del flags[flags.index(name) : flags.index(name) + 2]
+    assert cli.main(["plan", *flags, "--world", str(number["--nnodes"] * number["--nproc-per-node"])]) == 0
+
+
+def run_page(page: str, prepared: Path) -> None:
+    bring(page, prepared)
+    space: dict[str, object] = {"__name__": "a_page"}
+    for language, block in BLOCKS[page]:
+        named = re.match(r"# (\S+\.(?:py|toml))\n", block)
+        if named:
+            Path(named[1]).write_text(block)
+            importlib.invalidate_caches()
+        elif language == "python":
+            exec(compile(block, page, "exec"), space)  # the page is ours
+        elif language == "bash":
+            for line in lines_of(block):
+                run_line(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page, blocks in BLOCKS.items() if RUN & {language for language, _ in blocks}]
+)
+def test_the_code_of_a_page_runs(page, place, prepared, capsys):
+    before = set(sys.modules)
+    run_page(page, prepared)
+    for name in {"my_residuals"} & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+def test_a_block_that_fails_is_noticed(place, prepared, monkeypatch):
+    monkeypatch.setitem(BLOCKS, "README.md", [("bash", "headwater train --residul x\n")])
+    with pytest.raises((AssertionError, SystemExit)):
+        run_page("README.md", prepared)
+    for line in ("pip install -e '.[nothing]'", "rm -r x", "python examples/none.py"):
+        with pytest.raises(AssertionError):
+            run_line(line)
+
+
+def test_every_language_is_known_and_what_is_not_code_parses():
+    for blocks in BLOCKS.values():
+        for language, block in blocks:
+            assert language in {"python", "py", "bash", "toml", "yaml"}
+            if language in ("toml", "yaml"):
+                assert {"toml": tomllib.loads, "yaml": yaml.safe_load}[language](block)
+
+
+def test_tables_are_those_of_the_results():
+    """Else: python -m benchmarks.tables"""
+    found = {name: page for page in WRITTEN for name in re.findall(r"<!-- (\w+):begin -->", page.read_text())}
+    assert set(tables.TABLES) <= set(found)
+    for page in WRITTEN:
+        assert tables.filled(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8"), page
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_results():
+    readme = " ".join(README.read_text(encoding="utf-8").split())
+    decoder, stack = tables.decoder(), tables.stack()
+    for width in ("4096", "2048"):
+        (overhead,) = re.findall(rf"\| {width} \|.*\| (\S+ %) \|", decoder)
+        assert overhead in readme
+    times = dict(re.findall(r"\| (\S.+?) \| \S+ \| (\d\S+) \|", stack))
+    others = [float(ms) for name, ms in times.items() if "headwater" not in name and "plain" not in name]
+    ours, plain = times["**headwater**"], times["plain residual, compiled"]
+    assert f"take {ours} ms; the plain residual {plain}, the fastest other package {min(others):.1f}" in readme
+    exact = json.loads(tables.path("cpu-architectures").read_text())["exact"]
+    assert f"{exact} types convert" in readme
+    assert "Twenty residuals" in readme
+    assert len(names()) == 20
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for page in (README, ROOT / "CONTRIBUTING.md"):
+        prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+        links = [link for link in re.findall(r"\]\(([^)]+)", prose) if not link.startswith("http")]
+        assert links
+        for link in links:
+            file, _, anchor = link.partition("#")
+            text = (ROOT / file).read_text(encoding="utf-8") if file.endswith(".md") else ""
+            assert (ROOT / file).exists(), link
+            heads = {
+                re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in re.findall(r"^#+ (.*)", text, re.M)
+            }
+            assert not anchor or anchor in heads, link
+
+
+def test_the_readme_is_short_and_its_picture_small():
+    assert len(README.read_text().splitlines()) <= 110
+    assert (DOCS / "assets" / "inspector.png").stat().st_size < 300_000
+
+
+def test_the_residual_that_contributing_shows_keeps_the_contract(tmp_path, monkeypatch):
+    """The block as it stands, in a module of its own, through the tests that every residual passes."""
+    (block,) = (
+        body for language, body in FENCE.findall((ROOT / "CONTRIBUTING.md").read_text()) if language == "python"
+    )
+    assert sum(map(bool, block.splitlines())) < 40
+    (tmp_path / "shown_residual.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # other tests do not know it
+    before = set(names())
+    importlib.import_module("shown_residual")
+    (name,) = set(names()) - before
+    for spec in (name, f"{name}:start=0.5"):
+        contract.test_gradients_reach_every_parameter(spec)
+        contract.test_activation_checkpointing_changes_nothing(spec, False)
+        contract.test_saved_and_loaded_is_the_same_model(spec, tmp_path / spec.replace(":", "-"))
+        contract.test_decoding_with_a_cache_equals_decoding_without(spec)
+        contract.test_it_starts_as_it_says(spec)
+        contract.test_the_mixing_matrix_gives_back_the_reads(spec)
+        contract.test_state_is_a_value(spec)
+        contract.test_bf16_reads_are_a_few_roundings_from_fp32(spec)
+    residual = build(f"{name}:start=0.5", dim=16, sublayers=4)
+    state = residual.begin(torch.randn(2, 3, 16))
+    assert residual.weights(state, 0)[:, 0, 0, 0].tolist() == [1.0, 0.5]
