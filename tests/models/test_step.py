@@ -141,3 +141,17 @@ def test_memory_does_not_grow_with_tokens(spec):
                 torch.cuda.synchronize()
                 sizes.append(torch.cuda.memory_allocated())
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=gpu) for kind in ("attnres-block", "kimi")])
+def test_portions_of_a_prompt_see_what_the_whole_sees(kind, dtype):
+    """A mask that is never written out: new tokens look at all past ones and at new ones up to themselves."""
+    spec, settings = MODELS[kind]
+    heads = {"dim": 128, "heads": 4, "kv_heads": 2, "mlp_dim": 64, **settings}
+    model = model_of(spec, scatter=True, **heads).to("cuda", dtype).eval()
+    tokens = torch.arange(30, device="cuda")[None]
+    with torch.no_grad():
+        whole, cache = model.hidden(tokens), model.new_cache()
+        parts = torch.cat([model.hidden(part, cache) for part in tokens.split(11, 1)], 1)
+    assert (parts - whole).float().norm() <= (0.05 if dtype == torch.bfloat16 else 1e-3) * whole.float().norm()

@@ -275,7 +275,7 @@ def project(
     launches["project"] += 1
     if norm is not None and len(x) > FOLDED:
         x, norm, merge = read(x, norm, merge), None, None
-    if len(x) > FEW:
+    if len(x) > FEW or any(weight.data_ptr() % 16 for weight in weights):
         _many(x, weights, add, gated, y)
         return
     sizes = [len(weight) for weight in weights]
