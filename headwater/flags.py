@@ -100,8 +100,8 @@ class GenerateFlags(PluginFlags):
     """Words that end a text."""
     stream: bool = False
     """Show the text as it comes."""
-    prefill_chunk: int | None = None
-    """Read prompts in portions of so many tokens, which takes less memory."""
+    prefill_chunk: int | Literal["auto"] = "auto"
+    """Read prompts in portions of so many tokens, which takes less memory; auto: as many as the free memory is for."""
     seed: int = 0
     """Of the draw; with several prompts, the next numbers for the next ones."""
     device: str = "cpu"

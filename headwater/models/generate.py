@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .decoder import Cache, Decoder
-from .sampling import Sampling, check_counts
+from .prefill import choose_chunk
+from .sampling import Portion, Sampling, check_counts
 from .step import DeviceSteps
 
 Prompts = Tensor | Sequence[Sequence[int]]
@@ -29,7 +30,7 @@ def generate(
     repetition_penalty: float = 1.0,
     seed: int = 0,
     use_cache: bool = True,
-    prefill_chunk: int | None = None,
+    prefill_chunk: Portion = "auto",
     stop: int | None = None,
     ended: Callable[[int, list[int]], bool] | None = None,
     graph: bool = True,
@@ -43,7 +44,8 @@ def generate(
         temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.
         seed: of the draw; row r draws with seed + r, whatever the others do.
         use_cache: False reads everything again for each token; the tokens are the same.
-        prefill_chunk: read prompts in portions of so many tokens: less memory at once, the same tokens.
+        prefill_chunk: read prompts in portions of so many tokens: less memory at once, the same tokens. "auto": as many
+            as half of the free memory is for (`headwater.models.prefill`); None: at once.
         stop: a token that ends a row.
         ended: called with a row and its new tokens after each; True ends the row, for stop words and the like.
         graph: on a GPU, record a step as a CUDA graph and replay it. Greedy tokens are then chosen on the GPU, which is
@@ -51,7 +53,8 @@ def generate(
 
     Returns prompt and continuation: (B, T + new) for a tensor, where rows that have ended repeat their last token; a
         list of lists for lists, each as long as it became.
-    Raises ValueError for settings out of range, naming them, and for prompts that do not fit.
+    Raises ValueError for settings out of range, naming them, for prompts that do not fit the context, and for a cache
+        that does not fit the GPU.
 
         generate(model, torch.tensor([[1, 2, 3]]), 20, temperature=0.8, top_p=0.95)
     """
@@ -79,7 +82,7 @@ def stream(
     *,
     seed: int = 0,
     use_cache: bool = True,
-    prefill_chunk: int | None = None,
+    prefill_chunk: Portion = "auto",
     stop: int | None = None,
     ended: Callable[[int, list[int]], bool] | None = None,
     graph: bool = True,
@@ -122,7 +125,7 @@ def stream(
 class _Anew:
     """Reads every row from its first token on, by itself."""
 
-    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: int | None) -> None:
+    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
         self.model, self.rows, self.device = model, rows, model.embedding.weight.device
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
@@ -136,9 +139,10 @@ class _Cached(_Anew):
 
     cache: Cache | None = None
 
-    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: int | None) -> None:
+    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
         super().__init__(model, rows, new, chunk)
-        self.room, self.chunk = max(map(len, rows)) + new, chunk
+        self.room = max(map(len, rows)) + new
+        self.chunk = choose_chunk(model, len(rows), self.room) if chunk == "auto" else chunk
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         if self.cache is None:
@@ -205,7 +209,7 @@ def draw(logits: Tensor, sampling: Sampling, before: Sequence[int], generator: t
     return int(torch.multinomial(shares.cpu(), 1, generator=generator))
 
 
-def _check(model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: int | None) -> list[list[int]]:
+def _check(model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion) -> list[list[int]]:
     """The prompts as lists, if they can be continued."""
     sampling.check()
     check_counts(new, prefill_chunk)

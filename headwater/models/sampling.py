@@ -1,6 +1,7 @@
 """How the next token is drawn, without torch: the command line refuses bad numbers before it imports that."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,14 @@ class Sampling:
             raise ValueError(f"repetition_penalty must be a positive number, got {self.repetition_penalty}")
 
 
-def check_counts(new: int, prefill_chunk: int | None) -> None:
+Portion = int | Literal["auto"] | None  # of a prompt, in tokens
+
+
+def check_counts(new: int, prefill_chunk: Portion) -> None:
     """Raises ValueError unless so many tokens can be drawn, and prompts read in portions of this size."""
     if new < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {new}")
-    if prefill_chunk is not None and prefill_chunk < 1:
+    if isinstance(prefill_chunk, str) and prefill_chunk != "auto":
+        raise ValueError(f"prefill_chunk must be a number of tokens or 'auto', got '{prefill_chunk}'")
+    if isinstance(prefill_chunk, int) and prefill_chunk < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")

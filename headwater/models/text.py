@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from .decoder import Decoder
 from .generate import stream
-from .sampling import Sampling
+from .sampling import Portion, Sampling
 
 HALF = "\ufffd"  # what a decoder of bytes shows for a character whose last bytes have not come yet
 
@@ -65,7 +65,7 @@ def continue_texts(
     *,
     stops: Sequence[str] = (),
     seed: int = 0,
-    prefill_chunk: int | None = None,
+    prefill_chunk: Portion = "auto",
 ) -> Iterator[list[str]]:
     """Continue texts, all at once, each until it ends by itself.
 

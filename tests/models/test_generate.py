@@ -4,7 +4,9 @@ import pytest
 from tinykimi import KIMI
 from tinymodels import VOCAB, model_of
 
+from headwater.models import Decoder, prefill
 from headwater.models.generate import generate, stream
+from headwater.models.prefill import bytes_per_token, cache_bytes, choose_chunk
 from headwater.models.sampling import Sampling
 from headwater.models.text import Piece, continue_texts
 from headwater.residuals import names
@@ -114,3 +116,29 @@ def test_texts_are_continued_together():
     for prompt, text in zip(prompts, texts):
         assert "".join(piece for (piece,) in continue_texts(model, tokenizer, [prompt], 16, greedy)) == text
     assert any(texts)
+
+
+def test_portions_fit_the_free_memory():
+    """Half of what is free, the cache counted twice; whole where it fits; never so small that weights are all one
+    reads."""
+    model = model_of("attnres-block:block=2", context=10**6)
+    each, cache = bytes_per_token(model), cache_bytes(model, 2, 10000)
+    assert cache == 2 * 10000 * 4 * (2 * 2 * 8) * 4  # rows, tokens, layers, keys and values of two heads of 8, fp32
+    assert choose_chunk(model, 2, 10000, free=2 * cache + 2 * 2 * each * 1300) == 1280
+    assert choose_chunk(model, 2, 10000, free=2 * cache + 2 * 2 * each * 10000) is None
+    assert choose_chunk(model, 2, 10000, free=cache) == 256
+    more = bytes_per_token(model_of("attnres-full")) - bytes_per_token(model_of("standard"))
+    assert more == 4 * 32 * 8  # one more source for each of eight outputs
+
+
+def test_what_is_free_is_asked(monkeypatch):
+    model, asked = model_of("standard"), []
+    monkeypatch.setattr(prefill, "free_bytes", lambda device: asked.append(device.type) or 0)
+    hidden, read = Decoder.hidden, []
+    monkeypatch.setattr(Decoder, "hidden", lambda *words: read.append(words[1].shape[1]) or hidden(*words))
+    monkeypatch.setattr(prefill, "LEAST", 4)
+    generate(model, [[1] * 10], 2, temperature=0.0)
+    assert asked == ["cpu"]
+    assert read == [4, 4, 2, 1]
+    with pytest.raises(ValueError, match="prefill_chunk must be a number of tokens or 'auto', got 'most'"):
+        generate(model, [[1]], 1, prefill_chunk="most")

@@ -273,9 +273,10 @@ def project(
 ) -> None:
     """Into y (B, N)."""
     launches["project"] += 1
-    if norm is not None and len(x) > FOLDED:
+    by_library = len(x) > FEW or any(weight.data_ptr() % 16 for weight in weights)
+    if norm is not None and (by_library or len(x) > FOLDED):
         x, norm, merge = read(x, norm, merge), None, None
-    if len(x) > FEW or any(weight.data_ptr() % 16 for weight in weights):
+    if by_library:
         _many(x, weights, add, gated, y)
         return
     sizes = [len(weight) for weight in weights]
