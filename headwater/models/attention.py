@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from headwater.residuals import Read
 
@@ -146,5 +145,7 @@ def continuation_mask(length: int, past: int, device: torch.device) -> Tensor:
     """True where a new token (row) may look: at everything past and at new tokens up to itself. On a GPU a mask that is
     never written out: scores of a portion of a long prompt would take all memory."""
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # which imports triton
+
         return causal_lower_right(length, past + length)
     return torch.ones(length, past + length, dtype=torch.bool, device=device).tril(diagonal=past)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .decoder import Cache, Decoder
+from .draw import Draw
 from .prefill import choose_chunk
 from .sampling import Portion, Sampling, check_counts
 from .step import DeviceSteps
@@ -48,8 +49,8 @@ def generate(
             as half of the free memory is for (`headwater.models.prefill`); None: at once.
         stop: a token that ends a row.
         ended: called with a row and its new tokens after each; True ends the row, for stop words and the like.
-        graph: on a GPU, record a step as a CUDA graph and replay it. Greedy tokens are then chosen on the GPU, which is
-            a few steps ahead of what the host knows; others are drawn on the host, from the same numbers anywhere.
+        graph: on a GPU, record a step as a CUDA graph and replay it, a few steps ahead of what the host knows. A seed
+            stands for the same random numbers on any device.
 
     Returns prompt and continuation: (B, T + new) for a tensor, where rows that have ended repeat their last token; a
         list of lists for lists, each as long as it became.
@@ -93,24 +94,15 @@ def stream(
     """
     sampling = sampling or Sampling()
     rows = _check(model, tokens, max_new_tokens, sampling, prefill_chunk)
-    draws = [torch.Generator().manual_seed(seed + r) for r in range(len(rows))]
+    device = model.embedding.weight.device
+    draw = Draw(sampling, rows, seed, model.config.vocab_size, device)
     drawn: list[list[int]] = [[] for _ in rows]
     live, training = [True] * len(rows), model.training
-    on_device = use_cache and graph and model.embedding.weight.is_cuda
-    reader = (_OnDevice if on_device else _Cached if use_cache else _Anew)(model, rows, max_new_tokens, prefill_chunk)
-
-    def drawn_here() -> Iterator[list[int]]:
-        for _ in range(max_new_tokens):
-            logits = reader.next_logits(drawn).float()
-            yield [
-                draw(row[None], sampling, [*prompt, *mine], generator) if alive else (mine[-1] if mine else 0)
-                for row, prompt, mine, generator, alive in zip(logits, rows, drawn, draws, live)
-            ]
-
+    way = _OnDevice if graph and device.type == "cuda" else _Cached
+    reader = (way if use_cache else _Anew)(model, rows, max_new_tokens, prefill_chunk)
     model.eval()
     try:
-        greedy = isinstance(reader, _OnDevice) and sampling.temperature == 0 and sampling.repetition_penalty == 1
-        for new in cast(_OnDevice, reader).greedy(max_new_tokens) if greedy else drawn_here():
+        for new in reader.tokens(draw, drawn, max_new_tokens):
             yield [token if alive else None for token, alive in zip(new, live)]
             for r, token in enumerate(new):
                 drawn[r].append(token)
@@ -127,6 +119,12 @@ class _Anew:
 
     def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
         self.model, self.rows, self.device = model, rows, model.embedding.weight.device
+
+    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
+        """A token for every row, `count` times; the caller puts each into `drawn`."""
+        for _ in range(count):
+            draw.prepare()
+            yield draw(self.next_logits(drawn)).tolist()
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         """(B, vocab) after what has been drawn."""
@@ -166,47 +164,12 @@ class _Cached(_Anew):
 
 
 class _OnDevice(_Cached):
-    """The same with steps that a GPU replays."""
+    """The same with steps that a GPU replays, while the host is some steps behind."""
 
-    steps: DeviceSteps
-
-    def next_logits(self, drawn: list[list[int]]) -> Tensor:
-        if self.cache is None:
-            logits = self._prefill()
-            assert self.cache is not None
-            self.steps = DeviceSteps(self.model, self.cache)
-            return logits
-        self.steps.tokens.copy_(torch.tensor([mine[-1] for mine in drawn]))
-        return self.steps.run()
-
-    def greedy(self, count: int) -> Iterator[list[int]]:
-        """The likeliest token of every row, `count` times."""
-        first = self.next_logits([]).argmax(-1)
-        yield from self.steps.greedy(first, count)
-
-
-def draw(logits: Tensor, sampling: Sampling, before: Sequence[int], generator: torch.Generator) -> int:
-    """One token from logits (1, vocab) in fp32, after the tokens `before`."""
-    if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(before)), device=logits.device)
-        old = logits[:, seen]
-        penalty = sampling.repetition_penalty
-        logits = logits.index_copy(1, seen, torch.where(old > 0, old / penalty, old * penalty))
-    if sampling.temperature == 0:
-        return int(logits.argmax(-1))
-    logits = logits / sampling.temperature
-    if sampling.top_k is not None:
-        smallest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
-    if sampling.top_p is not None:
-        ordered, order = logits.sort(descending=True)
-        ahead = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass before each token: the first always stays
-        dropped = torch.zeros_like(ahead, dtype=torch.bool).scatter(-1, order, ahead >= sampling.top_p)
-        logits = logits.masked_fill(dropped, float("-inf"))
-    shares = logits.softmax(-1)
-    if sampling.min_p is not None:
-        shares = shares.masked_fill(shares < sampling.min_p * shares.max(), 0.0)
-    return int(torch.multinomial(shares.cpu(), 1, generator=generator))
+    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
+        logits = self._prefill()
+        assert self.cache is not None
+        yield from DeviceSteps(self.model, self.cache, draw).tokens_after(logits, count, draw.prepare)
 
 
 def _check(model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion) -> list[list[int]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .decoder import Cache, Decoder
+from .draw import likeliest
 from .fused import FusedStep, reason_against
 
 AHEAD = 4  # steps that the host may be ahead of the tokens it knows
@@ -37,10 +38,12 @@ def step_of(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor]:
 
 
 class DeviceSteps:
-    """Steps of one batch on its GPU: `advance(tokens)` gives logits (B, vocab), in the same place each time."""
+    """Steps of one batch on its GPU. `draw`: what chooses tokens (B,) from logits (B, vocab), without the host."""
 
-    def __init__(self, model: Decoder, cache: Cache, *, graph: bool = True) -> None:
-        self.step, self.graph = step_of(model, cache), graph
+    def __init__(
+        self, model: Decoder, cache: Cache, draw: Callable[[Tensor], Tensor] = likeliest, *, graph: bool = True
+    ) -> None:
+        self.step, self.draw, self.graph = step_of(model, cache), draw, graph
         self.device = model.embedding.weight.device
         self.tokens = torch.zeros(cache.batch, dtype=torch.long, device=self.device)
         self.logits: Tensor | None = None
@@ -48,7 +51,7 @@ class DeviceSteps:
         self.taken = 0
 
     def run(self) -> Tensor:
-        """Logits after `self.tokens`; then the likeliest of them in their place."""
+        """Logits after `self.tokens`, always in one place; the tokens drawn from them then take those tokens' place."""
         if self.graph and self.replay is None and self.taken == 1:
             self._capture()
         if self.replay is None:
@@ -61,7 +64,7 @@ class DeviceSteps:
 
     def _once(self) -> None:
         self.logits = self.step(self.tokens)
-        self.tokens.copy_(self.logits.argmax(-1))
+        self.tokens.copy_(self.draw(self.logits))
 
     def _capture(self) -> None:
         """Record a step, or say in a line why not, and go on without."""
@@ -78,13 +81,16 @@ class DeviceSteps:
             return
         self.replay = graph.replay
 
-    def greedy(self, first: Tensor, count: int) -> Iterator[list[int]]:
-        """The likeliest tokens, (B,) each: `first` (B,), then up to `count` in all, some steps behind the GPU."""
-        self.tokens.copy_(first)
+    def tokens_after(self, logits: Tensor, count: int, prepare: Callable[[], None]) -> Iterator[list[int]]:
+        """A token of every row, `count` times, some steps behind the GPU: the first from logits (B, vocab).
+        `prepare` is called before each draw."""
         waiting: list[tuple[Tensor, torch.cuda.Event]] = []
         for number in range(count):
+            prepare()
             if number:
                 self.run()
+            else:
+                self.tokens.copy_(self.draw(logits))
             waiting.append(self._send())
             if len(waiting) > AHEAD:
                 yield _arrived(waiting.pop(0))

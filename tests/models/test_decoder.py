@@ -10,7 +10,8 @@ from tinymodels import model_of, tokens_of
 
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
-from headwater.models.generate import draw, generate
+from headwater.models.draw import Draw
+from headwater.models.generate import generate
 from headwater.models.sampling import Sampling
 
 
@@ -199,12 +200,22 @@ def test_a_token_never_sees_its_future():
     assert torch.equal(model(tokens)[:, :8], model(changed)[:, :8])
 
 
+def drawn_from(logits, count, before=(), seed=0, **settings) -> list[int]:
+    """Of one row, each time after the same text."""
+    draw, tokens = Draw(Sampling(**settings), [before], seed, logits.shape[-1], logits.device), []
+    for _ in range(count):
+        kept = None if draw.seen is None else draw.seen.clone()
+        draw.prepare()
+        tokens.append(int(draw(logits)))
+        draw.seen = kept
+    return tokens
+
+
 def test_sampling_respects_its_limits():
-    generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])  # shares 0.64, 0.24, 0.09, 0.03
 
-    def drawn(before=(), **settings) -> set[int]:
-        return {draw(logits, Sampling(**settings), before, generator) for _ in range(500)}
+    def drawn(**settings) -> set[int]:
+        return set(drawn_from(logits, 500, **settings))
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=2) == {0, 1}
@@ -215,11 +226,23 @@ def test_sampling_respects_its_limits():
     assert drawn(temperature=0.0) == {0}
     assert drawn(temperature=0.0, repetition_penalty=3.0, before=(0, 3, 0)) == {1}
     assert drawn(temperature=0.0, repetition_penalty=1.5, before=(0,)) == {0}
-    counts = Counter(draw(logits, Sampling(repetition_penalty=40.0), [3], generator) for _ in range(500))
+    counts = Counter(drawn_from(logits, 500, [3], repetition_penalty=40.0))
     assert counts[3] == 0  # a logit below zero grows smaller too
     for temperature in (0.5, 1.0, 3.0):
-        found = [draw(logits, Sampling(temperature=temperature), (), generator) == 0 for _ in range(500)]
+        found = [token == 0 for token in drawn_from(logits, 500, temperature=temperature)]
         assert sum(found) / 500 == pytest.approx((logits[0] / temperature).softmax(-1)[0].item(), abs=0.06)
+
+
+def test_a_draw_is_multinomials():
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(4))
+    generator = torch.Generator().manual_seed(7)
+    theirs = [int(torch.multinomial(logits.softmax(-1), 1, generator=generator)) for _ in range(100)]
+    assert drawn_from(logits, 100, seed=7) == theirs
+
+
+def test_what_was_drawn_counts_as_seen():
+    draw = Draw(Sampling(temperature=0.0, repetition_penalty=3.0), [[2]], 0, 4, torch.device("cpu"))
+    assert [int(draw(torch.tensor([[2.0, 1.0, 1.5, 0.9]]))) for _ in range(4)] == [0, 1, 3, 0]
 
 
 def test_generation_depends_on_its_seed_and_leaves_the_model_as_it_was():
