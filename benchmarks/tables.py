@@ -62,8 +62,8 @@ def source(*names: str) -> str:
 def step_costs() -> dict[str, dict[str, float | None]]:
     """By residual: time and peak memory of an eager step relative to `standard`, at 12 layers."""
     cpu, gpu = ({row["residual"]: row for row in read(name)["summary"]} for name in ("cpu-residuals", "h200-residuals"))
-    places = (("a step on two CPU cores", cpu, "eager_time"), ("its memory there", cpu, "eager_memory"))
-    places += (("a step on an H200, eager", gpu, "eager_time"), ("its memory there, eager", gpu, "eager_memory"))
+    places = (("time of a step, two CPU cores", cpu, "eager_time"), ("memory, two CPU cores", cpu, "eager_memory"))
+    places += (("time of a step, one H200", gpu, "eager_time"), ("memory, one H200", gpu, "eager_memory"))
     return {name: {what: side.get(name, {}).get(key) for what, side, key in places} for name in (*cpu, *gpu)}
 
 

@@ -1,5 +1,6 @@
 """Every example runs as it stands, shortened where it trains, and is short enough to be read."""
 
+import json
 import re
 import runpy
 import sys
@@ -70,6 +71,28 @@ def test_compare_residuals(run, monkeypatch):
     shown = run("compare_residuals.py", "text.txt")
     assert "denseformer: " in shown
     assert Path("runs/compared/report.html").exists()
+
+
+@pytest.mark.slow
+def test_the_notebook_looks_inside(run, monkeypatch, capsys, tmp_path):
+    """Its cells, one after another, as a kernel runs them; the text is a short one, and there are fewer steps."""
+    cells = json.loads((EXAMPLES / "look_inside.ipynb").read_text())["cells"]
+    shown = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not [cell for cell in cells if cell.get("outputs")]
+    assert sum(cell.count("\n") + 1 for cell in shown) < 60
+    real = headwater.train.train
+    text = headwater.train.DataSettings(source=("text.txt",), validation=0.2)
+
+    def train(config, out):
+        return real(replace(config, data=text, train=replace(config.train, steps=5, eval_windows=2)), out)
+
+    monkeypatch.setattr(headwater.train, "train", train)
+    space: dict = {}
+    for cell in shown:
+        exec(compile(cell, "look_inside.ipynb", "exec"), space)
+    assert space["inspection"]._repr_html_().startswith("<iframe")
+    assert capsys.readouterr().out.count("without it") == 9
+    assert (tmp_path / "look-inside.html").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def costs(name: str, row: Row) -> str:
     note = (
         "The first four are counted in the code, for 12 layers. The others are measured steps, relative to `standard`"
     )
-    return "| | |\n|---|---|\n" + "\n".join(lines) + f"\n\n{note} ([all of them](../../start/choose.md))."
+    return "| what | how much |\n|---|---|\n" + "\n".join(lines) + f"\n\n{note} ([all of them](../../start/choose.md))."
 
 
 def differences(name: str) -> str:

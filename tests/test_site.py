@@ -1,0 +1,139 @@
+"""The site that `make docs` builds: whole, linked, in step with the code, and readable from disk without a network."""
+
+import importlib
+import inspect
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+from headwater import cli
+from headwater.residuals import entry, names, options_of
+from headwater.residuals.formulas import FORMULAS
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("residuals", "models", "train", "hf", "analyze", "ops")
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+class Links(HTMLParser):
+    """Where a page leads, and what it loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.leads: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag == "a" and found.get("href"):
+            self.leads.append(found["href"])
+        elif tag in ("link", "script", "img", "iframe", "source"):
+            self.loads += [found[key] for key in ("href", "src") if found.get(key)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[str, str]:
+    return {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+
+
+@pytest.mark.slow
+def test_every_page_can_be_reached_and_nothing_comes_from_a_network(pages, site):
+    seen, waiting = set(), ["index.html"]
+    while waiting:
+        page = waiting.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        links = Links(pages[page])
+        assert not [address for address in links.loads if urlsplit(address).scheme not in ("", "data")], page
+        for address in (unquote(urlsplit(lead).path) for lead in links.leads if not urlsplit(lead).scheme):
+            target = (site / page).parent.joinpath(address).resolve() if address else site / page
+            assert target.is_file(), f"{page} leads to {address}"
+            waiting.append(target.relative_to(site).as_posix())
+    assert set(pages) - seen == {"404.html"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_a_residual_has_a_page_with_mathematics_options_and_a_picture(name, pages):
+    page = pages[f"reference/residuals/{name}.html"]
+    equations = page.count('display="block"')
+    assert equations == len(re.split(r";\s+|,\s{2,}", entry(name).formula.partition(": ")[0]))
+    assert "arithmatex" not in page
+    assert all(f"<code>{option.name}</code>" in page for option in options_of(name)[1])
+    assert page.count("takes") >= 91  # 13 reads of 13 sources, the lower triangle
+    assert FORMULAS[name].__name__ in page
+
+
+@pytest.mark.slow
+def test_every_public_name_and_every_command_is_in_the_reference(pages):
+    shown = "".join(pages[f"reference/python/{room}.html"] for room in ROOMS[:-1]) + pages["reference/operators.html"]
+    own = {entry(name).build for name in names()}
+    public = re.findall(r'^    "(\w+)",$', (ROOT / "headwater" / "hf" / "__init__.py").read_text(), re.M)
+    exported = {name for name in public if not name.isupper()}  # read, not imported: transformers takes its time
+    for module in (importlib.import_module(f"headwater.{room}") for room in ROOMS if room != "hf"):
+        things = {name: getattr(module, name) for name in module.__all__}
+        exported |= {name for name, thing in things.items() if inspect.isfunction(thing)}
+        exported |= {name for name, thing in things.items() if inspect.isclass(thing) and thing not in own}
+    assert {"convert", "build", "train", "sinkhorn", "Decoder"} <= exported
+    assert not [name for name in exported if not re.search(rf'id="headwater\.[\w.]*\b{name}"', shown)]
+    commands = pages["reference/commands.html"]
+    assert all(f'id="{command}"' in commands for command in cli.COMMANDS)
+    assert all(f"<code>{flag}</code>" in commands for flag in ("--residual", "--query-lr", "--pipeline", "--prompt"))
+
+
+BROKEN = {
+    "a link to no page": {"index.md": "[x](nowhere.md)", "nav": ["index.md"]},
+    "a link to no section": {"index.md": "[x](#nowhere)", "nav": ["index.md"]},
+    "a page outside of the navigation": {"index.md": "x", "other.md": "y", "nav": ["index.md"]},
+    "nothing": {"index.md": "[x](other.md#y)", "other.md": "# y", "nav": ["index.md", "other.md"]},
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_fault_stops_the_build(fault, tmp_path):
+    """With our settings, on a site of a page or two."""
+    (tmp_path / "docs").mkdir()
+    for name, text in BROKEN[fault].items():
+        if name != "nav":
+            (tmp_path / "docs" / name).write_text(text)
+    changed = {"docs_dir": str(tmp_path / "docs"), "site_dir": str(tmp_path / "site"), "nav": BROKEN[fault]["nav"]}
+    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, hooks=[], plugins=[], extra_css=[], **changed)
+    if fault == "nothing":
+        build(config)
+        return
+    with pytest.raises(Abort):
+        build(config)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("settings", [{}, {"color_scheme": "dark"}, PHONE], ids=["desk", "dark", "phone"])
+def test_it_reads_from_disk(settings, site, visit):
+    page = visit(site / "index.html", within=site, **settings)
+    for name in ("start/tutorial.html", "reference/residuals/attnres-block.html", "reference/commands.html"):
+        page.goto((site / name).as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), name
+    assert page.evaluate("document.fonts.size") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_search_works_from_disk(site, visit):
+    page = visit(site / "index.html", within=site)
+    page.fill(".md-search__input", "sinkhorn")
+    page.wait_for_selector(".md-search-result__item a[href*='mhc']")
