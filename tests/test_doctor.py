@@ -50,6 +50,21 @@ def test_the_releases_are_those_of_the_project(name, least, newest):
     assert [pin for pin in pins if pin.startswith(newest)] == (pins if newest else [])
 
 
+@pytest.mark.parametrize("name", ["torch", "triton", "transformers"])
+def test_newer_releases_than_the_tested_are_not_allowed_and_the_page_says_so(name):
+    """docs/reference/versions.md; the older releases are those of `make test-torch` and `make test-hf`."""
+    (least, newest) = next(row[1:3] for row in doctor.PACKAGES if row[0] == name)
+    major, minor = map(int, newest.split("."))
+    assert re.search(rf'"{name}>={least},<{major}\.{minor + 1}"', (ROOT / "pyproject.toml").read_text())
+    page, makefile = (ROOT / "docs/reference/versions.md").read_text(), (ROOT / "Makefile").read_text()
+    allowed = least if least == newest else f"{least} to {newest}"
+    assert re.search(rf"^\| {name} \| {allowed} \|", page, re.MULTILINE | re.IGNORECASE)
+    older = re.findall(rf"^{name.upper()} \?= (.*)", makefile, re.MULTILINE)
+    for release in " ".join(older).split():
+        assert re.search(rf"[ |]{release.rpartition('.')[0]}\b", page)
+    assert least in " ".join(older) or least == newest
+
+
 def test_what_a_gpu_would_be_told():
     state, problem = doctor._reads(torch.empty(4, 8, dtype=torch.float64))
     assert problem
