@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from .two_phase import TwoPhase
 
 Query = Literal["static", "projected"]
 Weights = Literal["softmax", "sigmoid", "static"]
+Scale = Literal["one", "root", "width", "gain"]
 Schedule = Literal["auto", "one-pass", "two-phase"]
 
 
@@ -30,18 +31,40 @@ class DepthRead(nn.Module):
     """The parameters of one read over `sources` sources."""
 
     def __init__(
-        self, dim: int, key_dim: int, sources: int, *, query: Query, weights: Weights, key_norm: bool, heads: int
+        self,
+        dim: int,
+        key_dim: int,
+        sources: int,
+        *,
+        query: Query,
+        weights: Weights,
+        key_weight: bool,
+        heads: int,
+        scale: Scale,
+        start: float,
     ) -> None:
         super().__init__()
         self.query: nn.Parameter | None = None
         self.key_weight: nn.Parameter | None = None
         self.scalars: nn.Parameter | None = None
+        self.gain: nn.Parameter | None = None
         if weights == "static":
             self.scalars = nn.Parameter(torch.full((sources, heads), 1.0 / sources))
             return
-        self.query = nn.Parameter(torch.zeros(key_dim) if query == "static" else torch.zeros(key_dim, dim))
-        if key_norm:
+        shape = (key_dim,) if query == "static" else (key_dim, dim)
+        self.query = nn.Parameter(start * torch.randn(shape) if start else torch.zeros(shape))
+        self.factor = {"one": 1.0, "root": key_dim**-0.5, "width": 1 / key_dim, "gain": 1.0}[scale]
+        if scale == "gain":
+            self.gain = nn.Parameter(torch.zeros(1))
+        if key_weight:
             self.key_weight = nn.Parameter(torch.ones(key_dim))
+
+    def scaled_query(self) -> Tensor:
+        """The query that scores: the parameter, times what `scale` makes of it."""
+        query = cast(Tensor, self.query)
+        if self.gain is not None:
+            return self.gain * torch.nn.functional.normalize(query, dim=-1)
+        return query if self.factor == 1 else self.factor * query
 
 
 FULL = "h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding v_0 and every output v_1, ..., v_i before it."
@@ -60,7 +83,9 @@ class AttentionResidual(Residual):
     Options, after the paper's ablation: `query` static, or projected from the normed newest source (D x D a read,
     zero at start); `weights` softmax, sigmoid, or static scalars (1/N at start); `key_norm`; `heads` over channel
     groups; `window`: only the embedding and the newest `window` sources are kept; `key_dim`: low-rank keys, the last
-    so many channels of a source (arXiv 2607.09694), values stay whole.
+    so many channels of a source (arXiv 2607.09694), values stay whole; `key_weight`: whether the keys' norm has one;
+    `start`: queries are drawn with this standard deviation, zero unless given. `scale` of a query: one; root,
+    1 / sqrt(D); width, 1 / D; or gain, a learned number, zero at start, times a query of length one, which is drawn.
     How it is computed: `backend` as in `headwater.depth_attention`; `schedule` auto (in two phases where kernels run,
     else read by read), one-pass, or two-phase (with backend=reference over the plain operators, on any device).
     """
@@ -80,6 +105,9 @@ class AttentionResidual(Residual):
         heads: int = 1,
         window: int | None = None,
         key_dim: int | None = None,
+        key_weight: bool = True,
+        scale: Scale = "one",
+        start: float | None = None,
         eps: float = 1e-6,
         backend: Backend = "auto",
         schedule: Schedule = "auto",
@@ -88,11 +116,17 @@ class AttentionResidual(Residual):
         for name, value, kind in (
             ("query", query, Query),
             ("weights", weights, Weights),
+            ("scale", scale, Scale),
             ("backend", backend, Backend),
             ("schedule", schedule, Schedule),
         ):
             if value not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got '{value}'")
+        start = float(scale == "gain") if start is None else start
+        if start < 0 or (scale == "gain" and start == 0):
+            raise ValueError(f"start is a standard deviation, above zero with scale=gain, got {start}")
+        if (scale == "gain" and query != "static") or (weights == "static" and (scale != "one" or start)):
+            raise ValueError("scale and start are of the queries that weights come from, scale=gain of static ones")
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
         if block is None:
@@ -130,9 +164,10 @@ class AttentionResidual(Residual):
         self.two_phase = None
         if self.phased and schedule != "one-pass":
             self.two_phase = TwoPhase(sublayers, block, eps, reference=backend == "reference")
+        parts: dict[str, Any] = {"query": query, "weights": weights, "key_weight": key_norm and key_weight}
         self.reads = nn.ModuleDict(
             {
-                str(i): DepthRead(dim, self.key_dim, n, query=query, weights=weights, key_norm=key_norm, heads=heads)
+                str(i): DepthRead(dim, self.key_dim, n, **parts, heads=heads, scale=scale, start=start)
                 for i in range(sublayers + 1)
                 if (n := self.num_sources(i)) > 1
             }
@@ -216,10 +251,12 @@ class AttentionResidual(Residual):
         reads = [self._parameters_of(i) for i in range(first, stop)]
         if not reads:  # a pipeline stage of the first sublayer alone
             return torch.zeros(1, self.dim, device=device)
-        queries = torch.stack([cast(Tensor, read.query).to(device=device) for read in reads])
-        keys = torch.stack([cast(Tensor, read.key_weight).to(device=device) for read in reads])
-        dtype = accumulation_dtype(queries.dtype)
-        return torch.nn.functional.pad(queries.to(dtype) * keys.to(dtype), (0, 0, first - start, 0))
+        folded = torch.stack([read.scaled_query().to(device=device) for read in reads])
+        folded = folded.to(accumulation_dtype(folded.dtype))
+        if reads[0].key_weight is not None:
+            keys = torch.stack([cast(Tensor, read.key_weight).to(device=device) for read in reads])
+            folded = folded * keys.to(folded.dtype)
+        return torch.nn.functional.pad(folded, (0, 0, first - start, 0))
 
     def flops_per_token(self) -> int:
         reads = sum(n for i in range(self.sublayers + 1) if (n := self.num_sources(i)) > 1)
@@ -234,9 +271,8 @@ class AttentionResidual(Residual):
             return state[0]
         if self.fused and not weights_held():
             read = self._parameters_of(i)
-            assert read.query is not None
             return depth_attention(
-                state, read.query, read.key_weight, eps=self.eps, heads=self.heads, backend=self.backend
+                state, read.scaled_query(), read.key_weight, eps=self.eps, heads=self.heads, backend=self.backend
             )
         stack = stack_wide(state)
         return mix_sources(stack, hold(self._weights_of(stack, i))).to(state[0].dtype)
@@ -249,11 +285,10 @@ class AttentionResidual(Residual):
         if read.scalars is not None:
             shape = (-1, *[1] * (stack.dim() - 2), self.heads)
             return read.scalars.to(stack.dtype).view(shape).expand(*stack.shape[:-1], self.heads)
-        assert read.query is not None
-        query: Tensor = read.query
+        query = read.scaled_query()
         if self.query_kind == "projected":
             with full_precision(stack):
-                query = rms_norm(stack[-1], None, self.eps) @ read.query.to(stack.dtype).T
+                query = rms_norm(stack[-1], None, self.eps) @ query.to(stack.dtype).T
         keys = stack[..., -self.key_dim :]
         logits = depth_logits(keys, query, read.key_weight, eps=self.eps, heads=self.heads, key_norm=self.key_norm)
         return logits.softmax(0) if self.weight_kind == "softmax" else logits.sigmoid()

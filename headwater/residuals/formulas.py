@@ -107,6 +107,9 @@ PLAIN_READ = {
     "key_norm": True,
     "heads": 1,
     "key_dim": None,
+    "key_weight": True,
+    "scale": "one",
+    "start": None,
     "eps": 1e-6,
 }
 
@@ -118,10 +121,13 @@ def depth_read(read: Any, o: Any, sources: list[Tensor]) -> Tensor:
         return per_head(values, read.scalars.view(len(sources), *[1] * (values.dim() - 2), o.heads))
     keys = values[..., -(o.key_dim or values.shape[-1]) :]
     if o.key_norm:
-        keys = unit(keys, o.eps) * read.key_weight
-    query = read.query
+        keys = unit(keys, o.eps) * (read.key_weight if o.key_weight else 1)
+    width = keys.shape[-1]
+    query = read.query * {"one": 1, "root": width**-0.5, "width": 1 / width}.get(o.scale, 1)
+    if o.scale == "gain":
+        query = read.gain * query / query.norm()
     if o.query == "projected":
-        query = F.linear(unit(sources[-1], o.eps), read.query)
+        query = F.linear(unit(sources[-1], o.eps), query)
     logits = torch.stack([part.sum(-1) for part in (keys * query).chunk(o.heads, -1)], -1)
     return per_head(values, logits.softmax(0) if o.weights == "softmax" else logits.sigmoid())
 

@@ -23,6 +23,8 @@ OPTIONS = [
     "attnres-full:weights=static",
     "attnres-full:key_norm=false",
     "attnres-full:heads=4",
+    "attnres-full:scale=root",
+    "attnres-block:block=2,scale=gain",
     "attnres-block:block=2,heads=4,weights=sigmoid",
     "attnres-full:heads=4,weights=static",
     "attnres-full:window=1",

@@ -40,6 +40,11 @@ OPTIONS = [
     "attnres-full:window=3,weights=static",
     "attnres-full:key_dim=3",
     "attnres-full:key_dim=4,heads=2",
+    *(
+        f"{name},{options}"
+        for name in ("attnres-full:heads=1", "attnres-block:block=2")
+        for options in ("scale=root", "scale=width,query=projected", "scale=gain", "key_weight=false,start=0.5")
+    ),
     "attnres-full:key_dim=4,heads=2,query=projected",
     "attnres-full:eps=0.1",
     "attnres-full:schedule=one-pass",
@@ -84,6 +89,8 @@ OPTIONS = [
 IN_TWO_PHASES = [
     "attnres-block:schedule=two-phase,backend=reference",
     "attnres-full:schedule=two-phase,backend=reference",
+    "attnres-full:schedule=two-phase,backend=reference,scale=root",
+    "attnres-block:schedule=two-phase,backend=reference,scale=gain,key_weight=false",
 ]
 ELSEWHERE = {"backend=triton"}  # the kernels' own tests hold them against the reference
 STARTS = [  # spec, parameter, what it begins with
@@ -95,6 +102,7 @@ STARTS = [  # spec, parameter, what it begins with
     ("highway:gate=channel,start=carry", "gates.2.bias", [-2.0] * DIM),
     ("ddl:beta=0.5", "writes.3.beta_bias", [log(0.25 / 0.75)]),
     ("ddl:width=2,compress=channel", "compressors.2.read", [0.5, 0.5]),
+    ("attnres-full:scale=gain", "reads.3.gain", [0.0]),
     ("attnres-full:weights=static", "reads.3.scalars", [[0.25]] * 4),
     ("attnres-full:weights=static,window=2,heads=2", "reads.5.scalars", [[1 / 3] * 2] * 3),
     ("elc-bert:variant=base", "logits.4", [0.0, 0.0, 1.0]),
@@ -113,7 +121,7 @@ STARTS = [  # spec, parameter, what it begins with
 # other models of the rest.
 DEFAULTS = {
     "AttentionResidual": "block=None query='static' weights='softmax' key_norm=True heads=1 window=None key_dim=None "
-    "eps=1e-06 backend='auto' schedule='auto'",
+    "key_weight=True scale='one' start=None eps=1e-06 backend='auto' schedule='auto'",
     "DeepCrossAttentionResidual": "version='v3' inputs='separate' last=None",
     "DeepDeltaResidual": "width=1 compress='none' expand='repeat' value='bounded' beta=1.0",
     "DeepNormResidual": "eps=1e-06",
