@@ -15,6 +15,9 @@ TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/t
 
 KILLS ?= 100
 
+# A file's tests share its fixtures, so a process gets whole files; those that take longest come first (tests/conftest.py).
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -m 'not faults and not alone'
+
 .PHONY: demo docs test test-crash test-faults test-gpu test-hf test-planted test-torch lint format clean
 
 demo: $(INSTALLED)
@@ -25,9 +28,18 @@ docs: $(DOCS)
 	PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "Open build/site/index.html"
 
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -m 'not faults and not alone'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone  # what takes the time: other tests would stretch it
+# Bytecode is kept, whatever the shell says: else each of a hundred processes compiles what it imports. Checking types
+# takes a core a minute where nothing is known from before, so it goes on beside the tests.
+test: export PYTHONDONTWRITEBYTECODE =
+test: export PYTHONPYCACHEPREFIX = $(CURDIR)/build/pycache
+test: export OMP_NUM_THREADS = 1
+test: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p build
+	$(BIN)/mypy >build/mypy.txt & types=$$!; $(BIN)/python -m pytest $(TOGETHER); tests=$$?; \
+	wait $$types; types=$$?; cat build/mypy.txt; exit $$((tests + types))
+	$(BIN)/python -m pytest -m alone  # what takes the time: other tests would stretch it
 
 # Every GPU test, in several processes, on a machine that need not have .venv: make test-gpu PYTHON=python3.12
 test-gpu:

@@ -14,6 +14,13 @@ CHROMIUM = next(
 )
 
 
+# Files that take longest, in that order; `make test` gives them out one by one, and none must be left for the end.
+LONGEST = (
+    "train/test_parallel.py",
+    "hf/test_hf_dtypes.py",
+)
+
+
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, help="runs that test_crash.py kills in each way; `make test-crash`")
     parser.addoption("--share", help="2/8: the third of eight shares of the chosen tests; `make test-gpu`")
@@ -21,6 +28,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
+    ranks = {str(config.rootpath / "tests" / name): rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(str(item.path), len(ranks)))
     if config.getoption("--share"):
         mine, shares = map(int, config.getoption("--share").split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % shares != mine])

@@ -1,26 +1,16 @@
 """Ranks as processes of this machine, connected by gloo."""
 
-import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing
-
-# What ranks import sooner or later; a fork server does so once for all. It takes longer than most of their work.
-PRELOADED = ("headwater.train.loop", "headwater.cli", "torch._dynamo", "torch.distributed.run", "pytest")
-
-
-def fork_server() -> ForkServerContext:
-    """Starts processes that have imported torch already. Their environment is that of the first call."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context
+from processes import fork_server
 
 
 def spawn(world: int, job: Callable[..., None], *arguments: Any, minutes: int = 5) -> None:

@@ -3,12 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,16 +23,10 @@ def folder(tmp_path) -> Path:
     return Path(shutil.copytree(BEFORE, tmp_path / "before"))
 
 
-def python(folder: Path, *words: str) -> str:
-    """A new process inside `folder`, where the relative paths of its configurations hold."""
-    env = {**os.environ, "HEADWATER_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def resume(folder: Path, run: str) -> str:
-    return python(folder, "-m", "headwater.cli", "train", "--resume", "--out", run)
+    """From inside `folder`, where the relative paths of its configurations hold."""
+    env = {**os.environ, "HEADWATER_CACHE": str(folder / "cache")}
+    return python("-m", "headwater", "train", "--resume", "--out", run, cwd=folder, env=env)
 
 
 def losses(run: Path) -> dict[tuple[str, int], float]:
@@ -83,7 +76,7 @@ save_file({"logits": model(tokens).logits.detach()}, "found.safetensors")
 
 @pytest.mark.slow
 def test_a_new_process_loads_a_converted_model(folder):
-    python(folder, "-c", LOAD)
+    python("-c", LOAD, cwd=folder)
     assert_same(
         load_file(folder / "found.safetensors")["logits"],
         load_file(BEFORE / "converted" / "expected.safetensors")["logits"],

@@ -2,10 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
+from processes import python
 from runfolder import make_comparison, make_run
 
 from headwater.analyze.matrix import square, write_matrix
@@ -76,7 +75,6 @@ def test_the_residuals_command_prints_each_asked_for(capsys):
 
 
 def test_the_residuals_table_fits_eighty_columns():
-    command = [sys.executable, "-m", "headwater.cli", "residuals", "standard", "mhc"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, env={"COLUMNS": "80"}).stdout
+    out = python("-m", "headwater", "residuals", "standard", "mhc", env={"COLUMNS": "80"})
     assert all(len(line) <= 80 for line in out.splitlines()[:6])
     assert "Sinkhorn" in out

@@ -1,11 +1,10 @@
 """The training benchmark on its tiny preset: the numbers mean nothing here, that there are some does."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from benchmarks.training import check
 
@@ -14,10 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_arms_of_the_tiny_preset(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.training", "--preset", "tiny", "--residuals", "attnres-block"]
+    command = ["-m", "benchmarks.training", "--preset", "tiny", "--residuals", "attnres-block"]
     command += ["--only", "fsdp", "async-save", "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(python(*command, cwd=ROOT).splitlines()[-1])
     assert result == json.loads((tmp_path / "out.json").read_text())
     wrapped, saving = result["arms"]
     assert wrapped["tokens_per_second"] > 0, wrapped

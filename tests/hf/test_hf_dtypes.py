@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from processes import python
 from safetensors.torch import load_file, save_file
 from tinyhf import sample, stir, tiny_model, tokens
 
@@ -100,7 +99,7 @@ def loaded(tmp_path_factory):
     save_file({"tokens": tokens()}, root / "tokens.safetensors")
     (root / "cases.json").write_text(json.dumps({case.folder: case.asked for case in CASES}))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # where `benchmarks` is
-    subprocess.run([sys.executable, "-c", LOAD], cwd=root, env=environment, check=True)
+    python("-c", LOAD, cwd=root, env=environment)
     return root, expected, json.loads((root / "found.json").read_text())
 
 

@@ -2,11 +2,10 @@
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import python
 from safetensors.torch import load_file, save_file
 from tinyhf import stir, tiny_config, tiny_model, tokens
 from transformers import AutoModelForCausalLM
@@ -121,7 +120,7 @@ def test_a_layout_travels_in_the_config(tmp_path):
     stir(model)
     model.save_pretrained(tmp_path)
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
-    subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, check=True)
+    python("-c", LOAD, cwd=tmp_path)
     found = load_file(tmp_path / "logits.safetensors")["logits"]
     torch.testing.assert_close(found, model(tokens()).logits, rtol=1e-5, atol=1e-6)
     config = json.loads((tmp_path / "config.json").read_text())

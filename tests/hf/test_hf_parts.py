@@ -1,11 +1,10 @@
 """Models with a language model inside: vision-language models and classifiers, converted and saved as a whole."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from safetensors.torch import load_file, save_file
 from tinyhf import VOCAB, stir, tiny_config, tiny_model, tokens
 from transformers import (
@@ -62,7 +61,7 @@ with torch.no_grad():
 def loads_in_a_new_process(model, inputs, auto: str, folder) -> None:
     model.save_pretrained(folder)
     save_file(inputs, folder / "inputs.safetensors")
-    subprocess.run([sys.executable, "-c", LOAD, auto], cwd=folder, check=True)
+    python("-c", LOAD, auto, cwd=folder)
     # Not to the bit: after a product in bf16, torch takes another library for fp32 on some machines, per process.
     found = load_file(folder / "logits.safetensors")["logits"]
     torch.testing.assert_close(found, model(**inputs).logits, rtol=1e-5, atol=1e-6)

@@ -5,13 +5,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import start
 from rich.console import Console
 from tinyrun import fingerprint, tiny
 
@@ -340,13 +340,13 @@ def test_ctrl_c_asks_every_run_to_save_and_end(tmp_path):
     out = tmp_path / "compare"
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     flags = ["--config", str(tmp_path / "config.json"), "--residuals", "standard", "--seeds", "0", "--jobs", "2"]
-    command = [sys.executable, "-m", "headwater.cli", "compare", "--out", str(out), *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process = start(tmp_path, "-m", "headwater", "compare", "--out", str(out), *flags)
     metrics = out / "runs" / "standard-seed0" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 500)
-    process.send_signal(signal.SIGINT)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 130
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    message = (tmp_path / "stderr").read_text()
+    assert process.exitcode == 130
     assert message.startswith("headwater: stopped by SIGINT after 0 of 1 runs")
     assert len(message.strip().splitlines()) == 1
     assert list((out / "runs" / "standard-seed0" / "checkpoints").glob("step-*"))
@@ -360,14 +360,14 @@ def test_orphans_save_and_end(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     flags = ["--config", str(tmp_path / "config.json"), "--residuals", "standard", "--seeds", "0"]
     run = out / "runs" / "standard-seed0"
-    process = subprocess.Popen([sys.executable, "-m", "headwater.cli", "compare", "--out", str(out), *flags])
+    process = start(tmp_path, "-m", "headwater", "compare", "--out", str(out), *flags)
     try:
         wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 500)
         with pytest.raises(UserError, match=r"working in .*standard-seed0 \(process \d+ on "), locked(run):
             pass
     finally:
         process.kill()
-        process.wait()
+        process.join()
     wait_until(lambda: "stopped because what started it is gone after step" in (run / "log.txt").read_text())
     assert list((run / "checkpoints").glob("step-*"))
 

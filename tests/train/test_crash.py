@@ -5,15 +5,14 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import enter, fork_server, free_port
+from processes import fork_server, start
+from ranks import enter, free_port
 from tinyrun import fingerprint, flags, tiny
 
 from headwater.cli import main
@@ -60,12 +59,12 @@ class Processes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(("world", "kills"), [(1, 8), (2, 3)])
+@pytest.mark.parametrize(("world", "kills"), [(1, 5), (2, 2)])
 def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save):
     """Each of the runs is killed once, anywhere between its start and its last step, and then resumed to its end. Every
     step is saved, so that most moments fall into a save."""
     kills = request.config.getoption("--kills") or kills
-    sizes = {"steps": 20 if world == 1 else 12, "eval_every": 10, "depth_every": 8, "save_every": 1, "keep": 2}
+    sizes = {"steps": 12, "eval_every": 10, "depth_every": 8, "save_every": 1, "keep": 2}
     config = tiny(tmp_path, **sizes, async_save=async_save)
     run = Processes(replace(config, parallel=ParallelSettings(hang_timeout=60)), world)
     for name in ("warm", "whole"):
@@ -112,12 +111,12 @@ def last_logged(out: Path) -> int:
 def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     config = tiny(tmp_path, steps=20_000, save_every=20_000, eval_every=20_000, depth_every=20_000)
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "headwater.cli", *flags(config, out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    wait_for_steps(out, lambda: process.poll() is None)
+    process = start(tmp_path, "-m", "headwater", *flags(config, out))
+    wait_for_steps(out, process.is_alive)
     os.kill(process.pid, signum)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 128 + signum
+    process.join(60)
+    message = (tmp_path / "stderr").read_text()
+    assert process.exitcode == 128 + signum
     assert "Traceback" not in message
     assert message.startswith(f"headwater: stopped by {signum.name} after step ")
     assert f"headwater train --out {out} --resume" in message

@@ -1,5 +1,6 @@
 """Cuts and hops without processes: what crosses a cut, for every residual and for grids nobody here has."""
 
+import functools
 import math
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from headwater.models import Decoder, ModelConfig
 from headwater.residuals import build, names
 from headwater.residuals.two_phase import TwoPhase
 from headwater.train.distributed.pipeline import BlockCache, Stage
-from headwater.train.distributed.stages import cut, hops, prune, trace_states
+from headwater.train.distributed.stages import States, cut, hops, prune, trace_states
 
 CPU = torch.device("cpu")
 WIDE = [f"ddl:width=2,compress={c},expand={e}" for c in ("channel", "token") for e in ("repeat", "token")]
@@ -24,6 +25,11 @@ def shape(residual: str, layers: int = 8, **changes) -> ModelConfig:
     return ModelConfig(
         vocab_size=32, dim=8, layers=layers, heads=2, kv_heads=1, mlp_dim=16, residual=residual, **changes
     )
+
+
+@functools.cache
+def traced(residual: str) -> States:
+    return trace_states(shape(residual), 1, 4, CPU)
 
 
 def depth(sublayers: int, spec: str = "standard"):
@@ -62,7 +68,7 @@ def test_no_cut_falls_where_two_stages_would_share_a_parameter():
 @pytest.mark.parametrize("residual", SPECS)
 def test_every_tensor_is_on_its_rank_when_it_is_needed(residual):
     """A stage has what it was sent, what its rank was sent or made before, and nothing else."""
-    states = trace_states(shape(residual), 1, 4, CPU)
+    states = traced(residual)
     for ranks, chunks in ((2, 1), (2, 2), (3, 2)):
         bounds = cut(depth(16, residual), ranks * chunks)
         for cache in (True, False):
@@ -120,45 +126,69 @@ def test_bytes_of_a_hop():
     assert hop.bytes == (1 + math.ceil(8 / 2)) * 3 * 5 * 8 * 4
 
 
+def stir(model: Decoder) -> Decoder:
+    """Off its start, where many residuals are the plain one."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.residual.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def staged(whole: Decoder, states: States, bounds: tuple[int, ...], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits of stages on two ranks, one after the other here, and the gradients of their mean square."""
+    plan = (*hops(states, bounds, 2, cache=True), None)
+    caches, runs, arrived = (BlockCache(), BlockCache()), [], (tokens,)
+    for s, span in enumerate(pairwise(bounds)):
+        part = Decoder(whole.config)
+        part.load_weights(whole.weights())
+        stage = Stage(prune(part, *span), span, tokens.shape[1], plan[s], plan[s + 1], caches[s % 2])
+        arrived = tuple(t.detach().requires_grad_() for t in arrived) if s else arrived
+        out = stage(*arrived, micro=torch.tensor(0))
+        runs.append((part, arrived, out))
+        arrived = out
+    logits, owed, gradients = out, [None], {}
+    for part, arrived, out in reversed(runs):
+        last = isinstance(out, Tensor)
+        torch.autograd.backward(out.square().mean() if last else out, None if last else owed)
+        owed = [t.grad for t in arrived]
+        gradients |= {name: p.grad for name, p in part.named_parameters()}
+    assert not any(cache.tensors or cache.deposits for cache in caches)
+    return logits, gradients
+
+
+def assert_the_same(whole: Decoder, expected: Tensor, logits: Tensor, gradients: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    assert gradients.keys() == dict(whole.named_parameters()).keys()
+    for name, p in whole.named_parameters():
+        torch.testing.assert_close(
+            gradients[name], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("residual", SPECS)
+def test_stages_do_what_the_whole_does(residual):
+    """Cuts inside of a layer and a block where the residual allows them; what a rank has seen is not sent again."""
+    whole, tokens = stir(Decoder(shape(residual))), torch.tensor([[3, 7, 1, 30]])
+    cuts = (1, 7, 15) if all(map(whole.residual.may_cut, (1, 7, 15))) else (2, 6, 14)
+    expected = whole(tokens)
+    expected.square().mean().backward()
+    assert_the_same(whole, expected, *staged(whole, traced(residual), (0, *cuts, 16), tokens))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3])
 def test_stages_with_kernels_do_what_the_whole_does_in_two_phases(block, monkeypatch):
     """Cuts inside a block (1, 5), between two (3), and before the last sublayer. A stage is sent sources alone, and
     scores them for the queries it has."""
-    config = shape(f"attnres-block:block={block},backend=triton", layers=3, context=2)
-    bounds, tokens = (0, 1, 3, 5, 6), torch.tensor([[3, 7]])
-    torch.manual_seed(0)
-    whole = Decoder(config)
-    with torch.no_grad():
-        for p in whole.residual.parameters():
-            p.add_(0.3 * torch.randn_like(p))
+    whole = stir(Decoder(shape(f"attnres-block:block={block},backend=triton", layers=3, context=2)))
     spans = []
     monkeypatch.setattr(TwoPhase, "read", lambda self, *a, real=TwoPhase.read: (spans.append(1), real(self, *a))[1])
-    expected = whole(tokens)
+    expected = whole(torch.tensor([[3, 7]]))
     assert spans, "the whole runs in two phases"
     expected.square().mean().backward()
-
     spans.clear()
-    plan = (*hops(trace_states(config, 1, 2, CPU), bounds, 2, cache=True), None)
-    caches, runs, arrived = (BlockCache(), BlockCache()), [], (tokens,)
-    for s, span in enumerate(pairwise(bounds)):
-        part = Decoder(config)
-        part.load_weights(whole.weights())
-        stage = Stage(prune(part, *span), span, 2, plan[s], plan[s + 1], caches[s % 2])
-        arrived = tuple(t.detach().requires_grad_() for t in arrived) if s else arrived
-        out = stage(*arrived, micro=torch.tensor(0))
-        runs.append((part, arrived, out))
-        arrived = out
+    states = trace_states(whole.config, 1, 2, CPU)
+    logits, gradients = staged(whole, states, (0, 1, 3, 5, 6), torch.tensor([[3, 7]]))
     assert len(spans) == 7, "every read of the stages is in two phases"
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    wanted, owed = {name: p.grad for name, p in whole.named_parameters()}, [None]
-    for part, arrived, out in reversed(runs):
-        last = isinstance(out, Tensor)
-        torch.autograd.backward(out.square().mean() if last else out, None if last else owed)
-        owed = [t.grad for t in arrived]
-        for name, p in part.named_parameters():
-            torch.testing.assert_close(
-                p.grad, wanted.pop(name), rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
-    assert not wanted
-    assert not any(cache.tensors or cache.deposits for cache in caches)
+    assert_the_same(whole, expected, logits, gradients)

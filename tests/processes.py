@@ -1,0 +1,83 @@
+"""New processes of Python without the seconds that importing torch and transformers takes."""
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+# What tests import sooner or later; a fork server does so once for all. It takes longer than most of their work.
+PRELOADED = (
+    "headwater.train.loop",
+    "headwater.cli",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "pytest",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def fork_server() -> ForkServerContext:
+    """Starts processes that have imported torch already. Their environment is that of the first call."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+def start(
+    folder: Path, *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> ForkServerProcess:
+    """`python ARGUMENTS`: `-c PROGRAM`, `-m MODULE` or a script, and what it is to find in `sys.argv`. What it prints
+    goes to the files `stdout` and `stderr` of `folder`.
+
+    A fork of a process that has imported `PRELOADED` and nothing else: no model has been built there, no class of
+    transformers has been patched, no residual has been registered but headwater's own. What a test is to see of imports
+    themselves, or of variables that are read at import, needs a process from the beginning: `subprocess`.
+    """
+    environment = dict(os.environ if env is None else env)
+    arguments = ([str(word) for word in arguments], Path.cwd() if cwd is None else cwd, environment, folder)
+    process = fork_server().Process(target=execute, args=arguments)
+    process.start()
+    return process
+
+
+def python(
+    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
+) -> str:
+    """What `start` with these arguments prints; an exit code other than 0 fails, with what it says of its errors."""
+    with tempfile.TemporaryDirectory() as name:
+        process = start(Path(name), *arguments, cwd=cwd, env=env)
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        shown, errors = (Path(name, stream).read_text(encoding="utf-8") for stream in ("stdout", "stderr"))
+    assert process.exitcode == 0, f"exit code {process.exitcode}\n{shown}\n{errors}"
+    return shown
+
+
+def execute(words: list[str], cwd: Path, environment: dict[str, str], folder: Path) -> None:
+    """In the new process."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with (folder / name).open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(cwd)
+    first, *rest = words
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if first in ("-c", "-m"):
+        sys.path[:0] = [str(cwd), *paths]
+        what, *rest = rest
+        sys.argv = [first, *rest]
+        if first == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[:0] = [str(Path(cwd, first).parent), *paths]
+        sys.argv = [first, *rest]
+        runpy.run_path(str(Path(cwd, first)), run_name="__main__")
