@@ -77,6 +77,8 @@ def from_release(weights: Mapping[str, Tensor], release: Release, prefix: str = 
 def to_release(weights: Mapping[str, Tensor], release: Release, prefix: str = "model.") -> dict[str, Tensor]:
     """Returns our `weights` under the names of a `release`; `prefix` is the body's in the model.
 
+    Queries are taken as they are, which is right for `scale=one`, the default: a release has no other.
+
     Raises `headwater.errors.UserError` if there are none of Attention Residuals among them.
     """
     theirs: dict[str, Tensor] = {}
