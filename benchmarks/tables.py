@@ -76,6 +76,14 @@ def costs() -> str:
     return grid(head, rows) + source("cpu-residuals", "h200-residuals")
 
 
+def duality() -> str:
+    rows = [
+        [f"`{row['residual']}`", f"{row['eager_time']:.2f}", f"{row['eager_memory']:.2f}"]
+        for row in read("cpu-duality")["summary"]
+    ]
+    return grid(["arm", "time of a step", "memory"], rows) + source("cpu-duality")
+
+
 def speed() -> str:
     found = read("h200-speed")["50m"]
     rows = [
@@ -142,6 +150,7 @@ def _share(row: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
+    "duality": duality,
     "speed": speed,
     "larger": larger,
     "stack": stack,

@@ -28,6 +28,11 @@ def typeset(formula: str) -> str:
     return "\n\n".join([*lines, *([f"{words}."] if words else [])])
 
 
+def symbols(formula: str) -> list[str]:
+    """LaTeX of the equations of a formula, without the words."""
+    return [part.strip()[2:].partition("$$")[0].strip() for part in typeset(formula).split("\n\n") if part[:2] == "$$"]
+
+
 def _clause(source: str) -> str:
     equation, begins, rest = source.partition(r"\text{ ")
     remark = re.sub(r"\\text\{ (.*?) \}", r"$ \1 $", begins + rest)  # mathematics and prose change places

@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from mathematics import typeset
+from mathematics import symbols, typeset
 
 from benchmarks.tables import step_costs
 from headwater.analyze.table import Row, residual_table
@@ -38,9 +38,9 @@ def index(rows: list[Row]) -> str:
         "|---|---|---|---|",
     ]
     for row in rows:
-        formula = row.formula.partition(": ")[0].replace("|", "\\|")
+        equations = "<br>".join(f"${equation}$" for equation in symbols(row.formula))
         paper = papers(entry(row.name).build.__doc__ or "")
-        lines.append(f"| [{row.name}]({row.name}.md) | `{formula}` | {row.at_start} | {paper} |")
+        lines.append(f"| [{row.name}]({row.name}.md) | {equations} | {row.at_start} | {paper} |")
     return "\n".join(lines) + "\n"
 
 
@@ -139,7 +139,7 @@ def picture(name: str) -> str:
     matrix, sublayers = found["matrices"][name], found["sublayers"]
     text = (
         f"A small decoder after {found['steps']} steps. Rows are reads, the output head last. Columns are sources, the "
-        "embedding first. The darker, the more a read takes of a source; orange is negative."
+        "embedding first. The stronger the colour, the more a read takes of a source; orange is negative."
     )
     return f"{svg(matrix, sublayers)}\n\n{text} {note(name)}"
 

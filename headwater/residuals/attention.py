@@ -88,6 +88,7 @@ class AttentionResidual(Residual):
     1 / sqrt(D); width, 1 / D; or gain, a learned number, zero at start, times a query of length one, which is drawn.
     How it is computed: `backend` as in `headwater.depth_attention`; `schedule` auto (in two phases where kernels run,
     else read by read), one-pass, or two-phase (with backend=reference over the plain operators, on any device).
+    Attention Residuals, arXiv 2603.15031.
     """
 
     at_start = "scaled"
