@@ -2,9 +2,9 @@
 
 `python -m benchmarks.architectures` builds each type it can, converts it in three dtypes, and holds it to the plain
 one: one pass, padding, decoding from a cache and from a static one, gradients; off its start, decoding against one
-pass; saved, and loaded in a new process; reverted. It writes benchmarks/results/cpu-architectures.json and the tables
-of docs/reference/architectures.md. `--types NAME ...` tries some and prints them alone; `--missing` goes on where a run
-ended.
+pass; saved, and loaded in a new process; reverted. It writes cpu-architectures.json of benchmarks/results and the
+tables of docs/reference/architectures.md. `--types NAME ...` tries some and prints them alone; `--missing` goes on
+where a run ended.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.tables import path
 from benchmarks.tinyhf import stir, tiny_config, tiny_model, tokens
 from headwater.errors import UserError
 from headwater.hf import LAYOUTS, Layout, convert, revert, verify
@@ -38,7 +39,7 @@ from headwater.hf.convert.refusals import REASONS, layout_of
 from headwater.hf.convert.trial import ERRORS
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "cpu-architectures.json"
+RESULTS = path("cpu-architectures")
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 MARKS = re.compile("(?<=<!-- architectures:begin -->\n).*?(?=<!-- architectures:end -->)", re.DOTALL)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -294,7 +295,7 @@ def tables() -> str:
     lines = [
         f"Of the {len(rows)} causal language models of transformers {results['transformers']}, {len(exact)} are exact,",
         f"in fp32, bf16 and fp16, and {len(refused)} are refused with the reason. KL in nats per token, the largest of",
-        "a row, in fp32 (`benchmarks/results/cpu-architectures.json`).",
+        f"a row, in fp32 (`{RESULTS.relative_to(ROOT)}`).",
         "",
         "| layer | model types | KL | from a cache |",
         "|---|---|---|---|",

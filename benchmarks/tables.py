@@ -1,5 +1,5 @@
 """The measured tables of the documentation, from the current results: `python -m benchmarks.tables` writes them between
-their marks in docs/ and README.md."""
+their marks in docs/ and README.md, and draws the figure."""
 
 import json
 import re
@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plot import bars, svg
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
+STACK = ("h200-attnres", "h200-attnres-peers")  # ours beside the plain residual and some; the peers whose start is slow
+FIGURE = ROOT / "docs" / "assets" / "performance.svg"
 Cells = list[str]
 
 ARMS = {
@@ -36,8 +40,10 @@ TRAINED = {
 
 
 def path(name: str) -> Path:
-    """The current file of a measurement."""
-    return RESULTS / f"{name}.json"
+    """The current file of a measurement, such as h200-speed: the newest outside of the archive. There is a folder for
+    each day; what has just been measured may still lie beside them."""
+    found = [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"????-??-??/{name}.json"), reverse=True)]
+    return next(file for file in found if file.exists())
 
 
 def read(name: str) -> dict[str, Any]:
@@ -52,10 +58,10 @@ def grid(head: Cells, rows: list[Cells]) -> str:
 
 def source(*names: str) -> str:
     """Where a table comes from: file, machine, torch."""
-    found = {name: read(name) for name in names}
-    about = [
-        f"`{name}.json` ({f.get('gpu') or f['cpu']}, torch {f['torch'].split('+')[0]})" for name, f in found.items()
-    ]
+    about = []
+    for name, found in ((name, read(name)) for name in names):
+        machine = f"{found.get('gpu') or found['cpu']}, torch {found['torch'].split('+')[0]}"
+        about.append(f"`{path(name).relative_to(RESULTS)}` ({machine})")
     return f"\nFrom {' and '.join(about)} in `benchmarks/results`.\n"
 
 
@@ -106,14 +112,14 @@ def larger() -> str:
 def stack(part: str = "stack", *names: str) -> str:
     """Each arm from the first file that has it; ours and the plain residual from the first."""
     arms: dict[str, dict[str, Any]] = {}
-    for name in names or ("h200-attnres", "h200-attnres-peers"):
+    for name in names or STACK:
         for arm in read(name)[part]["arms"]:
             if "both" in arm:
                 arms.setdefault(arm["arm"], arm)
     rows = [[ARMS[name], *_times(arm, plain=name == "plain-compiled")] for name, arm in arms.items()]
     rows.sort(key=lambda row: float(row[2]))
     head = ["", "forward, ms", "forward + backward, ms", "extra passes", "peak GiB"]
-    return grid(head, rows) + source(*(names or ("h200-attnres", "h200-attnres-peers")))
+    return grid(head, rows) + source(*(names or STACK))
 
 
 def _times(arm: dict[str, Any], plain: bool) -> Cells:
@@ -170,7 +176,13 @@ def filled(text: str) -> str:
     return MARKS.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[3]}" if m[2] in TABLES else m[0], text)
 
 
+def figure() -> str:
+    """docs/assets/performance.svg."""
+    return svg(bars([read(name) for name in STACK]))
+
+
 if __name__ == "__main__":
+    FIGURE.write_text(figure(), encoding="utf-8")
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (new := filled(text)) != text:

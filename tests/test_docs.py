@@ -176,6 +176,16 @@ def test_tables_are_those_of_the_results():
         assert tables.filled(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8"), page
 
 
+def test_there_is_one_current_set_of_results():
+    """benchmarks/results/README.md says how it is kept."""
+    listed = set(re.findall(r"`([\w-]+\.(?:json|txt))`", (tables.RESULTS / "README.md").read_text()))
+    current = list(tables.RESULTS.glob("????-??-??/*"))
+    assert sorted(file.name for file in current) == sorted(listed)
+    shown = "".join(page.read_text(encoding="utf-8") for page in WRITTEN)
+    assert not [file for file in current if f"{file.parent.name}/{file.name}" not in shown]
+    assert tables.FIGURE.read_text(encoding="utf-8") == tables.figure()
+
+
 def test_the_numbers_of_the_readme_are_those_of_the_results():
     readme = " ".join(README.read_text(encoding="utf-8").split())
     decoder, stack = tables.decoder(), tables.stack()
