@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import subprocess
@@ -34,6 +35,19 @@ def pytest_collection_modifyitems(config, items):
         mine, shares = map(int, config.getoption("--share").split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % shares != mine])
         items[:] = items[mine::shares]
+
+
+@pytest.fixture(scope="session")
+def untuned_fla():
+    """fla's kernels with the first of their settings each: trying all takes a process minutes, and is about speed."""
+    pytest.importorskip("fla.ops.kda", reason="needs flash-linear-attention, an extra of `dev`")
+    from triton.runtime.autotuner import Autotuner
+
+    kernels = [thing for thing in gc.get_objects() if issubclass(type(thing), Autotuner)]
+    kernels = [kernel for kernel in kernels if kernel.base_fn.__module__.startswith("fla.")]
+    assert len(kernels) > 10
+    for kernel in kernels:
+        kernel.configs = kernel.configs[:1]
 
 
 @pytest.fixture

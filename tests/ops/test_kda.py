@@ -209,6 +209,7 @@ def test_a_missing_extra_is_said_once(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned_fla")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fla's kernels run on a GPU")
 @pytest.mark.parametrize("form", ["softplus", "bounded"])
 @pytest.mark.parametrize("length", [1, 63, 64, 257, 1000])

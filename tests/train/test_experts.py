@@ -172,6 +172,7 @@ def test_what_ranks_cannot_divide_is_named(tmp_path, settings, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned_fla")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_on_a_gpu_it_trains_from_a_captured_graph_and_resumes_bitwise(tmp_path, optimizer):
