@@ -2,8 +2,9 @@
 """Attention of one new token a row over a cache of fixed size, in one launch: `operators.attend` has the mathematics.
 
 The rows' lengths are read on the device, so that a captured launch serves every length, and reads what there is and no
-more. A program takes one head of keys and a part of the tokens (flash decoding); the last one of a head to finish sums
-the parts up, always in the same order. Keys are handled in two halves, whose channels a rotation pairs.
+more. A program takes one head of keys and a part of the tokens (flash decoding); where a row has tokens for fewer parts
+than its room, the others leave at once. The last program of a head to finish sums the parts up, always in the same
+order. Keys are handled in two halves, whose channels a rotation pairs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from headwater.ops.triton.tiles import ceil_div, power_of_2, processors
 
 from .reading import Norm
 
-PROGRAMS = 2  # a multiprocessor, where there are tokens for so many
+PROGRAMS = 3  # a multiprocessor, where there are tokens for so many: as many as it holds at once
 LEAST = 64  # tokens that are worth a program of their own
+TOGETHER = 16  # parts that are summed up at once
 
 
 @triton.jit
@@ -36,12 +38,56 @@ def _turned(left, right, gl, gr, cos, sin, D, eps, NORM: tl.constexpr, ROTATE: t
 
 
 @triton.jit
+def _tokens(
+    keys, values, b, h, n, end, room, KV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr,
+    BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Keys, in two halves, and values of tokens n to n + BN, or to `end`."""
+    H: tl.constexpr = D // 2
+    o_h, o_v, place = tl.arange(0, BH)[None, :], tl.arange(0, BV)[None, :], (n + tl.arange(0, BN))[:, None]
+    at, m_n = (b * room + place) * KV + h, place < end
+    left = tl.load(keys + at * D + o_h, mask=m_n & (o_h < H), other=0.0)
+    right = tl.load(keys + at * D + H + o_h, mask=m_n & (o_h < H), other=0.0)
+    return left, right, tl.load(values + at * SV + o_v, mask=m_n & (o_v < DV), other=0.0)
+
+
+@triton.jit
+def _combine(
+    parts, stats, y, one, used,
+    G: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, CG: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """y of one head of keys from its first `used` parts, BS of them and CG queries at once."""
+    o_s, o_c, o_v = tl.arange(0, BS), tl.arange(0, CG), tl.arange(0, BV)[None, None, :]
+    for start in range(0, G, CG):
+        query = start + o_c[None, :]
+        top = tl.full([CG], -1e30, tl.float32)  # queries beyond the last have none
+        total = tl.zeros([CG], tl.float32)
+        acc = tl.zeros([CG, BV], tl.float32)
+        for begin in range(0, used, BS):
+            part = one * SPLITS + begin + o_s[:, None]
+            m = (begin + o_s < used)[:, None] & (query < G)
+            tops = tl.load(stats + part * 2 * G + query, mask=m, other=float("-inf"))
+            sums = tl.load(stats + part * 2 * G + G + query, mask=m, other=0.0)
+            p_part = parts + ((part * G + query) * DV)[:, :, None] + o_v
+            b_p = tl.load(p_part, mask=m[:, :, None] & (o_v < DV), other=0.0)
+            new = tl.maximum(top, tl.max(tops, 0))
+            keep, w = tl.exp(top - new), tl.exp(tops - new[None, :])
+            total = total * keep + tl.sum(w * sums, 0)
+            acc = acc * keep[:, None] + tl.sum(w[:, :, None] * b_p, 0)
+            top = new
+        o_q, o_y = (start + o_c)[:, None], tl.arange(0, BV)[None, :]
+        b_y = acc / tl.maximum(total, 1e-30)[:, None]
+        tl.store(y + (one * G + o_q) * DV + o_y, b_y.to(y.dtype.element_ty), mask=(o_q < G) & (o_y < DV))
+
+
+@triton.jit
 def _attend(
     q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters,
     s_q, s_k, s_v, room, eps_q, eps_k, scale, window,
     G: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, ROTATE: tl.constexpr, WINDOW: tl.constexpr,
-    BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
+    BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, CG: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     one, split = tl.program_id(0), tl.program_id(1)
     b, h = (one // KV).to(tl.int64), one % KV
@@ -49,6 +95,17 @@ def _attend(
     o_g, o_h, o_v, o_n = tl.arange(0, BG), tl.arange(0, BH), tl.arange(0, BV), tl.arange(0, BN)
     m_h, m_v = (o_h < H)[None, :], (o_v < DV)[None, :]
     length = tl.load(lengths + b)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(0, length + 1 - window)
+    each = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BN), 1) * BN
+    used = tl.maximum(tl.cdiv(length - first, each), 1)
+    if split >= used:
+        return
+    begin = first + split * each
+    end = tl.minimum(begin + each, length)
+    if AHEAD:  # the first keys and values are under way while the query is made ready, and then always the next ones
+        b_l, b_r, b_w = _tokens(keys, values, b, h, begin, end, room, KV, D, DV, SV, BH, BV, BN)
     c, s, gl, gr, kgl, kgr = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if ROTATE:
         c = tl.load(cos + length * H + o_h[None, :], mask=m_h, other=0.0)
@@ -63,70 +120,50 @@ def _attend(
     ql = tl.load(p_q, mask=m_q, other=0.0).to(tl.float32)
     qr = tl.load(p_q + H, mask=m_q, other=0.0).to(tl.float32)
     ql, qr = _turned(ql, qr, gl, gr, c, s, D, eps_q, NORM, ROTATE)
-    p_k = k + b * s_k + h * D + o_h[None, :]
-    kl = tl.load(p_k, mask=m_h, other=0.0).to(tl.float32)
-    kr = tl.load(p_k + H, mask=m_h, other=0.0).to(tl.float32)
-    kl, kr = _turned(kl, kr, kgl, kgr, c, s, D, eps_k, NORM, ROTATE)
-    kl, kr = kl.to(keys.dtype.element_ty), kr.to(keys.dtype.element_ty)
-    b_v = tl.load(v + b * s_v + h * DV + o_v[None, :], mask=m_v, other=0.0).to(values.dtype.element_ty)
-    place = (b * room + length) * KV + h
-    if split == 0:
-        tl.store(keys + place * D + o_h[None, :], kl, mask=m_h)
-        tl.store(keys + place * D + H + o_h[None, :], kr, mask=m_h)
-        tl.store(values + place * SV + o_v[None, :], b_v, mask=m_v)
     ql, qr = (ql * scale).to(keys.dtype.element_ty), (qr * scale).to(keys.dtype.element_ty)
     top = tl.full([BG], float("-inf"), tl.float32)
     total = tl.zeros([BG], tl.float32)
     acc = tl.zeros([BG, BV], tl.float32)
-    if split == SPLITS - 1:  # the new token itself
+    if split == 0:  # the new token itself
+        p_k = k + b * s_k + h * D + o_h[None, :]
+        kl = tl.load(p_k, mask=m_h, other=0.0).to(tl.float32)
+        kr = tl.load(p_k + H, mask=m_h, other=0.0).to(tl.float32)
+        kl, kr = _turned(kl, kr, kgl, kgr, c, s, D, eps_k, NORM, ROTATE)
+        kl, kr = kl.to(keys.dtype.element_ty), kr.to(keys.dtype.element_ty)
+        b_v = tl.load(v + b * s_v + h * DV + o_v[None, :], mask=m_v, other=0.0).to(values.dtype.element_ty)
+        place = (b * room + length) * KV + h
+        tl.store(keys + place * D + o_h[None, :], kl, mask=m_h)
+        tl.store(keys + place * D + H + o_h[None, :], kr, mask=m_h)
+        tl.store(values + place * SV + o_v[None, :], b_v, mask=m_v)
         top = tl.sum(ql.to(tl.float32) * kl.to(tl.float32) + qr.to(tl.float32) * kr.to(tl.float32), 1)
         total += 1.0
         acc += b_v.to(tl.float32)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(0, length + 1 - window)
-    each = tl.cdiv(tl.cdiv(length - first, SPLITS), BN) * BN
-    begin = first + split * each
-    end = tl.minimum(begin + each, length)
     for n in range(begin, end, BN):
-        m_n = (n + o_n < end)[:, None]
-        at = ((b * room + n + o_n) * KV + h)[:, None]
-        b_l = tl.load(keys + at * D + o_h[None, :], mask=m_n & m_h, other=0.0)
-        b_r = tl.load(keys + at * D + H + o_h[None, :], mask=m_n & m_h, other=0.0)
-        b_w = tl.load(values + at * SV + o_v[None, :], mask=m_n & m_v, other=0.0)
-        z = tl.dot(ql, tl.trans(b_l), input_precision="ieee")
-        z = tl.dot(qr, tl.trans(b_r), z, input_precision="ieee")
+        if AHEAD:
+            a_l, a_r, a_w = b_l, b_r, b_w
+            b_l, b_r, b_w = _tokens(keys, values, b, h, n + BN, end, room, KV, D, DV, SV, BH, BV, BN)
+        else:
+            a_l, a_r, a_w = _tokens(keys, values, b, h, n, end, room, KV, D, DV, SV, BH, BV, BN)
+        z = tl.dot(ql, tl.trans(a_l), input_precision="ieee")
+        z = tl.dot(qr, tl.trans(a_r), z, input_precision="ieee")
         z = tl.where((n + o_n < end)[None, :], z, float("-inf"))
         new = tl.maximum(top, tl.max(z, 1))
         keep, w = tl.exp(top - new), tl.exp(z - new[:, None])
         total = total * keep + tl.sum(w, 1)
-        acc = tl.dot(w.to(b_w.dtype), b_w, acc * keep[:, None], input_precision="ieee")
+        acc = tl.dot(w.to(a_w.dtype), a_w, acc * keep[:, None], input_precision="ieee")
         top = new
     m_g, m_y = o_g < G, (o_g < G)[:, None] & m_v
-    p_y = y + (b * KV + h) * G * DV + o_g[:, None] * DV + o_v[None, :]
-    if SPLITS == 1:
-        tl.store(p_y, (acc / total[:, None]).to(y.dtype.element_ty), mask=m_y)
+    p_y = o_g[:, None] * DV + o_v[None, :]
+    if used == 1:
+        tl.store(y + one.to(tl.int64) * G * DV + p_y, (acc / total[:, None]).to(y.dtype.element_ty), mask=m_y)
     else:
         mine = (one * SPLITS + split).to(tl.int64)
-        p_part = o_g[:, None] * DV + o_v[None, :]
-        tl.store(parts + mine * G * DV + p_part, acc, mask=m_y)
+        tl.store(parts + mine * G * DV + p_y, acc, mask=m_y)
         tl.store(stats + mine * 2 * G + o_g, top, mask=m_g)
         tl.store(stats + mine * 2 * G + G + o_g, total, mask=m_g)
         tl.debug_barrier()
-        if tl.atomic_add(counters + one, 1, sem="acq_rel") == SPLITS - 1:
-            o_s, o_c = tl.arange(0, BS), tl.arange(0, BC)
-            m_s = (o_s < SPLITS)[:, None]
-            theirs = (one * SPLITS + o_s).to(tl.int64)[:, None]
-            for start in range(0, G * DV, BC):  # all parts of some channels at once
-                channel = start + o_c
-                m_c = (channel < G * DV)[None, :]
-                p_stat = stats + theirs * 2 * G + (channel // DV)[None, :]
-                tops = tl.load(p_stat, mask=m_s & m_c, other=float("-inf"))
-                w = tl.exp(tops - tl.maximum(tl.max(tops, 0), -1e30)[None, :])  # channels beyond the last have none
-                sums = tl.sum(w * tl.load(p_stat + G, mask=m_s & m_c, other=0.0), 0)
-                b_p = tl.load(parts + theirs * G * DV + channel[None, :], mask=m_s & m_c, other=0.0)
-                b_y = tl.sum(w * b_p, 0) / tl.maximum(sums, 1e-30)
-                tl.store(y + one.to(tl.int64) * G * DV + channel, b_y.to(y.dtype.element_ty), mask=channel < G * DV)
+        if tl.atomic_add(counters + one, 1, sem="acq_rel") == used - 1:
+            _combine(parts, stats, y, one.to(tl.int64), used, G, DV, SPLITS, BS, CG, BV)
             tl.store(counters + one, 0)
 
 
@@ -138,7 +175,7 @@ def _counters(device: torch.device, programs: int) -> Tensor:
 
 def splits_of(batch: int, heads: int, room: int, device: torch.device) -> int:
     """Into how many parts the tokens of a row are divided."""
-    wanted = ceil_div(PROGRAMS * processors(device), batch * heads)
+    wanted = PROGRAMS * processors(device) // (batch * heads)
     return max(1, min(wanted, ceil_div(room, LEAST)))
 
 
@@ -167,12 +204,15 @@ def attend(
     (gq, eps_q), (gk, eps_k) = ((y, 0.0), (y, 0.0)) if norms is None else norms
     tensors = (q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters)
     numbers = (q.stride(0), k.stride(0), v.stride(0), room, eps_q, eps_k, scale, window or 0)
-    half = max(16, power_of_2(width // 2))
+    # Parts of one tile end soonest; in longer ones, smaller tiles let more programs share a multiprocessor.
+    deep = 64 if room <= LEAST * splits else 32
+    half, wide = max(16, power_of_2(width // 2)), max(16, power_of_2(value))
     constants = {
         "G": group, "KV": heads, "D": width, "DV": value, "SV": values.stride(2), "SPLITS": splits,
         "NORM": norms is not None, "ROTATE": rotary is not None, "WINDOW": window is not None,
-        "BG": max(16, power_of_2(group)), "BH": half, "BV": max(16, power_of_2(value)), "BN": 64 if half <= 64 else 32,
-        "BS": power_of_2(splits), "BC": min(128, power_of_2(group * value)),
+        "BG": max(16, power_of_2(group)), "BH": half, "BV": wide, "BN": deep if half <= 64 else 32,
+        "BS": min(TOGETHER, power_of_2(splits)), "CG": max(1, min(power_of_2(group), 4096 // (TOGETHER * wide))),
+        "AHEAD": half <= 64 and keys.dtype != torch.float32,  # what is ahead stays in registers
     }  # fmt: skip
     warps = 4 if half <= 64 else 8
     launch(_attend, (batch * heads, splits), tensors, numbers, constants, num_warps=warps, num_stages=2)
