@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, bool, bool, bool]] = {
 }
 # output channels, input channels, warps, tiles under way
 ONE = ((1, 2048, 4, 1), (2, 1024, 4, 1), (4, 512, 4, 1), (4, 1024, 4, 1), (8, 512, 4, 1), (8, 1024, 8, 1))
-FEW = ((16, 128, 4, 5), (16, 256, 4, 4), (16, 256, 8, 4), (32, 128, 4, 5), (16, 512, 8, 3))
+FEW = ((16, 128, 4, 5), (16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4))
 # output channels, warps, programs a multiprocessor
 STREAM = ((1, 4, 4), (1, 4, 8), (2, 4, 4), (2, 4, 6), (4, 4, 4), (2, 8, 2))
 TOTAL = 400 << 20  # bytes of all copies of a weight
@@ -89,12 +89,12 @@ class Case:
     def candidates(self, tiles: tuple[tuple[int, ...], ...], bandwidth: float) -> dict[str, Any]:
         """Of tiles of `projection`; timed unless the bandwidth is 0."""
         truth, found = self.run(self.weights[0], "reference"), {}
-        kind = "TILE" if len(self.x) > 1 else "STREAM" if len(tiles[0]) == 3 else "ONE"
-        projection.STREAM_WIDTH = 4096 if kind == "STREAM" else 0
-        name = kind + ("_GATED" if self.gated else "")
-        kept = getattr(projection, name)
+        kept = projection.tile_for
         for tile in tiles:
-            setattr(projection, name, tile)
+            kernel = "few" if len(self.x) > 1 else "stream" if len(tile) == 3 else "one"
+            inputs, rest = (4096, tile[1:]) if kernel == "stream" else (tile[1], tile[2:])
+            one = projection.Tile(kernel, tile[0], inputs, *rest)
+            projection.tile_for = lambda *_, one=one: one
             try:
                 self.out.fill_(torch.nan)
                 off = float((self.run(self.weights[0]).float() - truth).norm() / truth.norm())
@@ -103,7 +103,8 @@ class Case:
                     found[str(tile)] |= self.timed(self.run, bandwidth)
             except RuntimeError as error:
                 found[str(tile)] = {"refused": str(error)[:200]}
-        setattr(projection, name, kept)
+            finally:
+                projection.tile_for = kept
         if bandwidth:
             found["library"] = self.timed(self.library, bandwidth)
         return found

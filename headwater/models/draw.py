@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headwater.ops.decode import likeliest
+
 from .sampling import Sampling
 
 
@@ -46,6 +48,8 @@ class Draw:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens (B,) from logits (B, vocab)."""
+        if self.noise is None and self.seen is None:
+            return likeliest(logits)
         logits = logits.float()
         if self.seen is not None:
             penalty = self.sampling.repetition_penalty
@@ -74,8 +78,3 @@ def shares_of(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p is not None:
         shares = shares.masked_fill(shares < sampling.min_p * shares.amax(-1, keepdim=True), 0.0)
     return shares
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """Tokens (B,) from logits (B, vocab)."""
-    return logits.argmax(-1)

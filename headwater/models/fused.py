@@ -12,7 +12,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from headwater.ops.decode import Merge, Norm, attend, open_span, project
+from headwater.ops.decode import Merge, Norm, attend, open_span, project, take
+from headwater.ops.numerics import accumulation_dtype
 from headwater.ops.routing import Backend, obstacle
 from headwater.residuals import AttentionResidual, Residual
 from headwater.residuals.standard import StandardResidual
@@ -24,12 +25,14 @@ from .norm import RMSNorm
 from .rows import FixedKV
 from .sublayer import Sublayer
 
+ASIDE = True  # what later reads need is computed beside the sublayer that does not, on a GPU
+
 
 class Depth(Protocol):
     """A residual for one token of every row, over tensors that stay where they are.
 
     `begin()`: where the embedding goes, (B, D). `read(i)`: what to project, and what to merge it with. `write(i)`: what
-    sublayer i's output is added to, if anything, and where the sum goes. `end()`: what the final norm sees.
+    sublayer i's output is added to, if anything, and where the sum goes. `end()`: as `read`, for the final norm.
     """
 
     def begin(self) -> Tensor: ...
@@ -38,7 +41,7 @@ class Depth(Protocol):
 
     def write(self, i: int) -> tuple[Tensor | None, Tensor]: ...
 
-    def end(self) -> Tensor: ...
+    def end(self) -> tuple[Tensor, Merge | None]: ...
 
 
 class Stream:
@@ -56,40 +59,64 @@ class Stream:
     def write(self, i: int) -> tuple[Tensor | None, Tensor]:
         return self.x, self.x
 
-    def end(self) -> Tensor:
-        return self.x
+    def end(self) -> tuple[Tensor, Merge | None]:
+        return self.x, None
 
 
 class Blocks:
-    """Attention Residuals in two phases: the bank of sources, of which the newest is the running sum of its block."""
+    """Attention Residuals in two phases: the bank of sources, of which the newest is the running sum of its block.
+
+    Every read merges the newest source with what its query found in those before. At the start of a block these are
+    the same for the queries of its other sublayers and for the first one of the next block: one launch opens them all,
+    beside the block's first sublayer, which needs none of it. So no sublayer waits for it, on a GPU.
+    """
 
     def __init__(self, residual: AttentionResidual, like: Tensor, backend: Backend) -> None:
         self.block, self.sublayers, self.eps, self.backend = residual.block, residual.sublayers, residual.eps, backend
         self.folded = residual.folded_queries(device=like.device)
         self.bank = like.new_empty(residual.num_sources(residual.sublayers), *like.shape)
-        self.outs, self.lses = like, like
+        count, rows, wide = min(self.block, self.sublayers), len(like), accumulation_dtype(like.dtype)
+        # Two of each: one is written while the next read is still of the other. Rows at multiples of 16 bytes: kernels
+        # are compiled once for such addresses, and once more for others.
+        self.outs = like.new_empty(2, count, *like.shape)
+        self.lses = torch.empty(2, count, rows + -rows % 4, dtype=wide, device=like.device)[..., :rows]
+        self.aside = torch.cuda.Stream(like.device) if ASIDE and like.is_cuda else None
 
     def begin(self) -> Tensor:
         return self.bank[0]
 
-    def _open(self, i: int, count: int) -> None:
-        finished = self.bank[: 1 + -(-i // self.block)]
-        self.outs, self.lses = open_span(finished, self.folded[i : i + count], self.eps, backend=self.backend)
+    def _open(self, i: int) -> None:
+        """Queries i + 1 to the next block's first, over the sources that are there before sublayer i."""
+        which, queries = i // self.block % 2, self.folded[i + 1 : i + 1 + self.block]
+        outs, lses = self.outs[which, : len(queries)], self.lses[which, : len(queries)]
+        open_span(self.bank[: 1 + i // self.block], queries, self.eps, outs, lses, backend=self.backend)
 
     def read(self, i: int) -> tuple[Tensor, Merge | None]:
-        into = i % self.block
-        if into == 0:
-            self._open(i, min(self.block, self.sublayers - i))
-            return self.outs[0], None
-        return self.bank[1 + i // self.block], Merge(self.outs[into], self.lses[into], self.folded[i], self.eps)
+        newest, merge = self._newest(i)
+        if i % self.block == 0 and i < self.sublayers:
+            if self.aside is None:
+                self._open(i)
+            else:
+                self.aside.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.aside):
+                    self._open(i)
+        return newest, merge
+
+    def _newest(self, i: int) -> tuple[Tensor, Merge | None]:
+        """The newest source before sublayer i, and what its query found in the others."""
+        if i == 0:
+            return self.bank[0], None
+        span, at = divmod(i - 1, self.block)
+        if self.aside is not None and at == 0:
+            torch.cuda.current_stream().wait_stream(self.aside)
+        return self.bank[1 + span], Merge(self.outs[span % 2, at], self.lses[span % 2, at], self.folded[i], self.eps)
 
     def write(self, i: int) -> tuple[Tensor | None, Tensor]:
         own = self.bank[1 + i // self.block]
         return None if i % self.block == 0 else own, own
 
-    def end(self) -> Tensor:
-        self._open(self.sublayers, 1)
-        return self.outs[0]
+    def end(self) -> tuple[Tensor, Merge | None]:
+        return self._newest(self.sublayers)
 
 
 def reason_against(model: Decoder) -> str | None:
@@ -122,7 +149,7 @@ class FusedStep:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         model = self.model
-        torch.index_select(model.embedding.weight, 0, tokens, out=self.depth.begin())
+        take(model.embedding.weight, tokens, self.depth.begin(), backend=self.backend)
         for i, sublayer in enumerate(cast(list[Sublayer], model.sublayers)):
             x, merge = self.depth.read(i)
             norm = folded(sublayer.norm)
@@ -136,7 +163,8 @@ class FusedStep:
             leave = cast(nn.Linear, sublayer.body.output)
             project(y, (leave.weight,), add=add, out=out, backend=self.backend)
         self.lengths += 1
-        return project(self.depth.end(), (model.head.weight,), norm=folded(model.norm), backend=self.backend)
+        x, merge = self.depth.end()
+        return project(x, (model.head.weight,), norm=folded(model.norm), merge=merge, backend=self.backend)
 
     def _attend(self, body: Attention, x: Tensor, norm: Norm, merge: Merge | None, cache: FixedKV) -> Tensor:
         weights = (body.query.weight, body.key.weight, body.value.weight)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from headwater.ops.decode import likeliest
+
 from .decoder import Cache, Decoder
-from .draw import likeliest
 from .fused import FusedStep, reason_against
 
 AHEAD = 4  # steps that the host may be ahead of the tokens it knows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.ops.decode import Merge, Norm, attend, open_span, project
+from headwater.ops.decode import Merge, Norm, attend, likeliest, open_span, project, take
 
 pytest.importorskip("triton", reason="the kernels need triton")
 GPU = torch.cuda.is_available()
@@ -28,7 +28,7 @@ def reading(batch, width, device, merged):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["as it is", "normed", "merged"])
-@pytest.mark.parametrize("batch", [1, 3, 20, 70])  # sums over registers; a product; after a read; the library's
+@pytest.mark.parametrize("batch", [1, 3, 70])  # sums over registers; a read and a product; a read, the library's
 @pytest.mark.parametrize(
     ("sizes", "gated", "added"),
     [((32, 16, 16), False, False), ((48, 48), True, False), ((40,), False, True)],
@@ -96,11 +96,35 @@ def test_attention_is_its_reference(form, room, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("count", [1, 2, 5, 19])
-def test_a_span_opens_as_its_reference(count, device, monkeypatch):
+@pytest.mark.parametrize(("count", "many"), [(1, 99), (5, 99), (19, 99), (5, 0)])  # at once, in two, one by one
+def test_a_span_opens_as_its_reference(count, many, device, monkeypatch):
     from headwater.ops.decode import span
 
     monkeypatch.setattr(span, "TOGETHER", 1024)  # 19 sources do not fit at once
+    monkeypatch.setattr(span, "MANY", many)
     sources, folded = numbers(count, 3, 72, device=device), numbers(4, 72, device=device, scale=0.2)
-    for found, want in zip(*(open_span(sources, folded, 1e-6, backend=way) for way in ("triton", "reference"))):
+    results = []
+    for way in ("triton", "reference"):
+        outs, lses = torch.full_like(sources[:1].expand(4, 3, 72), torch.nan), torch.zeros(4, 4, device=device)[:, :3]
+        open_span(sources, folded, 1e-6, outs, lses, backend=way)
+        results.append((outs, lses))
+    for found, want in zip(*results):
         torch.testing.assert_close(found, want, **CLOSE)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_looked_up_and_chosen(device, monkeypatch):
+    from headwater.ops.decode import token
+
+    monkeypatch.setattr(token, "LOGITS", 64)
+    weight, tokens = numbers(300, 72, device=device), torch.tensor([7, 299, 0], device=device)
+    rows = take(weight, tokens, torch.empty(3, 72, device=device), backend="triton")
+    assert torch.equal(rows, weight[tokens])
+    logits = numbers(4, 300, device=device)
+    logits[1, [40, 200]] = 9.0  # of equals the first
+    logits[2], logits[3] = float("-inf"), torch.nan
+    logits[2, 299] = -1e30
+    found = likeliest(logits, backend="triton")
+    assert torch.equal(found[:3], likeliest(logits, backend="reference")[:3])
+    assert found[1] == 40
+    assert 0 <= int(found[3]) < 300  # a token all the same

@@ -92,19 +92,40 @@ def attend(
     return y
 
 
-def open_span(sources: Tensor, folded: Tensor, eps: float, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+def open_span(
+    sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: Tensor, *, backend: Backend = "auto"
+) -> None:
     """Phase 1 of Block Attention Residuals: each of S queries reads all sources.
 
-    Arguments: sources (N, B, D), contiguous; folded (S, D), queries times the key norm's weight; eps of that norm.
-    Returns (S, B, D), and the log-sum-exps (S, B) in fp32.
+    Arguments: sources (N, B, D), contiguous; folded (S, D), queries times the key norm's weight; eps of that norm;
+    outs (S, B, D) and lses (S, B), fp32, to write to: what is read, and the log-sum-exps. Rows of lses may be strided.
     """
-    if not use_triton(backend, sources):
-        return reference.open_span(sources, folded, eps)
+    if not use_triton(backend, sources, outs):
+        read, lse = reference.open_span(sources, folded, eps)
+        outs.copy_(read)
+        lses.copy_(lse)
+        return
     from . import span as kernel
 
-    outs = sources.new_empty(len(folded), *sources.shape[1:])
-    # Rows at multiples of 16 bytes: kernels are compiled once for such addresses, and once more for others.
-    rows = outs.shape[1]
-    lses = torch.empty(len(folded), rows + -rows % 4, dtype=torch.float32, device=sources.device)[:, :rows]
     kernel.open_span(sources, folded, eps, outs, lses)
-    return outs, lses
+
+
+def take(weight: Tensor, tokens: Tensor, out: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Rows of weight (V, D) by tokens (B,) int64, into out (B, D), which is returned."""
+    if not use_triton(backend, weight):
+        return torch.index_select(weight, 0, tokens, out=out)
+    from . import token as kernel
+
+    kernel.take(weight, tokens, out)
+    return out
+
+
+def likeliest(logits: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """The largest of each row of logits (B, V), contiguous: places (B,) int64, of equals the first."""
+    if not use_triton(backend, logits[:, :1]):  # rows may be wider than those of other operators
+        return logits.argmax(-1)
+    from . import token as kernel
+
+    tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
+    kernel.likeliest(logits, tokens)
+    return tokens

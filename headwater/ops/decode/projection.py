@@ -3,14 +3,15 @@
 
 A norm does not wait for its sum: y = rstd(h) (W (g h)), so that squares are summed while the weights stream by. Nor
 does a merge, h = (1 - b) o + b P: both parts are projected, and b and rstd(h) are known when the last weight has come.
-One row is a sum over registers (`_one`; `_stream`, where the read fits there beside the weights, once a program), up to
-64 a product on the matrix units (`_few`), more the library's products; beyond 16 rows the read is a launch of its own:
-its sums would take the registers.
+One row is a sum over registers (`_one`; `_stream`, where the read fits there beside the weights, once a program). Of
+more rows the read is a launch of its own, whatever it is, and then come products on the matrix units (`_few`) or the
+library's: `tile_for` has what was fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,12 +23,42 @@ from headwater.ops.triton.tiles import ceil_div, power_of_2, processors
 
 from .reading import Merge, Norm
 
-FOLDED, FEW = 16, 64  # rows up to which reads are folded in; up to which weights are read by kernels of this file
-# Output channels and inputs of a tile, warps, tiles under way: of one row; of few.
-ONE, ONE_GATED = (4, 1024, 4, 1), (4, 512, 4, 1)
-TILE, TILE_GATED = (16, 128, 4, 5), (16, 128, 4, 5)
-# Of one row that is normed first: output channels at once, warps, programs a multiprocessor; the widest input for it.
-STREAM, STREAM_GATED, STREAM_WIDTH = (2, 4, 4), (1, 4, 4), 4096
+STREAM_WIDTH = 4096  # the widest read that stays in registers
+FEW = 64  # rows up to which products on the matrix units are those of this file
+LONG = 16384  # output channels of a head rather than of a sublayer
+
+
+class Tile(NamedTuple):
+    """Which kernel, output channels and inputs of a tile, warps, and tiles under way (of `stream`: programs a
+    multiprocessor)."""
+
+    kernel: str
+    channels: int = 0
+    inputs: int = 0
+    warps: int = 4
+    under_way: int = 1
+
+
+def tile_for(rows: int, read: bool, gated: bool, channels: int, width: int, device: torch.device) -> Tile:
+    """What was fastest on an H200 for weights of width 2048 (`benchmarks.projections`).
+
+    `read`: there is a norm, and nothing is added; `channels`: of the output.
+    """
+    if rows == 1 and read and width <= STREAM_WIDTH:
+        if gated:
+            return Tile("stream", 1, power_of_2(width), 4, 8)  # 13.4 us; with 4 programs 14.1
+        if channels > LONG:
+            return Tile("stream", 4, power_of_2(width), 4, 4)  # 33.6 us; with two channels 34.6 to 35.8
+        return Tile("stream", 2, power_of_2(width), 4, 6)  # queries, keys and values: 6.7 us; with four channels 6.8
+    if rows == 1:
+        if gated or width > STREAM_WIDTH:
+            return Tile("one", 4, 1024)  # 8.6 us down; with two channels 9.9
+        return Tile("one", 2, 1024)  # 4.3 us out of attention; with four channels 4.5
+    if rows > FEW or channels > LONG:
+        return Tile("library")  # a head of 16 rows: 38.7 us, with the best tile here 45.2
+    # Every program reads all rows: 32 channels at once halve that (gate and up, 16 rows: 18.7 us against 24.2), where
+    # there is a program for each multiprocessor, or nearly (down: 14.4 against 12.6).
+    return Tile("few", 32 if channels // 32 >= 0.9 * processors(device) else 16, 128, 4, 5)
 
 
 @triton.jit
@@ -41,6 +72,11 @@ def _weight(w0, w1, w2, first, N0, N1, WEIGHTS: tl.constexpr):
         p = w1
         first -= N0
     return tl.multiple_of(p, 16), first
+
+
+@triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
@@ -145,9 +181,13 @@ def _stream(
     h = tl.load(x + o_k, mask=m_k, other=0.0).to(tl.float32)
     if MERGE:
         b_o = tl.load(out + o_k, mask=m_k, other=0.0).to(tl.float32)
-        z = tl.sum(h * tl.load(f + o_k, mask=m_k, other=0.0)) / tl.sqrt(tl.sum(h * h) / K + key_eps)
-        h = b_o + tl.sigmoid(z - tl.load(lse)) * (h - b_o)
-    h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32) / tl.sqrt(tl.sum(h * h) / K + eps)
+        b_f = tl.load(f + o_k, mask=m_k, other=0.0)
+        pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4)  # at once: the warps meet once
+        b, r = _share(pp, pf, oo, op, tl.load(lse), K, eps, key_eps)
+        h = (b_o + b[:, None] * (h - b_o)) * r[:, None]
+    else:
+        h = h / tl.sqrt(tl.sum(h * h) / K + eps)
+    h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32)
     for now in range(block, tl.cdiv(total, BN), programs):
         b_w, b_u = ahead.to(tl.float32), ahead_u.to(tl.float32)
         n = (now + programs) * BN
@@ -169,9 +209,9 @@ def _stream(
 
 @triton.jit(do_not_specialize=["M"])
 def _few(
-    x, g, out, lse, f, w0, w1, w2, add, y, M, N0, N1, N2, eps, key_eps,
-    K: tl.constexpr, NORM: tl.constexpr, MERGE: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    WEIGHTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    x, w0, w1, w2, add, y, M, N0, N1, N2,
+    K: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, WEIGHTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN
     if GATED:
@@ -188,46 +228,15 @@ def _few(
     row = (first + o_n).to(tl.int64)[:, None] * K + o_k[None, :]
     at = o_m[:, None] * K + o_k[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
-    acc_o = tl.zeros([BM, BN], tl.float32)
     acc_u = tl.zeros([BM, BN], tl.float32)
-    acc_uo = tl.zeros([BM, BN], tl.float32)
-    pp, pf = tl.zeros([BM, BK], tl.float32), tl.zeros([BM, BK], tl.float32)
-    oo, op = tl.zeros([BM, BK], tl.float32), tl.zeros([BM, BK], tl.float32)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         m_k = (k + o_k < K)[None, :]
         b_w = tl.load(p + row + k, mask=m_n & m_k, other=0.0)
         b_x = tl.load(x + at + k, mask=m_m & m_k, other=0.0)
-        b_o = b_x
+        acc = tl.dot(b_x, tl.trans(b_w), acc, input_precision="ieee")
         if GATED:
             b_u = tl.load(w1 + row + k, mask=m_n & m_k, other=0.0)
-        if NORM:
-            b_g = tl.load(g + k + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
-            b_p = b_x.to(tl.float32)
-            pp += b_p * b_p
-            if MERGE:
-                b_q = tl.load(out + at + k, mask=m_m & m_k, other=0.0).to(tl.float32)
-                pf += b_p * tl.load(f + k + o_k[None, :], mask=m_k, other=0.0)
-                oo += b_q * b_q
-                op += b_q * b_p
-                b_o = (b_q * b_g).to(b_w.dtype)
-            b_x = (b_p * b_g).to(b_w.dtype)
-        acc = tl.dot(b_x, tl.trans(b_w), acc, input_precision="ieee")
-        if MERGE:
-            acc_o = tl.dot(b_o, tl.trans(b_w), acc_o, input_precision="ieee")
-        if GATED:
             acc_u = tl.dot(b_x, tl.trans(b_u), acc_u, input_precision="ieee")
-            if MERGE:
-                acc_uo = tl.dot(b_o, tl.trans(b_u), acc_uo, input_precision="ieee")
-    if MERGE:
-        b_l = tl.load(lse + o_m, mask=o_m < M, other=0.0)
-        b, r = _share(tl.sum(pp, 1), tl.sum(pf, 1), tl.sum(oo, 1), tl.sum(op, 1), b_l, K, eps, key_eps)
-        b, r = b[:, None], r[:, None]
-        acc = r * (b * acc + (1 - b) * acc_o)
-        acc_u = r * (b * acc_u + (1 - b) * acc_uo)
-    elif NORM:
-        r = (1.0 / tl.sqrt(tl.sum(pp, 1) / K + eps))[:, None]
-        acc *= r
-        acc_u *= r
     if GATED:
         acc = acc * tl.sigmoid(acc) * acc_u
     to = o_m[:, None].to(tl.int64) * total + (n + o_n)[None, :]
@@ -273,48 +282,49 @@ def project(
 ) -> None:
     """Into y (B, N)."""
     launches["project"] += 1
-    by_library = len(x) > FEW or any(weight.data_ptr() % 16 for weight in weights)
-    if norm is not None and (by_library or len(x) > FOLDED):
+    if norm is not None and len(x) > 1:
         x, norm, merge = read(x, norm, merge), None, None
-    if by_library:
-        _many(x, weights, add, gated, y)
+    streams = norm is not None and add is None
+    tile = _fitting(tile_for(len(x), streams, gated, y.shape[1], x.shape[1], x.device), weights, gated)
+    if tile.kernel == "library":
+        _many(x if norm is None else read(x, norm, merge), weights, add, gated, y)
         return
     sizes = [len(weight) for weight in weights]
-    tile, one = (TILE_GATED, ONE_GATED) if gated else (TILE, ONE)
-    wide, deep, warps, stages = one if len(x) == 1 else tile
-    whole = sizes[:1] if gated else sizes
-    streamed = len(x) == 1 and norm is not None and add is None and x.shape[1] <= STREAM_WIDTH
-    if streamed:
-        wide, warps, stages = STREAM_GATED if gated else STREAM
-        deep = power_of_2(x.shape[1])
-    wide = min(wide, *(size & -size for size in whole)) if len(whole) > 1 else wide  # a tile is of one weight
-    if len(x) > 1:
-        wide = max(16, wide)
-        if any(size % wide for size in whole[:-1]):
-            _many(x if norm is None else read(x, norm, merge), weights, add, gated, y)
-            return
+    three = tuple(weights[min(i, len(weights) - 1)] for i in range(3))
+    numbers = (*sizes, *[0] * (3 - len(sizes)))
+    constants = {"K": x.shape[1], "GATED": gated, "WEIGHTS": len(weights), "BN": tile.channels}
+    programs, added = ceil_div(y.shape[1], tile.channels), y if add is None else add
+    deep = min(tile.inputs, max(16, power_of_2(x.shape[1])))
+    if tile.kernel == "few":
+        constants |= {"ADD": add is not None, "BM": max(16, power_of_2(len(x))), "BK": deep}
+        tensors = (x, *three, added, y)
+        launch(
+            _few, (programs,), tensors, (len(x), *numbers), constants, num_warps=tile.warps, num_stages=tile.under_way
+        )
+        return
     first, eps = (x, 0.0) if norm is None else norm
     out, lse, folded, key_eps = (x, x, x, 0.0) if merge is None else merge
-    tensors = (x, first, out, lse, folded, *(weights[min(i, len(weights) - 1)] for i in range(3)))
-    tensors += (y if add is None else add, y)
-    numbers = (*sizes, *[0] * (3 - len(sizes)), eps, key_eps)
-    constants = {
-        "K": x.shape[1], "NORM": norm is not None, "MERGE": merge is not None, "GATED": gated,
-        "ADD": add is not None, "WEIGHTS": len(weights),
-    }  # fmt: skip
-    grid = (ceil_div(sum(whole), wide),)
-    if streamed:
-        rounds = ceil_div(grid[0], stages * processors(x.device))
-        constants = {name: value for name, value in constants.items() if name not in ("NORM", "ADD")}
-        constants |= {"BN": wide, "BK": deep}
-        launch(_stream, (ceil_div(grid[0], rounds),), (*tensors[:8], y), numbers, constants, num_warps=warps)
+    scalars = (*numbers, eps, key_eps)
+    constants |= {"BK": deep, "MERGE": merge is not None}
+    if tile.kernel == "stream":
+        rounds = ceil_div(programs, tile.under_way * processors(x.device))
+        tensors = (x, first, out, lse, folded, *three, y)
+        launch(_stream, (ceil_div(programs, rounds),), tensors, scalars, constants, num_warps=tile.warps)
         return
-    deep = min(deep, max(16, power_of_2(x.shape[1])))
-    if len(x) == 1:
-        launch(_one, grid, tensors, numbers, constants | {"BN": wide, "BK": deep}, num_warps=warps)
-        return
-    constants |= {"BM": max(16, power_of_2(len(x))), "BN": wide, "BK": deep}
-    launch(_few, grid, tensors, (len(x), *numbers), constants, num_warps=warps, num_stages=stages)
+    tensors = (x, first, out, lse, folded, *three, added, y)
+    constants |= {"NORM": norm is not None, "ADD": add is not None}
+    launch(_one, (programs,), tensors, scalars, constants, num_warps=tile.warps)
+
+
+def _fitting(tile: Tile, weights: Sequence[Tensor], gated: bool) -> Tile:
+    """The tile with so few channels that all are of one weight; the library, where addresses or sizes are too odd."""
+    if any(weight.data_ptr() % 16 for weight in weights):
+        return Tile("library")
+    own = [len(weight) for weight in weights[:-1]] if not gated else []
+    channels = min([tile.channels, *(size & -size for size in own)])
+    if tile.kernel == "few" and channels < 16:  # the least that the matrix units take
+        return Tile("library")
+    return tile._replace(channels=channels)
 
 
 def _many(x, weights, add, gated, y) -> None:

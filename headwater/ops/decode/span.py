@@ -2,7 +2,8 @@
 """Phase 1 of Block Attention Residuals for a few rows, in one launch: `operators.open_span` has the mathematics.
 
 A program takes one row and one query, and some sources at once: what counts is how long one of them takes, not how
-often the sources are read, which are in the cache by then.
+often the sources are read, which are in the cache by then. Where there are many programs, each takes one source after
+the other, so that a multiprocessor holds ten of them rather than one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
-from headwater.ops.triton.tiles import power_of_2, rows_of
+from headwater.ops.triton.tiles import power_of_2, processors, rows_of
 
 TOGETHER = 16384  # numbers of sources that a program holds at once
+MANY = 1  # programs a multiprocessor, beyond which they take turns if each holds that many
 
 
 @triton.jit(do_not_specialize=["N", "B", "s_l"])
@@ -45,8 +47,9 @@ def open_span(sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: T
     launches["open_span"] += 1
     count, (rows, width) = len(sources), rows_of(sources[0])
     wide = power_of_2(width)
-    together = max(1, min(power_of_2(count), TOGETHER // wide))
-    warps = max(1, min(16, together * wide // 1024))
+    many = rows * len(folded) > MANY * processors(sources.device)
+    together = 1 if many else max(1, min(power_of_2(count), TOGETHER // wide))
+    warps = max(1, min(16, together * wide // (512 if many else 1024)))
     constants = {"BN": together, "BD": wide}
     tensors = (sources, folded, outs, lses)
     numbers = (count, rows, lses.stride(0), width, eps)
