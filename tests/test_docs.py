@@ -90,7 +90,7 @@ def bring(page: str, prepared: Path) -> None:
     """The prepared folders that a page names, and does not make by itself."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name in ("llama", "runs/first", "runs/longer"):
-        if name in text and f"--out {name}\n" not in text:
+        if name in text and not re.search(rf'--out {name}\n|save_pretrained\("{name}"\)', text):
             shutil.copytree(prepared / name, name)
 
 

@@ -15,6 +15,7 @@ from headwater.residuals.formulas import FORMULAS
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = ROOT / "docs" / "explanation" / "implementations.md"
 MATRICES = ROOT / "studies" / "mixing-matrices" / "results.json"
+STUDY = [page for page in ("results/study.md", "study.md") if (ROOT / "docs" / page).exists()][:1]
 STARTS = {
     "exact": "It starts as the plain residual: every read is the same to the last digits.",
     "scaled": "It starts as the plain residual up to a scale, which the norm of the reader cancels.",
@@ -129,9 +130,9 @@ def code(name: str) -> str:
 
 
 def study(name: str) -> str:
-    if not (ROOT / "docs" / "results" / "study.md").exists():
+    if not STUDY or not re.search(rf"`{name}\b", (ROOT / "docs" / STUDY[0]).read_text()):
         return ""
-    return "## In the study\n\n[What it reached, beside the others](../../results/study.md)."
+    return f"## In the study\n\n[What it reached, beside the others](../../{STUDY[0]})."
 
 
 def picture(name: str) -> str:
