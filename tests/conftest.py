@@ -1,4 +1,5 @@
 import gc
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -6,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreter import patch_once_a_launch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
+    if importlib.util.find_spec("triton"):
+        patch_once_a_launch()
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

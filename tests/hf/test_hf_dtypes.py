@@ -78,13 +78,13 @@ def saved(case: Case, root) -> tuple[torch.Tensor, list[int], list[str]]:
         plain.to(getattr(torch, case.stored)).save_pretrained(base)
     load = type(plain).from_pretrained  # not Auto's: other tests import fla, whose models take names of transformers'
     model = load(base, dtype=getattr(torch, case.stored))
-    convert(model, case.residual)
+    convert(model, case.residual, check=False)  # whether it computes the same is test_hf_architectures.py's
     stir(model, 0.1)
     model.save_pretrained(root / case.folder)
     if case.asked is not None:
         added = conversion_of(model)[0].depth.residual.state_dict()
         model = load(base, dtype=getattr(torch, case.asked))
-        convert(model, case.residual)
+        convert(model, case.residual, check=False)
         conversion_of(model)[0].depth.residual.load_state_dict(added)
     conversion = conversion_of(model)[0]
     with torch.no_grad():

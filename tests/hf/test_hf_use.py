@@ -174,7 +174,7 @@ def test_the_kernels_fold_scale_and_norm_into_the_read(model_type):
             "the interpreter is off where there is a GPU; tests/ops/test_kernels_gpu.py covers the kernels there"
         )
     fused, plain = (tiny_model(model_type, num_hidden_layers=2) for _ in range(2))
-    convert(fused, "attnres-block", block=3, backend="triton")
+    convert(fused, "attnres-block", block=3, backend="triton", check=False)  # `verify` does, on fewer tokens
     called = []
     for layer in fused.model.layers:
         layer.input_layernorm.register_forward_hook(lambda *_: called.append(1))
@@ -194,7 +194,7 @@ def test_depth_weights_and_hidden_states_of_the_kernels_with_gradients():
     results = []
     for backend in ("reference", "triton"):
         model = tiny_model("llama", num_hidden_layers=2)
-        convert(model, "attnres-block", block=2, backend=backend)
+        convert(model, "attnres-block", block=2, backend=backend, check=False)
         stir(model)
         launches.clear()
         out = model(tokens(1, 4), labels=tokens(1, 4), output_depth_weights=True, output_hidden_states=True)
@@ -211,7 +211,7 @@ def test_compiles_to_one_graph(backend):
     if backend == "triton" and torch.cuda.is_available():
         pytest.skip("the interpreter is off where there is a GPU; tests/hf/test_hf_gpu.py compiles there")
     model = tiny_model("llama", num_hidden_layers=1)
-    convert(model, "attnres-block", block=2, backend=backend)
+    convert(model, "attnres-block", block=2, backend=backend, check=False)
     stir(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for gradients in (True, False):
