@@ -300,7 +300,7 @@ def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec
     ],
 )
 def test_the_fused_residual_compiles_without_a_break(spec, backend):
-    net = Net(spec)
+    net = Net(spec, sublayers=4)  # of which three make a block
     ours = results_of(net)
     compiled = torch.compile(net, fullgraph=True, backend=backend)
     for mine, other in zip(results_of(net, compiled), ours, strict=True):
