@@ -22,7 +22,16 @@ CHROMIUM = next(
 # Files that take longest, in that order; `make test` gives them out one by one, and none must be left for the end.
 LONGEST = (
     "train/test_parallel.py",
+    "residuals/test_residuals_compile.py",
+    "ops/test_kernels.py",
+    "hf/test_hf_use.py",
     "hf/test_hf_dtypes.py",
+    "residuals/test_contract.py",
+    "train/test_crash.py",
+    "train/test_parallel_faults.py",
+    "train/test_stages.py",
+    "test_docs.py",
+    "train/test_train.py",
 )
 
 

@@ -5,9 +5,12 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import IO
+
+from headwater.train.monitor.interrupts import PARENT
 
 # What tests import sooner or later; a fork server does so once for all. It takes longer than most of their work.
 PRELOADED = (
@@ -38,8 +41,8 @@ def start(
     themselves, or of variables that are read at import, needs a process from the beginning: `subprocess`.
     """
     environment = dict(os.environ if env is None else env)
-    arguments = ([str(word) for word in arguments], Path.cwd() if cwd is None else cwd, environment, folder)
-    process = fork_server().Process(target=execute, args=arguments)
+    words, streams = [str(word) for word in arguments], (folder / "stdout", folder / "stderr")
+    process = fork_server().Process(target=execute, args=(words, cwd or Path.cwd(), environment, streams))
     process.start()
     return process
 
@@ -59,10 +62,34 @@ def python(
     return shown
 
 
-def execute(words: list[str], cwd: Path, environment: dict[str, str], folder: Path) -> None:
+class Forked:
+    """Stands in for the `subprocess.Popen` of headwater.train.jobs: the same runs, without their imports. They are no
+    children of this process, so they do not look after it: test_orphans_save_and_end has real ones."""
+
+    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object) -> None:
+        environment = {name: value for name, value in env.items() if name != PARENT}
+        streams = (Path(stdout.name), Path(stdout.name))
+        words = ["-m", "headwater", *command[3:]]
+        self._process = fork_server().Process(target=execute, args=(words, Path.cwd(), environment, streams))
+        self._process.start()
+        self.terminate = self._process.terminate
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+
+def execute(words: list[str], cwd: Path, environment: dict[str, str], streams: tuple[Path, Path]) -> None:
     """In the new process."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        with (folder / name).open("wb") as file:
+    for number, stream in enumerate(streams, start=1):
+        with stream.open("ab") as file:
             os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ |= environment

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import Forked
 from ranks import torchrun
 
 import headwater.train
@@ -68,6 +69,7 @@ def test_compare_residuals(run, monkeypatch):
         return real(replace(config, train=replace(config.train, **short)), out, **options | {"seeds": [0]})
 
     monkeypatch.setattr(headwater.train, "compare", compare)
+    monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Forked)
     shown = run("compare_residuals.py", "text.txt")
     assert "denseformer: " in shown
     assert Path("runs/compared/report.html").exists()

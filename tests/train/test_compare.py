@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import start
+from processes import Forked, start
 from rich.console import Console
 from tinyrun import fingerprint, tiny
 
@@ -299,6 +299,7 @@ def test_runs_of_one_seed_see_the_same_batches(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Forked)
     config = tiny(tmp_path, residual="standard")
     out = tmp_path / "compare"
     result = compare(config, out, residuals=["standard", "attnres-full"], seeds=[0], jobs=2)

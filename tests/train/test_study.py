@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from processes import Forked
 from tinyrun import tiny, write_corpus
 
 from headwater.errors import UserError
@@ -96,7 +97,8 @@ def test_a_recipe_that_does_not_fit_says_what_does(tmp_path, text, message):
 
 
 @pytest.mark.slow
-def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys):
+def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Forked)
     out = tmp_path / "study"
     nothing = study(recipe, out, minutes=0)
     assert (len(nothing.finished), len(nothing.left), nothing.seconds) == (0, 2, None)
