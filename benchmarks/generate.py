@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -38,17 +39,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "xl": {"dim": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 5632, "vocab_size": 32000},
     "tiny": {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 48, "vocab_size": 64},
 }
-# batches, context of decoding, contexts, prompts, chunk of the longest, new tokens of Hugging Face's generate
+# batches, context of decoding, contexts, prompts, the longest of all and its chunk, new tokens of Hugging Face's
+# generate, tokens after which memory is looked at again
 SIZES: dict[str, dict[str, Any]] = {
     "xl": {
         "batches": (1, 16, 64, 256), "context": 1024, "contexts": (1024, 8192, 32768, 131072),
-        "prompts": (2048, 8192, 32768, 131072), "chunk": 8192, "new": (16, 80),
+        "prompts": (2048, 8192, 32768), "longest": 131072, "chunk": 8192, "new": (16, 80), "tokens": 10000,
     },
     "tiny": {
-        "batches": (1, 3), "context": 8, "contexts": (8, 16), "prompts": (8, 16), "chunk": 4, "new": (2, 4),
+        "batches": (1, 3), "context": 8, "contexts": (8, 16), "prompts": (8, 16),
+        "longest": 16, "chunk": 4, "new": (2, 4), "tokens": 24,
     },
 }  # fmt: skip
-PARTS = ("decode", "kernels", "context", "depth", "prefill", "memory", "cold", "hf")
+PARTS = ("decode", "kernels", "prefill", "hf", "peak", "depth", "memory", "context", "cold")
 CALLS, ROUNDS = 32, 7
 GATE = 0.1  # what two orders of summation in bf16 come to after 48 sublayers is a few hundredths
 
@@ -185,7 +188,7 @@ def kernels(bench: Bench) -> Iterator[tuple[str, Any]]:
     context = bench.sizes["context"]
     for arm in ("plain", "block"):
         model = bench.model(arm, context + 64)
-        for batch in bench.sizes["batches"][:2]:
+        for batch in bench.sizes["batches"]:
             bench.check()
             steps = steps_of(bench, model, bench.filled(model, batch, context + 64), context, {})
             if steps is None or bench.device != "cuda":
@@ -199,7 +202,7 @@ def kernels(bench: Bench) -> Iterator[tuple[str, Any]]:
                 if event.device_type == torch.autograd.DeviceType.CUDA:
                     found.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
             spent = sorted(((round(sum(us), 1), len(us), name) for name, us in found.items()), reverse=True)
-            yield f"{arm}, batch {batch}", spent[:20]
+            yield f"{arm}, batch {batch}", spent[:12]
 
 
 def context(bench: Bench) -> Iterator[tuple[str, Any]]:
@@ -241,21 +244,40 @@ def prefill(bench: Bench) -> Iterator[tuple[str, Any]]:
         yield f"prompt {length}", bench.turns(functions, calls, rounds=3 if length > 16384 else None)
 
 
-def memory(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """The peak above weights while the longest prompt is read, at once and in chunks."""
-    length, chunk = max(bench.sizes["prompts"]), bench.sizes["chunk"]
-    for arm, size in itertools.product(("plain", "block"), (chunk, None)):
+def peak(bench: Bench) -> Iterator[tuple[str, Any]]:
+    """GiB above weights while the longest prompt is read in chunks; `bank`: the sources of one chunk."""
+    length, chunk = bench.sizes["longest"], bench.sizes["chunk"]
+    for arm, size in (("plain", chunk), ("block", chunk), ("plain", None)):
         model = bench.model(arm, length)
         function, found = read_prompt(bench, model, length, size), {}
+        sources = model.residual.num_sources(2 * model.config.layers) if arm == "block" else 0
+        found["bank_gib"] = sources * chunk * model.config.dim * model.embedding.weight.element_size() / 2**30
         if bench.device == "cuda":
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            found["seconds"] = bench.clock(function) / 1e3
+        found["seconds"] = bench.clock(function) / 1e3
+        if bench.device == "cuda":
             found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        else:
-            found["seconds"] = bench.clock(function) / 1e3
         yield f"{arm}, {'whole' if size is None else f'chunks of {size}'}", found
+        del model, function
+
+
+def memory(bench: Bench) -> Iterator[tuple[str, Any]]:
+    """Bytes that a step leaves behind: after its first tokens, and after many. On a CPU the peak of the process."""
+    tokens = bench.sizes["tokens"]
+    for arm in ("block", "plain"):
+        model = bench.model(arm, tokens + 64)
+        steps = DeviceSteps(model, bench.filled(model, 1, tokens + 64), graph=bench.device == "cuda")
+        found = {}
+        for number in range(tokens):
+            steps.run()
+            if number in (tokens // 10, tokens - 1):
+                bench.wait()
+                own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                used = torch.cuda.memory_allocated() if bench.device == "cuda" else own
+                found[f"bytes_after_{number + 1}"] = used
+        yield arm, found
 
 
 COLD = """
@@ -288,7 +310,7 @@ def cold(bench: Bench) -> Iterator[tuple[str, Any]]:
 
 
 def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """transformers' own generate with a static cache: a token, from runs of two lengths."""
+    """transformers' own generate with a static cache: a token, from runs of two lengths over one size of cache."""
     import transformers
 
     import headwater
@@ -300,18 +322,21 @@ def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
         num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], num_key_value_heads=shape["kv_heads"],
         max_position_embeddings=4096,
     )  # fmt: skip
-    for arm, batch in itertools.product(("transformers", "llama"), bench.sizes["batches"][:2]):
+    for batch, arm in itertools.product(bench.sizes["batches"][:2], ("transformers", "llama")):
         bench.check()
         torch.manual_seed(0)
         with torch.device(bench.device):
             model = transformers.LlamaForCausalLM(config).to(bench.dtype).eval()
         if arm == "llama":
             headwater.convert(model, "attnres-block", check=False)
-        prompt = torch.ones(batch, bench.sizes["context"] // 8, dtype=torch.long, device=bench.device)
+        prompt = torch.ones(batch, bench.sizes["context"], dtype=torch.long, device=bench.device)
         options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
 
         def run(new: int, model: Any = model, prompt: Any = prompt, options: Any = options) -> None:
-            model.generate(prompt, max_new_tokens=new, min_new_tokens=new, **options)
+            def enough(tokens: Any, scores: Any, **_: Any) -> Any:  # a lower max_new_tokens would compile anew
+                return torch.full((len(tokens),), tokens.shape[1] >= prompt.shape[1] + new, device=tokens.device)
+
+            model.generate(prompt, max_new_tokens=many, min_new_tokens=many, stopping_criteria=[enough], **options)
 
         began = time.perf_counter()
         run(many)
@@ -348,6 +373,8 @@ def main() -> None:
                 for name, value in globals()[part](bench):
                     mine[name] = value
                     print(part, name, json.dumps(value), flush=True)
+                    if flags.out:
+                        flags.out.write_text(json.dumps(found, indent=1) + "\n")
         except Out:
             mine["left_out"] = "the rest: the time was over"
         if flags.device == "cuda":

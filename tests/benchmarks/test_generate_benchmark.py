@@ -14,6 +14,8 @@ def test_every_arm_is_timed():
     assert {"batch 1", "batch 3"} < set(found)
     assert all(found["batch 3"][arm]["ms"] > 0 for arm in ARMS)
     assert all(values["ms"] > 0 for values in dict(generate.prefill(bench))["prompt 16"].values())
+    assert set(dict(generate.memory(bench))["block"]) == {"bytes_after_3", "bytes_after_24"}
+    assert dict(generate.peak(bench))["block, chunks of 4"]["bank_gib"] > 0
 
 
 @torch.no_grad()
