@@ -52,6 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PARTS = ("decode", "kernels", "prefill", "hf", "peak", "depth", "memory", "context", "cold")
+HF = ("transformers", "llama")
 CALLS, ROUNDS = 32, 7
 GATE = 0.1  # what two orders of summation in bf16 come to after 48 sublayers is a few hundredths
 
@@ -322,7 +323,7 @@ def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
         num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], num_key_value_heads=shape["kv_heads"],
         max_position_embeddings=4096,
     )  # fmt: skip
-    for batch, arm in itertools.product(bench.sizes["batches"][:2], ("transformers", "llama")):
+    for batch, arm in itertools.product(bench.sizes["batches"][:2], bench.sizes.get("hf", HF)):
         bench.check()
         torch.manual_seed(0)
         with torch.device(bench.device):
@@ -353,6 +354,7 @@ def main() -> None:
     parser.add_argument("--size", default="xl", choices=SIZES)
     parser.add_argument("--batches", nargs="+", type=int, help="of decoding")
     parser.add_argument("--prompts", nargs="+", type=int, help="lengths to read")
+    parser.add_argument("--hf", nargs="+", choices=HF, help="arms of transformers' generate")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds in all")
@@ -365,7 +367,7 @@ def main() -> None:
     for part in flags.parts:
         left = min(flags.part_limit, began + flags.limit - time.monotonic())
         bench, mine = Bench(flags.size, flags.device, left, flags.rounds), {}
-        chosen = {"batches": flags.batches, "prompts": flags.prompts}
+        chosen = {"batches": flags.batches, "prompts": flags.prompts, "hf": flags.hf}
         bench.sizes = bench.sizes | {name: value for name, value in chosen.items() if value}
         found[part] = mine
         try:

@@ -1,6 +1,7 @@
 """Continuing prompts: with a cache of fixed size or without, in portions, alone or in a batch: the same tokens."""
 
 import pytest
+import torch
 from tinykimi import KIMI
 from tinymodels import VOCAB, model_of
 
@@ -33,6 +34,21 @@ def test_rows_of_any_length_are_what_each_is_alone(kind):
     assert generate(model, PROMPTS, 8, temperature=0.0) == alone
     assert generate(model, PROMPTS, 8, temperature=0.0, prefill_chunk=4) == alone
     assert [len(row) for row in alone] == [len(prompt) + 8 for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", [*names(), "looks back", "kimi"])
+def test_256_tokens_are_those_of_a_single_pass(kind):
+    """Greedy. Drawn one by one with a cache, each is the likeliest after those before it, and so by induction the one
+    that is drawn without a cache: where the whole text is read at once, and where it is read in portions."""
+    spec, settings = MODELS[kind]
+    small = {"layers": 2, "pattern": "kda:mla"} if kind == "kimi" else {"layers": 1}
+    model = model_of(spec, scatter=True, **(settings | small | {"context": 260})).eval()
+    text = torch.tensor(generate(model, [[1, 2, 3, 4]], 256, temperature=0.0))
+    with torch.no_grad():
+        cache = model.new_cache()
+        portions = torch.cat([model.hidden(part, cache) for part in text.split(100, 1)], 1)
+        for hidden in (model.hidden(text), portions):
+            assert torch.equal(model.head(hidden[:, 3:-1]).argmax(-1), text[:, 4:])
 
 
 def test_a_row_draws_as_if_it_were_alone():

@@ -27,12 +27,19 @@ def reading(batch, width, device, merged):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", ["as it is", "normed", "merged"])
 @pytest.mark.parametrize("batch", [1, 3, 70])  # sums over registers; a read and a product; a read, the library's
 @pytest.mark.parametrize(
-    ("sizes", "gated", "added"),
-    [((32, 16, 16), False, False), ((48, 48), True, False), ((40,), False, True)],
-    ids=["three", "gated", "added"],
+    ("sizes", "gated", "added", "way"),
+    [
+        ((32, 16, 16), False, False, "as it is"),
+        ((32, 16, 16), False, False, "normed"),
+        ((32, 16, 16), False, False, "merged"),
+        ((48, 48), True, False, "normed"),
+        ((48, 48), True, False, "merged"),
+        ((40,), False, True, "as it is"),
+        ((40,), False, True, "merged"),
+    ],
+    ids=["three", "three normed", "three merged", "gated normed", "gated merged", "added", "added merged"],
 )
 def test_a_projection_is_its_reference(sizes, gated, added, batch, way, device):
     check_projection(sizes, gated, added, batch, way, device)
