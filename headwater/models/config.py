@@ -61,7 +61,8 @@ class ModelConfig:
     `shortswa`: each layer begins with attention over the last so many tokens, the sequence-axis rival of a depth
     window (arXiv 2603.16039); its output projection starts at zero. `value_residual`: every attention mixes the first
     one's values into its own, learned weights from 1/2 each (ResFormer, arXiv 2410.17897). `fp32_stream`: under
-    autocast the residual stays in fp32; else it has the dtype of the sublayers' outputs.
+    autocast the residual stays in fp32; else it has the dtype of the sublayers' outputs. `depth_start`: output
+    projections start smaller by sqrt(sublayers).
 
     Widths that are 0 follow from the others, as in Kimi Linear: a head is as wide as `heads` divide `dim`, MLA's latent
     is four heads wide and its shared key half a head, and the experts of a token are together as wide as an MLP.
@@ -82,6 +83,7 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     fp32_stream: bool = False
+    depth_start: bool = True
     rope_theta: float = 10000.0
     norm_eps: float = 1e-8  # small: a read that averages n sources has an n^2 smaller mean square than their sum
     pattern: str = "attention"

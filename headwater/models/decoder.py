@@ -99,9 +99,9 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices keep the scale of what they read; output projections are smaller by sqrt(sublayers), those of short
-        windows zero: they begin as nothing, unless the residual can make nothing of that. A residual keeps the start it
-        defines itself, and may ask for smaller weights in the sublayers.
+        """Matrices keep the scale of what they read; output projections are smaller by sqrt(sublayers), where
+        `depth_start` is on, and those of short windows zero: they begin as nothing, unless the residual can make
+        nothing of that. A residual keeps the start it defines itself, and may ask for smaller weights in the sublayers.
 
         The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack must stay far
         above the norms' eps.
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
 
     def _start_outputs(self, sublayer: Sublayer, gain: float) -> None:
         """The outputs of a sublayer's body, and the weights that are in no linear layer."""
-        body, count = sublayer.body, self.config.sublayers
+        body, count = sublayer.body, self.config.sublayers if self.config.depth_start else 1
         if isinstance(body, KDA):
             body.decay.reset()
         if not isinstance(body, MoE):

@@ -53,6 +53,8 @@ class ModelSettings:
     """One matrix for the embedding and the output head."""
     fp32_stream: bool | None = None
     """On a GPU, keep the residual in fp32: more exact sums, twice the bytes. By default it is bf16 as the sublayers."""
+    depth_start: bool | None = None
+    """Start output projections smaller by the root of the number of sublayers, which is the default."""
     rope_theta: float | None = None
     """Base of the rotary embedding's wavelengths."""
     norm_eps: float | None = None

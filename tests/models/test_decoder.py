@@ -37,16 +37,17 @@ def test_flops_agree_with_pytorchs_counter():
     assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32 - causal_half + adds, rel=1e-6)
 
 
-def test_weights_start_at_the_scale_that_they_say():
+@pytest.mark.parametrize("depth_start", [True, False])
+def test_weights_start_at_the_scale_that_they_say(depth_start):
     """Standard deviations, of matrices with thousands of numbers; output projections by sublayers, not by layers."""
     shape = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "mlp_dim": 256, "context": 8}
-    model = Decoder(ModelConfig(vocab_size=400, **shape))
+    model = Decoder(ModelConfig(vocab_size=400, depth_start=depth_start, **shape))
     found, expected = {"embedding": model.embedding.weight, "head": model.head.weight}, {}
     for i, sublayer in enumerate(model.sublayers):
         for name, linear in sublayer.body.named_children():
             if isinstance(linear, torch.nn.Linear):
                 found[f"{i}.{name}"] = linear.weight
-                expected[f"{i}.{name}"] = (linear.in_features * (6 if name == "output" else 1)) ** -0.5
+                expected[f"{i}.{name}"] = (linear.in_features * (6 if name == "output" and depth_start else 1)) ** -0.5
     expected |= {"embedding": 1.0, "head": 0.02}
     assert {name: weight.std().item() for name, weight in found.items()} == pytest.approx(expected, rel=0.03)
 
