@@ -83,16 +83,42 @@ def compare(argv: list[str]) -> None:
 def report(argv: list[str]) -> None:
     """Write one HTML page about runs: loss curves, the table, who reads whom along the depth."""
     flags = parse(ReportFlags, argv, report)
-    say(f"Report: {make_report(list(flags.folders), flags.out)}")
+    runs, models = apart(flags.folders, flags.prompt, flags.device)
+    out = flags.out or (flags.folders[0] / "report.html" if models else None)
+    say(f"Report: {make_report(runs, out, models)}")
 
 
 def matrix(argv: list[str]) -> None:
     """Write one HTML page with the depth-mixing maps of runs side by side, and their measures."""
     flags = parse(ReportFlags, argv, matrix)
+    runs, models = apart(flags.folders, flags.prompt, flags.device)
     with user_values():
         from headwater.analyze.matrix import write_matrix
 
-        say(f"Matrices: {write_matrix(list(flags.folders), flags.out)}")
+        out = flags.out or (flags.folders[0] / "matrix.html" if models else None)
+        say(f"Matrices: {write_matrix(runs, out, models=models)}")
+
+
+def apart(folders: Sequence[Path], prompt: str, device: str) -> tuple[list[Path], list[Any]]:
+    """Folders of runs; and each converted transformers model as a run of one forward pass over the prompt."""
+    theirs = [folder for folder in folders if is_transformers(folder)]
+    if not theirs:
+        return list(folders), []
+    check_device(device)
+    from headwater.analyze.inspector import inspect as look
+    from headwater.analyze.prompted import prompted_run
+
+    found = []
+    for folder in theirs:
+        model, tokenizer, encode = load_any(folder, device)
+        inspection = look(model, encode(prompt), tokenizer=tokenizer, name=folder.resolve().name, removals="none")
+        text = model.config.get_text_config()
+        found.append(prompted_run(inspection, dim=text.hidden_size, layers=text.num_hidden_layers))
+    return [folder for folder in folders if folder not in theirs], found
+
+
+def is_transformers(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json")
 
 
 def residuals(argv: list[str]) -> None:
@@ -183,7 +209,7 @@ def inspect(argv: list[str]) -> None:
 
 def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[int]]]:
     """A model, its tokenizer and how that encodes: of a run, or of a transformers folder."""
-    if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
+    if is_transformers(folder):
         needs("transformers", "hf")
         from headwater.hf.formats.folder import load_with_tokenizer
 
@@ -427,11 +453,11 @@ def check_device(device: str) -> None:
         raise UserError(f"--device {device}: this machine has no CUDA device that torch can use")
 
 
-def make_report(folders: list[Path], out: Path | None) -> Path:
+def make_report(folders: list[Path], out: Path | None, models: Sequence[Any] = ()) -> Path:
     from headwater.analyze.report import write_report
 
     with user_values():
-        return write_report(folders, out)
+        return write_report(folders, out, models=models)
 
 
 def usage() -> str:

@@ -73,9 +73,13 @@ class CompareFlags(Where):
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags(PluginFlags):
     folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders, or a comparison's folder."""
+    """Run folders, a comparison's folder, or converted transformers folders."""
     out: Path | None = None
     """The file to write; by default report.html, or matrix.html, in the first folder."""
+    prompt: str = "def add(a, b):\n    return a +"
+    """What a model of transformers reads, which has no records of training."""
+    device: str = "cpu"
+    """Where it reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -486,7 +486,7 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
 
     report = called(report_module, "write_report", tmp_path)
     assert main(["report", "a", "b", "--out", "c.html"]) == 0
-    assert report == {"folders": [Path("a"), Path("b")], "out": Path("c.html")}
+    assert report == {"folders": [Path("a"), Path("b")], "out": Path("c.html"), "models": []}
     matrix = called(matrix_module, "write_matrix", tmp_path)
     assert main(["matrix", "a", "--out", "c.html"]) == 0
     assert matrix == {"folders": [Path("a")], "out": Path("c.html")}

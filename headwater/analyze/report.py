@@ -19,7 +19,7 @@ from headwater.analyze.groups import BASELINE, Group, draw_curves, draw_depth, g
 from headwater.analyze.markup import listing, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands, facts, results_data, run_rows, settings_table
 from headwater.analyze.results import first_colour, look, table
-from headwater.analyze.runs import RecordedRun, find_order, find_runs, read_run
+from headwater.analyze.runs import RecordedRun, beside, find_order, read_runs
 from headwater.analyze.words import caption, findings, headline, page_notes
 from headwater.errors import UserError
 
@@ -32,18 +32,19 @@ SHARED = ("nodes", "numbers", "axes", "explore", "colour", "save")  # with the i
 SCRIPTS = (*SHARED, "basics", "loss", "depth", "maps", "measures", "table", "download", "main")
 
 
-def write_report(folders: list[Path], out: Path | None = None) -> Path:
+def write_report(folders: list[Path], out: Path | None = None, *, models: Sequence[RecordedRun] = ()) -> Path:
     """Write the report of runs and comparisons as one HTML file that needs no network.
 
     `folders`: run folders and comparison folders, in any mixture. `out`: the file to write, by default report.html in
-    the first folder. Returns the file's path. Raises UserError where a folder is no run, or `out` is another's file.
+    the first folder. `models`: more of the page, as `headwater.analyze.prompted.prompted_run` makes them of models that
+    read a prompt. Returns the file's path. Raises UserError where a folder is no run, or `out` is another's file.
 
         write_report([Path("runs/compare")])  # runs/compare/report.html
     """
     folders = [Path(folder) for folder in folders]
-    runs = [read_run(folder) for folder in find_runs(folders)]
+    runs = [*read_runs(folders, models), *models]
     page = make_page(runs, find_order(folders), commands(folders))
-    return write_page(folders[0] / "report.html" if out is None else Path(out), page)
+    return write_page(beside(folders, "report.html") if out is None else Path(out), page)
 
 
 def write_page(path: Path, page: str) -> Path:

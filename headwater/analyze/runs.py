@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,6 +74,18 @@ def find_runs(folders: list[Path]) -> list[Path]:
         for run in [path.parent for path in inside] or [folder]:
             found.setdefault(run.resolve(), run)
     return list(found.values())
+
+
+def read_runs(folders: list[Path], others: Sequence[RecordedRun] = ()) -> list[RecordedRun]:
+    """The runs of run folders and comparison folders; there may be none where a page has `others`."""
+    return [read_run(folder) for folder in find_runs(folders)] if folders or not others else []
+
+
+def beside(folders: list[Path], name: str) -> Path:
+    """Where a page is written by default."""
+    if not folders:
+        raise UserError("name the file to write: no run's folder was given to put it in")
+    return folders[0] / name
 
 
 def find_order(folders: list[Path]) -> list[str]:

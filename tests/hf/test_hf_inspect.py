@@ -1,5 +1,8 @@
 """Converted transformers models can be looked into as our own decoder can."""
 
+import json
+import re
+
 import pytest
 import torch
 from tinyhf import stir, tiny_model, tokens
@@ -67,4 +70,33 @@ def test_the_command_reads_a_converted_folder_and_refuses_a_plain_one(tmp_path, 
     assert main(["inspect", str(tmp_path / "converted"), "--prompt", "a river", "--out", str(page)]) == 0
     assert "Converted and not trained" in page.read_text()
     assert main(["inspect", str(tmp_path / "plain"), "--prompt", "a river", "--out", str(page)]) == 1
+    assert "headwater convert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["matrix", "report"])
+def test_reports_and_matrices_take_a_converted_folder_and_a_prompt(command, tmp_path, capsys):
+    """Beside each other, named by their folders; what the page draws is what the model says of itself."""
+    tokenizer, expected = fast_tokenizer(ByteTokenizer().to_json(), 64), {}
+    for name, residual in (("full", "attnres-full"), ("block", "attnres-block:block=2")):
+        model = tiny_model("llama", num_hidden_layers=2, vocab_size=257)
+        headwater.convert(model, residual, check=False)
+        stir(model)
+        write_model(model, tokenizer, tmp_path / name)
+        ids = torch.tensor([tokenizer("a river")["input_ids"]])
+        expected[name] = [weights.mean(dim=(1, 2, 3)) for weights in direct(model.eval(), ids)[0]]
+    page = tmp_path / "page.html"
+    folders = [str(tmp_path / name) for name in expected]
+    assert main([command, *folders, "--prompt", "a river", "--out", str(page)]) == 0
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text()).group(1))
+    drawn = {group["label"]: group["depth"]["frames"][-1]["mixing"] for group in data["groups"]}
+    assert drawn.keys() == expected.keys()
+    rows = [drawn["full"][r * (r + 1) // 2 : (r + 1) * (r + 2) // 2] for r in range(5)]
+    for row, weights in zip(rows, expected["full"], strict=True):
+        shown = torch.tensor(row, dtype=torch.float32)  # to as many digits as the page keeps
+        torch.testing.assert_close(shown, weights, rtol=0, atol=6e-4 if command == "report" else 6e-5)
+    assert "one forward pass over a prompt of 7 tokens" in page.read_text()
+    capsys.readouterr()
+    headwater.revert(model)
+    write_model(model, tokenizer, tmp_path / "plain")
+    assert main([command, str(tmp_path / "plain")]) == 1
     assert "headwater convert" in capsys.readouterr().err
