@@ -489,7 +489,7 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     assert report == {"folders": [Path("a"), Path("b")], "out": Path("c.html"), "models": []}
     matrix = called(matrix_module, "write_matrix", tmp_path)
     assert main(["matrix", "a", "--out", "c.html"]) == 0
-    assert matrix == {"folders": [Path("a")], "out": Path("c.html")}
+    assert matrix == {"folders": [Path("a")], "out": Path("c.html"), "models": []}
 
 
 def test_the_demo_preset_is_a_valid_comparison():

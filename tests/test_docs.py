@@ -26,7 +26,6 @@ from headwater import cli
 from headwater.residuals import build, names, registry
 from headwater.train import jobs
 from headwater.train.data import corpus
-from headwater.train.data.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -57,12 +56,9 @@ def prepared(tmp_path_factory):
     """What pages take for granted: a trained run, a second one, and a Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from headwater.hf.formats.folder import fast_tokenizer, write_model
-
     place = tmp_path_factory.mktemp("docs")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    llama = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=257, max_position_embeddings=64))
-    write_model(llama, fast_tokenizer(ByteTokenizer().to_json(), 64), place / "llama")
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=256, max_position_embeddings=64)).save_pretrained(place / "llama")
     with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADWATER_CACHE", str(place / "cache"))
         for line in re.findall(r"^headwater train .*", (DOCS / "guides" / "training.md").read_text(), re.M)[:2]:
