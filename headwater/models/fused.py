@@ -1,4 +1,5 @@
-"""One token of every row through a decoder of grouped-query attention and SwiGLU, five launches a layer.
+"""One token of every row through a decoder of grouped-query attention and SwiGLU, five launches a layer for one row,
+seven for more.
 
 What lies between two products is folded into them: the residual's read and the norm into the projections that follow,
 its write into the ones before, the rotation and the cache into attention (`headwater.ops.decode`). It computes what

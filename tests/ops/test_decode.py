@@ -78,6 +78,7 @@ def test_attention_is_its_reference(form, room, device, monkeypatch):
     from headwater.ops.decode import attention
 
     monkeypatch.setattr(attention, "PROGRAMS", 1 if room == 70 else 16)
+    monkeypatch.setattr(attention, "TOGETHER", 2)  # the parts of a row are summed up in turns
     batch, heads, kv, width, value = (3, 4, 1, 24, 16) if form == "latents" else (3, 6, 2, 16, 16)
     lengths = torch.tensor([0, 5, room - 1], device=device)
     qkv = numbers(batch, (heads + kv) * width + kv * value, device=device)

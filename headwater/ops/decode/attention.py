@@ -80,7 +80,7 @@ def _combine(
         tl.store(y + (one * G + o_q) * DV + o_y, b_y.to(y.dtype.element_ty), mask=(o_q < G) & (o_y < DV))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale"])
 def _attend(
     q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters,
     s_q, s_k, s_v, room, eps_q, eps_k, scale, window,

@@ -324,7 +324,7 @@ def _fitting(tile: Tile, weights: Sequence[Tensor], gated: bool) -> Tile:
     channels = min([tile.channels, *(size & -size for size in own)])
     if tile.kernel == "few" and channels < 16:  # the least that the matrix units take
         return Tile("library")
-    return tile._replace(channels=channels)
+    return Tile(tile.kernel, channels, tile.inputs, tile.warps, tile.under_way)
 
 
 def _many(x, weights, add, gated, y) -> None:

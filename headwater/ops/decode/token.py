@@ -17,15 +17,15 @@ LOGITS = 8192  # of a row at once
 
 
 @triton.jit
-def _take(weight, tokens, y, D, BD: tl.constexpr):
+def _take(weight, chosen, y, D, BD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
-    b_y = tl.load(weight + tl.load(tokens + row) * D + o_d, mask=o_d < D)
+    b_y = tl.load(weight + tl.load(chosen + row) * D + o_d, mask=o_d < D)
     tl.store(y + row * D + o_d, b_y, mask=o_d < D)
 
 
 @triton.jit
-def _likeliest(logits, tokens, V: tl.constexpr, BLOCK: tl.constexpr):
+def _likeliest(logits, chosen, V: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -35,7 +35,7 @@ def _likeliest(logits, tokens, V: tl.constexpr, BLOCK: tl.constexpr):
         at = tl.where(z > top, start + o_v, at)
         top = tl.maximum(top, z)
     first = tl.min(tl.where(top == tl.max(top, 0), at, V - 1), 0)  # the first of equals
-    tl.store(tokens + row, first.to(tl.int64))
+    tl.store(chosen + row, first.to(tl.int64))
 
 
 def take(weight: Tensor, tokens: Tensor, y: Tensor) -> None:
