@@ -142,6 +142,39 @@ def decoder() -> str:
     return grid(head, rows) + source("h200-attnres", "h200-attnres-read-decoder")
 
 
+def _beside_plain(found: dict[str, Any], first: str) -> str:
+    """Rows by what they are called; milliseconds of the plain residual, and of others with what they take more."""
+    rows = [
+        [
+            name.split()[-1],
+            f"{arms['plain']['ms']:.2f}",
+            *(f"{arms[arm]['ms']:.2f} (+{arms[arm]['over_first_percent']:.1f} %)" for arm in ("block", "full")),
+        ]
+        for name, arms in found.items()
+        if isinstance(arms, dict)
+    ]
+    return grid([first, "plain, ms", "Block, ms", "Full, ms"], rows)
+
+
+def decoding() -> str:
+    return _beside_plain(read("h200-generate")["decode"], "rows") + source("h200-generate")
+
+
+def prompts() -> str:
+    return _beside_plain(read("h200-generate")["prefill"], "tokens") + source("h200-generate")
+
+
+def transformers() -> str:
+    found = read("h200-generate-transformers")
+    ours = found["decode"]["batch 1"]
+    rows = [
+        ["transformers, static cache, compiled", f"{found['hf']['transformers, batch 1']['ms']:.2f}"],
+        ["headwater, plain residual", f"{ours['plain']['ms']:.2f}"],
+        ["headwater, Block Attention Residuals", f"{ours['block']['ms']:.2f}"],
+    ]
+    return grid(["one row, one process", "ms a token"], rows) + source("h200-generate-transformers")
+
+
 def reads() -> str:
     rows = [
         [f"{row['sources']} x {row['tokens']} x {row['dim']}", f"{1000 * row['forward']['ms']:.0f}", _share(row)]
@@ -163,6 +196,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "full": full,
     "decoder": decoder,
     "reads": reads,
+    "decoding": decoding,
+    "prompts": prompts,
+    "transformers": transformers,
 }
 
 
