@@ -164,6 +164,10 @@ def prompts() -> str:
     return _beside_plain(read("h200-generate")["prefill"], "tokens") + source("h200-generate")
 
 
+def deeper() -> str:
+    return _beside_plain(read("h200-generate-depth")["depth"], "layers") + source("h200-generate-depth")
+
+
 def transformers() -> str:
     found = read("h200-generate-transformers")
     ours = found["decode"]["batch 1"]
@@ -198,6 +202,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reads": reads,
     "decoding": decoding,
     "prompts": prompts,
+    "deeper": deeper,
     "transformers": transformers,
 }
 
