@@ -21,7 +21,7 @@ from headwater.ops.triton.tiles import ceil_div, power_of_2, processors
 
 from .reading import Norm
 
-PROGRAMS = 3  # a multiprocessor, where there are tokens for so many: as many as it holds at once
+PROGRAMS = 2  # a multiprocessor, where there are tokens for so many
 LEAST = 64  # tokens that are worth a program of their own
 TOGETHER = 16  # parts that are summed up at once
 
@@ -204,15 +204,16 @@ def attend(
     (gq, eps_q), (gk, eps_k) = ((y, 0.0), (y, 0.0)) if norms is None else norms
     tensors = (q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters)
     numbers = (q.stride(0), k.stride(0), v.stride(0), room, eps_q, eps_k, scale, window or 0)
-    # Parts of one tile end soonest; in longer ones, smaller tiles let more programs share a multiprocessor.
-    deep = 64 if room <= LEAST * splits else 32
+    # A part of one tile has nothing to overlap but its own start. In longer ones Triton's pipeline is faster: with 64 and
+    # 256 rows of 1024 tokens, tiles that were fetched ahead by hand cost a step 0.5 and 0.8 ms more.
+    short = room <= LEAST * splits
     half, wide = max(16, power_of_2(width // 2)), max(16, power_of_2(value))
     constants = {
         "G": group, "KV": heads, "D": width, "DV": value, "SV": values.stride(2), "SPLITS": splits,
         "NORM": norms is not None, "ROTATE": rotary is not None, "WINDOW": window is not None,
-        "BG": max(16, power_of_2(group)), "BH": half, "BV": wide, "BN": deep if half <= 64 else 32,
+        "BG": max(16, power_of_2(group)), "BH": half, "BV": wide, "BN": LEAST if half <= 64 else 32,
         "BS": min(TOGETHER, power_of_2(splits)), "CG": max(1, min(power_of_2(group), 4096 // (TOGETHER * wide))),
-        "AHEAD": half <= 64 and keys.dtype != torch.float32,  # what is ahead stays in registers
+        "AHEAD": short and half <= 64 and keys.dtype != torch.float32,  # what is ahead stays in registers
     }  # fmt: skip
     warps = 4 if half <= 64 else 8
     launch(_attend, (batch * heads, splits), tensors, numbers, constants, num_warps=warps, num_stages=2)
