@@ -54,12 +54,15 @@ EVERYTHING = bool(os.environ.get("HEADWATER_ALL_LAYOUTS"))
 STEPS = 20 if EVERYTHING else 8
 PLAIN = ("attnres-block:block=3", "hyper-connections")  # without the cache: a state of sources, and of streams
 OTHERS = ("ddl", "mhc", "muddformer")  # a state per value channel, of several streams, of all sources with three reads
-SHORT = {2: ("shard", "uneven", "tensor"), 4: ()}  # for the other residuals, one step
+SHORT = {2: ("shard", "tensor"), 4: ()}  # for the other residuals, one step
+TWICE = {"tensor-replicate"}  # what tensor-shard and pipeline-replicate show, each for its part
 
 MUON = {
-    "fp32": ((2, "shard"), (2, "tensor"), (4, "replicate-shard"), (4, "interleaved-shard"), (4, "tensor-shard")),
-    "bf16": ((2, "shard"), (4, "tensor-shard")),
+    "fp32": ((2, "tensor"), (4, "replicate-shard"), (4, "interleaved-shard"), (4, "tensor-shard")),
+    "bf16": ((2, "shard"),),
 }
+if EVERYTHING:
+    MUON = {"fp32": ((2, "shard"), *MUON["fp32"]), "bf16": (*MUON["bf16"], (4, "tensor-shard"))}
 
 
 @dataclass(frozen=True)
@@ -95,19 +98,24 @@ def cases() -> list[Case]:
     for world, layouts in LAYOUTS.items():
         for residual in RESIDUALS:
             whole = EVERYTHING or residual == RESIDUALS[2]
-            found += [Case(world, residual, layout) for layout in layouts if whole or layout in SHORT[world]]
+            chosen = [layout for layout in layouts if EVERYTHING or layout not in TWICE]
+            found += [Case(world, residual, layout) for layout in chosen if whole or layout in SHORT[world]]
     found += [Case(2, residual, "uneven", cache=False) for residual in RESIDUALS if EVERYTHING or residual in PLAIN]
     found += [Case(4, "hyper-connections", "interleaved-shard"), Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
     others = [name for name in names() if name not in RESIDUALS and (EVERYTHING or name in OTHERS)]
-    found += [Case(2, name, layout) for layout in ("uneven", "tensor") for name in others]
+    found += [Case(2, "hyper-connections", "uneven")]
+    found += [
+        Case(2, name, layout) for layout in ("uneven", "tensor") for name in others if EVERYTHING or layout == "tensor"
+    ]
     found += [Case(2, RESIDUALS[2], layout, compile=True, recompute=True) for layout in ("uneven", "tensor")]
-    found += [Case(2, RESIDUALS[2], "shard", compile=True), Case(2, "hyper-connections", "shard", recompute=True)]
+    found += [Case(2, "hyper-connections", "shard", recompute=True)]
     for muon, pairs in MUON.items():
         found += [Case(world, RESIDUALS[2], layout, muon=muon) for world, layout in pairs]
     if EVERYTHING:
         deep = ((2, "shard"), (4, "tensor-shard"), (4, "tensor-pipeline"))
         found += [Case(world, RESIDUALS[2], layout, compile=True, recompute=True) for world, layout in deep]
         found += [Case(4, RESIDUALS[2], layout, compile=True) for layout in ("tensor-shard", "tensor-pipeline")]
+        found += [Case(2, RESIDUALS[2], "shard", compile=True)]
     return list(dict.fromkeys(found))
 
 
