@@ -127,8 +127,12 @@ def layout(words: list[str]) -> None:
 
 def run_page(page: str, prepared: Path) -> None:
     bring(page, prepared)
+    run_blocks(BLOCKS[page], page)
+
+
+def run_blocks(blocks: list[tuple[str, str]], page: str) -> None:
     space: dict[str, object] = {"__name__": "a_page"}
-    for language, block in BLOCKS[page]:
+    for language, block in blocks:
         named = re.match(r"# (\S+\.(?:py|toml))\n", block)
         if named:
             Path(named[1]).write_text(block)
@@ -149,6 +153,17 @@ def test_the_code_of_a_page_runs(page, place, prepared, capsys):
     run_page(page, prepared)
     for name in {"my_residuals"} & (set(sys.modules) - before):
         del sys.modules[name]
+
+
+@pytest.mark.slow
+def test_the_code_of_the_residuals_pages_runs(place, monkeypatch, capsys):
+    """Those pages are made when the site is built."""
+    monkeypatch.syspath_prepend(DOCS / "generate")
+    made = importlib.import_module("residual_pages")
+    for name in names():
+        blocks = FENCE.findall(made.usage(name))
+        assert [language for language, _ in blocks] == ["python", "bash"]
+        run_blocks(blocks, name)
 
 
 def test_a_block_that_fails_is_noticed(place, prepared, monkeypatch):
