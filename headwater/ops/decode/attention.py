@@ -204,8 +204,8 @@ def attend(
     (gq, eps_q), (gk, eps_k) = ((y, 0.0), (y, 0.0)) if norms is None else norms
     tensors = (q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters)
     numbers = (q.stride(0), k.stride(0), v.stride(0), room, eps_q, eps_k, scale, window or 0)
-    # A part of one tile has nothing to overlap but its own start. In longer ones Triton's pipeline is faster: with 64 and
-    # 256 rows of 1024 tokens, tiles that were fetched ahead by hand cost a step 0.5 and 0.8 ms more.
+    # A part of one tile has nothing to overlap but its own start. In longer ones Triton's pipeline is faster: with 64
+    # and 256 rows of 1024 tokens, tiles that were fetched ahead by hand cost a step 0.5 and 0.8 ms more.
     short = room <= LEAST * splits
     half, wide = max(16, power_of_2(width // 2)), max(16, power_of_2(value))
     constants = {
