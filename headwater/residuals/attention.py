@@ -67,6 +67,12 @@ class DepthRead(nn.Module):
         return query if self.factor == 1 else self.factor * query
 
 
+def _stack(tensors: list[Tensor], device: torch.device | None) -> Tensor:
+    """On the device, or where the first is. The host's time counts: nothing is asked of a tensor that is there."""
+    device = tensors[0].device if device is None else device
+    return torch.stack([tensor if tensor.device == device else tensor.to(device) for tensor in tensors])
+
+
 FULL = "h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding v_0 and every output v_1, ..., v_i before it."
 
 
@@ -252,11 +258,10 @@ class AttentionResidual(Residual):
         reads = [self._parameters_of(i) for i in range(first, stop)]
         if not reads:  # a pipeline stage of the first sublayer alone
             return torch.zeros(1, self.dim, device=device)
-        folded = torch.stack([read.scaled_query().to(device=device) for read in reads])
+        folded = _stack([read.scaled_query() for read in reads], device)
         folded = folded.to(accumulation_dtype(folded.dtype))
         if reads[0].key_weight is not None:
-            keys = torch.stack([cast(Tensor, read.key_weight).to(device=device) for read in reads])
-            folded = folded * keys.to(folded.dtype)
+            folded = folded * _stack([cast(Tensor, read.key_weight) for read in reads], device).to(folded.dtype)
         return torch.nn.functional.pad(folded, (0, 0, first - start, 0))
 
     def flops_per_token(self) -> int:
