@@ -135,5 +135,5 @@ def test_it_reads_from_disk(settings, site, visit):
 @pytest.mark.browser
 def test_search_works_from_disk(site, visit):
     page = visit(site / "index.html", within=site)
-    page.fill(".md-search__input", "sinkhorn")
+    page.locator(".md-search__input").press_sequentially("sinkhorn")  # it listens to keys
     page.wait_for_selector(".md-search-result__item a[href*='mhc']")
