@@ -1,9 +1,11 @@
 """Is it worth converting a trained model? Train a plain one, convert it, and continue both on equal tokens.
 
-    python studies/continue-converted/run.py            # two CPU cores, about a quarter of an hour
+    python studies/continue-converted/run.py            # two CPU cores, about twenty minutes
+    python studies/continue-converted/run.py --dtype bfloat16 --device cuda     # results-bfloat16.json
 
 Writes results.json (every validation loss) and figure.svg beside this file. The arms see the same batches in the same
-order under the same schedule; only the residual differs.
+order under the same schedule; only the residual differs, and in the last arm what is trained: with the base frozen, the
+queries alone. `--arms` makes some of them, and keeps the others of a file with the same settings.
 """
 
 import argparse
@@ -22,8 +24,10 @@ from headwater.train.data.dataset import Windows, prepare
 from headwater.train.loop import train
 
 HERE = Path(__file__).parent
-ARMS = ("standard", "attnres-block", "attnres-full")
+QUERIES = "attnres-block, queries alone"
+ARMS = ("standard", "attnres-block", "attnres-full", QUERIES)
 LAYERS, BATCH, LR, EVERY = 8, 8, 3e-3, 50
+QUERY_LR = 1e-2  # of the arm that trains nothing else: queries start at zero, and have far to go
 
 
 def main() -> None:
@@ -31,32 +35,42 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of the first training, and again of each arm")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/continue-converted"))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the continued weights")
+    parser.add_argument("--device", default="cpu", help="of the arms; a CPU without bf16 takes minutes a step in it")
     flags = parser.parse_args()
-    curves: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+    curves: dict[str, list[list[float]]] = {arm: [] for arm in flags.arms}
     for seed in range(flags.seeds):
         config = plain_config(flags.steps, seed)
         plain = flags.runs / f"plain-{seed}"
         train(config, plain, resume=(plain / "config.json").exists())
         decoder, _ = load_model(flags.runs / f"plain-{seed}")
-        base = hf.export(decoder.config.to_dict(), decoder.weights())
+        base = hf.export(decoder.config.to_dict(), decoder.weights()).to(flags.device, getattr(torch, flags.dtype))
         data = prepare(config.data)
         windows = {split: data.windows(split, decoder.config.context) for split in ("train", "validation")}
-        for arm in ARMS:
+        for arm in flags.arms:
             curves[arm].append(continue_training(base, arm, windows, seed, flags.steps))
-        write(curves, flags.steps, seed + 1)
+    write(curves, flags.steps, flags.seeds, flags.dtype)
 
 
-def write(curves: dict[str, list[list[float]]], steps: int, seeds: int) -> None:
+def write(curves: dict[str, list[list[float]]], steps: int, seeds: int, dtype: str) -> None:
+    name = "" if dtype == "float32" else f"-{dtype}"
+    file = HERE / f"results{name}.json"
+    setting = {"layers": LAYERS, "dim": 64, "batch": BATCH, "lr": LR, "query_lr": QUERY_LR, "first_steps": steps}
+    before = json.loads(file.read_text()) if file.exists() else {}
+    kept = before.get("validation_loss", {}) if before.get("setting") == setting and before["seeds"] == seeds else {}
+    found = kept | curves
     results = {
-        "command": f"python studies/continue-converted/run.py --steps {steps} --seeds {seeds}",
+        "command": f"python studies/continue-converted/run.py --steps {steps} --seeds {seeds} --dtype {dtype}",
         "torch": torch.__version__,
         "headwater": headwater.__version__,
-        "setting": {"layers": LAYERS, "dim": 64, "batch": BATCH, "lr": LR, "first_steps": steps},
+        "setting": setting,
+        "seeds": seeds,
         "steps": [0, *range(EVERY, steps + 1, EVERY)],
-        "validation_loss": curves,
+        "validation_loss": {arm: found[arm] for arm in ARMS if arm in found},
     }
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (HERE / "figure.svg").write_text(draw(results))
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / f"figure{name}.svg").write_text(draw(results))
 
 
 def plain_config(steps: int, seed: int) -> Config:
@@ -79,15 +93,19 @@ def continue_training(base, arm: str, windows: dict[str, Windows], seed: int, st
     """Validation losses before, and after every so many steps."""
     model = copy.deepcopy(base)
     if arm != "standard":
-        print(hf.convert(model, arm).__str__().splitlines()[0], flush=True)
-    decayed = [p for name, p in model.named_parameters() if p.dim() == 2 and "residual." not in name]
-    rest = [p for name, p in model.named_parameters() if p.dim() != 2 or "residual." in name]
+        print(str(hf.convert(model, arm.partition(",")[0])).splitlines()[0], flush=True)
+    if arm == QUERIES:
+        hf.trainable(model, only=True)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for name, p in trained.items() if p.dim() == 2 and "residual." not in name]
+    rest = [p for name, p in trained.items() if p.dim() != 2 or "residual." in name]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    lr = QUERY_LR if arm == QUERIES else LR
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95))
     losses = [evaluate(model, windows["validation"])]
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            group["lr"] = lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         rows = torch.from_numpy(windows["train"].batch(seed=1000 + seed, step=step, size=BATCH))
         loss_of(model, rows).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -100,7 +118,8 @@ def continue_training(base, arm: str, windows: dict[str, Windows], seed: int, st
 
 
 def loss_of(model, rows: torch.Tensor) -> torch.Tensor:
-    logits = model(rows[:, :-1]).logits
+    rows = rows.to(model.device)
+    logits = model(rows[:, :-1]).logits.float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
@@ -110,7 +129,7 @@ def evaluate(model, windows: Windows) -> float:
     return float(loss_of(model, rows))
 
 
-COLOURS = {"standard": "#777777", "attnres-block": "#1f6feb", "attnres-full": "#d1495b"}
+COLOURS = {"standard": "#777777", "attnres-block": "#1f6feb", "attnres-full": "#d1495b", QUERIES: "#2a9d5c"}
 
 
 def draw(results: dict) -> str:
@@ -129,7 +148,7 @@ def draw(results: dict) -> str:
         points = " ".join(place(step, loss) for step, loss in zip(steps, losses, strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[arm]}" stroke-width="2"/>')
         parts.append(
-            f'<text x="{width - 190}" y="{top + 16 * row + 12}" fill="{COLOURS[arm]}">{arm}: {losses[-1]:.4f}</text>'
+            f'<text x="{width - 270}" y="{top + 16 * row + 12}" fill="{COLOURS[arm]}">{arm}: {losses[-1]:.4f}</text>'
         )
     parts.append(f'<text x="6" y="{top + 10}">{high:.3f}</text><text x="6" y="{height - 36}">{low:.3f}</text>')
     parts.append(
