@@ -57,10 +57,10 @@ def _packages() -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield name, f"not installed: {purpose} needs it", name == "torch"
+            yield name, f"not installed; it is for {purpose}", name == "torch"
             continue
         if _number(found) < _number(least):
-            yield name, f"{found}, and {purpose} needs {least} or later", True
+            yield name, f"{found}; {least} or later is needed, for {purpose}", True
         elif newest and _number(found)[:2] > _number(newest)[:2]:
             yield name, f"{found}, newer than the {newest} that headwater was tested with", False
         else:

@@ -18,7 +18,7 @@ def test_it_names_what_is_here(capsys):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert re.search(rf"torch +{re.escape(metadata.version('torch'))}\n", shown)
-    assert re.search(r"wandb +not installed: --wandb needs it", shown)
+    assert re.search(r"wandb +not installed; it is for --wandb", shown)
     if not torch.cuda.is_available():
         assert re.search(r"reads +by the reference operators", shown)
 
@@ -27,7 +27,7 @@ def test_what_stands_in_the_way_fails(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "PACKAGES", (("torch", "99.0", "99.0", "everything"),))
     assert main(["doctor"]) == 1
     told = capsys.readouterr()
-    assert re.search(r"! torch +\S+, and everything needs 99.0 or later", told.out)
+    assert re.search(r"! torch +\S+; 99.0 or later is needed, for everything", told.out)
     assert "1 of these must be mended" in told.err
 
 
