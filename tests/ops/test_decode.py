@@ -72,14 +72,15 @@ def check_projection(sizes, gated, added, batch, way, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["rotated", "normed", "window", "plain", "latents"])
+@pytest.mark.parametrize("form", ["rotated", "normed", "window", "plain", "latents", "odd latents"])
 @pytest.mark.parametrize("room", [70, 200])  # on a CPU one part; several, of which short rows leave some empty
 def test_attention_is_its_reference(form, room, device, monkeypatch):
     from headwater.ops.decode import attention
 
     monkeypatch.setattr(attention, "PROGRAMS", 1 if room == 70 else 16)
     monkeypatch.setattr(attention, "TOGETHER", 2)  # the parts of a row are summed up in turns
-    batch, heads, kv, width, value = (3, 4, 1, 24, 16) if form == "latents" else (3, 6, 2, 16, 16)
+    odd = form == "odd latents"  # the halves of a head are not of one size
+    batch, heads, kv, width, value = (3, 4, 1, 24 - odd, 16) if "latents" in form else (3, 6, 2, 16, 16)
     lengths = torch.tensor([0, 5, room - 1], device=device)
     qkv = numbers(batch, (heads + kv) * width + kv * value, device=device)
     q = qkv[:, : heads * width].unflatten(1, (heads, width))
@@ -101,6 +102,15 @@ def test_attention_is_its_reference(form, room, device, monkeypatch):
     for found, want in zip(results[1], results[0]):
         torch.testing.assert_close(found, want, **CLOSE)
     assert not torch.equal(results[1][1], cached[0])  # the new token's keys are there
+
+
+def test_counters_stay_where_a_graph_has_found_them():
+    from headwater.ops.decode.attention import _counters
+
+    one = _counters(torch.device("cpu"), 1)
+    for programs in range(2, 100):
+        _counters(torch.device("cpu"), programs)
+    assert _counters(torch.device("cpu"), 1) is one
 
 
 @pytest.mark.parametrize("device", DEVICES)

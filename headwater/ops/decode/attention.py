@@ -4,7 +4,7 @@
 The rows' lengths are read on the device, so that a captured launch serves every length, and reads what there is and no
 more. A program takes one head of keys and a part of the tokens (flash decoding); where a row has tokens for fewer parts
 than its room, the others leave at once. The last program of a head to finish sums the parts up, always in the same
-order. Keys are handled in two halves, whose channels a rotation pairs.
+order. Keys are handled in two halves, whose channels a rotation pairs; of an odd width the left one has one more.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _tokens(
     BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Keys, in two halves, and values of tokens n to n + BN, or to `end`."""
-    H: tl.constexpr = D // 2
+    H: tl.constexpr = (D + 1) // 2
     o_h, o_v, place = tl.arange(0, BH)[None, :], tl.arange(0, BV)[None, :], (n + tl.arange(0, BN))[:, None]
     at, m_n = (b * room + place) * KV + h, place < end
     left = tl.load(keys + at * D + o_h, mask=m_n & (o_h < H), other=0.0)
-    right = tl.load(keys + at * D + H + o_h, mask=m_n & (o_h < H), other=0.0)
+    right = tl.load(keys + at * D + H + o_h, mask=m_n & (o_h < D - H), other=0.0)
     return left, right, tl.load(values + at * SV + o_v, mask=m_n & (o_v < DV), other=0.0)
 
 
@@ -91,9 +91,9 @@ def _attend(
 ):  # fmt: skip
     one, split = tl.program_id(0), tl.program_id(1)
     b, h = (one // KV).to(tl.int64), one % KV
-    H: tl.constexpr = D // 2
+    H: tl.constexpr = (D + 1) // 2
     o_g, o_h, o_v, o_n = tl.arange(0, BG), tl.arange(0, BH), tl.arange(0, BV), tl.arange(0, BN)
-    m_h, m_v = (o_h < H)[None, :], (o_v < DV)[None, :]
+    m_h, m_r, m_v = (o_h < H)[None, :], (o_h < D - H)[None, :], (o_v < DV)[None, :]
     length = tl.load(lengths + b)
     first = 0
     if WINDOW:
@@ -112,13 +112,13 @@ def _attend(
         s = tl.load(sin + length * H + o_h[None, :], mask=m_h, other=0.0)
     if NORM:
         gl = tl.load(gq + o_h[None, :], mask=m_h, other=0.0).to(tl.float32)
-        gr = tl.load(gq + H + o_h[None, :], mask=m_h, other=0.0).to(tl.float32)
+        gr = tl.load(gq + H + o_h[None, :], mask=m_r, other=0.0).to(tl.float32)
         kgl = tl.load(gk + o_h[None, :], mask=m_h, other=0.0).to(tl.float32)
-        kgr = tl.load(gk + H + o_h[None, :], mask=m_h, other=0.0).to(tl.float32)
+        kgr = tl.load(gk + H + o_h[None, :], mask=m_r, other=0.0).to(tl.float32)
     p_q = q + b * s_q + (h * G + o_g)[:, None] * D + o_h[None, :]
-    m_q = (o_g < G)[:, None] & m_h
-    ql = tl.load(p_q, mask=m_q, other=0.0).to(tl.float32)
-    qr = tl.load(p_q + H, mask=m_q, other=0.0).to(tl.float32)
+    m_g = (o_g < G)[:, None]
+    ql = tl.load(p_q, mask=m_g & m_h, other=0.0).to(tl.float32)
+    qr = tl.load(p_q + H, mask=m_g & m_r, other=0.0).to(tl.float32)
     ql, qr = _turned(ql, qr, gl, gr, c, s, D, eps_q, NORM, ROTATE)
     ql, qr = (ql * scale).to(keys.dtype.element_ty), (qr * scale).to(keys.dtype.element_ty)
     top = tl.full([BG], float("-inf"), tl.float32)
@@ -127,13 +127,13 @@ def _attend(
     if split == 0:  # the new token itself
         p_k = k + b * s_k + h * D + o_h[None, :]
         kl = tl.load(p_k, mask=m_h, other=0.0).to(tl.float32)
-        kr = tl.load(p_k + H, mask=m_h, other=0.0).to(tl.float32)
+        kr = tl.load(p_k + H, mask=m_r, other=0.0).to(tl.float32)
         kl, kr = _turned(kl, kr, kgl, kgr, c, s, D, eps_k, NORM, ROTATE)
         kl, kr = kl.to(keys.dtype.element_ty), kr.to(keys.dtype.element_ty)
         b_v = tl.load(v + b * s_v + h * DV + o_v[None, :], mask=m_v, other=0.0).to(values.dtype.element_ty)
         place = (b * room + length) * KV + h
         tl.store(keys + place * D + o_h[None, :], kl, mask=m_h)
-        tl.store(keys + place * D + H + o_h[None, :], kr, mask=m_h)
+        tl.store(keys + place * D + H + o_h[None, :], kr, mask=m_r)
         tl.store(values + place * SV + o_v[None, :], b_v, mask=m_v)
         top = tl.sum(ql.to(tl.float32) * kl.to(tl.float32) + qr.to(tl.float32) * kr.to(tl.float32), 1)
         total += 1.0
@@ -152,22 +152,22 @@ def _attend(
         total = total * keep + tl.sum(w, 1)
         acc = tl.dot(w.to(a_w.dtype), a_w, acc * keep[:, None], input_precision="ieee")
         top = new
-    m_g, m_y = o_g < G, (o_g < G)[:, None] & m_v
+    m_y = m_g & m_v
     p_y = o_g[:, None] * DV + o_v[None, :]
     if used == 1:
         tl.store(y + one.to(tl.int64) * G * DV + p_y, (acc / total[:, None]).to(y.dtype.element_ty), mask=m_y)
     else:
         mine = (one * SPLITS + split).to(tl.int64)
         tl.store(parts + mine * G * DV + p_y, acc, mask=m_y)
-        tl.store(stats + mine * 2 * G + o_g, top, mask=m_g)
-        tl.store(stats + mine * 2 * G + G + o_g, total, mask=m_g)
+        tl.store(stats + mine * 2 * G + o_g, top, mask=o_g < G)
+        tl.store(stats + mine * 2 * G + G + o_g, total, mask=o_g < G)
         tl.debug_barrier()
         if tl.atomic_add(counters + one, 1, sem="acq_rel") == used - 1:
             _combine(parts, stats, y, one.to(tl.int64), used, G, DV, SPLITS, BS, CG, BV)
             tl.store(counters + one, 0)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # never dropped: a CUDA graph that has recorded an address goes on using it
 def _counters(device: torch.device, programs: int) -> Tensor:
     """Counters at zero, which every launch leaves behind as it found them."""
     return torch.zeros(programs, dtype=torch.int32, device=device)
@@ -207,7 +207,7 @@ def attend(
     # A part of one tile has nothing to overlap but its own start. In longer ones Triton's pipeline is faster: with 64
     # and 256 rows of 1024 tokens, tiles that were fetched ahead by hand cost a step 0.5 and 0.8 ms more.
     short = room <= LEAST * splits
-    half, wide = max(16, power_of_2(width // 2)), max(16, power_of_2(value))
+    half, wide = max(16, power_of_2(ceil_div(width, 2))), max(16, power_of_2(value))
     constants = {
         "G": group, "KV": heads, "D": width, "DV": value, "SV": values.stride(2), "SPLITS": splits,
         "NORM": norms is not None, "ROTATE": rotary is not None, "WINDOW": window is not None,
