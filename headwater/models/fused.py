@@ -27,6 +27,7 @@ from .rows import FixedKV
 from .sublayer import Sublayer
 
 ASIDE = True  # what later reads need is computed beside the sublayer that does not, on a GPU
+PLAIN = (nn.Embedding, nn.Linear, nn.Identity, nn.ModuleList, RMSNorm, Attention, SwiGLU, Sublayer)  # read, not called
 
 
 class Depth(Protocol):
@@ -125,13 +126,17 @@ def reason_against(model: Decoder) -> str | None:
     residual, config = model.residual, model.config
     if type(residual) is not StandardResidual and not (type(residual) is AttentionResidual and residual.phased):
         return f"its residual is {residual.spec}"
+    if isinstance(residual, AttentionResidual) and residual.backend == "reference":
+        return "its residual asks for the reference"
+    if torch.is_autocast_enabled(model.embedding.weight.device.type):
+        return "autocast is on"
     if kinds := set(config.kinds) - {"attention", "mlp"}:
         return f"it has sublayers of {', '.join(sorted(kinds))}"
     if config.value_residual:
         return "it mixes in the first attention's values"
-    weights = (module for module in model.modules() if isinstance(module, nn.Linear))
-    if not all(type(module) is nn.Linear for module in weights):
-        return "its projections are wrapped or divided"
+    parts = (model.embedding, model.norm, model.head, *model.sublayers.modules())
+    if not all(type(part) in PLAIN and getattr(part, "bias", None) is None for part in parts):
+        return "its projections are wrapped or divided, or have a bias"
     if config.head_dim % 2 or len({parameter.dtype for parameter in model.parameters()}) > 1:
         return "its parameters are of several dtypes, or a head has an odd width"
     return obstacle(model.embedding.weight)

@@ -7,6 +7,7 @@ compiles what there is to compile; the second is recorded.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -53,12 +54,13 @@ class DeviceSteps:
 
     def run(self) -> Tensor:
         """Logits after `self.tokens`, always in one place; the tokens drawn from them then take those tokens' place."""
-        if self.graph and self.replay is None and self.taken == 1:
-            self._capture()
-        if self.replay is None:
-            self._once()
-        else:
-            self.replay()
+        with torch.cuda.device_of(self.tokens):  # streams are those of the current GPU
+            if self.graph and self.replay is None and self.taken == 1:
+                self._capture()
+            if self.replay is None:
+                self._once()
+            else:
+                self.replay()
         self.taken += 1
         assert self.logits is not None
         return self.logits
@@ -69,15 +71,17 @@ class DeviceSteps:
 
     def _capture(self) -> None:
         """Record a step, or say in a line why not, and go on without."""
-        graph = torch.cuda.CUDAGraph()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=_capture_stream(self.device)):
                 self._once()
         except RuntimeError as error:
+            torch.cuda.set_stream(before)  # torch stays in the other where a recording cannot be ended
             torch.cuda.synchronize()
             self.graph = False
-            reason = str(error).strip().splitlines()[0]
+            first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            reason = str(first).strip().splitlines()[0]
             warnings.warn(f"decoding is not captured as a CUDA graph: {reason}. It goes on, more slowly", stacklevel=2)
             return
         self.replay = graph.replay
@@ -102,8 +106,13 @@ class DeviceSteps:
         """The tokens on their way to the host, and a mark to wait for."""
         sent = torch.empty(self.tokens.shape, dtype=torch.long, pin_memory=True).copy_(self.tokens, non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(self.device))
         return sent, done
+
+
+@functools.cache  # the library keeps a workspace for every stream that has recorded its products
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _arrived(one: tuple[Tensor, torch.cuda.Event]) -> list[int]:

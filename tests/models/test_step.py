@@ -1,12 +1,15 @@
 """A decoding step in fused parts, and as a CUDA graph: the tokens are those of the decoder's own forward pass."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tinykimi import KIMI
 from tinymodels import model_of
 
 from headwater.models.fused import FusedStep, reason_against
-from headwater.models.generate import generate, stream
+from headwater.models.generate import _OnDevice, generate, stream
 from headwater.models.sampling import Sampling
 from headwater.models.step import DeviceSteps, GeneralStep
 from headwater.residuals import names
@@ -48,16 +51,24 @@ def test_the_fused_step_computes_the_forward_pass(spec, shape):
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
-def test_the_fused_step_over_its_kernels():
+@pytest.mark.parametrize(("rows", "launched"), [(1, 1 + 2 * 5 + 1), (2, 1 + 2 * 7 + 2)])  # embedding, layers, head
+def test_the_fused_step_over_its_kernels(rows, launched, monkeypatch):
     pytest.importorskip("triton", reason="the kernels need triton")
+    from headwater.ops.decode import attention, projection, span, token
+    from headwater.ops.triton.launch import launch
+
+    count = []
+    for part in (attention, projection, span, token):
+        monkeypatch.setattr(part, "launch", lambda *words, **named: count.append(1) or launch(*words, **named))
     model = model_of("attnres-block:block=3", scatter=True, layers=2).eval()
-    caches = [cache_of(model, PROMPTS[:2]) for _ in range(2)]
+    caches = [cache_of(model, PROMPTS[:rows]) for _ in range(2)]
     with torch.no_grad():
         mine, own = (
-            FusedStep(model, cache, backend=backend)(torch.tensor([3, 4]))
+            FusedStep(model, cache, backend=backend)(torch.tensor([3, 4][:rows]))
             for cache, backend in zip(caches, ("triton", "reference"))
         )
     torch.testing.assert_close(mine, own, atol=2e-5, rtol=2e-5)
+    assert len(count) == launched + 2  # and one for each block
 
 
 def test_what_cannot_be_fused_is_named():
@@ -66,6 +77,92 @@ def test_what_cannot_be_fused_is_named():
     assert "first attention's values" in reason_against(model_of("standard", value_residual=True))
     assert "one head" not in (reason_against(model_of("attnres-block")) or "")
     assert "residual is attnres-block" in reason_against(model_of("attnres-block:heads=2"))
+    assert "asks for the reference" in reason_against(model_of("attnres-block:backend=reference"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert reason_against(model_of("standard")) == "autocast is on"
+    wrapped, biased = model_of("standard"), model_of("standard")
+    body = wrapped.sublayers[0].body
+    body.query = torch.nn.Sequential(body.query, torch.nn.Identity())  # as adapters do, with the weight inside
+    biased.sublayers[1].body.output = torch.nn.Linear(48, 32)
+    assert all("wrapped" in reason_against(model) for model in (wrapped, biased))
+
+
+def as_on_a_gpu(monkeypatch):
+    """Generation on a CPU by the steps of a GPU: what is recorded runs again, and tokens are there at once."""
+    monkeypatch.setattr("headwater.models.generate._Cached", _OnDevice)
+    monkeypatch.setattr(DeviceSteps, "_capture", lambda self: setattr(self, "replay", self._once))
+    done = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(DeviceSteps, "_send", lambda self: (self.tokens.clone(), done))
+
+
+@pytest.mark.parametrize("spec", ["standard", "attnres-block:block=3", "mhc"])
+def test_a_host_that_is_behind_sees_the_same_tokens(spec, monkeypatch):
+    """Draws, penalties and stops do not wait for the host; fewer tokens than it is behind are all there."""
+    model = model_of(spec, scatter=True)
+    stop = generate(model, PROMPTS, 3, temperature=0.0)[0][-1]
+    ways = [
+        {"temperature": 0.0, "stop": stop},
+        {"seed": 3, "top_p": 0.9, "ended": lambda row, new: len(new) > row},
+        {"temperature": 0.0, "repetition_penalty": 3.0},
+        {"seed": 5, "repetition_penalty": 3.0, "top_k": 20},
+    ]
+    counts = (0, 1, 3, 14)
+    own = [generate(model, PROMPTS, count, **way) for way in ways for count in counts]
+    as_on_a_gpu(monkeypatch)
+    assert [generate(model, PROMPTS, count, **way) for way in ways for count in counts] == own
+
+
+def test_a_step_runs_with_its_own_gpu_as_the_current_one(monkeypatch):
+    current, seen = [], []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    model = model_of("standard").eval()
+    steps = DeviceSteps(model, cache_of(model, PROMPTS), lambda logits: seen.append(current[-1]) or logits.argmax(-1))
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    with torch.no_grad():
+        steps.run()
+    assert seen[0] is steps.tokens
+    assert not current
+
+
+def test_a_failed_recording_says_what_failed_and_leaves_its_stream(monkeypatch):
+    current = ["own"]
+
+    class Recording:
+        """As torch's: after an error it cannot be ended, and its stream stays the current one."""
+
+        def __init__(self, graph, stream): ...
+
+        def __enter__(self):
+            current[0] = "recording"
+
+        def __exit__(self, *_):
+            raise RuntimeError("failed due to a previous error")
+
+    def draw(logits):
+        if current[0] == "recording":
+            raise RuntimeError("a number was asked for\nwhile recording")
+        return logits.argmax(-1)
+
+    for name, value in {
+        "CUDAGraph": object, "graph": Recording, "synchronize": lambda: None,
+        "current_stream": lambda: current[0], "set_stream": lambda new: current.__setitem__(0, new),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("headwater.models.step._capture_stream", lambda device: None)
+    model = model_of("standard").eval()
+    steps = DeviceSteps(model, cache_of(model, PROMPTS), draw)
+    with torch.no_grad():
+        steps.run()
+        with pytest.warns(UserWarning, match=r"a CUDA graph: a number was asked for\. It goes on"):
+            steps.run()
+        steps.run()
+    assert current == ["own"]
 
 
 @pytest.fixture
@@ -126,8 +223,32 @@ def test_steps_are_captured_and_stops_are_met(spec):
     for row, whole, prompt in zip(generate(model, PROMPTS, 14, temperature=0.0, stop=stop), free, PROMPTS):
         new = whole[len(prompt) :]
         assert row == prompt + (new[: new.index(stop) + 1] if stop in new else new)
-    steps = stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row)
-    assert [sum(step[row] is not None for step in steps) for row in range(1)] == [1]
+    found = list(stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row))
+    assert [sum(step[row] is not None for step in found) for row in range(3)] == [1, 2, 3]
+    assert len(found) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_what_cannot_be_captured_goes_on_step_by_step():
+    """A draw that asks the GPU for a number."""
+    model = model_of("standard", scatter=True).cuda()
+    own, before = generate(model, PROMPTS[:1], 8, temperature=0.0)[0][7:], torch.cuda.current_stream()
+    steps = DeviceSteps(model, cache_of(model, PROMPTS[:1]), lambda z: torch.full((1,), int(z.argmax()), device="cuda"))
+    steps.tokens.fill_(own[0])
+    with torch.no_grad(), pytest.warns(UserWarning, match="not captured as a CUDA graph"):
+        found = [int(steps.run().argmax()) for _ in range(7)]
+    assert found == own[1:]
+    assert torch.cuda.current_stream() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("spec", ["standard", "attnres-block", "mhc"])
+def test_a_gpu_that_is_not_the_current_one(spec):
+    model = model_of(spec, scatter=True).to("cuda:1")
+    anew = generate(model, PROMPTS, 20, temperature=0.0, use_cache=False)
+    assert generate(model, PROMPTS, 20, temperature=0.0) == anew
 
 
 @pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block")])
