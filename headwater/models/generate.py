@@ -50,7 +50,7 @@ def generate(
         stop: a token that ends a row.
         ended: called with a row and its new tokens after each; True ends the row, for stop words and the like.
         graph: on a GPU, record a step as a CUDA graph and replay it, a few steps ahead of what the host knows. A seed
-            stands for the same random numbers on any device.
+            stands for the same random numbers on any device. Replays call no hooks of modules: False, if you have any.
 
     Returns prompt and continuation: (B, T + new) for a tensor, where rows that have ended repeat their last token; a
         list of lists for lists, each as long as it became.
@@ -64,8 +64,9 @@ def generate(
     )
     ways = {"seed": seed, "use_cache": use_cache, "prefill_chunk": prefill_chunk, "stop": stop, "ended": ended}
     ways["graph"] = graph
+    steps = list(stream(model, tokens, max_new_tokens, sampling, **ways))  # type: ignore[arg-type]
     rows = [list(row) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
-    for new in stream(model, tokens, max_new_tokens, sampling, **ways):  # type: ignore[arg-type]
+    for new in steps:
         for row, token in zip(rows, new):
             row.extend([] if token is None else [token])
     if not isinstance(tokens, Tensor):
@@ -97,7 +98,7 @@ def stream(
     device = model.embedding.weight.device
     draw = Draw(sampling, rows, seed, model.config.vocab_size, device)
     drawn: list[list[int]] = [[] for _ in rows]
-    live, training = [True] * len(rows), model.training
+    live, training = [True] * len(rows), [(module, module.training) for module in model.modules()]
     way = _OnDevice if graph and device.type == "cuda" else _Cached
     reader = (way if use_cache else _Anew)(model, rows, max_new_tokens, prefill_chunk)
     model.eval()
@@ -111,7 +112,8 @@ def stream(
             if not any(live):
                 return
     finally:
-        model.train(training)
+        for module, mode in training:
+            module.training = mode
 
 
 class _Anew:
@@ -140,7 +142,8 @@ class _Cached(_Anew):
     def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
         super().__init__(model, rows, new, chunk)
         self.room = max(map(len, rows)) + new
-        self.chunk = choose_chunk(model, len(rows), self.room) if chunk == "auto" else chunk
+        fitting = choose_chunk(model, len(rows), self.room)  # which refuses a cache that is too large
+        self.chunk = fitting if chunk == "auto" else chunk
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         if self.cache is None:
@@ -178,6 +181,8 @@ def _check(model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefil
     check_counts(new, prefill_chunk)
     if isinstance(tokens, Tensor) and (tokens.dim() != 2 or tokens.shape[1] < 1):
         raise ValueError(f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}")
+    if not isinstance(tokens, Tensor) and any(isinstance(row, int) for row in tokens):
+        raise ValueError("tokens must be a list of prompts, each a list of tokens; got one prompt: put it into a list")
     rows = [list(row) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
     context, vocab = model.config.context, model.config.vocab_size
     for r, row in enumerate(rows):
@@ -186,9 +191,10 @@ def _check(model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefil
         if not 0 <= min(row) <= max(row) < vocab:
             raise ValueError(f"prompt {r} has tokens outside of the vocabulary of {vocab}")
         if len(row) + new > context:
+            left = context - len(row)
             raise ValueError(
                 f"a prompt of {len(row)} tokens and {new} new ones exceed the context of {context}: "
-                f"lower max_new_tokens to {max(0, context - len(row))}, or shorten the prompt"
+                + (f"lower max_new_tokens to {left}, or shorten the prompt" if left > 0 else "shorten the prompt")
             )
     if not rows:
         raise ValueError("there is no prompt to continue")

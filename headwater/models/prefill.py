@@ -81,9 +81,10 @@ def choose_chunk(model: Decoder, batch: int, room: int, free: int | None = None)
         return None
     cache = cache_bytes(model, batch, room)
     if cache > free and device.type == "cuda":
+        fewer = f"take at most {fitting} prompts at once, " if (fitting := batch * free // cache) else ""
         raise ValueError(
             f"a cache of {batch} rows of {room} tokens takes {cache / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
-            f"free: take at most {max(1, batch * free // cache)} prompts at once, lower max_new_tokens, or shorten them"
+            f"free: {fewer}lower max_new_tokens, or shorten the prompts"
         )
     tokens = max(0, free - 2 * cache) // 2 // batch // bytes_per_token(model)
     return None if tokens >= room else max(LEAST, tokens // LEAST * LEAST)

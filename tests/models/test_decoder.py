@@ -254,6 +254,9 @@ def test_generation_depends_on_its_seed_and_leaves_the_model_as_it_was():
     assert model.training
     generate(model.eval(), tokens_of(1, 4), 1)
     assert not model.training
+    model.sublayers[1].train()
+    generate(model, tokens_of(1, 4), 1)
+    assert [module.training for module in model.sublayers] == [False, True] + [False] * 6
 
 
 def test_generation_stops_where_told():

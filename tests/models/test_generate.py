@@ -1,5 +1,7 @@
 """Continuing prompts: with a cache of fixed size or without, in portions, alone or in a batch: the same tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tinykimi import KIMI
@@ -92,9 +94,12 @@ def test_the_cache_has_its_size_at_once(kind, prompts, monkeypatch):
     ("prompts", "settings", "message"),
     [
         ([], {}, "there is no prompt"),
+        (torch.tensor([1, 2]), {}, r"tokens must be \(batch, length\) with at least one token, got \(2,\)"),
+        ([1, 2], {}, "tokens must be a list of prompts, each a list of tokens; got one prompt"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1], [VOCAB]], {}, f"prompt 1 has tokens outside of the vocabulary of {VOCAB}"),
         ([[1], list(range(30))], {}, "a prompt of 30 tokens and 4 new ones exceed the context of 32: lower .* to 2"),
+        ([[1] * 40], {}, "a prompt of 40 tokens and 4 new ones exceed the context of 32: shorten the prompt"),
         ([[1]], {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
         ([[1]], {"min_p": 1.5}, "min_p must lie in"),
         ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be a positive number, got 0"),
@@ -103,6 +108,16 @@ def test_the_cache_has_its_size_at_once(kind, prompts, monkeypatch):
 def test_what_cannot_be_continued_is_named(prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         generate(model_of("standard"), prompts, 4, **settings)
+
+
+@pytest.mark.parametrize("portion", ["auto", 4, None])
+def test_a_cache_that_is_too_large_is_refused_whatever_the_portion(portion, monkeypatch):
+    def refuse(*_):
+        raise ValueError("takes more than is free")
+
+    monkeypatch.setattr("headwater.models.generate.choose_chunk", refuse)
+    with pytest.raises(ValueError, match="more than is free"):
+        generate(model_of("standard"), [[1]], 2, prefill_chunk=portion)
 
 
 def shown(text: str, stops: list[str]) -> list[str]:
@@ -145,6 +160,17 @@ def test_portions_fit_the_free_memory():
     assert choose_chunk(model, 2, 10000, free=cache) == 256
     more = bytes_per_token(model_of("attnres-full")) - bytes_per_token(model_of("standard"))
     assert more == 4 * 32 * 8  # one more source for each of eight outputs
+
+
+def test_a_cache_that_the_gpu_has_no_room_for_is_refused():
+    model = model_of("standard", context=10**6)
+    model.embedding = torch.nn.Identity()
+    model.embedding.weight = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 4)
+    cache = cache_bytes(model, 4, 10**6)
+    with pytest.raises(ValueError, match=r"takes 1\.9 GiB, and 1\.2 GiB are free: take at most 2 prompts"):
+        choose_chunk(model, 4, 10**6, free=cache * 5 // 8)
+    with pytest.raises(ValueError, match="free: lower max_new_tokens, or shorten the prompts"):
+        choose_chunk(model, 4, 10**6, free=cache // 5)
 
 
 def test_what_is_free_is_asked(monkeypatch):
