@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import generate
 from benchmarks.generate import ARMS, Bench, Out
+from headwater.models.step import DeviceSteps
 
 
 @torch.no_grad()
@@ -29,3 +30,11 @@ def test_wrong_logits_show_no_time(monkeypatch):
 def test_a_limit_ends_a_part():
     with pytest.raises(Out):
         list(generate.depth(Bench("tiny", "cpu", -1.0, 1)))
+
+
+@torch.no_grad()
+def test_wrong_logits_of_a_replay_show_no_time(monkeypatch):
+    real = DeviceSteps.run
+    monkeypatch.setattr(DeviceSteps, "run", lambda self: real(self) + (self.taken == 2))
+    found = next(value for name, value in generate.decode(Bench("tiny", "cpu", 600, 1)) if name == "batch 1")
+    assert "ms" not in found["block"]
