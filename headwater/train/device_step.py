@@ -154,6 +154,7 @@ class DeviceStep:
         """Replays of these functions, which are recorded and not run; or None, and the run says why."""
         torch.cuda.synchronize()
         replays: list[Callable[[], None]] = []
+        before = torch.cuda.current_stream()
         try:
             for function in functions:
                 graph = torch.cuda.CUDAGraph()
@@ -163,8 +164,10 @@ class DeviceStep:
                 replays.append(graph.replay)
         except RuntimeError as error:
             self.pool = None
+            torch.cuda.set_stream(before)  # torch stays in the other where a recording cannot be ended
             torch.cuda.synchronize()
-            reason = str(error).strip().splitlines()[0]
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error  # what broke it off
+            reason = str(cause).strip().splitlines()[0]
             self.say(f"{what} are not captured as a CUDA graph: {reason}. The run goes on without, more slowly")
             return None
         return replays
