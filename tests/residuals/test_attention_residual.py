@@ -156,3 +156,24 @@ def test_options_in_a_name_are_typed():
         {"block": 4, "heads": 8, "key_norm": False, "query": "projected"},
     )
     assert {"standard", "attnres-full", "attnres-block"} <= set(names())
+
+
+def test_queries_start_as_wide_as_they_are_asked_to():
+    for spec, expected in (("attnres-full", 0.0), ("attnres-full:start=0.5", 0.5), ("attnres-full:scale=gain", 1.0)):
+        queries = torch.cat([read.query for read in build(spec, 512, 8).reads.values()])
+        assert queries.std().item() == pytest.approx(expected, rel=0.05), spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("attnres-full:start=-1", "standard deviation"),
+        ("attnres-full:scale=gain,start=0", "above zero with scale=gain"),
+        ("attnres-full:scale=gain,query=projected", "of static ones"),
+        ("attnres-full:weights=static,scale=root", "queries that weights come from"),
+        ("attnres-full:scale=big", "one of one, root, width, gain"),
+    ],
+)
+def test_scales_and_starts_that_mean_nothing_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        build(spec, 16, 4)

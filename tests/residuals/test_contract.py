@@ -25,6 +25,7 @@ OPTIONS = [
     "attnres-full:heads=4",
     "attnres-full:scale=root",
     "attnres-block:block=2,scale=gain",
+    "attnres-block:block=2,key_weight=false,start=0.5",
     "attnres-block:block=2,heads=4,weights=sigmoid",
     "attnres-full:heads=4,weights=static",
     "attnres-full:window=1",
