@@ -102,7 +102,7 @@ class TwoPhase:
         else:
             own = min(into, 1 if i == self.first or not reading else 2)
         groups = 1 + self._done(i) - self._done(self.first)
-        return Counts(sources, groups * len(self._reads_to_come(i if reading else next_read)), left, own)
+        return Counts(sources, groups * len(self._reads_to_come(next_read)), left, own)
 
     def _reads_to_come(self, i: int) -> list[int]:
         """How many reads each span has that opens at read i or later."""
