@@ -5,12 +5,17 @@
 
 An arm is a residual as `headwater train` runs it by default (CUDA graph, layers compiled); `standard/model` compiles
 the whole plain model instead, and the better of the two is what others are measured against. `fla-attnres` is Block
-Attention Residuals over fla's operator, which reads every source at every sublayer, in the same decoder. `--cold`
-measures the first step in a fresh process with empty caches. An arm whose first loss is not that of the plain residual
-shows no speed: at the start all of these predict nearly alike.
+Attention Residuals over fla's operator, which reads every source at every sublayer, in the same decoder. `fla-kda` is
+fla's own KDA model, as wide and deep as ours with dense MLPs of the experts' active width, in a loop of its own.
+`--cold` measures the first step in a fresh process with empty caches. An arm whose first loss is not that of the plain
+residual shows no speed: at the start all of these predict nearly alike.
+
+fla's kernels try their settings at first use, one compiled after the other, for many minutes; `--compile 12` lets 12
+processes compile them side by side beforehand, each its share.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -44,7 +49,7 @@ RIVALS = ("denseformer", "mhc", "hyper-connections", "deepcrossattention", "ddl"
 DEFAULT = {
     "50m": (*ARMS, *RIVALS),
     "342m": (*PLAIN, "attnres-block"),
-    "kimi": ("standard", "attnres-block"),
+    "kimi": ("standard", "attnres-block", "fla-kda"),
     "tiny": ("standard", "attnres-block"),
 }
 VOCABULARY, ROUNDS, STEPS, GATE = 8192, 7, 10, 0.05
@@ -114,13 +119,80 @@ class Arm:
         return steps * settings.batch_size * self.run.train.context / (time.perf_counter() - began)
 
 
+class FlaArm:
+    """fla's KDA model: KDA in every layer, no experts; eager, with bf16 autocast and a fused AdamW."""
+
+    def __init__(self, name: str, size: str, folder: Path, device: str) -> None:
+        from fla.models import KDAConfig, KDAForCausalLM
+
+        self.name, before, began = name, torch.cuda.memory_reserved(), time.perf_counter()
+        shape, windows = SIZES[size]
+        config = KDAConfig(
+            hidden_size=shape["dim"], num_hidden_layers=shape["layers"], num_heads=shape["heads"],
+            head_dim=shape["dim"] // shape["heads"], intermediate_size=shape["mlp_dim"], vocab_size=VOCABULARY,
+            max_position_embeddings=shape["context"],
+        )  # fmt: skip
+        self.model = KDAForCausalLM(config).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.tokens = torch.randint(VOCABULARY, (windows, shape["context"]), device=device)
+        loss = float(self.step())
+        self.found: dict[str, Any] = {"first_loss": loss, "first_step_seconds": time.perf_counter() - began}
+        self.go(5)
+        count = sum(p.numel() for p in self.model.parameters())
+        self.found |= {"way": ["eager"], "parameters": count}
+        self.found["reserved_gib"] = (torch.cuda.memory_reserved() - before) / 2**30
+        self.rates: list[float] = []
+
+    def step(self) -> Tensor:
+        with torch.autocast(self.tokens.device.type, torch.bfloat16):
+            loss = self.model(self.tokens, labels=self.tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def go(self, steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        torch.cuda.synchronize()
+        return steps * self.tokens.numel() / (time.perf_counter() - began)
+
+
+def compile_settings(size: str, share: int, shares: int) -> None:
+    """One step of the plain and of fla's model, two layers deep, with a share of the settings of fla's kernels."""
+    import fla.models  # noqa: F401 - its kernels exist from here on
+    from triton.runtime.autotuner import Autotuner
+
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Autotuner):
+            thing.configs = thing.configs[share % len(thing.configs) :: shares]
+    SIZES[size][0]["layers"] = 2
+    with tempfile.TemporaryDirectory() as folder:
+        for arm in ("standard", "fla-kda"):
+            arm_of(arm, size, Path(folder), "cuda")
+
+
+def side_by_side(size: str, processes: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.speed", "--sizes", size, "--share"]
+    started = [subprocess.Popen([*command, f"{i}/{processes}"]) for i in range(processes)]
+    if failed := sum(process.wait() != 0 for process in started):
+        raise SystemExit(f"{failed} of {processes} processes failed")
+
+
+def arm_of(name: str, size: str, folder: Path, device: str) -> Arm | FlaArm:
+    return (FlaArm if name == "fla-kda" else Arm)(name, size, folder, device)
+
+
 def measure(size: str, names: list[str], folder: Path, device: str, rounds: int) -> dict[str, Any]:
-    arms, failed = [], {}
+    arms: list[Arm | FlaArm] = []
+    failed: dict[str, dict[str, str]] = {}
     for name in names:
         if device == "cuda":
             torch.compiler.reset()  # arms before are captured by now; their code would count against this one's
         try:
-            arms.append(Arm(name, size, folder, device))
+            arms.append(arm_of(name, size, folder, device))
             print(f"{size} {name}: ready after {arms[-1].found['first_step_seconds']:.1f} s", file=sys.stderr)
         except (RuntimeError, ImportError, ValueError) as error:  # a peer's own; the others are measured all the same
             failed[name] = {"failed": str(error).strip().splitlines()[0]}
@@ -137,7 +209,8 @@ def measure(size: str, names: list[str], folder: Path, device: str, rounds: int)
         rate = statistics.median(ordered)
         spread = {"p20": ordered[len(ordered) // 5], "p80": ordered[-1 - len(ordered) // 5]}
         results[arm.name] = {**arm.found, "tokens_per_second": rate, **spread}
-        arm.run.log.close()
+        if isinstance(arm, Arm):
+            arm.run.log.close()
     best = max(results[name]["tokens_per_second"] for name in PLAIN if name in results)
     for found in results.values():
         if "tokens_per_second" in found:
@@ -172,8 +245,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cold", nargs="*", default=["standard", "attnres-block"])
+    parser.add_argument("--compile", type=int, metavar="PROCESSES")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
+    if flags.share:
+        compile_settings(flags.sizes[0], *map(int, flags.share.split("/")))
+    elif flags.compile:
+        side_by_side(flags.sizes[0], flags.compile)
+    else:
+        report(flags)
+
+
+def report(flags: argparse.Namespace) -> None:
     gpu = flags.device == "cuda"
     found: dict[str, Any] = provenance("python -m benchmarks.speed " + " ".join(sys.argv[1:]), flags.device)
     found["matrix_flops"] = matrix_rate() if gpu else None
@@ -181,7 +265,7 @@ def main() -> None:
         for size in flags.sizes:
             found[size] = measure(size, flags.arms or list(DEFAULT[size]), Path(folder), flags.device, flags.rounds)
             for arm in found[size].values():
-                if gpu and "tokens_per_second" in arm:
+                if gpu and "tokens_per_second" in arm and "flops_per_token" in arm:
                     arm["utilisation"] = arm["tokens_per_second"] * arm["flops_per_token"] / found["matrix_flops"]
             if flags.out:
                 flags.out.write_text(json.dumps(found, indent=1) + "\n")
