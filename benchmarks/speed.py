@@ -161,14 +161,14 @@ class FlaArm:
 
 
 def compile_settings(size: str, share: int, shares: int) -> None:
-    """One step of the plain and of fla's model, two layers deep, with a share of the settings of fla's kernels."""
+    """One step of the plain and of fla's model, four layers deep, with a share of the settings of fla's kernels."""
     import fla.models  # noqa: F401 - its kernels exist from here on
     from triton.runtime.autotuner import Autotuner
 
     for thing in gc.get_objects():
         if issubclass(type(thing), Autotuner):
             thing.configs = thing.configs[share % len(thing.configs) :: shares]
-    SIZES[size][0]["layers"] = 2
+    SIZES[size][0]["layers"] = 4  # a round of the pattern
     with tempfile.TemporaryDirectory() as folder:
         for arm in ("standard", "fla-kda"):
             arm_of(arm, size, Path(folder), "cuda")
