@@ -179,15 +179,17 @@ def _stream(
     if GATED:
         ahead_u = tl.load(w1 + row, mask=m, other=0.0)
     h = tl.load(x + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_g = tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32)  # all loads come before a sum, which they would wait for
     if MERGE:
         b_o = tl.load(out + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_f = tl.load(f + o_k, mask=m_k, other=0.0)
+        b_l = tl.load(lse)
         pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4)  # at once: the warps meet once
-        b, r = _share(pp, pf, oo, op, tl.load(lse), K, eps, key_eps)
+        b, r = _share(pp, pf, oo, op, b_l, K, eps, key_eps)
         h = (b_o + b[:, None] * (h - b_o)) * r[:, None]
     else:
         h = h / tl.sqrt(tl.sum(h * h) / K + eps)
-    h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32)
+    h = h * b_g
     for now in range(block, tl.cdiv(total, BN), programs):
         b_w, b_u = ahead.to(tl.float32), ahead_u.to(tl.float32)
         n = (now + programs) * BN
@@ -254,13 +256,17 @@ def _normed(
     o_d = tl.arange(0, BD)
     m = o_d < D
     h = tl.load(x + t * D + o_d, mask=m, other=0.0).to(tl.float32)
+    b_g = tl.load(g + o_d, mask=m, other=0.0).to(tl.float32)  # as in `_stream`, nothing is fetched after a sum
     if MERGE:
         b_o = tl.load(out + t * D + o_d, mask=m, other=0.0).to(tl.float32)
-        z = tl.sum(h * tl.load(f + o_d, mask=m, other=0.0), 0) / tl.sqrt(tl.sum(h * h, 0) / D + key_eps)
-        h = b_o + tl.sigmoid(z - tl.load(lse + t)) * (h - b_o)
-    r = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
-    h = h * r * tl.load(g + o_d, mask=m, other=0.0).to(tl.float32)
-    tl.store(y + t * D + o_d, h.to(y.dtype.element_ty), mask=m)
+        b_f = tl.load(f + o_d, mask=m, other=0.0)
+        b_l = tl.load(lse + t)
+        pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 0, _add4)
+        b, r = _share(pp, pf, oo, op, b_l, D, eps, key_eps)
+        h = b_o + b * (h - b_o)
+    else:
+        r = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
+    tl.store(y + t * D + o_d, (h * r * b_g).to(y.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["count"])
