@@ -193,9 +193,9 @@ class AttentionResidual(Residual):
         return (self.layout(i), *(() if self.two_phase is None else self.two_phase.layout(verb, i)))
 
     def _begin(self, x: Tensor) -> State:
-        if self.two_phase is not None and not weights_held() and self._runs_two_phases(x):
-            return self.two_phase.begin(x, self._folded(x.device))
-        return (x,)
+        if self.two_phase is None or weights_held() or self._enters_late() or not self._runs_two_phases(x):
+            return (x,)
+        return self.two_phase.begin(x, self._folded(x.device))
 
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         if self.two_phase is not None and self.two_phase.holds(state, "read", i):
@@ -205,6 +205,8 @@ class AttentionResidual(Residual):
     def _write(self, state: State, i: int, y: Tensor) -> State:
         if self.two_phase is not None and self.two_phase.holds(state, "write", i):
             return self.two_phase.write(state, i, y)
+        if i == 0 and self.two_phase is not None and self._enters_late() and self._runs_two_phases(state[0]):
+            return self.two_phase.write(self.two_phase.enter(state[0], self._folded(y.device)), 0, y)
         if i % self.block:
             return (*state[:-1], state[-1] + y)
         if self.num_sources(i) == self.num_sources(i + 1):  # the window is full: its oldest source goes
@@ -237,6 +239,11 @@ class AttentionResidual(Residual):
                 self.sublayers, self.block, self.eps, first=start, stop=stop, reference=self.two_phase.reference
             )
         self.forget_layouts()
+
+    def _enters_late(self) -> bool:
+        """Whether two phases begin at write 0, since read 0 is the embedding: to gather the queries takes the host a
+        millisecond, in which a GPU then has the first sublayer to run. Gradients are threaded from the start."""
+        return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or weights_held())
 
     def _runs_two_phases(self, x: Tensor) -> bool:
         if self.schedule == "two-phase":

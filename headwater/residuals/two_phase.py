@@ -152,6 +152,15 @@ class TwoPhase:
         source, scores = self._score(x.contiguous(), folded)
         return Span((source,), self._by_span(scores.unsqueeze(-2), self.first), folded).pack()
 
+    def enter(self, x: Tensor, folded: Tensor) -> State:
+        """The state before write 0, if read 0 was `x` itself: what each query finds in one source is that source."""
+        source, scores = self._score(x.contiguous(), folded)
+        asked, *later = self._by_span(scores, 0)
+        lses = asked[..., 1:].movedim(-1, 0).contiguous().unbind(0)
+        later = [piece.unsqueeze(-2) for piece in later]
+        queries = folded[1 : self._reads_of(0)].unbind(0)
+        return Span((source,), tuple(later), folded, (source,) * len(lses), lses, queries).pack()
+
     def _by_span(self, scores: Tensor, i: int) -> Tensors:
         """Scores (..., sources, Q) for the reads of all spans that open at read i or later, in a tensor for each."""
         reads = self._reads_to_come(i)

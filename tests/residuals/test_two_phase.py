@@ -150,3 +150,20 @@ def test_sources_beside_streams_are_read_in_two_phases_too():
     assert [len(layout) for layout in residual.layouts["read", 4]] == [4, len(state)]
     assert len(settled) == 4  # streams, embedding, a finished block, the running sum
     torch.testing.assert_close(residual.read(tuple(settled), 4)[0], expected[4], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", SPECS)
+def test_without_gradients_two_phases_begin_behind_the_first_sublayer(spec):
+    """So that a GPU has work while the host gathers the queries; the reads are those of a pass with gradients."""
+    residual, outputs = scattered(phased(spec), 10), torch.randn(11, 2, 16)
+    state = residual.begin(outputs[0])
+    assert len(state) == 1
+    state = drive(residual, state, 0, 1, outputs)
+    assert residual.two_phase.holds(state, "read", 1)
+    end = residual.end(drive(residual, state, 1, 10, outputs))
+    with torch.enable_grad():
+        state = residual.begin(outputs[0])
+        assert len(state) > 1
+        wanted = residual.end(drive(residual, state, 0, 10, outputs))
+    torch.testing.assert_close(end, wanted, atol=1e-6, rtol=1e-5)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater._torch import apply
+from headwater._torch import apply as apply_with_gradients
 from headwater.ops.numerics import rms_norm
 
 from .merge import merge as merge_op
@@ -29,6 +29,23 @@ from .score import score as score_op
 from .score import score_backward, score_backward_
 
 _MARK = "_headwater_buffer"
+
+
+class _Forgetful:
+    """The context of a forward pass that has no backward."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """function.apply(*args); without gradients its forward alone, which spares the host a third of a prompt's reads."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return apply_with_gradients(function, *args)
+    return function.forward(_Forgetful(), *args)
 
 
 def _own(gradient: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from headwater.ops.triton.tiles import ceil_div, exact_dot, half, power_of_2, pr
 # Tokens and channels of a tile, warps, stages, tiles summed by the matrix units; in bf16, and otherwise.
 FORWARD, FORWARD_WIDE = (128, 64, 4, 4, 2), (64, 128, 4, 3, 1)
 BACKWARD = (64, 128, 4, 3, 2)  # tokens and channels of a tile, warps, stages, programs a multiprocessor
+LEAST_TOKENS = 32  # of a tile, down to which it shrinks for a GPU to have work everywhere
 MAX_QUERIES = 64  # per launch; more queries read the source again
 
 
@@ -128,6 +129,8 @@ def score(source: Tensor, folded: Tensor, eps: float, z: Tensor, rstd: Tensor) -
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
         tile, channels, warps, stages, run = FORWARD if half(source) else FORWARD_WIDE
+        while tile > LEAST_TOKENS and ceil_div(rows, tile) < processors(source.device):
+            tile //= 2  # 8192 tokens in tiles of 128 would leave half of an H200 idle
         constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": half(source)}
         args, numbers = (source, folded[q:], z.view(rows, count)[:, q:], rstd), (rows, width, now, count, eps)
         launch(_score, (ceil_div(rows, tile),), args, numbers, constants, num_warps=warps, num_stages=stages)
