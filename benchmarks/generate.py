@@ -11,6 +11,7 @@ is what counts. `--limit` is in seconds: what would begin after it is left out, 
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -53,7 +54,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PARTS = ("decode", "kernels", "prefill", "hf", "peak", "depth", "memory", "context", "cold")
 HF = ("transformers", "llama")
-CALLS, ROUNDS = 32, 7
+CALLS, WARM_UP, ROUNDS = 32, 2, 7
 GATE = 0.1  # what two orders of summation in bf16 come to after 48 sublayers is a few hundredths
 
 
@@ -97,14 +98,22 @@ class Bench:
         self.wait()
         return (time.perf_counter() - began) * 1e3 / calls
 
-    def turns(self, functions: dict[str, Callable[[], Any]], calls: int, rounds: int | None = None) -> dict[str, Any]:
-        """Medians of functions that take turns, each against the first: as a median of the rounds' quotients."""
-        for function in functions.values():
-            self.clock(function)
-        found = []
-        for _ in range(rounds or self.rounds):
-            self.check()
-            found.append({name: self.clock(function, calls) for name, function in functions.items()})
+    def turns(self, functions: dict[str, Callable[[], Any]], calls: int) -> dict[str, Any]:
+        """Medians of functions that take turns, each against the first: as a median of the rounds' quotients.
+
+        Two rounds before do not count: what the first allocates, the second may divide otherwise.
+        """
+        found, order = [], list(functions)
+        gc.collect()
+        gc.disable()  # a collection amid a round would be one arm's
+        try:
+            for number in range(WARM_UP + self.rounds):
+                self.check()
+                one = {name: self.clock(functions[name], calls) for name in order}
+                found += [one] if number >= WARM_UP else []
+                order.reverse()  # nobody is always behind the same one
+        finally:
+            gc.enable()
         first = next(iter(functions), "")
         return {
             name: {
@@ -226,6 +235,7 @@ def read_prompt(bench: Bench, model: Decoder, length: int, chunk: int | None) ->
             for part in tokens.split(chunk or length, 1):
                 hidden = model.hidden(part, cache)
             model.head(hidden[:, -1])
+        bench.wait()  # a prompt finds the GPU idle, as its reader does
 
     return run
 
@@ -235,8 +245,9 @@ def prefill(bench: Bench) -> Iterator[tuple[str, Any]]:
     models = {arm: bench.model(arm, max(prompts)) for arm in ARMS}
     for length in prompts:
         functions = {arm: read_prompt(bench, model, length, None) for arm, model in models.items()}
-        calls = max(1, 16384 // length) if bench.device == "cuda" else 1
-        yield f"prompt {length}", bench.turns(functions, calls, rounds=3 if length > 16384 else None)
+        # a third of a second each: the GPU is at its power limit, and its clock wanders
+        calls = max(1, 32768 // length) if bench.device == "cuda" else 1
+        yield f"prompt {length}", bench.turns(functions, calls)
 
 
 def peak(bench: Bench) -> Iterator[tuple[str, Any]]:
