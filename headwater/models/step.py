@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from headwater.capture import NotCaptured, record
 from headwater.ops.decode import likeliest
 
 from .decoder import Cache, Decoder
@@ -71,20 +72,11 @@ class DeviceSteps:
 
     def _capture(self) -> None:
         """Record a step, or say in a line why not, and go on without."""
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, stream=_capture_stream(self.device)):
-                self._once()
-        except RuntimeError as error:
-            torch.cuda.set_stream(before)  # torch stays in the other where a recording cannot be ended
-            torch.cuda.synchronize()
+            self.replay = record(self._once, stream=_capture_stream(self.device)).replay
+        except NotCaptured as reason:
             self.graph = False
-            first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-            reason = str(first).strip().splitlines()[0]
             warnings.warn(f"decoding is not captured as a CUDA graph: {reason}. It goes on, more slowly", stacklevel=2)
-            return
-        self.replay = graph.replay
 
     def tokens_after(self, logits: Tensor, count: int, prepare: Callable[[], None]) -> Iterator[list[int]]:
         """A token of every row, `count` times, some steps behind the GPU: the first from logits (B, vocab).

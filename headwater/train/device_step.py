@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater._torch import norms_of, skip_where
+from headwater.capture import NotCaptured, record
 from headwater.models.moe import routers
 from headwater.ops.cross_entropy import linear_cross_entropy, token_losses
 from headwater.train.balance import Load, balance_on_device
@@ -152,22 +153,14 @@ class DeviceStep:
 
     def _record(self, functions: list[Callable[[], None]], what: str) -> list[Callable[[], None]] | None:
         """Replays of these functions, which are recorded and not run; or None, and the run says why."""
-        torch.cuda.synchronize()
         replays: list[Callable[[], None]] = []
-        before = torch.cuda.current_stream()
         try:
             for function in functions:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
-                    function()
+                graph = record(function, self.pool)
                 self.pool = graph.pool()
                 replays.append(graph.replay)
-        except RuntimeError as error:
+        except NotCaptured as reason:
             self.pool = None
-            torch.cuda.set_stream(before)  # torch stays in the other where a recording cannot be ended
-            torch.cuda.synchronize()
-            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error  # what broke it off
-            reason = str(cause).strip().splitlines()[0]
             self.say(f"{what} are not captured as a CUDA graph: {reason}. The run goes on without, more slowly")
             return None
         return replays

@@ -130,13 +130,13 @@ def test_a_step_runs_with_its_own_gpu_as_the_current_one(monkeypatch):
     assert not current
 
 
-def test_a_failed_recording_says_what_failed_and_leaves_its_stream(monkeypatch):
-    current = ["own"]
+def test_a_failed_recording_says_what_failed_and_leaves_its_stream_and_random_numbers(monkeypatch):
+    current, numbers = ["own"], ["in the recording's hands"]
 
     class Recording:
         """As torch's: after an error it cannot be ended, and its stream stays the current one."""
 
-        def __init__(self, graph, stream): ...
+        def __init__(self, graph, pool, stream): ...
 
         def __enter__(self):
             current[0] = "recording"
@@ -149,8 +149,10 @@ def test_a_failed_recording_says_what_failed_and_leaves_its_stream(monkeypatch):
             raise RuntimeError("a number was asked for\nwhile recording")
         return logits.argmax(-1)
 
+    generator = SimpleNamespace(clone_state=lambda: "as before", graphsafe_set_state=numbers.append)
     for name, value in {
         "CUDAGraph": object, "graph": Recording, "synchronize": lambda: None,
+        "default_generators": [generator], "current_device": lambda: 0,
         "current_stream": lambda: current[0], "set_stream": lambda new: current.__setitem__(0, new),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
@@ -163,6 +165,7 @@ def test_a_failed_recording_says_what_failed_and_leaves_its_stream(monkeypatch):
             steps.run()
         steps.run()
     assert current == ["own"]
+    assert numbers[1:] == ["as before"]
 
 
 @pytest.fixture
@@ -240,6 +243,7 @@ def test_what_cannot_be_captured_goes_on_step_by_step():
         found = [int(steps.run().argmax()) for _ in range(7)]
     assert found == own[1:]
     assert torch.cuda.current_stream() == before
+    torch.randn(1, device="cuda")
 
 
 @pytest.mark.gpu

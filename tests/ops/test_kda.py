@@ -208,6 +208,13 @@ def test_a_missing_extra_is_said_once(monkeypatch):
     ]
 
 
+def products_in_bf16(q, k, v, g, beta, state):
+    """The formula as PyTorch computes it in bf16: matrix products round their factors. (`kda` itself never does.)"""
+    with torch.autocast(v.device.type, torch.bfloat16):
+        o, last = chunkwise(*prepare(q, k, v, g, beta, state), 64)
+    return o.transpose(1, 2).to(v.dtype), last.float()
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("untuned_fla")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fla's kernels run on a GPU")
@@ -217,11 +224,11 @@ def test_fla_s_kernels_are_at_most_twice_as_far_from_the_truth_as_plain_bf16(len
     inputs = [x.cuda() for x in inputs_of(length, form, heads=4, width=64, values=64)]
     half = [x.bfloat16() if i < 3 else x for i, x in enumerate(inputs)]
     truth = results(lambda *x: kda(*x, backend="reference"), [x.double() for x in half])
-    plain = results(lambda *x: kda(*x, backend="reference"), half)
+    plain = results(products_in_bf16, half)
     found = results(lambda *x: kda(*x, backend="fla"), half)
-    for name, exact in truth.items():
-        limit = 2 * (plain[name].double() - exact).abs().max() + 1e-3 * exact.abs().max()
-        assert (found[name].double() - exact).abs().max() <= limit, name
+    limits = {n: 2 * (plain[n].double() - x).abs().max() + 1e-3 * x.abs().max() for n, x in truth.items()}
+    errors = {n: (found[n].double() - x).abs().max() for n, x in truth.items()}
+    assert all(errors[n] <= limits[n] for n in truth), (errors, limits)
 
 
 def test_a_gate_s_gradient_is_that_of_its_formula():
