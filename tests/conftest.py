@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(config, items):
 def untuned_fla():
     """fla's kernels with the first of their settings each: trying all takes a process minutes, and is about speed."""
     pytest.importorskip("fla.ops.kda", reason="needs flash-linear-attention, an extra of `dev`")
+    if not torch.cuda.is_available():
+        return
     from triton.runtime.autotuner import Autotuner
 
     kernels = [thing for thing in gc.get_objects() if issubclass(type(thing), Autotuner)]

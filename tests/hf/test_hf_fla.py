@@ -22,7 +22,7 @@ transformer = pytest.importorskip("fla.models.transformer", reason="needs flash-
 modeling = pytest.importorskip("fla.models.transformer.modeling_transformer")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("untuned_fla")]
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_heads": 4, "num_kv_heads": 2,
     "intermediate_size": 48, "max_position_embeddings": 128, "use_cache": False, "initializer_range": 0.2,
