@@ -88,11 +88,19 @@ def config_of(arm: str, size: str, folder: Path, device: str) -> Config:
     )
 
 
+def allocated(device: str) -> int:
+    """Bytes that arms before hold; from here on the peak is the next one's."""
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
 class Arm:
     """A run that is ready to step, and what its first steps cost."""
 
     def __init__(self, name: str, size: str, folder: Path, device: str) -> None:
-        self.name, before, began = name, torch.cuda.memory_reserved() if device == "cuda" else 0, time.perf_counter()
+        self.name, before, began = name, allocated(device), time.perf_counter()
         self.run: Run = begin(config_of(name, size, folder, device), folder / size / name, resume=False)
         said: list[str] = []
         self.steps = steps_of(self.run, said.append)
@@ -104,7 +112,7 @@ class Arm:
             "way": said,
             "parameters": self.run.whole.parameter_count()["total"],
             "flops_per_token": self.run.whole.flops_per_token(self.run.train.context),
-            "reserved_gib": (torch.cuda.memory_reserved() - before) / 2**30 if device == "cuda" else None,
+            "peak_gib": (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else None,
         }
         self.rates: list[float] = []
 
@@ -125,7 +133,7 @@ class FlaArm:
     def __init__(self, name: str, size: str, folder: Path, device: str) -> None:
         from fla.models import KDAConfig, KDAForCausalLM
 
-        self.name, before, began = name, torch.cuda.memory_reserved(), time.perf_counter()
+        self.name, before, began = name, allocated(device), time.perf_counter()
         shape, windows = SIZES[size]
         config = KDAConfig(
             hidden_size=shape["dim"], num_hidden_layers=shape["layers"], num_heads=shape["heads"],
@@ -140,7 +148,7 @@ class FlaArm:
         self.go(5)
         count = sum(p.numel() for p in self.model.parameters())
         self.found |= {"way": ["eager"], "parameters": count}
-        self.found["reserved_gib"] = (torch.cuda.memory_reserved() - before) / 2**30
+        self.found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
         self.rates: list[float] = []
 
     def step(self) -> Tensor:
@@ -196,9 +204,8 @@ def measure(size: str, names: list[str], folder: Path, device: str, rounds: int)
             print(f"{size} {name}: ready after {arms[-1].found['first_step_seconds']:.1f} s", file=sys.stderr)
         except (RuntimeError, ImportError, ValueError) as error:  # a peer's own; the others are measured all the same
             failed[name] = {"failed": str(error).strip().splitlines()[0]}
-    for _ in range(rounds):
-        for arm in arms:
-            arm.rates.append(arm.go(STEPS))
+    for arm in arms * rounds:
+        arm.rates.append(arm.go(STEPS))
     plain = next(arm.found["first_loss"] for arm in arms if arm.name in PLAIN)
     results: dict[str, Any] = {}
     for arm in arms:
