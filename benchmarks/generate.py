@@ -5,9 +5,10 @@
 
 Arms take turns within a process, so that a drift of the machine meets all: decoders of size xl (1.26 billion
 parameters, bf16) with the plain residual, Block and Full Attention Residuals; `llama` is a transformers Llama of the
-same shape converted to Block, `transformers` the same as it is, both with a static cache as their `generate` compiles
-it. A step whose logits are not those of the decoder's own forward pass shows no time. Caches hold noise: their length
-is what counts. `--limit` is in seconds: what would begin after it is left out, and the file says so.
+same shape converted to Block, as `headwater generate` runs it, `transformers` the same as it is, with a static cache as
+its own `generate` compiles it. A step whose logits are not those of the decoder's own forward pass shows no time.
+Caches hold noise: their length is what counts. `--limit` is in seconds: what would begin after it is left out, and the
+file says so.
 """
 
 import argparse
@@ -31,6 +32,8 @@ import torch
 from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Cache
 from headwater.models.fused import reason_against
+from headwater.models.generate import stream
+from headwater.models.sampling import Sampling
 from headwater.models.step import DeviceSteps, GeneralStep
 
 from .measure import copy_bandwidth, provenance
@@ -195,18 +198,27 @@ def kernels(bench: Bench) -> Iterator[tuple[str, Any]]:
         for batch in bench.sizes["batches"]:
             bench.check()
             steps = steps_of(bench, model, bench.filled(model, batch, context + 64), context, {})
-            if steps is None or bench.device != "cuda":
-                continue
-            torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                steps.run()
-                torch.cuda.synchronize()
-            found: dict[str, list[float]] = {}
-            for event in profile.events() or ():
-                if event.device_type == torch.autograd.DeviceType.CUDA:
-                    found.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
-            spent = sorted(((round(sum(us), 1), len(us), name) for name, us in found.items()), reverse=True)
-            yield f"{arm}, batch {batch}", spent[:12]
+            if steps is not None and bench.device == "cuda":
+                yield f"{arm}, batch {batch}", by_kernel(steps.run)
+    for arm in ("plain", "block"):
+        length = sorted(bench.sizes["prompts"])[-2]
+        run = read_prompt(bench, bench.model(arm, length), length, None)
+        if bench.device == "cuda":
+            run()
+            yield f"{arm}, prompt {length}", by_kernel(run)
+
+
+def by_kernel(function: Callable[[], Any]) -> list[tuple[float, int, str]]:
+    """Microseconds and launches of a call, of the kernels that take longest."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profile.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
+    return sorted(((round(sum(us), 1), len(us), name) for name, us in found.items()), reverse=True)[:16]
 
 
 def context(bench: Bench) -> Iterator[tuple[str, Any]]:
@@ -245,8 +257,8 @@ def prefill(bench: Bench) -> Iterator[tuple[str, Any]]:
     models = {arm: bench.model(arm, max(prompts)) for arm in ARMS}
     for length in prompts:
         functions = {arm: read_prompt(bench, model, length, None) for arm, model in models.items()}
-        # a third of a second each: the GPU is at its power limit, and its clock wanders
-        calls = max(1, 32768 // length) if bench.device == "cuda" else 1
+        # up to a third of a second each: the GPU is at its power limit, and its clock wanders
+        calls = max(1, min(6, 32768 // length)) if bench.device == "cuda" else 1
         yield f"prompt {length}", bench.turns(functions, calls)
 
 
@@ -316,7 +328,8 @@ def cold(bench: Bench) -> Iterator[tuple[str, Any]]:
 
 
 def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """transformers' own generate with a static cache: a token, from runs of two lengths over one size of cache."""
+    """A token by runs of two lengths over one size of cache: transformers' own generate with its static cache; of the
+    converted model what `headwater generate` does."""
     import transformers
 
     import headwater
@@ -336,14 +349,7 @@ def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
         if arm == "llama":
             headwater.convert(model, "attnres-block", check=False)
         prompt = torch.ones(batch, bench.sizes["context"], dtype=torch.long, device=bench.device)
-        options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
-
-        def run(new: int, model: Any = model, prompt: Any = prompt, options: Any = options) -> None:
-            def enough(tokens: Any, scores: Any, **_: Any) -> Any:  # a lower max_new_tokens would compile anew
-                return torch.full((len(tokens),), tokens.shape[1] >= prompt.shape[1] + new, device=tokens.device)
-
-            model.generate(prompt, max_new_tokens=many, min_new_tokens=many, stopping_criteria=[enough], **options)
-
+        run = partial(continued if arm == "llama" else continued_by_transformers, model, prompt, many)
         began = time.perf_counter()
         run(many)
         bench.wait()
@@ -351,6 +357,23 @@ def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
         found = [[bench.clock(partial(run, new)) for new in (few, many)] for _ in range(3)]
         each = statistics.median((long - short) / (many - few) for short, long in found)
         yield f"{arm}, batch {batch}", {"ms": each, "first_run_seconds": first}
+
+
+def continued(model: Any, prompt: torch.Tensor, room: int, new: int) -> None:
+    """`new` tokens; the cache has room for more."""
+    from headwater.hf import Engine
+
+    steps = stream(Engine(model), prompt, room, Sampling(temperature=0.0))
+    for _ in itertools.islice(steps, new):
+        pass
+
+
+def continued_by_transformers(model: Any, prompt: torch.Tensor, room: int, new: int) -> None:
+    def enough(tokens: Any, scores: Any, **_: Any) -> Any:  # a lower max_new_tokens would compile anew
+        return torch.full((len(tokens),), tokens.shape[1] >= prompt.shape[1] + new, device=tokens.device)
+
+    options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0, "min_new_tokens": room}
+    model.generate(prompt, max_new_tokens=room, stopping_criteria=[enough], **options)
 
 
 def main() -> None:

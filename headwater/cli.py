@@ -144,12 +144,11 @@ def generate(argv: list[str]) -> None:
     if flags.stream and len(flags.prompt) > 1:
         raise UserError(f"--stream shows one text as it comes, and there are {len(flags.prompt)} prompts: leave it out")
     from headwater.models.text import continue_texts
-    from headwater.train import load_run
 
     # Bytes that are no text arrive as surrogates.
     prompts = [word.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for word in flags.prompt]
     check_device(flags.device)
-    model, tokenizer, _ = load_run(flags.folder, flags.device)
+    model, tokenizer = load_for_text(flags.folder, flags.device)
     steps = continue_texts(
         model,
         tokenizer,
@@ -176,6 +175,16 @@ def generate(argv: list[str]) -> None:
     count = min(count, flags.max_new_tokens)  # what is left at the end is a step without a token where there are none
     counted = f"{count} tokens" if len(texts) == 1 else f"{count} tokens of each of {len(texts)} texts"
     print(f"{counted} in {seconds:.1f} s: {count * len(texts) / seconds:.0f} tokens/s", file=sys.stderr)
+
+
+def load_for_text(folder: Path, device: str) -> tuple[Any, Any]:
+    """What continues texts, and its tokenizer: of a run, or of a transformers folder."""
+    model, tokenizer, _ = load_any(folder, device)
+    if not is_transformers(folder):
+        return model, tokenizer
+    from headwater.hf.generate import Engine, Words
+
+    return Engine(model), Words(tokenizer)
 
 
 def inspect(argv: list[str]) -> None:

@@ -95,7 +95,7 @@ class ResidualsFlags(PluginFlags):
 @dataclass(frozen=True, kw_only=True)
 class GenerateFlags(PluginFlags):
     folder: tyro.conf.Positional[Path]
-    """A run, or one of its checkpoints."""
+    """A run, or one of its checkpoints; or a transformers folder, such as one that headwater convert wrote."""
     prompt: tuple[str, ...] = ("def ",)
     """One or several, of any lengths, which are continued together."""
     max_new_tokens: int = 100

@@ -35,11 +35,13 @@ ARROWS = {
 }
 
 # One file, not its room: how the files of a run become whole tensors is known in train alone; a decoder with parts that
-# no model of transformers has is exported as itself; and a Kimi Linear checkpoint becomes a decoder.
+# no model of transformers has is exported as itself; a Kimi Linear checkpoint becomes a decoder; and a model of
+# transformers is continued as a decoder is.
 BESIDES = {
     "hf/formats/run.py": {"train"},
     "hf/formats/decoder.py": {"models"},
     "hf/formats/kimi.py": {"models"},
+    "hf/generate.py": {"models"},
 }
 
 # PyTorch's private parts stand in one file, each with its reason, the versions it was seen on, and a test.
@@ -48,6 +50,7 @@ PRIVATE_TORCH = "_torch.py"
 # Private names of others for which there is no public way, by the file that uses them.
 NO_PUBLIC_WAY = {
     ("hf/convert/classes.py", "_model_mapping"),  # of transformers' Auto classes: which class a config stands for
+    ("hf/generate.py", "_can_compile_fullgraph"),  # whether a model of transformers takes a static cache
     ("hf/convert/depth.py", "_is_hf_initialized"),  # transformers' mark on a tensor that has its value already
 }
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .decoder import Cache, Decoder
 from .draw import Draw
@@ -19,8 +19,42 @@ Prompts = Tensor | Sequence[Sequence[int]]
 P = TypeVar("P", Tensor, list[list[int]])
 
 
+class Reader(Protocol):
+    """What reads prompts and draws on from there."""
+
+    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
+        """A token for every row, `count` times; the caller puts each into `drawn`."""
+        ...
+
+
+class Engine(Protocol):
+    """A model that can continue prompts: its module, the most tokens of a row, how many tokens there are."""
+
+    module: nn.Module
+    context: int
+    vocab: int
+    device: torch.device
+
+    def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+        """For prompts that will have `new` more tokens; the others as in `generate`."""
+        ...
+
+
+class DecoderEngine:
+    """A decoder on one device."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.context, self.vocab = model, model.config.context, model.config.vocab_size
+        self.module: nn.Module = model
+        self.device = model.embedding.weight.device
+
+    def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+        way = _OnDevice if graph and self.device.type == "cuda" else _Cached
+        return (way if use_cache else _Anew)(self.model, rows, new, chunk)
+
+
 def generate(
-    model: Decoder,
+    model: Decoder | Engine,
     tokens: P,
     max_new_tokens: int,
     *,
@@ -39,7 +73,8 @@ def generate(
     """Continue prompts.
 
     Arguments:
-        model: a `Decoder`; it is put into evaluation mode meanwhile.
+        model: a `Decoder`; or a transformers model as `headwater.hf.Engine(model)`. It is put into evaluation mode
+            meanwhile.
         tokens: prompts (B, T); or a list of prompts of any lengths, each a list of tokens.
         max_new_tokens: how many to draw at most; with the prompt they must fit the model's context.
         temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.
@@ -77,7 +112,7 @@ def generate(
 
 @torch.no_grad()
 def stream(
-    model: Decoder,
+    model: Decoder | Engine,
     tokens: Prompts,
     max_new_tokens: int,
     sampling: Sampling | None = None,
@@ -94,14 +129,13 @@ def stream(
     Returns an iterator: at each step a token for every row, None for rows that have ended.
     """
     sampling = sampling or Sampling()
-    rows = _check(model, tokens, max_new_tokens, sampling, prefill_chunk)
-    device = model.embedding.weight.device
-    draw = Draw(sampling, rows, seed, model.config.vocab_size, device)
+    engine = DecoderEngine(model) if isinstance(model, Decoder) else model
+    rows = _check(engine, tokens, max_new_tokens, sampling, prefill_chunk)
+    draw = Draw(sampling, rows, seed, engine.vocab, engine.device)
     drawn: list[list[int]] = [[] for _ in rows]
-    live, training = [True] * len(rows), [(module, module.training) for module in model.modules()]
-    way = _OnDevice if graph and device.type == "cuda" else _Cached
-    reader = (way if use_cache else _Anew)(model, rows, max_new_tokens, prefill_chunk)
-    model.eval()
+    live, training = [True] * len(rows), [(module, module.training) for module in engine.module.modules()]
+    reader = engine.reader(rows, max_new_tokens, prefill_chunk, use_cache, graph)
+    engine.module.eval()
     try:
         for new in reader.tokens(draw, drawn, max_new_tokens):
             yield [token if alive else None for token, alive in zip(new, live)]
@@ -123,7 +157,6 @@ class _Anew:
         self.model, self.rows, self.device = model, rows, model.embedding.weight.device
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
-        """A token for every row, `count` times; the caller puts each into `drawn`."""
         for _ in range(count):
             draw.prepare()
             yield draw(self.next_logits(drawn)).tolist()
@@ -175,7 +208,7 @@ class _OnDevice(_Cached):
         yield from DeviceSteps(self.model, self.cache, draw).tokens_after(logits, count, draw.prepare)
 
 
-def _check(model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion) -> list[list[int]]:
+def _check(engine: Engine, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion) -> list[list[int]]:
     """The prompts as lists, if they can be continued."""
     sampling.check()
     check_counts(new, prefill_chunk)
@@ -184,7 +217,7 @@ def _check(model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefil
     if not isinstance(tokens, Tensor) and any(isinstance(row, int) for row in tokens):
         raise ValueError("tokens must be a list of prompts, each a list of tokens; got one prompt: put it into a list")
     rows = [list(row) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
-    context, vocab = model.config.context, model.config.vocab_size
+    context, vocab = engine.context, engine.vocab
     for r, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompt {r} is empty: it needs at least one token, such as the tokenizer's end of text")

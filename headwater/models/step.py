@@ -40,15 +40,21 @@ def step_of(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor]:
     return GeneralStep(model, cache) if reason_against(model) else FusedStep(model, cache)
 
 
-class DeviceSteps:
-    """Steps of one batch on its GPU. `draw`: what chooses tokens (B,) from logits (B, vocab), without the host."""
+class ReplayedSteps:
+    """Steps of a batch on its GPU. `step`: what computes logits (B, vocab) after one more token of each row, tokens
+    (B,), over tensors that stay where they are; `draw`: what chooses tokens from logits, without the host."""
 
     def __init__(
-        self, model: Decoder, cache: Cache, draw: Callable[[Tensor], Tensor] = likeliest, *, graph: bool = True
+        self,
+        step: Callable[[Tensor], Tensor],
+        batch: int,
+        device: torch.device,
+        draw: Callable[[Tensor], Tensor] = likeliest,
+        *,
+        graph: bool = True,
     ) -> None:
-        self.step, self.draw, self.graph = step_of(model, cache), draw, graph
-        self.device = model.embedding.weight.device
-        self.tokens = torch.zeros(cache.batch, dtype=torch.long, device=self.device)
+        self.step, self.draw, self.graph, self.device = step, draw, graph, device
+        self.tokens = torch.zeros(batch, dtype=torch.long, device=device)
         self.logits: Tensor | None = None
         self.replay: Callable[[], None] | None = None
         self.taken = 0
@@ -100,6 +106,15 @@ class DeviceSteps:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         return sent, done
+
+
+class DeviceSteps(ReplayedSteps):
+    """Those of a decoder."""
+
+    def __init__(
+        self, model: Decoder, cache: Cache, draw: Callable[[Tensor], Tensor] = likeliest, *, graph: bool = True
+    ) -> None:
+        super().__init__(step_of(model, cache), cache.batch, model.embedding.weight.device, draw, graph=graph)
 
 
 @functools.cache  # the library keeps a workspace for every stream that has recorded its products

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from .decoder import Decoder
-from .generate import stream
+from .generate import Engine, stream
 from .sampling import Portion, Sampling
 
 HALF = "\ufffd"  # what a decoder of bytes shows for a character whose last bytes have not come yet
@@ -57,7 +57,7 @@ def _overlap(text: str, word: str) -> int:
 
 
 def continue_texts(
-    model: Decoder,
+    model: Decoder | Engine,
     tokenizer: Words,
     prompts: Sequence[str],
     max_new_tokens: int,

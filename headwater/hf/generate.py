@@ -1,0 +1,132 @@
+"""Continuing prompts with a model of transformers, converted or as it is: with the draws, stops and steps of a decoder.
+
+Keys and values are in transformers' static cache, prompts of different lengths padded on the left. On a GPU the model's
+own forward pass over one token of every row is recorded as a CUDA graph, with the kernels of a converted residual in
+it. That takes a second or two; to compile a whole model, as transformers' `generate` does, takes half a minute.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from headwater.models.draw import Draw
+from headwater.models.generate import Reader
+from headwater.models.sampling import Portion
+from headwater.models.step import ReplayedSteps
+from headwater.residuals import Residual
+
+
+class Engine:
+    """A model of transformers for `headwater.generate`.
+
+    headwater.generate(headwater.hf.Engine(model), [[1, 2, 3]], max_new_tokens=20)
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        text = model.config.get_text_config()
+        self.module: nn.Module = model
+        self.vocab, self.device = text.vocab_size, model.device
+        self.context = getattr(text, "max_position_embeddings", None) or sys.maxsize
+
+    def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+        residuals = (module for module in self.module.modules() if isinstance(module, Residual))
+        if not use_cache or not all(residual.token_local for residual in residuals):
+            return _Anew(self.module, rows)
+        return _Cached(self.module, rows, new, chunk, graph)
+
+
+class Words:
+    """A tokenizer of transformers as `headwater.models.text` asks for one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.end_of_text: int = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+
+class _Anew:
+    """Reads every row from its first token on, by itself, without a cache."""
+
+    def __init__(self, model: Any, rows: list[list[int]]) -> None:
+        self.model, self.rows, self.device = model, rows, model.device
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.options = {"logits_to_keep": 1} if keeps else {}
+
+    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
+        for _ in range(count):
+            draw.prepare()
+            yield draw(self.next_logits(drawn)).tolist()
+
+    def next_logits(self, drawn: list[list[int]]) -> Tensor:
+        """(B, vocab) after what has been drawn."""
+        texts = (torch.tensor([row + mine], device=self.device) for row, mine in zip(self.rows, drawn))
+        return torch.cat([self.forward(text, use_cache=False) for text in texts])
+
+    def forward(self, tokens: Tensor, **ways: Any) -> Tensor:
+        """Logits (B, vocab) after tokens (B, T)."""
+        return self.model(input_ids=tokens, **ways, **self.options).logits[:, -1]
+
+
+class _Cached(_Anew):
+    """Reads all prompts together, in portions if asked, then one token of every row at a time."""
+
+    def __init__(self, model: Any, rows: list[list[int]], new: int, chunk: Portion, graph: bool) -> None:
+        super().__init__(model, rows)
+        longest = max(map(len, rows))
+        self.chunk = chunk if isinstance(chunk, int) else longest
+        static = getattr(model, "_can_compile_fullgraph", False)  # transformers' word for: takes a static cache
+        self.graph = graph and static and self.device.type == "cuda"
+        fixed, growing = partial(StaticCache, max_cache_len=longest + new), DynamicCache
+        self.cache = (fixed if static else growing)(config=model.config)
+        lacking = torch.tensor([longest - len(row) for row in rows], device=self.device)
+        self.places = torch.arange(longest, device=self.device) - lacking[:, None]  # (B, longest), below zero: padding
+        self.mask = None
+        if int(lacking.max()):
+            self.mask = torch.arange(longest + new, device=self.device) >= lacking[:, None]  # (B, longest + new)
+        self.seen, self.static = 0, static
+
+    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
+        if not self.graph:
+            yield from super().tokens(draw, drawn, count)
+            return
+        logits = self._prefill()
+        yield from ReplayedSteps(self.step, len(self.rows), self.device, draw).tokens_after(logits, count, draw.prepare)
+
+    def next_logits(self, drawn: list[list[int]]) -> Tensor:
+        if not self.seen:
+            return self._prefill()
+        return self.step(torch.tensor([mine[-1] for mine in drawn], device=self.device))
+
+    def _prefill(self) -> Tensor:
+        longest = self.places.shape[1]
+        padded = torch.tensor([[0] * (longest - len(row)) + row for row in self.rows], device=self.device)
+        for tokens, places in zip(padded.split(self.chunk, 1), self.places.clamp_min(0).split(self.chunk, 1)):
+            logits = self._read(tokens, places)
+        self.places = self.places[:, -1:] + 1
+        return logits
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (B, vocab) after one more token of every row, tokens (B,)."""
+        logits = self._read(tokens[:, None], self.places)
+        self.places += 1  # in place: a CUDA graph finds it there
+        return logits
+
+    def _read(self, tokens: Tensor, places: Tensor) -> Tensor:
+        self.seen += tokens.shape[1]
+        mask = self.mask if self.mask is None or self.static else self.mask[:, : self.seen]
+        return self.forward(
+            tokens, position_ids=places, attention_mask=mask, past_key_values=self.cache, use_cache=True
+        )

@@ -1,0 +1,103 @@
+"""Continuing prompts with models of transformers: by every way the tokens are those of their own `generate`."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tinyhf import stir, tiny_model
+
+import headwater
+from benchmarks import generate as benchmark
+from headwater import cli, hf
+from headwater.hf import generate as ways
+from headwater.hf.formats.folder import fast_tokenizer, write_model
+from headwater.models.step import ReplayedSteps
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
+GPU = torch.cuda.is_available()
+
+
+def converted(spec="attnres-block", model_type="llama", **settings):
+    model = tiny_model(model_type, **settings)
+    headwater.convert(model, spec, check=False)
+    stir(model)
+    return model
+
+
+def own_tokens(model, prompts=PROMPTS, new=9):
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    rows = (torch.tensor([row], device=model.device) for row in prompts)
+    return [model.generate(row, **options)[0].tolist() for row in rows]
+
+
+def greedy(model, **ways):
+    return headwater.generate(hf.Engine(model), PROMPTS, 9, temperature=0.0, **ways)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_rows_of_any_lengths_are_continued_as_each_alone(model_type):
+    model = converted(model_type=model_type)
+    own = own_tokens(model)
+    assert greedy(model) == own
+    assert greedy(model, prefill_chunk=2) == own
+    assert greedy(model, use_cache=False) == own
+    assert len({tuple(row[-9:]) for row in own}) > 1
+
+
+def test_models_without_a_static_cache_and_residuals_that_look_back(monkeypatch):
+    model = converted()
+    own = own_tokens(model)
+    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
+    assert greedy(model) == greedy(model, prefill_chunk=3) == own
+    back = converted("ddl:width=2,compress=token")
+    assert not back.model.residual.token_local
+    assert isinstance(hf.Engine(back).reader(PROMPTS, 4, "auto", True, True), ways._Anew)
+    assert greedy(back) == greedy(back, use_cache=False)
+
+
+def test_a_host_that_is_behind_sees_the_same_tokens(monkeypatch):
+    """On a CPU by the steps of a GPU: what is recorded runs again, and tokens are there at once."""
+    model = converted()
+    own, real = own_tokens(model), ways._Cached.__init__
+
+    def as_on_a_gpu(self, *words):
+        real(self, *words)
+        self.graph = True
+
+    monkeypatch.setattr(ways._Cached, "__init__", as_on_a_gpu)
+    monkeypatch.setattr(ReplayedSteps, "_capture", lambda self: setattr(self, "replay", self._once))
+    monkeypatch.setattr(ReplayedSteps, "_send", lambda self: (self.tokens.clone(), SimpleNamespace(synchronize=int)))
+    assert greedy(model) == own
+
+
+def test_a_converted_folder_from_the_command_line(tmp_path, capsys):
+    model, text = converted(vocab_size=257), '{"type": "bytes"}'
+    tokenizer = fast_tokenizer(text, 64)
+    write_model(model, tokenizer, tmp_path / "folder")
+    flags = ["--prompt", "def ", "class A", "--max-new-tokens", "5", "--temperature", "0"]
+    cli.generate([str(tmp_path / "folder"), *flags])
+    shown = capsys.readouterr()
+    for prompt in ("def ", "class A"):
+        (row,) = own_tokens(model, [tokenizer(prompt)["input_ids"]], 5)
+        assert f"[{prompt}] {tokenizer.decode(row)[len(prompt) :]}" in shown.out
+    assert "5 tokens of each of 2 texts" in shown.err
+
+
+def test_a_prompt_that_is_too_long_is_named():
+    with pytest.raises(ValueError, match="exceed the context of 128: lower max_new_tokens to 28"):
+        headwater.generate(hf.Engine(tiny_model("llama")), [[1] * 100], 40)
+
+
+def test_the_benchmark_times_what_generate_does():
+    bench = benchmark.Bench("tiny", "cpu", 600, 1)
+    bench.sizes = bench.sizes | {"hf": ("llama",), "batches": (2,)}
+    assert set(dict(benchmark.hf(bench))) == {"llama, batch 2"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_recorded_step_draws_the_same_tokens(model_type, recwarn):
+    model = converted(model_type=model_type).cuda()
+    assert greedy(model) == greedy(model, graph=False) == own_tokens(model)
+    assert not [str(one.message) for one in recwarn if "not captured" in str(one.message)]
