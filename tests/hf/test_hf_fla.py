@@ -1,22 +1,29 @@
-"""Attention Residuals in flash-linear-attention's own model, beside ours reading its checkpoint: equal logits.
+"""Attention Residuals in flash-linear-attention's own models, beside ours reading their checkpoints: equal logits.
 
 On a GPU its fused operators run. On a CPU its rotary and SwiGLU kernels run under Triton's interpreter and the one that
 asks for CUDA, the depth read, is its own reference. FlashAttention, which it imports, is PyTorch's attention in both.
+Its mixers run on no CPU: there `stand_in`, with the mixer's own parameters, takes their place in its model and in ours.
 """
 
+import functools
 import json
+import sys
 
 import pytest
 import torch
 from tinyhf import VOCAB, tiny_model, tokens
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headwater.cli import main
 from headwater.errors import UserError
-from headwater.hf import FLA, convert, to_release, verify
+from headwater.hf import FLA, convert, revert, to_release, verify
+from headwater.hf.convert.install import conversion_of
+from headwater.hf.convert.layouts import FLA_TYPES
+from headwater.hf.convert.norms import foldable
 from headwater.hf.convert.registration import stub
 from headwater.hf.formats.fla import DEFAULTS, read_fla
+from headwater.hf.formats.remote import write_remote_code
 
 transformer = pytest.importorskip("fla.models.transformer", reason="needs flash-linear-attention, an extra of `dev`")
 modeling = pytest.importorskip("fla.models.transformer.modeling_transformer")
@@ -142,3 +149,177 @@ def test_types_that_it_registers_over_transformers_do_not_disturb_ours(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     assert type(stub("bitnet").from_dict(settings)) is type(model.config)
     assert verify(AutoModelForCausalLM.from_pretrained(tmp_path), plain, tokens()).equal
+
+
+OTHERS = [name for name in FLA_TYPES if name != "transformer"]
+WIDE = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "use_cache": False, "initializer_range": 0.2}
+SIZES = {  # where heads of the default width, or of none, do not fit
+    "hgrn": {"intermediate_size": 48},
+    "hgrn2": {"num_heads": 2, "expand_ratio": 32, "intermediate_size": 48},
+    "nsa": {"num_heads": 16, "num_kv_heads": 1, "intermediate_size": 48},
+    "log_linear_mamba2": {"num_heads": 2, "head_dim": 64, "state_size": 16},
+    "samba": {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 4}},
+}
+
+
+def other_model(model_type, **options):
+    """One of fla's models that is no Llama, as `fla_model`, every parameter of one axis off its start."""
+    torch.manual_seed(0)
+    fused = {"fuse_norm": DEVICE == "cuda", "fuse_swiglu": DEVICE == "cuda"}
+    sizes = SIZES.get(model_type, {"num_heads": 2, "intermediate_size": 48})
+    config = CONFIG_MAPPING[model_type](**{**WIDE, **sizes, **fused, "attnres_block_size": 2, **options})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 or parameter.shape[0] == 1:
+                parameter.add_(0.5 * torch.randn_like(parameter))
+    return model.eval().to(DEVICE)
+
+
+def stand_in(forward):
+    """A mixer that a CPU runs: the mean of the tokens so far, through the mixer's own output projection and back; and
+    what else the mixer is given. Its arguments and results are the mixer's."""
+
+    @functools.wraps(forward)
+    def run(self, hidden_states, past_key_values=None, lower_bound=None, **kwargs):
+        assert kwargs.pop("attnres_states", None) is None
+        weight = next(p for name, p in self.named_parameters() if name.split(".")[0] in ("o_proj", "out_proj"))
+        counts = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
+        y = hidden_states.cumsum(1) / counts @ weight @ weight.T
+        if lower_bound is not None:
+            y = y + lower_bound.mean()
+        return (y, None, past_key_values, y) if type(self).__name__ == "MomAttention" else (y, None, past_key_values)
+
+    return run
+
+
+def norm(self, x, residual=None, prenorm=False):
+    """fla's, which is a kernel."""
+    x = x if residual is None else x + residual
+    y = rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    return (y, x) if prenorm else y
+
+
+@pytest.fixture
+def mixers_run_here(monkeypatch):
+    """On a CPU, for the types that a test names to it."""
+
+    def replace(model):
+        modeling = sys.modules[type(model).__module__]
+        if DEVICE == "cuda":
+            return
+        from fla.modules.norm.layernorm import RMSNorm
+        from fla.ops.attnres import naive_attnres
+
+        for module in (modeling, sys.modules["fla.models.modeling_utils"]):
+            monkeypatch.setattr(module, "fused_attnres", naive_attnres)
+        monkeypatch.setattr(RMSNorm, "forward", norm)
+        monkeypatch.setattr(sys.modules["fla.modules.mlp"], "swiglu", lambda gate, up: silu(gate) * up)
+        layers = next(model.children()).layers
+        for mixer in {type(getattr(layer, "attn", None) or layer.mixer) for layer in layers}:
+            monkeypatch.setattr(mixer, "forward", stand_in(mixer.forward))
+
+    return replace
+
+
+@pytest.fixture
+def without_flash(monkeypatch):
+    """Some ask for FlashAttention when they are built."""
+    for name in ("attn", "mla"):
+        monkeypatch.setattr(sys.modules[f"fla.layers.{name}"], "flash_attn_func", attention)
+
+
+def assert_read_alike(model_type, mixers_run_here, **options):
+    theirs = other_model(model_type, **options)
+    mixers_run_here(theirs)
+    weights = theirs.state_dict()
+    ours = read_fla(weights, theirs.config.to_dict()).to(DEVICE)
+    assert type(ours).__name__ == f"Headwater{type(theirs).__name__}"
+    body = next(name for name, _ in theirs.named_children())
+    back = to_release(ours.state_dict(), FLA, f"{body}.")
+    first = f"{body}.layers.0.attn_res_"  # the pair on which nothing depends
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights if not name.startswith(first))
+    ids = tokens().to(DEVICE)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        assert expected.std() > 0.1
+        torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    return theirs, ours
+
+
+@pytest.mark.usefixtures("without_flash")
+@pytest.mark.skipif(DEVICE == "cuda", reason="stand-ins run on a CPU; the mixers themselves in the test after this")
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_its_other_models_and_ours_agree_on_a_cpu(model_type, mixers_run_here):
+    _, ours = assert_read_alike(model_type, mixers_run_here)
+    assert conversion_of(ours)[0].report.difference < 1e-5
+
+
+@pytest.mark.usefixtures("untuned_fla")
+@pytest.mark.skipif(DEVICE == "cpu", reason="its mixers are kernels for a GPU; they go with a GPU")
+@pytest.mark.parametrize("model_type", ["gla", "kda", "gated_deltanet", "hgrn", "mom", "linear_attn"])
+def test_its_other_models_and_ours_agree_on_a_gpu(model_type, mixers_run_here):
+    """At 24 tokens a mixer is a recurrence in fp32: nothing is rounded to tf32."""
+    _, ours = assert_read_alike(model_type, mixers_run_here, hidden_size=128)
+    assert conversion_of(ours)[0].depth.norms.keys() == set(range(7)), "its norms are folded into reads"
+
+
+def test_its_other_models_are_saved_and_loaded(mixers_run_here, tmp_path, capsys):
+    theirs = other_model("gla", tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path / "fla")
+    mixers_run_here(theirs)
+    assert main(["convert", str(tmp_path / "fla"), "--out", str(tmp_path / "ours")]) == 0
+    assert "residual 'attnres-block:block=2,eps=1e-06'" in capsys.readouterr().out
+    settings = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert settings["model_type"] == "headwater-gla"
+    assert type(stub("gla").from_dict(settings)).__mro__[1] is type(theirs.config)  # as in a process that knows no fla
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").to(DEVICE)
+    ids = tokens().to(DEVICE)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    assert main(["verify", str(tmp_path / "ours"), str(tmp_path / "ours"), "--device", "cpu"]) == 1
+    assert "runs on a GPU alone" in capsys.readouterr().err
+
+
+def test_its_plain_models_are_converted_and_reverted(mixers_run_here, tmp_path):
+    model = other_model("gla", attnres_block_size=None)
+    mixers_run_here(model)
+    ids = tokens().to(DEVICE)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert convert(model, "attnres-full").difference < 1e-5
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(UserError, match="its modeling file is fla's, not transformers'"):
+            write_remote_code(model, tmp_path)
+        revert(model)
+        assert torch.equal(model(ids).logits, expected)
+    with pytest.raises(UserError, match="attn_res_norm, attn_res_proj"):
+        convert(other_model("gla"))
+
+
+def test_its_norms_are_folded_though_no_cpu_runs_them(monkeypatch):
+    from fla.modules import RMSNorm
+
+    monkeypatch.delattr(RMSNorm, "forward")  # tests have Triton's interpreter; users have none
+    found = foldable(RMSNorm(8, eps=1e-3), 2.0)
+    assert found is not None
+    assert found.eps == 1e-3 / 4
+
+
+def test_its_cache_comes_back_from_a_converted_model(mixers_run_here):
+    model = other_model("gla", attnres_block_size=None)
+    mixers_run_here(model)
+    convert(model)
+    assert type(model(tokens().to(DEVICE), use_cache=True).past_key_values).__module__.startswith("fla.")
+
+
+def test_what_of_fla_cannot_be_read_is_named(monkeypatch):
+    for wrong in ("bitnet", "yoco"):  # a type that transformers has too; layers that share keys and values
+        with pytest.raises(UserError, match=f"got '{wrong}'"):
+            read_fla({}, {"model_type": wrong, "attnres_block_size": 2})
+    with pytest.raises(UserError, match=r"they have no '\*\.embeddings\.weight'"):
+        read_fla({}, {"model_type": "gla", **WIDE, "attnres_block_size": 2})
+    monkeypatch.setitem(sys.modules, "fla.models", None)
+    with pytest.raises(UserError, match="pip install flash-linear-attention"):
+        read_fla({}, {"model_type": "gla", "attnres_block_size": 2})

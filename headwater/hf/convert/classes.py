@@ -49,7 +49,9 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     if base in _configs:
         return _configs[base]
     model_type = PREFIX + base.model_type
-    members = {"model_type": model_type, "__module__": __name__, **remakable(config_class, base)}
+    members: dict[str, Any] = {"model_type": model_type, "__module__": __name__, **remakable(config_class, base)}
+    if base.__module__.partition(".")[0] != "transformers":  # which gives a class without an __init__ one of fields
+        members["__init__"] = base.__init__
     made = type(f"Headwater{base.__name__}", (base,), members)
     _configs[base] = made
     AutoConfig.register(model_type, made, exist_ok=True)

@@ -57,7 +57,7 @@ def install(plan: Plan, *, head: type[Any], config: type[PreTrainedConfig], unch
             "_depth_sites": group,
             "_depth_arguments": positional_names(layer),
             "_depth_multiplier": layout.multiplier,
-            "_depth_returns": layout.returns,
+            "_depth_returns": layout.returned,
             "_depth_fp32": bool(layout.fp32 and getattr(layer, layout.fp32)),
             "_depth_takes": takes_of(layer, group),
         }

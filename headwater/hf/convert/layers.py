@@ -94,7 +94,7 @@ class ConvertedLayer(nn.Module):
     _depth_arguments: tuple[str, ...]  # names of the layer's positional arguments after the hidden state
     _depth_multiplier: str | None
     _depth_takes: Mapping[str, Takes]  # by the name of a module, which of the layer's arguments it gets
-    _depth_returns: int | None  # which of attention's results is returned beside the hidden state
+    _depth_returns: tuple[int | None, ...]  # which of attention's results are returned beside the hidden state
     _depth_fp32: bool  # whether the stream is kept in fp32, beside modules of half precision
 
     def __call__(self, hidden_states: DepthState | Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -104,16 +104,17 @@ class ConvertedLayer(nn.Module):
         # What is wanted goes along: a recomputation in the backward pass must do what the forward pass did.
         watched = state.record is not None
         tensors = before_hop(self, self._depth.residual, state.tensors, self._depth_sites[0].sublayer)
-        *flat, returned = super().__call__(*tensors, _depth_watched=watched, **kwargs)
-        after = state.after(tuple(flat)) if not watched else self._watched(state, tuple(flat))
-        return after if self._depth_returns is None else (after, returned)
+        flat = super().__call__(*tensors, _depth_watched=watched, **kwargs)
+        flat, returned = _cut(flat, len(self._depth_returns))
+        after = self._watched(state, flat) if watched else state.after(flat)
+        return (after, *returned) if returned else after
 
     def _watched(self, state: DepthState, flat: State) -> DepthState:
         *after, read = flat[: -len(self._depth_sites)]
         return state.after(tuple(after), weights=flat[-len(self._depth_sites) :], reads=(read,))
 
     def forward(self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any) -> tuple[Any, ...]:
-        """The state; what was watched; and what is returned beside the state, or None."""
+        """The state; what was watched; and what is returned beside the state."""
         state: State = tensors
         returned: list[Any] = []
         weights: State = ()
@@ -126,8 +127,7 @@ class ConvertedLayer(nn.Module):
                     x, _ = depth.read(self, state, site.sublayer, None)
                     first = x[0] if isinstance(x, tuple) else x
             state = self._run(site, state, kwargs, returned)
-        extra = returned[0] if returned else None
-        return (*state, extra) if first is None else (*state, first, *weights, extra)
+        return (*state, *returned) if first is None else (*state, first, *weights, *returned)
 
     def _begin(self, x: Tensor, kwargs: Mapping[str, Any]) -> DepthState:
         if self._depth_sites[0].sublayer != 0:
@@ -165,8 +165,9 @@ class ConvertedLayer(nn.Module):
         """The sublayer's output; what attention gives besides is added to `returned` where the layer returns it."""
         x = torch.cat(x, -1) if isinstance(x, tuple) else x
         out = part_of(self, site.body)(x, **self._depth_takes[site.body].given(kwargs))
-        if self._depth_returns is not None and site.kind != "mlp":
-            returned.append(out[self._depth_returns] if isinstance(out, tuple) else None)
+        if site.kind != "mlp":
+            several = isinstance(out, tuple)
+            returned += [out[i] if several and i is not None else None for i in self._depth_returns]
         y = _first(out)
         y = y if y.dim() == x.dim() else y.view(*x.shape[:-1], -1)  # Llama 4's experts give (B * T, D)
         for name in site.out:
@@ -190,6 +191,11 @@ def parts_of_layer(layer: Any) -> dict[str, Any]:
 
 def _in_its_dtype(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x.to(next(norm.parameters()).dtype))
+
+
+def _cut(flat: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Without the last `count`, and those."""
+    return flat[: len(flat) - count], flat[len(flat) - count :]
 
 
 def _first(out: Any) -> Tensor:

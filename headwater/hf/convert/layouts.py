@@ -35,7 +35,8 @@ class Layout:
     parallel: bool | str = False  # attention and MLP read the same; or the attribute of the layer that says so
     parallel_norm: str | None = None  # the MLP's norm in a parallel layer; None: the attention's, computed once
     inputs: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")  # of attention, for residuals that route them apart
-    returns: int | None = None  # the layer returns a pair: this one of attention's results is the second
+    # Beside the hidden state the layer returns these of attention's results, by their number; None is None.
+    returns: int | tuple[int | None, ...] | None = None
     fp32: str | None = None  # attribute of the layer: whether the stream is kept in fp32
     shrinking: bool = False  # the stream is divided by the root of the number of its sources
     otherwise: "Layout | None" = None  # for layers of the same model that this one does not fit
@@ -67,6 +68,13 @@ class Layout:
         if not isinstance(saved, dict):
             raise UserError(f"a layout is a JSON object, such as {EXAMPLE}, got {given!r}")
         return cls.from_dict(saved)
+
+    @property
+    def returned(self) -> tuple[int | None, ...]:
+        """`returns`, of which one number stands for a pair."""
+        if self.returns is None:
+            return ()
+        return (self.returns,) if isinstance(self.returns, int) else self.returns
 
     def scale(self, read: int) -> float:
         """The plain model's stream at a read, over the sum of its sources."""
@@ -183,6 +191,10 @@ FAIRSEQ = Layout(
 OPT = replace(FAIRSEQ, final_norm="final_layer_norm", mlp_out=("activation_fn", "fc2"))
 MIXERS = Layout(final_norm="norm_f", attention=("mixer",), attention_norm="norm", mlp=())
 MAMBA = replace(MIXERS, fp32="residual_in_fp32")
+# Of flash-linear-attention: attention weights, the cache, and the bank of Attention Residuals, which is not there.
+FLA = Layout(attention=("attn",), attention_norm="attn_norm", mlp_norm="mlp_norm", returns=(1, 2, None))
+FLA_MOM = replace(FLA, returns=(1, 2, 3, None))
+FLA_MIXER = replace(FLA, final_norm="norm_f", attention=("mixer",), attention_norm="mixer_norm")
 
 # Layout, then every `model_type` whose decoder layer has it. `python -m benchmarks.architectures` tries each.
 ROWS: tuple[tuple[Layout, str], ...] = (
@@ -238,5 +250,16 @@ TEXT_PARTS: tuple[tuple[Layout, str], ...] = (
     (PRE_NORM, "qwen2_vl_text qwen2_5_vl_text"),
     (EMU3, "emu3_text_model"),
 )
+# Types that flash-linear-attention adds to transformers when it is imported, its models with Attention Residuals.
+FLA_ROWS: tuple[tuple[Layout, str], ...] = (
+    (FLA, "abc comba delta_net deltaformer forgetting_transformer gated_deltanet gated_deltaproduct gla gsa hgrn"),
+    (FLA, "hgrn2 kda lightnet linear_attn mesa_net mla moba nsa parallax path_attn raven retnet transformer"),
+    (FLA, "wall_transformer"),
+    (FLA_MOM, "mom"),
+    (FLA_MIXER, "log_linear_mamba2 samba"),
+)
+FLA_TYPES = tuple(name for _, names in FLA_ROWS for name in names.split())
 PREFIX = "headwater-"  # of the model type of a converted model
-LAYOUTS: Mapping[str, Layout] = {name: layout for layout, names in (*ROWS, *TEXT_PARTS) for name in names.split()}
+LAYOUTS: Mapping[str, Layout] = {
+    name: layout for layout, names in (*ROWS, *TEXT_PARTS, *FLA_ROWS) for name in names.split()
+}

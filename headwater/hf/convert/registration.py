@@ -1,26 +1,43 @@
 """The model types `headwater-...` for AutoConfig. No architecture is imported before one of its files is read."""
 
+import importlib
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+from headwater.errors import UserError
+
 from .classes import config_class
-from .layouts import PREFIX
+from .layouts import FLA_TYPES, PREFIX
 
 
 def register_types() -> None:
     """Make the converted type of every architecture known, since a layout may have been given for any of them and
     travels in the config; a second call changes nothing."""
-    for model_type in list(CONFIG_MAPPING_NAMES):
+    for model_type in (*CONFIG_MAPPING_NAMES, *FLA_TYPES):
         if PREFIX + model_type not in CONFIG_MAPPING:
             CONFIG_MAPPING.register(PREFIX + model_type, stub(model_type))
 
 
 def own_config(model_type: str) -> type[PreTrainedConfig]:
     """transformers' own class: other packages register theirs under the same type (fla does, for bitnet)."""
-    return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+    if model_type in CONFIG_MAPPING_NAMES:
+        return getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+    return fla_config(model_type)
+
+
+def fla_config(model_type: str) -> type[PreTrainedConfig]:
+    """The class of one of flash-linear-attention's types. Raises UserError where it is not installed."""
+    try:
+        importlib.import_module("fla.models")
+    except ImportError as error:
+        raise UserError(
+            f"a '{model_type}' is a model of flash-linear-attention, which cannot be imported ({error}): "
+            "pip install flash-linear-attention"
+        ) from None
+    return CONFIG_MAPPING[model_type]
 
 
 def stub(model_type: str) -> type[PreTrainedConfig]:

@@ -25,6 +25,7 @@ class Report:
     difference: float | None = None
     tokens: int = 0
     unchecked: str | None = None
+    loaded: bool = False  # a release's weights, trained with this residual
 
     def __str__(self) -> str:
         count = sum(Size(shape).numel() for shape in self.added.values())
@@ -39,12 +40,23 @@ class Report:
             measured = f"NOT CHECKED: {self.unchecked}"
         else:
             measured = f"measured on {self.tokens} tokens, some decoded from a cache: {self.difference:.1e} off"
-        if not self.equal_at_start:
+        sure = self.difference is not None
+        if self.loaded:
+            verb = "computed" if sure else "should compute"
             return (
-                f"The model does NOT compute the same as before: reads start off the plain residual's stream by "
-                f"{self.start_error:.2g}. With the plain residual in its place it does ({measured})."
+                "Its weights are the release's, trained with this residual. With the plain one in its place, the body "
+                f"{verb} the same as before ({measured})."
             )
-        verb = "should compute" if self.difference is None else "computes"
+        if not self.equal_at_start:
+            why = f"reads start off the plain residual's stream by {self.start_error:.2g}"
+            if self.start_error < 1e-6:
+                why = "reads keep the residual's own scale, not that of the plain residual's stream (exact=False)"
+            does = "does" if sure else "should"
+            return (
+                f"The model does NOT compute the same as before: {why}. With the plain residual in its place it {does} "
+                f"({measured})."
+            )
+        verb = "computes" if sure else "should compute"
         return f"The model {verb} the same as before until it is trained ({measured})."
 
 

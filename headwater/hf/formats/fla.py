@@ -1,6 +1,7 @@
-"""A `transformer` of flash-linear-attention with Attention Residuals, as the transformers model that it is.
+"""Models of flash-linear-attention with Attention Residuals.
 
-Llama, or Qwen2 where query, key and value have a bias, or Qwen3 where query and key are normed.
+A `transformer` becomes the transformers model that it is: Llama, or Qwen2 where query, key and value have a bias, or
+Qwen3 where query and key are normed. All others are fla's own class, built without its residual and converted.
 """
 
 from collections.abc import Mapping
@@ -9,9 +10,18 @@ from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from headwater.errors import UserError
+from headwater.hf.convert.layouts import FLA_TYPES
+from headwater.hf.convert.registration import fla_config
 
 from .released import FLA, load_released
 
@@ -38,7 +48,8 @@ HEAD_NORM_EPS = 1e-5  # of fla's query and key norms, whatever its config says; 
 
 
 def is_fla(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") == MODEL_TYPE and config.get(FLA.block_field) is not None
+    """Whether a config is of a model that has Attention Residuals of fla's."""
+    return config.get(FLA.block_field) is not None
 
 
 def load_fla(folder: Path, config: Mapping[str, Any]) -> PreTrainedModel:
@@ -55,15 +66,30 @@ def read_fla(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> PreTra
 
     Arguments: `weights`, its tensors by name; `config`, what its config.json holds.
 
-    Returns a converted transformers model, in evaluation mode, that computes the same.
+    Returns a converted model, in evaluation mode, that computes the same: of a `transformer` transformers' model, of
+    any other type fla's own class, which needs fla and a GPU to run.
     Raises `headwater.errors.UserError` for a model of another kind, and for weights that do not fit the config.
     """
-    config = {**DEFAULTS, **config}
-    model = AutoModelForCausalLM.from_config(plain_config(weights, config))
+    model_type = config.get("model_type", MODEL_TYPE)
+    if model_type not in FLA_TYPES:
+        raise UserError(
+            f"fla's models with Attention Residuals that can be read are {', '.join(FLA_TYPES)}; got '{model_type}'"
+        )
+    plain: PreTrainedConfig
+    if model_type == MODEL_TYPE:
+        config = {**DEFAULTS, **config}
+        plain = plain_config(weights, config)
+    else:
+        plain = fla_config(model_type).from_dict({**config, FLA.block_field: None})
+        config = {**plain.to_dict(), FLA.block_field: config[FLA.block_field]}
+    model = AutoModelForCausalLM.from_config(plain)
     ours = dict(weights)
+    embedding = next((tensor for name, tensor in ours.items() if name.endswith(".embeddings.weight")), None)
+    if embedding is None:
+        raise UserError(f"the weights do not fit a '{model_type}': they have no '*.embeddings.weight'")
     if config["tie_word_embeddings"]:  # then files hold it once
-        ours.setdefault("lm_head.weight", ours["model.embeddings.weight"])
-    model.to(ours["model.embeddings.weight"].dtype)
+        ours.setdefault("lm_head.weight", embedding)
+    model.to(embedding.dtype)
     load_released(model, ours, config)
     return model.eval()
 

@@ -73,7 +73,15 @@ def load_config(folder: Path) -> PreTrainedConfig:
 def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab.*")):
         raise UserError(f"{folder} holds no tokenizer: copy its files (tokenizer.json, tokenizer_config.json) there")
-    return load(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return _runnable(load(folder), folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _runnable(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Raises UserError for a model whose mixers are kernels for a GPU, on a CPU."""
+    kernels = type(model).__module__.partition(".")[0] == "fla"
+    if kernels and model.device.type == "cpu":
+        raise UserError(f"{folder} is a model of flash-linear-attention, which runs on a GPU alone, and this is a CPU")
+    return model
 
 
 def verify_folders(
@@ -82,7 +90,7 @@ def verify_folders(
     """Both models on the same random tokens, four rows of them."""
     if tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {tokens}: the last ones of a row are decoded from a cache")
-    one, two = (load(folder, dtype, device) for folder in (first, second))
+    one, two = (_runnable(load(folder, dtype, device), folder) for folder in (first, second))
     vocabulary = min(model.config.get_text_config().vocab_size for model in (one, two))
     rows = torch.randint(0, vocabulary, (4, tokens), generator=torch.Generator().manual_seed(seed))
     converted, reference = (one, two) if hasattr(one.config, "headwater") else (two, one)

@@ -9,7 +9,7 @@ fla counts `attnres_block_size` in sublayers, as headwater does; Kimi K3 counts 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headwater.errors import UserError
 from headwater.hf.convert.conversion import convert, load_added
+from headwater.hf.convert.install import conversion_of
 from headwater.hf.convert.layouts import Layout
 from headwater.hf.convert.report import Report
 
@@ -106,8 +107,10 @@ def load_released(
     """Convert a plain `model` as a release's config says, and load the release's weights, all of them.
 
     Arguments:
-        model: of the release's body, such as a transformers `kimi_linear` for Kimi K3's; it is changed in place.
-        weights: all tensors of the release by name, the body's under transformers' names.
+        model: of the release's body, such as a transformers `kimi_linear` for Kimi K3's, or fla's own class built
+            without `attnres_block_size`; it is changed in place.
+        weights: all tensors of the release by name, the body's under the model's names (of a `transformer` of fla, also
+            where the model is a Llama).
         config: of the release; it says the size of a block, and the eps of the depth norms.
         layout: for a body that the table of architectures does not know.
 
@@ -119,11 +122,24 @@ def load_released(
     """
     release = release_of(config)
     block, eps = release.block(config), release.eps(config)
-    ours = from_release(weights, release)
-    sublayers = len(_read_numbers(weights, release, "model.")) // 2 - 1
+    prefix = _prefix(weights, release)
+    own = model.state_dict().keys() & weights.keys()
+    if any(part in name for name in own for part in release.renames):  # its own class, with its own names
+        release = replace(release, renames={})
+    ours = from_release(weights, release, prefix)
+    sublayers = len(_read_numbers(weights, release, prefix)) // 2 - 1
     report = convert(model, "attnres-block", layout=layout, exact=False, block=min(block, sublayers), eps=eps)
     load_added(model, model, ours, f"the weights do not fit {report.architecture}")
-    return report
+    conversion = conversion_of(model)[0]
+    conversion.report = replace(report, loaded=True)
+    return conversion.report
+
+
+def _prefix(weights: Mapping[str, Tensor], release: Release) -> str:
+    """Of the body in the model, by the parameters of the final read."""
+    last = f"{release.output}_proj.weight"
+    found = (name.removesuffix(last) for name in weights if name == last or name.endswith(f".{last}"))
+    return next(found, "model.")
 
 
 def _read_numbers(weights: Mapping[str, Tensor], release: Release, prefix: str) -> dict[str, tuple[int, str]]:

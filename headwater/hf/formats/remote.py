@@ -29,6 +29,12 @@ def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     auto = next((auto for end, auto in HEADS.items() if plain.__name__.endswith(end)), None)
     if auto is None:
         raise UserError(f"--remote-code writes language models and classifiers, and this is a {plain.__name__}")
+    if plain.__module__.partition(".")[0] != "transformers":
+        package = plain.__module__.partition(".")[0]
+        raise UserError(
+            f"--remote-code builds on a class of transformers; of a {plain.__name__} its modeling file is {package}'s, "
+            "not transformers'"
+        )
     about = _about(model)
     names = {
         "PLAIN_CONFIG": type(model.config).__mro__[1].__name__,
