@@ -157,6 +157,15 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     return out
 
 
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """The sum over the ranks, in a tensor of its own."""
+    if _functional is not None:
+        return _functional.wait_tensor(_functional.all_reduce(x, "sum", group))
+    out = x.clone()
+    dist.all_reduce(out, group=_groups[group])
+    return out
+
+
 # Divided tensors. DTensor does not say where its part lies. Else: worked out for plain shards, as `torch.chunk` cuts.
 
 

@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,17 +149,25 @@ def generate(argv: list[str]) -> None:
     # Bytes that are no text arrive as surrogates.
     prompts = [word.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for word in flags.prompt]
     check_device(flags.device)
-    model, tokenizer = load_for_text(flags.folder, flags.device)
-    steps = continue_texts(
-        model,
-        tokenizer,
-        prompts,
-        flags.max_new_tokens,
-        flags.sampling,
-        stops=flags.stop,
-        seed=flags.seed,
-        prefill_chunk=flags.prefill_chunk,
-    )
+    with ready_for_text(flags.folder, flags.device, flags.tensor) as (model, tokenizer):
+        steps = continue_texts(
+            model,
+            tokenizer,
+            prompts,
+            flags.max_new_tokens,
+            flags.sampling,
+            stops=flags.stop,
+            seed=flags.seed,
+            prefill_chunk=flags.prefill_chunk,
+        )
+        if int(os.environ.get("RANK", "0")):  # of torchrun: the first rank shows what all have
+            list(steps)
+        else:
+            show_texts(steps, prompts, flags)
+
+
+def show_texts(steps: Iterator[list[str]], prompts: list[str], flags: GenerateFlags) -> None:
+    """The texts, as they come or at the end, and how fast they came."""
     began, count, texts = time.perf_counter(), 0, list(prompts)
     try:
         print(texts[0] if flags.stream else "", end="", flush=True)
@@ -177,14 +186,22 @@ def generate(argv: list[str]) -> None:
     print(f"{counted} in {seconds:.1f} s: {count * len(texts) / seconds:.0f} tokens/s", file=sys.stderr)
 
 
-def load_for_text(folder: Path, device: str) -> tuple[Any, Any]:
-    """What continues texts, and its tokenizer: of a run, or of a transformers folder."""
+@contextmanager
+def ready_for_text(folder: Path, device: str, tensor: int) -> Iterator[tuple[Any, Any]]:
+    """What continues texts, and its tokenizer: of a run, on `tensor` ranks; or of a transformers folder."""
+    if tensor != 1:
+        from headwater.train.distributed.generate import divided_run
+
+        with divided_run(folder, device, tensor) as parts:
+            yield parts
+        return
     model, tokenizer, _ = load_any(folder, device)
     if not is_transformers(folder):
-        return model, tokenizer
+        yield model, tokenizer
+        return
     from headwater.hf.generate import Engine, Words
 
-    return Engine(model), Words(tokenizer)
+    yield Engine(model), Words(tokenizer)
 
 
 def inspect(argv: list[str]) -> None:

@@ -108,6 +108,8 @@ class GenerateFlags(PluginFlags):
     """Read prompts in portions of so many tokens, which takes less memory; auto: as many as the free memory is for."""
     seed: int = 0
     """Of the draw; with several prompts, the next numbers for the next ones."""
+    tensor: int = 1
+    """Ranks that share the work, as many as torchrun has started: of a prompt's tokens each keeps its share."""
     device: str = "cpu"
 
 

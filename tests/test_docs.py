@@ -107,6 +107,10 @@ def run_line(line: str) -> None:
     elif words[0] == "python":
         assert words[1] in ELSEWHERE, line
         assert (ROOT / words[1]).exists(), line
+    elif words[0] == "torchrun" and "generate" in words:  # test_parallel_generate.py has two ranks
+        ranks = words.index("--tensor")
+        assert words[ranks + 1] == words[words.index("--nproc-per-node") + 1], line
+        assert cli.main([*words[words.index("generate") : ranks], *words[ranks + 2 :]]) == 0, line
     elif words[0] == "torchrun":
         layout(words)
     else:

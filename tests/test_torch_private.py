@@ -203,12 +203,15 @@ def on_two_ranks():
     x = torch.arange(6.0).view(2, 3) + 10 * rank
     results = []
     for _torch._functional in (functional, None):
-        results.append((_torch.all_gather(x, 2, name), _torch.reduce_scatter(x, 2, name)))
-    (gathered, reduced), (slow_gathered, slow_reduced) = results
+        results.append((_torch.all_gather(x, 2, name), _torch.reduce_scatter(x, 2, name), _torch.all_reduce(x, name)))
+    (gathered, reduced, summed), (slow_gathered, slow_reduced, slow_summed) = results
     assert torch.equal(gathered, torch.cat([torch.arange(6.0).view(2, 3) + 10 * r for r in range(2)]))
     assert torch.equal(reduced, torch.arange(6.0).view(2, 3)[rank : rank + 1] * 2 + 10)
     assert torch.equal(gathered, slow_gathered)
     assert torch.equal(reduced, slow_reduced)
+    assert torch.equal(summed, torch.arange(6.0).view(2, 3) * 2 + 10)
+    assert torch.equal(summed, slow_summed)
+    assert torch.equal(x, torch.arange(6.0).view(2, 3) + 10 * rank)  # as it was
     for length in (1, 4, 5):  # 1: one rank has nothing
         whole = torch.arange(length * 3.0).view(length, 3)
         for placement in (Shard(0), Shard(1), Replicate()):

@@ -33,7 +33,9 @@ class Engine(Protocol):
     module: nn.Module
     context: int
     vocab: int
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
 
     def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
         """For prompts that will have `new` more tokens; the others as in `generate`."""
@@ -49,8 +51,8 @@ class DecoderEngine:
         self.device = model.embedding.weight.device
 
     def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
-        way = _OnDevice if graph and self.device.type == "cuda" else _Cached
-        return (way if use_cache else _Anew)(self.model, rows, new, chunk)
+        way = _OnDevice if graph and self.device.type == "cuda" else ReadOnce
+        return (way if use_cache else ReadAnew)(self.model, rows, new, chunk)
 
 
 def generate(
@@ -150,7 +152,7 @@ def stream(
             module.training = mode
 
 
-class _Anew:
+class ReadAnew:
     """Reads every row from its first token on, by itself."""
 
     def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
@@ -167,7 +169,7 @@ class _Anew:
         return torch.cat([self.model.head(self.model.hidden(text)[:, -1]) for text in texts])
 
 
-class _Cached(_Anew):
+class ReadOnce(ReadAnew):
     """Reads prompts of one length together, in portions; then one token of every row at a time."""
 
     cache: Cache | None = None
@@ -189,17 +191,21 @@ class _Cached(_Anew):
         caches, logits = [], []
         for _, group in groupby(by_length, key=lambda r: len(self.rows[r])):
             cache = self.model.new_cache()
-            texts = torch.tensor([self.rows[r] for r in group], device=self.device)
-            for part in texts.split(self.chunk or texts.shape[1], dim=1):
-                hidden = self.model.hidden(part, cache)
+            hidden = self.read(torch.tensor([self.rows[r] for r in group], device=self.device), cache)
             caches.append(cache)
             logits.append(self.model.head(hidden[:, -1]))
         order = [by_length.index(r) for r in range(len(self.rows))]
         self.cache = self.model.fixed_cache(caches, order, self.room)
         return torch.cat(logits)[torch.tensor(order, device=self.device)]
 
+    def read(self, texts: Tensor, cache: Cache) -> Tensor:
+        """What the head sees of the last tokens of texts (B, T), all of which the cache then has."""
+        for part in texts.split(self.chunk or texts.shape[1], dim=1):
+            hidden = self.model.hidden(part, cache)
+        return hidden
 
-class _OnDevice(_Cached):
+
+class _OnDevice(ReadOnce):
     """The same with steps that a GPU replays, while the host is some steps behind."""
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from headwater.residuals import AttentionResidual
 
+from .attention import Attention
 from .decoder import Decoder
 from .mla import MLA
 
@@ -41,13 +42,9 @@ def _produced(sublayer: nn.Module) -> int:
 
 def cache_bytes(model: Decoder, batch: int, room: int) -> int:
     """Bytes of a cache for `batch` rows of `room` tokens."""
-    config = model.config
-    size = model.embedding.weight.element_size()
-    kinds = config.kinds
-    heads = kinds.count("attention") + kinds.count("shortswa")
-    each = 2 * heads * config.kv_heads * config.head_dim
+    each = sum(2 * body.kv_heads * body.head_dim for body in model.modules() if isinstance(body, Attention))
     each += sum(body.latent_dim + body.shared_dim for body in model.modules() if isinstance(body, MLA))
-    return batch * room * each * size
+    return batch * room * each * model.embedding.weight.element_size()
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -89,7 +89,7 @@ def test_what_cannot_be_fused_is_named():
 
 def as_on_a_gpu(monkeypatch):
     """Generation on a CPU by the steps of a GPU: what is recorded runs again, and tokens are there at once."""
-    monkeypatch.setattr("headwater.models.generate._Cached", _OnDevice)
+    monkeypatch.setattr("headwater.models.generate.ReadOnce", _OnDevice)
     monkeypatch.setattr(DeviceSteps, "_capture", lambda self: setattr(self, "replay", self._once))
     done = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(DeviceSteps, "_send", lambda self: (self.tokens.clone(), done))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from headwater._torch import all_gather, group_name, reduce_scatter
+from headwater._torch import all_gather, all_reduce, group_name, reduce_scatter
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
@@ -112,7 +112,13 @@ def _reduce_scatter(y: Tensor, group: str, size: int) -> Tensor:
 
 
 class Exchange:
-    """How the ranks that share a window meet; outside the bodies nobody knows of it."""
+    """How the ranks that share a window meet; outside the bodies nobody knows of it.
+
+    `divides`: whether tokens are divided between the bodies. If not, every rank has all of them there, as when one
+    token of a text is decoded: bodies take them as they are, and what leaves one is the sum on every rank.
+    """
+
+    divides = True
 
     def __init__(self, size: int, group: str, rank: int = 0) -> None:
         self.size, self.group, self.rank = size, group, rank
@@ -122,10 +128,10 @@ class Exchange:
         return whole.chunk(self.size)[self.rank]
 
     def gather(self, x: Tensor) -> Tensor:
-        return Gather.apply(x, self.group, self.size)
+        return Gather.apply(x, self.group, self.size) if self.divides else x
 
     def scatter(self, y: Tensor) -> Tensor:
-        return Scatter.apply(y, self.group, self.size)
+        return Scatter.apply(y, self.group, self.size) if self.divides else all_reduce(y, self.group)
 
 
 class Divided(nn.Module):
@@ -195,7 +201,8 @@ class DividedRotary(Rotary):
     exchange: Exchange
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        return super().forward(start * self.exchange.size, length * self.exchange.size)
+        size = self.exchange.size if self.exchange.divides else 1
+        return super().forward(start * size, length * size)
 
 
 BODIES: dict[type[nn.Module], type[nn.Module]] = {

@@ -1,0 +1,136 @@
+"""Continuing prompts on several ranks: tensor parallelism, with the tokens of a prompt divided between the sublayers.
+
+N ranks read a prompt of T tokens together. Between bodies each has T / N of its tokens, and of the residual's sources
+just those: the bank takes 1 / N of the memory. On the way into attention or MLP tokens are gathered, on the way out
+summed over the ranks and divided again (`tensor_parallel`); a rank keeps the keys and values of its own heads. The last
+tokens of a prompt, N at most, and those that are drawn are too few to divide: all ranks have them, and sum what leaves
+a body. Either way a rank sends, of numbers of e bytes through L sublayers of width D,
+
+    2 (N - 1) / N * L B T D e    bytes for B prompts of T tokens, and 2 (N - 1) / N * L B D e for one more token of each
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+
+from headwater._torch import group_name
+from headwater.errors import UserError
+from headwater.models import Decoder
+from headwater.models.decoder import Cache
+from headwater.models.draw import Draw
+from headwater.models.generate import ReadAnew, Reader, ReadOnce
+from headwater.models.sampling import Portion
+from headwater.train.config import ParallelSettings
+from headwater.train.data.tokenizer import Tokenizer
+from headwater.train.distributed.ranks import gathered
+from headwater.train.distributed.tensor_parallel import Exchange, divide_parameters, refuse_undivided, route
+from headwater.train.load import load_run
+
+
+class TensorParallelEngine:
+    """A decoder for `headwater.generate` on the ranks of a mesh, each of which calls it with the same arguments.
+
+    Arguments:
+        model: the whole decoder, the same on every rank. It is divided in place; move what is left to a GPU.
+        mesh: of one axis, the ranks that share the work.
+
+    Raises UserError for a model that cannot be divided among so many.
+
+        mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (8,))
+        headwater.generate(TensorParallelEngine(model, mesh), [[1, 2, 3]], max_new_tokens=20)
+    """
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        size, rank = mesh.size(), mesh.get_local_rank()
+        refuse_undivided(model.config, size, 1)
+
+        def own(parameter: Tensor, placement: Placement) -> Tensor:
+            return parameter.chunk(size, placement.dim)[rank].clone() if isinstance(placement, Shard) else parameter
+
+        divide_parameters(model, own)
+        self.group = mesh.get_group()
+        self.exchange = Exchange(size, group_name(self.group), rank)
+        self.exchange.divides = False
+        route(model, self.exchange)
+        self.model, self.context, self.vocab = model, model.config.context, model.config.vocab_size
+        self.module: nn.Module = model
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embedding.weight.device
+
+    def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+        reader: Reader = ReadAnew(self.model, rows, new, chunk)
+        if use_cache:
+            reader = _ReadInShares(self.model, rows, new, chunk, self.exchange)
+        return _Agreed(reader, self.group, self.device)
+
+
+@contextmanager
+def divided_run(folder: Path, device: str, tensor: int) -> Iterator[tuple[TensorParallelEngine, Tokenizer]]:
+    """A run's decoder on the `tensor` ranks that torchrun has started, and its tokenizer; connections end with it."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != tensor or tensor < 1:
+        raise UserError(
+            f"--tensor {tensor} needs as many processes, and there are {world}. Start them with: torchrun --standalone "
+            f"--nproc-per-node {tensor} -m headwater.cli generate ... --tensor {tensor}"
+        )
+    own = torch.device(device)
+    if own == torch.device("cuda"):
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
+    run = load_run(folder)
+    with gathered(ParallelSettings(tensor=tensor), own) as ranks:
+        assert ranks.mesh is not None
+        engine = TensorParallelEngine(run.model, ranks.mesh["tensor"])
+        engine.model.to(own)
+        yield engine, run.tokenizer
+
+
+class _Agreed:
+    """All ranks go on with the first one's tokens, whatever the last bits of their logits are."""
+
+    def __init__(self, reader: Reader, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.reader, self.group, self.device = reader, group, device
+
+    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
+        for new in self.reader.tokens(draw, drawn, count):
+            said = torch.tensor(new, device=self.device)
+            dist.broadcast(said, group=self.group, group_src=0)
+            yield said.tolist()
+
+
+class _ReadInShares(ReadOnce):
+    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion, exchange: Exchange) -> None:
+        super().__init__(model, rows, new, chunk)
+        self.exchange = exchange
+
+    def read(self, texts: Tensor, cache: Cache) -> Tensor:
+        size, rank = self.exchange.size, self.exchange.rank
+        divided = (texts.shape[1] - 1) // size * size  # the rest, at least the last token, is on all ranks
+        portion = max(1, (self.chunk or divided) // size) * size
+        if divided:
+            with dividing(self.exchange):
+                for part in texts[:, :divided].split(portion, dim=1):
+                    self.model.hidden(part.chunk(size, dim=1)[rank], cache)
+            cache.seen = divided  # which was counted in shares
+        return self.model.hidden(texts[:, divided:], cache)
+
+
+@contextmanager
+def dividing(exchange: Exchange) -> Iterator[None]:
+    """Inside, tokens are divided between the bodies."""
+    exchange.divides = True
+    try:
+        yield
+    finally:
+        exchange.divides = False

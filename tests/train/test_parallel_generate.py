@@ -1,0 +1,114 @@
+"""Two ranks continue prompts as one does: the same greedy tokens, logits to 1e-5, and the bytes of the formula."""
+
+import copy
+
+import pytest
+import torch
+from ranks import spawn, torchrun
+from tinykimi import KIMI
+from tinymodels import DIM, LAYERS, model_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from headwater._torch import TorchDispatchMode
+from headwater.errors import UserError
+from headwater.models.generate import DecoderEngine, generate
+from headwater.residuals.base import Watcher, watched
+from headwater.train.distributed.generate import TensorParallelEngine
+from headwater.train.distributed.ranks import connect
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [8], [9, 10, 11, 12], [30, 31, 32, 33]]
+MODELS = {
+    **{spec: (spec, {}) for spec in ("attnres-full", "muddformer")},
+    "attnres-block": ("attnres-block:block=3", {"qk_norm": True, "context": 64}),
+    "kimi": ("attnres-block:block=3", KIMI),
+}
+LONG = 48  # new tokens of Block; of the others fewer
+RANKS = 2
+
+
+def test_two_ranks_continue_as_one():
+    spawn(RANKS, continue_as_one)
+
+
+def continue_as_one():
+    connect("gloo")
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for name, (spec, settings) in MODELS.items():
+        whole = model_of(spec, scatter=True, **settings).eval()
+        divided = TensorParallelEngine(copy.deepcopy(whole), mesh)
+        ways = [(5, {"temperature": 0.0, "prefill_chunk": 3})]
+        if name == "attnres-block":
+            ways += [(LONG, {"temperature": 0.0}), (2, {"temperature": 0.0, "use_cache": False})]
+            ways += [(5, {"top_p": 0.9, "seed": 3, "repetition_penalty": 1.3})]
+        for new, way in ways:
+            assert generate(divided, PROMPTS, new, **way) == generate(whole, PROMPTS, new, **way), (name, way)
+        with torch.no_grad():
+            readers = (engine.reader(PROMPTS, 1, None, True, False) for engine in (DecoderEngine(whole), divided))
+            mine, ours = (getattr(reader, "reader", reader)._prefill() for reader in readers)
+        torch.testing.assert_close(ours, mine, atol=1e-5, rtol=1e-5)
+    count_bytes(mesh)
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that a rank sends, of collectives that pass parts around a ring."""
+
+    bytes = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name, share = str(func), (RANKS - 1) / RANKS
+        if "all_gather_into_tensor" in name:
+            self.bytes += share * result.nbytes
+        elif "reduce_scatter_tensor" in name or "all_reduce" in name:
+            self.bytes += share * args[0].nbytes * (2 if "all_reduce" in name else 1)
+        return result
+
+
+class Longest(Watcher):
+    """The most tokens that a state had, at reads of more than one token."""
+
+    tokens = 0
+
+    def read(self, residual, state, i, norm):
+        self.tokens = max(self.tokens, *(tensor.shape[1] for tensor in state))
+        return residual._read(state, i, norm)
+
+
+def count_bytes(mesh):
+    rows, tokens = [list(range(12)), list(range(20, 32))], 12
+    engine = TensorParallelEngine(model_of("attnres-block:block=3").eval(), mesh)
+    reader, longest = engine.reader(rows, 1, None, True, False).reader, Longest()
+    with torch.no_grad(), Sent() as sent, watched(engine.model.residual, longest):
+        reader._prefill()
+    assert sent.bytes == 2 * (RANKS - 1) / RANKS * 2 * LAYERS * len(rows) * tokens * DIM * 4
+    assert longest.tokens == 5  # of 12, the last two are on both ranks
+    with torch.no_grad(), Sent() as sent:
+        reader.next_logits([[1], [2]])
+    assert sent.bytes == 2 * (RANKS - 1) / RANKS * 2 * LAYERS * len(rows) * DIM * 4
+    with pytest.raises(UserError, match=r"parallel.tensor is 2, which must divide model.heads, 3"):
+        TensorParallelEngine(model_of("standard", dim=24, heads=3, kv_heads=1), mesh)
+
+
+def test_the_command_needs_as_many_processes(tmp_path):
+    from headwater.cli import generate as command
+
+    with pytest.raises(UserError, match="--tensor 3 needs as many processes, and there are 1"):
+        command([str(tmp_path), "--tensor", "3"])
+
+
+def test_the_command_under_torchrun(tmp_path, capsys):
+    from headwater.cli import generate as command
+
+    run, log = tmp_path / "run", tmp_path / "log"
+    model_of("attnres-block:block=3", scatter=True, vocab_size=257).save(run)
+    (run / "tokenizer.json").write_text('{"type": "bytes"}')
+    words = [str(run), "--prompt", "def main", "--max-new-tokens", "6", "--temperature", "0"]
+    command(words)
+    script = tmp_path / "generate.py"
+    script.write_text(f"from headwater.cli import generate\ngenerate({[*words, '--tensor', '2']!r})\n")
+    process = torchrun(log, "--standalone", "--nproc-per-node", "2", str(script))
+    process.join(120)
+    shown = log.read_text()
+    assert process.exitcode == 0, shown
+    assert capsys.readouterr().out.strip() in shown
+    assert shown.count("tokens/s") == 1
