@@ -45,7 +45,7 @@ def test_converted_in_bf16_it_is_as_near_to_fp32_as_the_plain_model(residual):
     truth, plain, model = llama(), llama(torch.bfloat16), llama(torch.bfloat16)
     report = convert(model, residual)
     normed = []
-    for layer in model.model.layers:
+    for layer in model.model.layers[1:]:  # the first reads the embedding as it is
         layer.input_layernorm.register_forward_hook(lambda *_: normed.append(1))
     launches.clear()
     ours, theirs = verify(model, truth, rows()), verify(plain, truth, rows())

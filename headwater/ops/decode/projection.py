@@ -179,17 +179,15 @@ def _stream(
     if GATED:
         ahead_u = tl.load(w1 + row, mask=m, other=0.0)
     h = tl.load(x + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_g = tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32)  # all loads come before a sum, which they would wait for
     if MERGE:
         b_o = tl.load(out + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_f = tl.load(f + o_k, mask=m_k, other=0.0)
-        b_l = tl.load(lse)
         pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4)  # at once: the warps meet once
-        b, r = _share(pp, pf, oo, op, b_l, K, eps, key_eps)
+        b, r = _share(pp, pf, oo, op, tl.load(lse), K, eps, key_eps)
         h = (b_o + b[:, None] * (h - b_o)) * r[:, None]
     else:
         h = h / tl.sqrt(tl.sum(h * h) / K + eps)
-    h = h * b_g
+    h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32)  # here: registers are what is scarce
     for now in range(block, tl.cdiv(total, BN), programs):
         b_w, b_u = ahead.to(tl.float32), ahead_u.to(tl.float32)
         n = (now + programs) * BN
@@ -256,7 +254,7 @@ def _normed(
     o_d = tl.arange(0, BD)
     m = o_d < D
     h = tl.load(x + t * D + o_d, mask=m, other=0.0).to(tl.float32)
-    b_g = tl.load(g + o_d, mask=m, other=0.0).to(tl.float32)  # as in `_stream`, nothing is fetched after a sum
+    b_g = tl.load(g + o_d, mask=m, other=0.0).to(tl.float32)  # nothing is fetched after a sum, which it would wait for
     if MERGE:
         b_o = tl.load(out + t * D + o_d, mask=m, other=0.0).to(tl.float32)
         b_f = tl.load(f + o_d, mask=m, other=0.0)
