@@ -7,7 +7,8 @@ with f = query * key_weight. The backward never sees `out`: h comes back as x rm
 zero), and dh.h = eps / rms(h)^2 <dx g, h / rms(h)>, since a normed vector does not feel its input's length.
 
 Passes over (tokens x D): forward 3 reads, 2 writes; backward 4 reads, 2 writes. df and dg: one partial per program,
-then a sum; no atomics.
+then a sum; no atomics. Tokens go from the last to the first: matrix products go from the first to the last, so that
+what the one before has just written, and what the next one will read first, is still in the GPU's cache.
 """
 
 import torch
@@ -41,8 +42,8 @@ def _merge(
     OPENS: tl.constexpr, KEY: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     # stats (3, M): 1 / rms(P), z, 1 / rms(h)
-    t = tl.program_id(0).to(tl.int64)
     M = tl.num_programs(0)
+    t = (M - 1 - tl.program_id(0)).to(tl.int64)  # backwards, see above
     o_d = tl.arange(0, BD)
     m = o_d < D
     b_p = tl.load(y + t * D + o_d, mask=m, other=0.0).to(tl.float32)
@@ -91,7 +92,7 @@ def _merge_backward(
     dg = tl.zeros([BD], tl.float32)
     programs = tl.num_programs(0)
     for i in tl.range(tl.cdiv(M - pid, programs), num_stages=STAGES):
-        t = (pid + i * programs).to(tl.int64)
+        t = (M - 1 - pid - i * programs).to(tl.int64)
         row = t * D + o_d
         b_dx = tl.load(dx + row, mask=m, other=0.0).to(tl.float32)
         b_p = tl.zeros([BD], tl.float32)

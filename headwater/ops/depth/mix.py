@@ -69,8 +69,8 @@ def _mix(
     S: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     # like carries the element type of the sources. out (S, M, D); with NORM the first query goes to x (M, D) instead,
-    # and out holds the other S - 1. ONE: BD >= D.
-    t = tl.program_id(0).to(tl.int64)
+    # and out holds the other S - 1. ONE: BD >= D. Tokens go backwards, as in merge.py.
+    t = (M - 1 - tl.program_id(0)).to(tl.int64)
     p += t * N * PS
     squares = tl.zeros([BD], tl.float32)
     first = tl.zeros([BD], tl.float32)

@@ -85,7 +85,7 @@ def _score_backward(
     if HALF:
         b_f = b_f.to(v.dtype.element_ty)
     acc = tl.zeros([QP, BD], tl.float32)
-    start = tl.program_id(1).to(tl.int64) * tokens
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * tokens  # backwards: a gradient is just written
     for i in range(0, tokens, T):
         o_t = start + i + tl.arange(0, T)
         m_t = o_t < M
