@@ -24,7 +24,8 @@ FINDING = (
 CAPTION = (
     "Measures of the averaged map: means over reads; entropy in nats; effective depth is the mean distance in "
     "sublayers to what is read; rank across depth is the largest rank of the map below a cut, at most n for n streams. "
-    "Mixes: one weight for all channels, one per channel (the map shows their mean), or a matrix (its diagonal)."
+    "Mixes: one weight for all channels, one per channel (the map shows their mean), or a matrix (the map shows how "
+    "much of a source is left in its share)."
 )
 
 

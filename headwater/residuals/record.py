@@ -89,7 +89,9 @@ def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, group
     """The depth-mixing matrix M of h_l = sum_i M[l, i] v_i, per token.
 
     With its weights held, a residual is linear in its sources, so one vector-Jacobian product per read, along random
-    signs, gives M exactly where mixing is the same for all channels, and the channel average where it is not.
+    signs, gives M exactly where mixing is the same for all channels, and the channel average where each has its own.
+    Where sources pass through matrices, M is how much of a source itself is in its share of a read, J v:
+    <v, J v> / <v, v>.
 
     Arguments:
         residual: any residual; L sublayers.
@@ -99,6 +101,8 @@ def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, group
 
     Returns (L + 1, L + 1, ...): reads, the output head last, by sources; with `groups`, they are the last axis.
     """
+    if residual.mixes == "operator":
+        return _own_parts(shares_of(residual, sources), sources, stream, groups)
     leaves, found = linear_replay(residual, sources)
     reads = [read[stream] if isinstance(read, tuple) else read for read in found]
     generator = torch.Generator().manual_seed(0)
@@ -110,4 +114,41 @@ def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, group
         for column, gradient in enumerate(gradients):
             if gradient is not None:
                 rows[row, column] = (gradient * signs).unflatten(-1, (groups or 1, -1)).mean(-1)
+    return rows.squeeze(-1) if groups is None else rows
+
+
+def shares_of(residual: Residual, sources: Sequence[Tensor]) -> list[list[tuple[Tensor, ...]]]:
+    """What each read has from each source, J_li v_i of h_l = sum_i J_li v_i with weights held, exactly.
+
+    Returns, by source, then by read from the first that can see it, one (..., D) for each input of the read. The
+    vector-Jacobian product u -> J^T u is linear in u; differentiated along v it gives J v.
+    """
+    leaves, reads = linear_replay(residual, sources)
+    return [_column(leaf, reads[i:]) for i, leaf in enumerate(leaves)]
+
+
+def _column(leaf: Tensor, reads: Sequence[Read]) -> list[tuple[Tensor, ...]]:
+    parts = [read if isinstance(read, tuple) else (read,) for read in reads]
+    flat = [part for read in parts for part in read]
+    along = [torch.zeros_like(part, requires_grad=True) for part in flat]
+    (pulled,) = torch.autograd.grad(flat, leaf, along, create_graph=True, allow_unused=True)
+    pushed = (
+        [None] * len(flat) if pulled is None else torch.autograd.grad(pulled, along, leaf.detach(), allow_unused=True)
+    )
+    shares = iter(torch.zeros_like(part) if share is None else share for part, share in zip(flat, pushed))
+    return [tuple(next(shares) for _ in read) for read in parts]
+
+
+def _own_parts(
+    columns: list[list[tuple[Tensor, ...]]], sources: Sequence[Tensor], stream: int, groups: int | None
+) -> Tensor:
+    """<v, J v> / <v, v> over each group of channels; a source of zeros has none of itself anywhere."""
+    shape = (len(sources), len(sources), *sources[0].shape[:-1], groups or 1)
+    rows = torch.zeros(shape, device=sources[0].device)
+    for column, reads in enumerate(columns):
+        v = sources[column].detach().float().unflatten(-1, (groups or 1, -1))
+        size = v.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+        for row, parts in enumerate(reads, column):
+            share = parts[min(stream, len(parts) - 1)]
+            rows[row, column] = (share.unflatten(-1, (groups or 1, -1)) * v).sum(-1) / size
     return rows.squeeze(-1) if groups is None else rows

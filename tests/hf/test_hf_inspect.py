@@ -48,6 +48,26 @@ def test_a_converted_model_is_read_as_it_computes(kind):
     torch.testing.assert_close(found.removed_at.loss[last], found.removed.loss[-1:], **WITHIN)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_of_a_converted_model_are_those_that_it_runs(kind):
+    model, ids = tiny_model(kind, num_hidden_layers=2), tokens(1, 6)
+    headwater.convert(model, "attnres-full")
+    stir(model)
+    found = headwater.inspect(model, ids, removals="none")
+    ran = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: ran.append(inputs))
+    with torch.no_grad():
+        model(ids)
+    assert [k for i, k in enumerate(found.kinds) if i in found.experts] == ["moe"] * len(ran)
+    assert list(found.experts)[-1] == 3
+    for one, (_, chosen, weights) in zip(found.experts.values(), ran, strict=True):
+        expected, order = weights.sort(-1, descending=True)
+        assert torch.equal(one.ids, chosen.gather(-1, order))
+        torch.testing.assert_close(one.probabilities, expected, **WITHIN)
+
+
 def test_a_plain_model_is_refused_with_advice():
     with pytest.raises(UserError, match="convert it first"):
         headwater.inspect(tiny_model("llama", num_hidden_layers=1), tokens(1, 4))

@@ -63,6 +63,28 @@ def test_a_summary_says_that_it_is_one(spec, kind):
     assert result.note.startswith("exact" if kind == "scalar" else "a summary")
 
 
+@pytest.mark.parametrize("spec", ["ddl", "laurel", "depth-window"])
+def test_where_sources_pass_through_matrices_it_is_how_much_of_them_is_left(spec):
+    """Against the Jacobian of one read, whole; a source of zeros has no direction, and no weight."""
+    torch.manual_seed(0)
+    residual, (read, source) = build(spec, 8, 4), (3, 1)
+    for p in residual.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    sources = list(torch.randn(5, 2, 1, 8))
+    sources[2].zero_()
+    found = mixing(residual, sources)
+    assert residual.mixes == "operator"
+    with hold_weights():
+        jacobian = torch.autograd.functional.jacobian(
+            lambda v: replay(residual, [*sources[:source], v, *sources[source + 1 :]])[read], sources[source]
+        )
+    for row in range(2):
+        J, v = jacobian[row, 0, :, row, 0], sources[source][row, 0]
+        assert (J - J[0, 0] * torch.eye(8)).abs().max() > 1e-2
+        torch.testing.assert_close(found[read, source, row, 0], v @ J @ v / (v @ v), atol=1e-5, rtol=1e-5)
+    assert (found[:, 2] == 0).all()
+
+
 def test_three_inputs_have_three_matrices():
     model, tokens = model_of("muddformer", scatter=True), tokens_of()
     query, key, value = (mixing_matrix(model, tokens, input).average for input in ("query", "key", "value"))

@@ -12,7 +12,7 @@ from headwater.residuals import Norm, Residual, Trace, build, mixing, pinned
 from .inspection import Inspection, Top
 from .removal import losses, remove, top_of
 from .shares import STREAMS, Shares
-from .subject import Subject, evaluating, routed
+from .subject import Subject, evaluating
 
 Removals = Literal["auto", "none", "sources", "pairs"]
 # Operations that are spent on pairs without being asked: about a minute. 24 layers of width 64 and 128 tokens, 4e11,
@@ -56,8 +56,7 @@ def inspect(
     subject = Subject(model)
     rows = _checked(tokens, model)
     with evaluating(model):
-        with routed(model) as experts:
-            trace, norm, logits = subject.trace(rows)
+        trace, norm, logits, experts = subject.trace(rows)
         shares = Shares(subject.residual, trace.sources, trace.reads)
         loss = losses(logits, rows)[0]
         says = [_lens(subject, norm, parts, top) for parts in (trace.reads, trace.sources)]
@@ -70,7 +69,7 @@ def inspect(
         name=name or subject.residual.spec,
         residual=subject.residual.spec,
         mixes=subject.residual.mixes,
-        kinds=subject.kinds,
+        kinds=tuple("moe" if i in experts and kind == "mlp" else kind for i, kind in enumerate(subject.kinds)),
         tokens=tuple(texts[i] for i in ids),
         ids=ids,
         texts=texts,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.models.moe import Router, Routes
-from headwater.residuals import Norm, Residual, State, Trace, Watcher, record, watched
+from headwater.residuals import Norm, Read, Residual, State, Trace, Watcher, record, watched
 
 from .inspection import Top
 
@@ -47,29 +46,35 @@ class Subject:
         return self.model(input_ids=tokens, use_cache=False).logits.float()
 
     @torch.no_grad()
-    def trace(self, tokens: Tensor) -> tuple[Trace, Norm, Tensor]:
-        """One forward pass: what was read and written, the final norm as it was applied, and the logits."""
-        ending = _Ending()
-        with watched(self.residual, ending):
+    def trace(self, tokens: Tensor) -> tuple[Trace, Norm, Tensor, dict[int, Top]]:
+        """One forward pass: what was read and written, the final norm as it was applied, the logits, and the experts
+        that sublayers chose."""
+        pass_ = _Pass()
+        with watched(self.residual, pass_), _routed(self.model, pass_) as experts:
             logits = self.logits(tokens)
         with record(self.residual) as trace:
             self.logits(tokens)
-        assert ending.norm is not None
+        assert pass_.norm is not None
         read = trace.reads[-1]
         assert isinstance(read, Tensor)
-        again = self.head(ending.norm(read)).float()
+        again = self.head(pass_.norm(read)).float()
         if not torch.allclose(again, logits, rtol=1e-2, atol=1e-2):
             raise UserError(
                 f"the logits of this {type(self.model).__name__} are not its head applied to its final norm: something "
                 "comes after the head that the inspector does not know"
             )
-        return trace, ending.norm, logits
+        return trace, pass_.norm, logits, experts
 
 
-class _Ending(Watcher):
-    """Keeps the norm that the final read is given."""
+class _Pass(Watcher):
+    """Knows which sublayer runs, and keeps the norm that the final read is given."""
 
     norm: Norm | None = None
+    reading: int = 0
+
+    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+        self.reading = i
+        return super().read(residual, state, i, norm)
 
     def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
         self.norm = norm
@@ -99,25 +104,42 @@ def _refusal(model: nn.Module, residuals: int) -> str:
 
 
 @contextmanager
-def routed(model: nn.Module) -> Iterator[dict[int, Top]]:
-    """Inside, a forward pass of one row of tokens fills what it gives: the experts that each sublayer of a decoder
-    chose, by their weight."""
+def _routed(model: nn.Module, pass_: _Pass) -> Iterator[dict[int, Top]]:
+    """Inside, a forward pass of one row of tokens fills what it gives: the experts that each sublayer chose, by their
+    weight. A decoder's routers say so; in transformers, what a module `experts` is called with."""
     found: dict[int, Top] = {}
 
-    def keep(sublayer: int, _module: nn.Module, _inputs: Any, routes: Routes) -> None:
-        weights, order = routes.weights.detach().float().cpu().sort(-1, descending=True)
-        found[sublayer] = Top(routes.experts.cpu().gather(-1, order), weights)
+    def keep(experts: Tensor, weights: Tensor) -> None:
+        weights, order = weights.detach().float().cpu().sort(-1, descending=True)
+        found[pass_.reading] = Top(experts.cpu().gather(-1, order), weights)
 
-    sublayers = model.sublayers if isinstance(model, Decoder) else ()
-    routers = [
-        (i, part) for i, sublayer in enumerate(sublayers) for part in sublayer.modules() if isinstance(part, Router)
-    ]
-    handles = [router.register_forward_hook(partial(keep, i)) for i, router in routers]
+    def of_router(_module: nn.Module, _inputs: Any, routes: Routes) -> None:
+        keep(routes.experts, routes.weights)
+
+    def of_experts(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if (chosen := _chosen(inputs)) is not None:
+            keep(*chosen)
+
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    named = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    handles = [router.register_forward_hook(of_router) for router in routers]
+    handles += [] if routers else [experts.register_forward_pre_hook(of_experts) for experts in named]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _chosen(inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
+    """Experts and their weights, (T, k) each, of what transformers calls experts with: x, the chosen, the weights of
+    those or of all. None where an architecture does it otherwise."""
+    if len(inputs) != 3 or not all(isinstance(each, Tensor) and each.dim() == 2 for each in inputs):
+        return None
+    _, experts, weights = inputs
+    if experts.is_floating_point() or experts.dtype == torch.bool or not weights.is_floating_point():
+        return None
+    return experts, weights if weights.shape == experts.shape else weights.gather(-1, experts)
 
 
 @contextmanager
