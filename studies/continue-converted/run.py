@@ -1,17 +1,20 @@
 """Is it worth converting a trained model? Train a plain one, convert it, and continue both on equal tokens.
 
     python studies/continue-converted/run.py            # two CPU cores, about twenty minutes
-    python studies/continue-converted/run.py --dtype bfloat16 --device cuda     # results-bfloat16.json
+    python studies/continue-converted/run.py --dtype bfloat16 --device cuda --jobs 8   # results-bfloat16.json
 
-Writes results.json (every validation loss) and figure.svg beside this file. The arms see the same batches in the same
-order under the same schedule; only the residual differs, and in the last arm what is trained: with the base frozen, the
-queries alone. `--arms` makes some of them, and keeps the others of a file with the same settings.
+Writes results.json (every validation loss) and figure.svg beside this file, or to `--out`, anew after each arm. The
+arms see the same batches in the same order under the same schedule; only the residual differs, and in the last arm what
+is trained: with the base frozen, the queries alone. `--arms` makes some of them, and keeps the others of a file with
+the same settings.
 """
 
 import argparse
-import copy
 import json
 import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -37,25 +40,51 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/continue-converted"))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the continued weights")
-    parser.add_argument("--device", default="cpu", help="of the arms; a CPU without bf16 takes minutes a step in it")
+    parser.add_argument("--device", default="cpu", help="a CPU without bf16 takes minutes a step in it")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, each in a process of its own")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the results")
     flags = parser.parse_args()
-    curves: dict[str, list[list[float]]] = {arm: [] for arm in flags.arms}
-    for seed in range(flags.seeds):
-        config = plain_config(flags.steps, seed)
-        plain = flags.runs / f"plain-{seed}"
-        train(config, plain, resume=(plain / "config.json").exists())
-        decoder, _ = load_model(flags.runs / f"plain-{seed}")
-        base = hf.export(decoder.config.to_dict(), decoder.weights()).to(flags.device, getattr(torch, flags.dtype))
-        data = prepare(config.data)
-        windows = {split: data.windows(split, decoder.config.context) for split in ("train", "validation")}
-        for arm in flags.arms:
-            curves[arm].append(continue_training(base, arm, windows, seed, flags.steps))
-    write(curves, flags.steps, flags.seeds, flags.dtype)
+    if flags.steps % EVERY:
+        parser.error(f"--steps must be a multiple of {EVERY}, at which losses are taken, got {flags.steps}")
+    cases = [(arm, seed, flags) for arm in flags.arms for seed in range(flags.seeds)]
+    curves: dict[str, list[list[float]]] = {}
+    for _ in spread(flags.jobs, train_plain, [(seed, flags) for seed in range(flags.seeds)]):
+        pass
+    for (arm, _, _), losses in zip(cases, spread(flags.jobs, train_arm, cases), strict=True):
+        curves.setdefault(arm, []).append(losses)
+        if len(curves[arm]) == flags.seeds:
+            write({each: curves[each] for each in curves if len(curves[each]) == flags.seeds}, flags)
 
 
-def write(curves: dict[str, list[list[float]]], steps: int, seeds: int, dtype: str) -> None:
+def spread(jobs: int, work: Callable, cases: Iterable[tuple]) -> Iterator:
+    """What `work` gives for each case, in their order."""
+    if jobs == 1:
+        yield from map(work, cases)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # CUDA bears no fork
+        yield from pool.map(work, cases)
+
+
+def train_plain(case: tuple[int, argparse.Namespace]) -> None:
+    seed, flags = case
+    folder = flags.runs / f"plain-{seed}"
+    train(plain_config(flags.steps, seed, flags.device), folder, resume=(folder / "config.json").exists())
+
+
+def train_arm(case: tuple[str, int, argparse.Namespace]) -> list[float]:
+    arm, seed, flags = case
+    decoder, _ = load_model(flags.runs / f"plain-{seed}")
+    base = hf.export(decoder.config.to_dict(), decoder.weights()).to(flags.device, getattr(torch, flags.dtype))
+    data = prepare(plain_config(flags.steps, seed, flags.device).data)
+    windows = {split: data.windows(split, decoder.config.context) for split in ("train", "validation")}
+    return continue_training(base, arm, windows, seed, flags.steps)
+
+
+def write(curves: dict[str, list[list[float]]], flags: argparse.Namespace) -> None:
+    steps, seeds, dtype = flags.steps, flags.seeds, flags.dtype
     name = "" if dtype == "float32" else f"-{dtype}"
-    file = HERE / f"results{name}.json"
+    flags.out.mkdir(parents=True, exist_ok=True)
+    file = flags.out / f"results{name}.json"
     setting = {"layers": LAYERS, "dim": 64, "batch": BATCH, "lr": LR, "query_lr": QUERY_LR, "first_steps": steps}
     before = json.loads(file.read_text()) if file.exists() else {}
     kept = before.get("validation_loss", {}) if before.get("setting") == setting and before["seeds"] == seeds else {}
@@ -63,6 +92,7 @@ def write(curves: dict[str, list[list[float]]], steps: int, seeds: int, dtype: s
     results = {
         "command": f"python studies/continue-converted/run.py --steps {steps} --seeds {seeds} --dtype {dtype}",
         "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if flags.device.startswith("cuda") else "cpu",
         "headwater": headwater.__version__,
         "setting": setting,
         "seeds": seeds,
@@ -70,10 +100,10 @@ def write(curves: dict[str, list[list[float]]], steps: int, seeds: int, dtype: s
         "validation_loss": {arm: found[arm] for arm in ARMS if arm in found},
     }
     file.write_text(json.dumps(results, indent=1) + "\n")
-    (HERE / f"figure{name}.svg").write_text(draw(results))
+    (flags.out / f"figure{name}.svg").write_text(draw(results))
 
 
-def plain_config(steps: int, seed: int) -> Config:
+def plain_config(steps: int, seed: int, device: str) -> Config:
     return Config(
         model=ModelSettings(size="deep", layers=LAYERS),
         optim=OptimSettings(lr=2 * LR, warmup=20),
@@ -84,14 +114,15 @@ def plain_config(steps: int, seed: int) -> Config:
             eval_every=steps,
             depth_every=steps,
             save_every=steps,
-            device="cpu",
+            device=device,
+            compile="none",  # which would take longer than the steps
         ),
     )
 
 
 def continue_training(base, arm: str, windows: dict[str, Windows], seed: int, steps: int) -> list[float]:
     """Validation losses before, and after every so many steps."""
-    model = copy.deepcopy(base)
+    model = base
     if arm != "standard":
         print(str(hf.convert(model, arm.partition(",")[0])).splitlines()[0], flush=True)
     if arm == QUERIES:

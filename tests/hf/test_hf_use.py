@@ -176,7 +176,7 @@ def test_the_kernels_fold_scale_and_norm_into_the_read(model_type):
     fused, plain = (tiny_model(model_type, num_hidden_layers=2) for _ in range(2))
     convert(fused, "attnres-block", block=3, backend="triton", check=False)  # `verify` does, on fewer tokens
     called = []
-    for layer in fused.model.layers:
+    for layer in fused.model.layers[1:]:  # without gradients the first reads the embedding as it is
         layer.input_layernorm.register_forward_hook(lambda *_: called.append(1))
     assert verify(fused, plain, tokens(1, 4)).equal
     convert(plain, "attnres-block", block=3)
