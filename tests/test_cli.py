@@ -395,7 +395,9 @@ def called(monkeypatch):
 
 def test_every_flag_of_generate_reaches_the_sampler(tmp_path, capsys, monkeypatch, called):
     tokenizer = ByteTokenizer()
-    monkeypatch.setattr(headwater.train, "load_run", lambda folder, device: (device, tokenizer, folder))
+    monkeypatch.setattr(
+        headwater.train, "load_run", lambda _, device: SimpleNamespace(model=device, tokenizer=tokenizer)
+    )
     arguments = called(headwater.models.text, "continue_texts", [["x", "y"], ["", "z"]])
     drawn = {"temperature": 0.3, "top_k": 5, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5}
     others = {"max_new_tokens": 7, "seed": 11, "prefill_chunk": 3}
@@ -418,7 +420,8 @@ def test_every_flag_of_generate_reaches_the_sampler(tmp_path, capsys, monkeypatc
 
 
 def test_a_text_is_streamed_and_ctrl_c_leaves_the_line(tmp_path, capsys, monkeypatch, called):
-    monkeypatch.setattr(headwater.train, "load_run", lambda folder, device: (device, ByteTokenizer(), folder))
+    loaded = SimpleNamespace(model="a model", tokenizer=ByteTokenizer())
+    monkeypatch.setattr(headwater.train, "load_run", lambda *_: loaded)
 
     def pieces(**_):
         yield ["one "]
