@@ -4,6 +4,7 @@ their marks in docs/ and README.md, and draws the figure."""
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ TRAINED = {
     "denseformer": "DenseFormer",
     "ddl": "Deep Delta Learning",
     "mhc": "mHC, 4 streams",
+    "hyper-connections": "Hyper-Connections, 4 streams",
+    "deepcrossattention": "DeepCrossAttention",
+    "fla-kda": "fla's KDA model, dense, eager",
 }
 
 
@@ -90,23 +94,16 @@ def duality() -> str:
     return grid(["arm", "time of a step", "memory"], rows) + source("cpu-duality")
 
 
-def speed() -> str:
-    found = read("h200-speed")["50m"]
-    rows = [
-        [label, f"{arm['tokens_per_second'] / 1000:.0f}", f"{100 * arm['of_plain']:.0f} %"]
-        for name, label in TRAINED.items()
-        if "tokens_per_second" in (arm := found.get(name, {}))
-    ]
-    return grid(["", "thousand tokens/s", "of plain"], rows) + source("h200-speed")
-
-
-def larger() -> str:
-    found = read("h200-speed-342m")["342m"]
-    rows = [
-        [TRAINED[name], f"{arm['tokens_per_second'] / 1000:.0f}", f"{100 * arm['of_plain']:.0f} %"]
-        for name, arm in found.items()
-    ]
-    return grid(["", "thousand tokens/s", "of plain"], rows) + source("h200-speed-342m")
+def trained(size: str, *names: str) -> str:
+    """Tokens per second of `headwater train`, and its peak of memory; of an arm that is in several files, the first's.
+    Each is compared with the plain residual of its own run."""
+    found = {arm: run for name in reversed(names) for arm, run in read(name)[size].items()}
+    rows = []
+    for arm, label in TRAINED.items():
+        if "tokens_per_second" in (run := found.get(arm, {})):
+            memory = f"{run['peak_gib']:.1f}" if "peak_gib" in run else "-"
+            rows.append([label, f"{run['tokens_per_second'] / 1000:.0f}", f"{100 * run['of_plain']:.0f} %", memory])
+    return grid(["", "thousand tokens/s", "of plain", "peak GiB"], rows) + source(*names)
 
 
 def stack(part: str = "stack", *names: str) -> str:
@@ -194,8 +191,9 @@ def _share(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
     "duality": duality,
-    "speed": speed,
-    "larger": larger,
+    "speed": partial(trained, "50m", "h200-speed", "h200-speed-hyper-connections", "h200-speed-deepcrossattention"),
+    "larger": partial(trained, "342m", "h200-speed-342m"),
+    "kimi": partial(trained, "kimi", "h200-speed-kimi"),
     "stack": stack,
     "full": full,
     "decoder": decoder,
