@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from processes import fork_server
+from processes import fork_server, spare_collector
 
 
 def spawn(world: int, job: Callable[..., None], *arguments: Any, minutes: int = 5) -> None:
@@ -37,6 +37,7 @@ def torchrun(log: Path, *arguments: str) -> ForkServerProcess:
 def launch(log: Path, arguments: list[str]) -> None:
     from torch.distributed.run import main
 
+    spare_collector()
     with log.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -55,6 +56,7 @@ def enter(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    spare_collector()
     job(*arguments, **options)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -20,6 +20,7 @@ from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names
 from headwater.train.checkpoint.folder import load_model
 from headwater.train.config import Config, ParallelSettings
+from headwater.train.distributed import pipeline
 from headwater.train.distributed.fsdp import clip, fetched_together, gather
 from headwater.train.distributed.ranks import Ranks, join
 from headwater.train.loop import accumulate, depth_gradients, evaluate, update
@@ -82,6 +83,15 @@ class Case:
         return f"{self.residual.replace(':', '-')} {self.layout} {'cache' if self.cache else 'plain'}{compiled}{muon}"
 
     @property
+    def layers(self) -> int:
+        """Muon gets three: three or six matrices of each shape, which four ranks do not share evenly. Where nothing is
+        pipelined, two show what four do, in half the time: beside a pipeline, shards and tensor parallelism have four.
+        """
+        if self.muon:
+            return 3
+        return 4 if EVERYTHING or "pipeline" in LAYOUTS[self.world][self.layout] else 2
+
+    @property
     def steps(self) -> int:
         if self.muon:
             return 3 if self.muon == "fp32" else 1
@@ -120,21 +130,18 @@ def cases() -> list[Case]:
 
 
 def settings(folder: Path, residual: str, **changes: Any) -> Config:
-    """Eight sublayers."""
     config = tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **changes)
-    return replace(config, model=replace(config.model, layers=4, context=8, heads=4, kv_heads=2, qk_norm=True))
+    return replace(config, model=replace(config.model, context=8, heads=4, kv_heads=2, qk_norm=True))
 
 
 def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = None) -> Config:
-    """Muon gets three layers: three or six matrices of each shape, which four ranks do not share evenly. Where nothing
-    is pipelined, two micro-batches show what four do, in half the time."""
+    """Where nothing is pipelined, two micro-batches show what four do, in half the time."""
     parallel = parallel or config.parallel
-    layers, optimizer = (3, "muon") if case.muon else (config.model.layers, "adamw")
     micros = config.train.accumulate if parallel.pipeline > 1 else 2
     return replace(
         config,
-        model=replace(config.model, residual=case.residual, layers=layers),
-        optim=replace(config.optim, optimizer=optimizer),
+        model=replace(config.model, residual=case.residual, layers=case.layers),
+        optim=replace(config.optim, optimizer="muon" if case.muon else "adamw"),
         train=replace(config.train, compile=case.compile, checkpoint_activations=case.recompute, accumulate=micros),
         parallel=parallel,
     )
@@ -180,7 +187,7 @@ def one_case(config: Config, out: Path, steps: int) -> None:
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     found |= follow(run, steps)
-    if ranks.tensor > 1 or config.optim.optimizer == "muon":
+    if config.model.residual == RESIDUALS[2] and (ranks.tensor > 1 or config.optim.optimizer == "muon"):
         weights = gather(run.model, run.whole, ranks)
         save(run)
         if ranks.main:
@@ -196,6 +203,7 @@ def work(jobs: list[tuple[Case, Config, Path]]) -> None:
     if not EVERYTHING:  # the same graphs, of which inductor would take a minute to make machine code
         compiled = torch.nn.Module.compile
         torch.nn.Module.compile = lambda module: compiled(module, backend="aot_eager", fullgraph=True)
+    pipeline.trace_states = functools.cache(pipeline.trace_states)  # many layouts cut one model
     for case, config, out in jobs:
         torch.compiler.reset()  # each is a run of its own
         with precise() if case.muon == "fp32" else nullcontext():
@@ -228,7 +236,7 @@ def alone(tmp_path_factory):
     folder, known = tmp_path_factory.mktemp("alone"), {}
 
     def follow_alone(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        key = case.residual, case.steps, case.muon
+        key = case.residual, case.steps, case.muon, case.layers
         if key not in known:
             config = settings_of(replace(case, compile=False, recompute=False), settings(folder, case.residual))
             run = begin(config, folder / str(len(known)), resume=False)
