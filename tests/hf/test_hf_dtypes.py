@@ -23,6 +23,8 @@ class Case(NamedTuple):
     residual: str = "attnres-block:block=3"
     stored: str = "bfloat16"
     asked: str | None = None
+    layers: int | None = None
+    """Else as many as tiny models have: every kind of layer of an architecture."""
 
     @property
     def folder(self) -> str:
@@ -38,8 +40,9 @@ DTYPES = [
 ]
 CASES = [
     *(Case(model_type) for model_type in sample()),
-    *(Case(name, **dtypes) for name in ("llama", "gemma2", "olmo2", "gpt_neox", "qwen3_moe") for dtypes in DTYPES),
-    *(Case("llama", residual) for residual in names() if residual != "attnres-block"),
+    *(Case(name, **dtypes, layers=2) for name in ("llama", "gemma2", "olmo2", "qwen3_moe") for dtypes in DTYPES),
+    *(Case("gpt_neox", **dtypes) for dtypes in DTYPES),  # whose layer is a single sublayer
+    *(Case("llama", residual, layers=2) for residual in names() if residual != "attnres-block"),
 ]
 
 LOAD = """
@@ -72,8 +75,8 @@ def saved(case: Case, root) -> tuple[torch.Tensor, list[int], list[str]]:
 
     The plain one is loaded as a user has it: `model.bfloat16()` would also round the frequencies of rotary embeddings.
     """
-    base = root / "plain" / f"{case.model_type}-{case.stored}"
-    plain = tiny_model(case.model_type)
+    base = root / "plain" / f"{case.model_type}-{case.stored}-{case.layers}"
+    plain = tiny_model(case.model_type, **({} if case.layers is None else {"num_hidden_layers": case.layers}))
     if not base.exists():
         plain.to(getattr(torch, case.stored)).save_pretrained(base)
     load = type(plain).from_pretrained  # not Auto's: other tests import fla, whose models take names of transformers'

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from processes import python
 from safetensors.torch import load_file, save_file
 from tinyhf import stir, tiny_model, tokens
 from transformers import AutoModelForCausalLM
@@ -188,8 +189,7 @@ def test_a_70b_shape_converts_without_being_loaded(tmp_path):
             opened.truncate(8 + len(text) + end)
         listed |= dict.fromkeys(names, file.name)
     (plain / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
-    done = subprocess.run([sys.executable, "-c", BIG], cwd=tmp_path, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout)
+    found = json.loads(python("-c", BIG, cwd=tmp_path))
     assert found["seconds"] < 10
     assert found["gib"] < 2
     assert "NOT CHECKED: it is on the meta device" in found["report"]

@@ -29,9 +29,10 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_rows_of_any_length_are_what_each_is_alone(kind):
-    """Greedy. Without a cache every row is read by itself and from its first token on."""
+    """Greedy. Without a cache every row is read by itself and from its first token on. Every residual in two layers;
+    tests/residuals/test_contract.py decodes with it in four."""
     spec, settings = MODELS[kind]
-    model = model_of(spec, scatter=True, **settings)
+    model = model_of(spec, scatter=True, **(settings or {"layers": 2}))
     alone = generate(model, PROMPTS, 8, temperature=0.0, use_cache=False)
     assert generate(model, PROMPTS, 8, temperature=0.0) == alone
     assert generate(model, PROMPTS, 8, temperature=0.0, prefill_chunk=4) == alone

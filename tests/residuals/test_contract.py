@@ -66,10 +66,11 @@ def test_saved_and_loaded_is_the_same_model(spec, tmp_path):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_decoding_with_a_cache_equals_decoding_without(spec):
+    """Tokens that are drawn; tests/models/test_generate.py has the likeliest ones, which say no more of a residual."""
     model, prompt = model_of(spec, scatter=True), tokens_of(batch=2, length=5)
-    for settings in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}):
-        cached = generate(model, prompt, 8, **settings)
-        assert torch.equal(cached, generate(model, prompt, 8, use_cache=False, **settings))
+    settings = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    cached = generate(model, prompt, 8, **settings)
+    assert torch.equal(cached, generate(model, prompt, 8, use_cache=False, **settings))
 
 
 @pytest.mark.parametrize("spec", SPECS)

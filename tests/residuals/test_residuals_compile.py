@@ -25,8 +25,14 @@ OPTIONS = [
 OWN_OPERATORS = ("standard", "attnres", "delta-attnres", "hyper-attnres", "mhc")
 
 
+SOURCES = ("attnres-full", "delta-attnres", "hyper-attnres")
+
+
 def layers_of(spec):
-    """Two where the state grows from layer to layer; else the second layer of the graph would repeat the first."""
+    """Two where the state grows from layer to layer; else the second layer of the graph would repeat the first. One
+    where it is a list of sources, of which a layer and the head read one, two and three."""
+    if spec.startswith(SOURCES):
+        return 1
     residual = build(spec, DIM, 4)
     return 2 if len({len(residual.layout(i)) for i in (0, 2, 4)}) > 1 else 1
 

@@ -63,8 +63,9 @@ class Processes:
 def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save):
     """Each of the runs is killed once, anywhere between its start and its last step, and then resumed to its end. Every
     step is saved, so that most moments fall into a save."""
-    kills = request.config.getoption("--kills") or kills
-    sizes = {"steps": 12, "eval_every": 10, "depth_every": 8, "save_every": 1, "keep": 2}
+    asked = request.config.getoption("--kills")
+    kills = asked or kills
+    sizes = {"steps": 12 if asked else 8, "eval_every": 7, "depth_every": 5, "save_every": 1, "keep": 2}
     config = tiny(tmp_path, **sizes, async_save=async_save)
     run = Processes(replace(config, parallel=ParallelSettings(hang_timeout=60)), world)
     for name in ("warm", "whole"):

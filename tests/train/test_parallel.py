@@ -4,11 +4,11 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from headwater.train.config import Config, ParallelSettings
 from headwater.train.distributed import pipeline
 from headwater.train.distributed.fsdp import clip, fetched_together, gather
 from headwater.train.distributed.ranks import Ranks, join
+from headwater.train.distributed.stages import States
 from headwater.train.loop import accumulate, depth_gradients, evaluate, update
 from headwater.train.run import Run, begin, save
 
@@ -135,9 +136,10 @@ def settings(folder: Path, residual: str, **changes: Any) -> Config:
 
 
 def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = None) -> Config:
-    """Where nothing is pipelined, two micro-batches show what four do, in half the time."""
+    """Two micro-batches show what four do, in half the time, where nothing is pipelined and where a pipeline of two
+    ranks is beside something else: by itself it has four."""
     parallel = parallel or config.parallel
-    micros = config.train.accumulate if parallel.pipeline > 1 else 2
+    micros = config.train.accumulate if parallel.pipeline == case.world or EVERYTHING else 2
     return replace(
         config,
         model=replace(config.model, residual=case.residual, layers=case.layers),
@@ -203,11 +205,23 @@ def work(jobs: list[tuple[Case, Config, Path]]) -> None:
     if not EVERYTHING:  # the same graphs, of which inductor would take a minute to make machine code
         compiled = torch.nn.Module.compile
         torch.nn.Module.compile = lambda module: compiled(module, backend="aot_eager", fullgraph=True)
-    pipeline.trace_states = functools.cache(pipeline.trace_states)  # many layouts cut one model
+    pipeline.trace_states = trace_once(pipeline.trace_states)
     for case, config, out in jobs:
         torch.compiler.reset()  # each is a run of its own
         with precise() if case.muon == "fp32" else nullcontext():
             one_case(config, out, case.steps)
+
+
+def trace_once(trace: Callable[..., States]) -> Callable[..., States]:
+    """What crosses cuts takes seconds to find: many layouts cut one model, and one rank finds it for all."""
+
+    @functools.cache
+    def traced(*arguments: Any) -> States:
+        found = [trace(*arguments) if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(found)
+        return cast(States, found[0])
+
+    return traced
 
 
 @functools.cache
