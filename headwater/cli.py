@@ -194,14 +194,16 @@ def ready_for_text(folder: Path, device: str, tensor: int) -> Iterator[tuple[Any
 
         with divided_run(folder, device, tensor) as parts:
             yield parts
-        return
-    model, tokenizer, _ = load_any(folder, device)
-    if not is_transformers(folder):
-        yield model, tokenizer
-        return
-    from headwater.hf.generate import Engine, Words
+    elif is_transformers(folder):
+        model, tokenizer, _ = load_any(folder, device)
+        from headwater.hf.generate import Engine, Words
 
-    yield Engine(model), Words(tokenizer)
+        yield Engine(model), Words(tokenizer)
+    else:
+        from headwater.train import load_run
+
+        model, tokenizer, _ = load_run(folder, device)
+        yield model, tokenizer
 
 
 def inspect(argv: list[str]) -> None:

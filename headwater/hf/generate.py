@@ -67,7 +67,6 @@ class _Anew:
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
         for _ in range(count):
-            draw.prepare()
             yield draw(self.next_logits(drawn)).tolist()
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
@@ -103,7 +102,7 @@ class _Cached(_Anew):
             yield from super().tokens(draw, drawn, count)
             return
         logits = self._prefill()
-        yield from ReplayedSteps(self.step, len(self.rows), self.device, draw).tokens_after(logits, count, draw.prepare)
+        yield from ReplayedSteps(self.step, len(self.rows), self.device, draw).tokens_after(logits, count)
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         if not self.seen:

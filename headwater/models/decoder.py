@@ -137,15 +137,17 @@ class Decoder(nn.Module):
     def sublayer_kinds(self) -> tuple[str, ...]:
         return self.config.kinds
 
-    def new_cache(self) -> Cache:
-        """What `forward` fills, and continues from: keys and values, states of KDA, latents of MLA."""
-        return Cache(new_entry(self.config, kind) for kind in self.config.kinds)
+    def new_cache(self, room: int | None = None) -> Cache:
+        """What `forward` fills, and continues from: keys and values, states of KDA, latents of MLA. `room`: the most
+        tokens that a row will have, which are then allocated at once; None lets the cache grow, by copies."""
+        return Cache(new_entry(self.config, kind, room) for kind in self.config.kinds)
 
     def fixed_cache(self, caches: Sequence[Cache], order: Sequence[int], room: int) -> Cache:
         """What several groups of prompts left behind, as one cache of fixed size for all of their rows.
 
-        `caches`: one for each group, each with `seen` tokens; `order`: for each row of the batch its place among the
-        rows of all groups, one group after the other; `room`: tokens that a row can have in all.
+        `caches`: one for each group, each with `seen` tokens, which are emptied one sublayer after the other, so that
+        what they hold is not there twice; `order`: for each row of the batch its place among the rows of all groups,
+        one group after the other; `room`: tokens that a row can have in all.
         """
         device, groups = self.embedding.weight.device, [cache.seen for cache in caches]
         sizes = [cache.batch for cache in caches]
@@ -154,7 +156,7 @@ class Decoder(nn.Module):
         rows = Rows(
             torch.tensor([lengths[i] for i in order], device=device), room, groups[0] if len(set(groups)) == 1 else None
         )
-        fixed = Cache(gather([cache[i] for cache in caches], rows, place, groups) for i in range(len(self.sublayers)))
+        fixed = Cache(gather([cache.pop(0) for cache in caches], rows, place, groups) for _ in self.sublayers)
         fixed.past = tuple(torch.cat(parts)[place] for parts in zip(*(cache.past for cache in caches), strict=True))
         fixed.rows, fixed.seen, fixed.batch = rows, max(groups), len(lengths)
         return fixed

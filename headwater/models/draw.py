@@ -2,8 +2,8 @@
 
     token = argmax_v p_v / e_v,   e_v ~ Exp(1):   v is chosen with probability p_v
 
-That is what torch.multinomial does for one sample. The e_v come from the row's own generator on the host, whatever the
-device: they depend on no logits, so that they can be on their way while a GPU still computes them.
+That is what torch.multinomial does for one sample. The e_v are numbers of a counter and the row's seed
+(`headwater.ops.decode.exponentials`), the same on every device, and nothing of it waits for the host.
 """
 
 from __future__ import annotations
@@ -13,53 +13,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwater.ops.decode import likeliest
+from headwater.ops.decode import exponentials, likeliest
 
 from .sampling import Sampling
+
+NO_NUMBERS = -1  # in the place of a token: among the row's logits is a NaN
 
 
 class Draw:
     """Draws for a batch. `prompts`: what each row has so far; row r draws with seed + r, whatever the others do.
 
-    `prepare` before each call; the call itself waits for nothing, and can be recorded in a CUDA graph.
+    A call waits for nothing, and can be recorded in a CUDA graph.
     """
 
     def __init__(
         self, sampling: Sampling, prompts: Sequence[Sequence[int]], seed: int, vocab: int, device: torch.device
     ) -> None:
-        self.sampling = sampling
-        self.generators = [torch.Generator().manual_seed(seed + r) for r in range(len(prompts))]
-        shape = len(prompts), vocab
-        self.noise = None if sampling.temperature == 0 else torch.ones(shape, device=device)
+        self.sampling, self.vocab = sampling, vocab
+        seeds = [(seed + r) % 2**63 for r in range(len(prompts))]
+        self.seeds = torch.tensor(seeds, device=device)
+        self.step = torch.zeros(1, dtype=torch.long, device=device)
         self.seen = None
         if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            self.seen = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
             for row, prompt in zip(self.seen, prompts):
                 row[torch.tensor(prompt, dtype=torch.long, device=device)] = True
 
-    def prepare(self) -> None:
-        """Let the generators draw what the next call needs."""
-        if self.noise is None:
-            return
-        new = torch.empty(self.noise.shape, pin_memory=self.noise.is_cuda)
-        for row, generator in zip(new, self.generators):
-            row.exponential_(1, generator=generator)
-        self.noise.copy_(new, non_blocking=True)
-
     def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens (B,) from logits (B, vocab)."""
-        if self.noise is None and self.seen is None:
+        """Tokens (B,) from logits (B, vocab), NO_NUMBERS where a row's are none."""
+        greedy = self.sampling.temperature == 0
+        if greedy and self.seen is None:
             return likeliest(logits)
         logits = logits.float()
         if self.seen is not None:
             penalty = self.sampling.repetition_penalty
             logits = torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-        if self.noise is None:
-            tokens = logits.argmax(-1)
+        if greedy:
+            tokens = likeliest(logits)
         else:
-            tokens = (shares_of(logits, self.sampling) / self.noise).argmax(-1)
+            tokens = likeliest(shares_of(logits, self.sampling) / exponentials(self.seeds, self.step, self.vocab))
+            self.step += 1
         if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
+            self.seen.scatter_(1, tokens.clamp_min(0)[:, None], True)
         return tokens
 
 

@@ -8,6 +8,7 @@ its write into the ones before, the rotation and the cache into attention (`head
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol, cast
 
 import torch
@@ -82,7 +83,7 @@ class Blocks:
         # are compiled once for such addresses, and once more for others.
         self.outs = like.new_empty(2, count, *like.shape)
         self.lses = torch.empty(2, count, rows + -rows % 4, dtype=wide, device=like.device)[..., :rows]
-        self.aside = torch.cuda.Stream(like.device) if ASIDE and like.is_cuda else None
+        self.aside = _stream_aside(like.device) if ASIDE and like.is_cuda else None
 
     def begin(self) -> Tensor:
         return self.bank[0]
@@ -119,6 +120,11 @@ class Blocks:
 
     def end(self) -> tuple[Tensor, Merge | None]:
         return self._newest(self.sublayers)
+
+
+@functools.cache  # one a GPU: what runs there waits for all before it and is waited for, whoever decodes
+def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def reason_against(model: Decoder) -> str | None:

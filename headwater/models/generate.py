@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .decoder import Cache, Decoder
-from .draw import Draw
+from .draw import NO_NUMBERS, Draw
 from .prefill import choose_chunk
 from .sampling import Portion, Sampling, check_counts
 from .step import DeviceSteps
@@ -135,21 +135,42 @@ def stream(
     rows = _check(engine, tokens, max_new_tokens, sampling, prefill_chunk)
     draw = Draw(sampling, rows, seed, engine.vocab, engine.device)
     drawn: list[list[int]] = [[] for _ in rows]
-    live, training = [True] * len(rows), [(module, module.training) for module in engine.module.modules()]
+    live = [True] * len(rows)
     reader = engine.reader(rows, max_new_tokens, prefill_chunk, use_cache, graph)
-    engine.module.eval()
-    try:
-        for new in reader.tokens(draw, drawn, max_new_tokens):
-            yield [token if alive else None for token, alive in zip(new, live)]
-            for r, token in enumerate(new):
-                drawn[r].append(token)
-                own = drawn[r]
-                live[r] = live[r] and token != stop and not (ended is not None and ended(r, own))
-            if not any(live):
-                return
-    finally:
-        for module, mode in training:
-            module.training = mode
+    for new in _in_evaluation(engine.module, reader.tokens(draw, drawn, max_new_tokens)):
+        _refuse_no_numbers(new, live, len(drawn[0]))
+        yield [token if alive else None for token, alive in zip(new, live)]
+        for r, token in enumerate(new):
+            drawn[r].append(token)
+            own = drawn[r]
+            live[r] = live[r] and token != stop and not (ended is not None and ended(r, own))
+        if not any(live):
+            return
+
+
+def _in_evaluation(module: nn.Module, steps: Iterator[list[int]]) -> Iterator[list[int]]:
+    """The steps, each with the model in evaluation mode; between two of them it is as its owner has it."""
+    while True:
+        training = [part for part in module.modules() if part.training]
+        for part in training:
+            part.training = False
+        try:
+            new = next(steps, None)
+        finally:
+            for part in training:
+                part.training = True
+        if new is None:
+            return
+        yield new
+
+
+def _refuse_no_numbers(new: list[int], live: list[bool], count: int) -> None:
+    bad = [r for r, (token, alive) in enumerate(zip(new, live)) if alive and token == NO_NUMBERS]
+    if bad:
+        raise ValueError(
+            f"after {count} new tokens the logits of prompt {bad[0]} are not numbers (NaN): look for NaN in the "
+            "weights; numbers that overflow in float16 do not in bfloat16 or float32"
+        )
 
 
 class ReadAnew:
@@ -160,7 +181,6 @@ class ReadAnew:
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
         for _ in range(count):
-            draw.prepare()
             yield draw(self.next_logits(drawn)).tolist()
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
@@ -188,9 +208,10 @@ class ReadOnce(ReadAnew):
 
     def _prefill(self) -> Tensor:
         by_length = sorted(range(len(self.rows)), key=lambda r: len(self.rows[r]))
+        even = len({len(row) for row in self.rows}) == 1
         caches, logits = [], []
-        for _, group in groupby(by_length, key=lambda r: len(self.rows[r])):
-            cache = self.model.new_cache()
+        for length, group in groupby(by_length, key=lambda r: len(self.rows[r])):
+            cache = self.model.new_cache(self.room if even else length)
             hidden = self.read(torch.tensor([self.rows[r] for r in group], device=self.device), cache)
             caches.append(cache)
             logits.append(self.model.head(hidden[:, -1]))
@@ -211,7 +232,7 @@ class _OnDevice(ReadOnce):
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
         logits = self._prefill()
         assert self.cache is not None
-        yield from DeviceSteps(self.model, self.cache, draw).tokens_after(logits, count, draw.prepare)
+        yield from DeviceSteps(self.model, self.cache, draw).tokens_after(logits, count)
 
 
 def _check(engine: Engine, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion) -> list[list[int]]:

@@ -1,11 +1,11 @@
 """How many tokens of a prompt to read at once: as many as half of the free memory is for.
 
-    tokens = (free - 2 cache) / 2 / rows / (e (D (N + S + 6) + 2 W))
+    tokens = (free - cache) / 2 / rows / (e (D (N + S + 6) + 2 W))
 
 e: bytes of a number; D: the width; N: tensors that the residual holds at its last read, the sources of Attention
 Residuals; S: sublayers of a block, whose reads of the finished blocks are there at once; W: what one sublayer's
-projections produce, the widest. The cache is there twice while its parts are laid out. The bank of sources, D N of
-these, is what chunks are for: of 128k tokens at width 7168 it would take 15 GB.
+projections produce, the widest. The bank of sources, D N of these, is what chunks are for: of 128k tokens at width 7168
+it would take 15 GB.
 """
 
 from __future__ import annotations
@@ -83,5 +83,5 @@ def choose_chunk(model: Decoder, batch: int, room: int, free: int | None = None)
             f"a cache of {batch} rows of {room} tokens takes {cache / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
             f"free: {fewer}lower max_new_tokens, or shorten the prompts"
         )
-    tokens = max(0, free - 2 * cache) // 2 // batch // bytes_per_token(model)
+    tokens = max(0, free - cache) // 2 // batch // bytes_per_token(model)
     return None if tokens >= room else max(LEAST, tokens // LEAST * LEAST)

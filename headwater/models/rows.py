@@ -1,8 +1,8 @@
 """Caches of fixed size, for a batch whose rows may be at different positions: what decoding needs.
 
-Prompts of one length are read together into caches that grow (`Decoder.new_cache`); `gather` then lays them all out
-in tensors that are allocated once, with room for what will be drawn. A new token is written at its row's place, and
-looks at what its row has.
+Prompts of one length are read together, into tensors that are allocated at their first tokens (`RoomKV`). Where all
+prompts have one length, these have room for what will be drawn too; otherwise `gather` lays them out, one sublayer
+after the other. A new token is written at its row's place, and looks at what its row has.
 """
 
 from __future__ import annotations
@@ -58,6 +58,53 @@ class Rows:
         places = self.places(count)[:, None, :, None]
         seen = keys <= places
         return seen if window is None else seen & (keys > places - window)
+
+
+class RoomKV(KVCache):
+    """Keys and values of rows that have come equally far, which grow inside tensors (B, room, kv_heads, head_dim)."""
+
+    def __init__(self, room: int, window: int | None) -> None:
+        super().__init__(window)
+        self.room, self.seen = room, 0
+
+    def __len__(self) -> int:
+        return self.seen
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        first, self.seen = self.seen, self.seen + keys.shape[-2]
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (_with_room(part.transpose(1, 2), self.room) for part in (keys, values))
+            return keys, values
+        visible = slice(0 if self.window is None else max(0, first + 1 - self.window), self.seen)
+        for kept, new in ((self.keys, keys), (self.values, values)):
+            kept[:, first : self.seen] = new.transpose(1, 2)
+        return self.keys[:, visible].transpose(1, 2), self.values[:, visible].transpose(1, 2)
+
+
+class RoomLatents(LatentCache):
+    """The same for latents, (B, room, latent + shared)."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.seen = room, 0
+
+    def __len__(self) -> int:
+        return self.seen
+
+    def append(self, latent: Tensor) -> Tensor:
+        first, self.seen = self.seen, self.seen + latent.shape[1]
+        if self.latent is None:
+            self.latent = _with_room(latent, self.room)
+            return latent
+        self.latent[:, first : self.seen] = latent
+        return self.latent[:, : self.seen]
+
+
+def _with_room(new: Tensor, room: int) -> Tensor:
+    """(B, room, ...) that begins with `new`, (B, T, ...)."""
+    whole = new.new_zeros(len(new), room, *new.shape[2:])
+    whole[:, : new.shape[1]] = new
+    return whole
 
 
 class FixedKV(KVCache):
@@ -135,25 +182,39 @@ def gather(
     are the batch's.
     """
     first = entries[0]
-
-    def parts(name: str) -> list[Tensor]:
-        return [getattr(entry, name) for entry in entries]
-
     if isinstance(first, KDAState):
-        return FixedState(torch.cat(parts("state"))[order], torch.cat(parts("tail"))[order], seen=max(lengths))
+        states, tails = ([getattr(entry, name) for entry in entries] for name in ("state", "tail"))
+        return FixedState(torch.cat(states)[order], torch.cat(tails)[order], seen=max(lengths))
     if isinstance(first, LatentCache):
-        return FixedLatents(rows, spread(parts("latent"), rows, order, lengths))
+        return FixedLatents(rows, spread(entries, "latent", rows, order, lengths))
     if first.keys is None:
         return first  # of a sublayer that mixes channels
-    keys, values = ([part.transpose(1, 2) for part in parts(name)] for name in ("keys", "values"))
-    return FixedKV(rows, spread(keys, rows, order, lengths), spread(values, rows, order, lengths), first.window)
+    keys, values = (spread(entries, name, rows, order, lengths) for name in ("keys", "values"))
+    return FixedKV(rows, keys, values, first.window)
 
 
-def spread(parts: Sequence[Tensor], rows: Rows, order: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Tensors (b, T, ...), each the last T of a length, as one (B, room, ...)."""
-    whole = parts[0].new_zeros(sum(map(len, parts)), rows.room, *parts[0].shape[2:])
-    start = 0
+def spread(entries: Sequence[object], name: str, rows: Rows, order: Tensor, lengths: Sequence[int]) -> Tensor:
+    """What entries keep under a name, each the last tokens of a length, as one (B, room, ...): the entry's own tensor,
+    where there is one that has room."""
+    only = entries[0]
+    if len(entries) == 1 and isinstance(only, RoomKV | RoomLatents) and only.room == rows.room and _in_order(order):
+        return getattr(only, name)
+    parts = [_tokens_of(entry, name) for entry in entries]
+    whole = parts[0].new_zeros(len(order), rows.room, *parts[0].shape[2:])
+    places, start = order.argsort(), 0
     for part, length in zip(parts, lengths):
-        whole[start : start + len(part), length - part.shape[1] : length] = part
+        whole[places[start : start + len(part)], length - part.shape[1] : length] = part
         start += len(part)
-    return whole[order]
+    return whole
+
+
+def _in_order(order: Tensor) -> bool:
+    return order.tolist() == list(range(len(order)))
+
+
+def _tokens_of(entry: object, name: str) -> Tensor:
+    """(B, T, ...)."""
+    kept: Tensor = getattr(entry, name)
+    if isinstance(entry, RoomKV | RoomLatents):
+        return kept[:, : entry.seen]
+    return kept.transpose(1, 2) if isinstance(entry, KVCache) else kept

@@ -55,6 +55,7 @@ class ReplayedSteps:
     ) -> None:
         self.step, self.draw, self.graph, self.device = step, draw, graph, device
         self.tokens = torch.zeros(batch, dtype=torch.long, device=device)
+        self.drawn = self.tokens.clone()  # the same, or that there is none
         self.logits: Tensor | None = None
         self.replay: Callable[[], None] | None = None
         self.taken = 0
@@ -74,7 +75,11 @@ class ReplayedSteps:
 
     def _once(self) -> None:
         self.logits = self.step(self.tokens)
-        self.tokens.copy_(self.draw(self.logits))
+        self._draw(self.logits)
+
+    def _draw(self, logits: Tensor) -> None:
+        self.drawn.copy_(self.draw(logits))
+        torch.clamp(self.drawn, min=0, out=self.tokens)  # what stands for no token is none that a model could read
 
     def _capture(self) -> None:
         """Record a step, or say in a line why not, and go on without."""
@@ -84,16 +89,14 @@ class ReplayedSteps:
             self.graph = False
             warnings.warn(f"decoding is not captured as a CUDA graph: {reason}. It goes on, more slowly", stacklevel=2)
 
-    def tokens_after(self, logits: Tensor, count: int, prepare: Callable[[], None]) -> Iterator[list[int]]:
-        """A token of every row, `count` times, some steps behind the GPU: the first from logits (B, vocab).
-        `prepare` is called before each draw."""
+    def tokens_after(self, logits: Tensor, count: int) -> Iterator[list[int]]:
+        """A token of every row, `count` times, some steps behind the GPU: the first from logits (B, vocab)."""
         waiting: list[tuple[Tensor, torch.cuda.Event]] = []
         for number in range(count):
-            prepare()
             if number:
                 self.run()
             else:
-                self.tokens.copy_(self.draw(logits))
+                self._draw(logits)
             waiting.append(self._send())
             if len(waiting) > AHEAD:
                 yield _arrived(waiting.pop(0))
@@ -102,7 +105,7 @@ class ReplayedSteps:
 
     def _send(self) -> tuple[Tensor, torch.cuda.Event]:
         """The tokens on their way to the host, and a mark to wait for."""
-        sent = torch.empty(self.tokens.shape, dtype=torch.long, pin_memory=True).copy_(self.tokens, non_blocking=True)
+        sent = torch.empty(self.drawn.shape, dtype=torch.long, pin_memory=True).copy_(self.drawn, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         return sent, done

@@ -14,6 +14,7 @@ from .mla import MLA, LatentCache
 from .mlp import SwiGLU
 from .moe import MoE
 from .norm import RMSNorm
+from .rows import RoomKV, RoomLatents
 
 Body = Attention | KDA | MLA | SwiGLU | MoE
 Entry = KVCache | KDAState | LatentCache  # what a cache keeps of a sublayer
@@ -28,11 +29,15 @@ BODIES: dict[str, Callable[[ModelConfig, bool], Body]] = {
 }
 
 
-def new_entry(config: ModelConfig, kind: str) -> Entry:
-    """What a cache begins with for a sublayer of a kind; what mixes channels leaves it empty."""
+def new_entry(config: ModelConfig, kind: str, room: int | None) -> Entry:
+    """What a cache begins with for a sublayer of a kind; what mixes channels leaves it empty. `room`: tokens to
+    allocate at once, if it is known how many will come."""
     if kind == "kda":
         return KDAState()
-    return LatentCache() if kind == "mla" else KVCache(config.shortswa if kind == "shortswa" else None)
+    if kind == "mla":
+        return LatentCache() if room is None else RoomLatents(room)
+    window = config.shortswa if kind == "shortswa" else None
+    return KVCache(window) if room is None else RoomKV(room, window)
 
 
 class Sublayer(nn.Module):

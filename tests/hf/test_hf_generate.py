@@ -34,7 +34,7 @@ def greedy(model, **ways):
     return headwater.generate(hf.Engine(model), PROMPTS, 9, temperature=0.0, **ways)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "qwen3_moe"])
 def test_rows_of_any_lengths_are_continued_as_each_alone(model_type):
     model = converted(model_type=model_type)
     own = own_tokens(model)
@@ -66,7 +66,7 @@ def test_a_host_that_is_behind_sees_the_same_tokens(monkeypatch):
 
     monkeypatch.setattr(ways._Cached, "__init__", as_on_a_gpu)
     monkeypatch.setattr(ReplayedSteps, "_capture", lambda self: setattr(self, "replay", self._once))
-    monkeypatch.setattr(ReplayedSteps, "_send", lambda self: (self.tokens.clone(), SimpleNamespace(synchronize=int)))
+    monkeypatch.setattr(ReplayedSteps, "_send", lambda self: (self.drawn.clone(), SimpleNamespace(synchronize=int)))
     assert greedy(model) == own
 
 

@@ -206,7 +206,6 @@ def drawn_from(logits, count, before=(), seed=0, **settings) -> list[int]:
     draw, tokens = Draw(Sampling(**settings), [before], seed, logits.shape[-1], logits.device), []
     for _ in range(count):
         kept = None if draw.seen is None else draw.seen.clone()
-        draw.prepare()
         tokens.append(int(draw(logits)))
         draw.seen = kept
     return tokens
@@ -234,11 +233,19 @@ def test_sampling_respects_its_limits():
         assert sum(found) / 500 == pytest.approx((logits[0] / temperature).softmax(-1)[0].item(), abs=0.06)
 
 
-def test_a_draw_is_multinomials():
-    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(4))
-    generator = torch.Generator().manual_seed(7)
-    theirs = [int(torch.multinomial(logits.softmax(-1), 1, generator=generator)) for _ in range(100)]
-    assert drawn_from(logits, 100, seed=7) == theirs
+def test_a_draw_has_the_softmaxs_shares():
+    """Of 20,000 rows, each with a seed of its own, of their next draws, and of many draws of one: chi squared is within
+    four standard deviations of its mean."""
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(4))
+    draw = Draw(Sampling(), [[]] * 20000, 7, 200, torch.device("cpu"))
+    first, second = (draw(logits.expand(20000, 200)) for _ in range(2))
+    alone = drawn_from(logits[None], 2000, seed=7)
+    assert [int(first[0]), int(second[0])] == alone[:2]
+    for found in (first, second, torch.tensor(alone)):
+        wanted = logits.softmax(-1) * len(found)
+        chi = ((torch.bincount(found, minlength=200) - wanted).square() / wanted).sum()
+        assert abs(chi - 199) < 4 * (2 * 199) ** 0.5
+    assert (first == second).float().mean() == pytest.approx(logits.softmax(-1).square().sum().item(), abs=0.004)
 
 
 def test_what_was_drawn_counts_as_seen():

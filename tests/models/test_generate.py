@@ -79,9 +79,16 @@ def test_each_row_stops_by_itself():
 def test_the_cache_has_its_size_at_once(kind, prompts, monkeypatch):
     """What is kept of keys, values and latents is where it was, and as large as it was, after any number of tokens."""
     spec, settings = MODELS[kind]
-    model, made = model_of(spec, scatter=True, context=40, **settings), []
+    model, made, before = model_of(spec, scatter=True, context=40, **settings), [], []
     real = model.fixed_cache
-    monkeypatch.setattr(model, "fixed_cache", lambda *words: made.append(real(*words)) or made[0])
+
+    def fixed(caches, *words):
+        before.extend(addresses(entry for cache in caches for entry in cache))
+        made.append(real(caches, *words))
+        assert not any(caches), "what prompts have left is not there twice"
+        return made[0]
+
+    monkeypatch.setattr(model, "fixed_cache", fixed)
     places = []
     for _ in stream(model, prompts, 30, Sampling(temperature=0.0)):
         kept = (getattr(entry, name, None) for entry in made[0] for name in ("keys", "values", "latent"))
@@ -89,6 +96,32 @@ def test_the_cache_has_its_size_at_once(kind, prompts, monkeypatch):
     assert len(places) == 30
     assert places[0]
     assert all(place == places[0] for place in places)
+    if len(prompts[0]) == len(prompts[1]):  # prompts were read where the cache is
+        assert addresses(made[0]) == before
+
+
+def addresses(entries):
+    kept = (getattr(entry, name, None) for entry in entries for name in ("keys", "values", "latent"))
+    return [t.data_ptr() for t in kept if t is not None]
+
+
+def test_between_two_steps_of_a_stream_the_model_is_as_its_owner_has_it():
+    model = model_of("attnres-block", scatter=True)
+    steps = stream(model, PROMPTS, 5, Sampling(temperature=0.0))
+    next(steps)
+    assert all(module.training for module in model.modules())
+    model.eval()
+    next(steps)
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 3, "repetition_penalty": 2.0}])
+def test_logits_that_are_no_numbers_are_named(settings):
+    model = model_of("standard", scatter=True)
+    model.embedding.weight.data[7] = torch.nan  # of a token that one prompt alone has
+    assert len(generate(model, [[1, 2], [3]], 1, **settings)[0]) == 3
+    with pytest.raises(ValueError, match="after 0 new tokens the logits of prompt 1 are not numbers"):
+        generate(model, [[1, 2], [3, 7, 4]], 3, **settings)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +184,12 @@ def test_texts_are_continued_together():
 
 
 def test_portions_fit_the_free_memory():
-    """Half of what is free, the cache counted twice; whole where it fits; never so small that weights are all one
-    reads."""
+    """Half of what is free beside the cache; whole where it fits; never so small that weights are all one reads."""
     model = model_of("attnres-block:block=2", context=10**6)
     each, cache = bytes_per_token(model), cache_bytes(model, 2, 10000)
     assert cache == 2 * 10000 * 4 * (2 * 2 * 8) * 4  # rows, tokens, layers, keys and values of two heads of 8, fp32
-    assert choose_chunk(model, 2, 10000, free=2 * cache + 2 * 2 * each * 1300) == 1280
-    assert choose_chunk(model, 2, 10000, free=2 * cache + 2 * 2 * each * 10000) is None
+    assert choose_chunk(model, 2, 10000, free=cache + 2 * 2 * each * 1300) == 1280
+    assert choose_chunk(model, 2, 10000, free=cache + 2 * 2 * each * 10000) is None
     assert choose_chunk(model, 2, 10000, free=cache) == 256
     more = bytes_per_token(model_of("attnres-full")) - bytes_per_token(model_of("standard"))
     assert more == 4 * 32 * 8  # one more source for each of eight outputs

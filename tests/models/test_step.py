@@ -92,7 +92,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr("headwater.models.generate.ReadOnce", _OnDevice)
     monkeypatch.setattr(DeviceSteps, "_capture", lambda self: setattr(self, "replay", self._once))
     done = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(DeviceSteps, "_send", lambda self: (self.tokens.clone(), done))
+    monkeypatch.setattr(DeviceSteps, "_send", lambda self: (self.drawn.clone(), done))
 
 
 @pytest.mark.parametrize("spec", ["standard", "attnres-block:block=3", "mhc"])
@@ -229,6 +229,25 @@ def test_steps_are_captured_and_stops_are_met(spec):
     found = list(stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row))
     assert [sum(step[row] is not None for step in found) for row in range(3)] == [1, 2, 3]
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block", "mhc")])
+def test_a_gpu_draws_the_tokens_of_a_cpu(spec):
+    """In fp32, token for token: prompts, steps and random numbers."""
+    model = model_of(spec, scatter=True, context=128)
+    for ways in ({"temperature": 0.0}, {"seed": 3}, {"seed": 3, "top_p": 0.8, "repetition_penalty": 1.2}):
+        own = generate(model.cpu(), PROMPTS, 100, **ways)
+        assert generate(model.cuda(), PROMPTS, 100, **ways) == own
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_gpu_says_that_logits_are_no_numbers():
+    model = model_of("attnres-block", scatter=True).cuda()
+    token = generate(model, PROMPTS[:1], 3, temperature=0.0)[0][-1]
+    model.embedding.weight.data[token] = torch.nan
+    with pytest.raises(ValueError, match=r"after [123] new tokens the logits of prompt 0 are not numbers"):
+        generate(model, PROMPTS[:1], 20, temperature=0.0)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from headwater.ops.decode import Merge, Norm, attend, likeliest, open_span, project, take
+from headwater.ops.decode import Merge, Norm, attend, exponentials, likeliest, open_span, project, take
+from headwater.ops.decode.reference import philox
 
 pytest.importorskip("triton", reason="the kernels need triton")
 GPU = torch.cuda.is_available()
@@ -138,11 +139,42 @@ def test_tokens_are_looked_up_and_chosen(device, monkeypatch):
     weight, tokens = numbers(300, 72, device=device), torch.tensor([7, 299, 0], device=device)
     rows = take(weight, tokens, torch.empty(3, 72, device=device), backend="triton")
     assert torch.equal(rows, weight[tokens])
-    logits = numbers(4, 300, device=device)
+    logits = numbers(5, 300, device=device)
     logits[1, [40, 200]] = 9.0  # of equals the first
-    logits[2], logits[3] = float("-inf"), torch.nan
+    logits[2], logits[3], logits[4, 70] = float("-inf"), torch.nan, torch.nan
     logits[2, 299] = -1e30
     found = likeliest(logits, backend="triton")
-    assert torch.equal(found[:3], likeliest(logits, backend="reference")[:3])
-    assert found[1] == 40
-    assert 0 <= int(found[3]) < 300  # a token all the same
+    assert torch.equal(found, likeliest(logits, backend="reference"))
+    assert found.tolist()[1:] == [40, 299, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("counters", "key", "numbers"),
+    [
+        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_has_its_authors_numbers(counters, key, numbers):
+    """The known answers of Random123."""
+    found = philox([torch.tensor([c]) for c in counters], tuple(torch.tensor([k]) for k in key))
+    assert " ".join(f"{int(number):08x}" for number in found) == numbers
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 7, 3001])
+def test_exponentials_are_their_reference(count, device):
+    seeds = torch.tensor([0, 5, 2**62 + 3], device=device)
+    for number in (0, 1, 2**31 - 1):
+        step = torch.tensor([number], device=device)
+        mine, own = (exponentials(seeds, step, count, backend=way) for way in ("triton", "reference"))
+        torch.testing.assert_close(mine, own, atol=0.0, rtol=1e-6)
+        assert (own > 0).all()
+        if count > 3000:
+            assert own.mean() == pytest.approx(1, abs=0.05)
+            assert len(own.unique()) > 0.999 * own.numel()

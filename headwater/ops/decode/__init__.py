@@ -1,6 +1,6 @@
 """The parts of a decoding step, one launch each: references, kernels (projection, attention, span, token), doors."""
 
-from .operators import attend, likeliest, open_span, project, take
+from .operators import attend, exponentials, likeliest, open_span, project, take
 from .reading import Merge, Norm
 
-__all__ = ["Merge", "Norm", "attend", "likeliest", "open_span", "project", "take"]
+__all__ = ["Merge", "Norm", "attend", "exponentials", "likeliest", "open_span", "project", "take"]

@@ -121,11 +121,27 @@ def take(weight: Tensor, tokens: Tensor, out: Tensor, *, backend: Backend = "aut
 
 
 def likeliest(logits: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """The largest of each row of logits (B, V), contiguous: places (B,) int64, of equals the first."""
+    """The largest of each row of logits (B, V), contiguous: places (B,) int64, of equals the first; -1 where one of the
+    logits is NaN."""
     if not use_triton(backend, logits[:, :1]):  # rows may be wider than those of other operators
-        return logits.argmax(-1)
+        return reference.likeliest(logits)
     from . import token as kernel
 
     tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
     kernel.likeliest(logits, tokens)
     return tokens
+
+
+def exponentials(seeds: Tensor, step: Tensor, count: int, *, backend: Backend = "auto") -> Tensor:
+    """Random numbers of the exponential distribution, the same on every device but for the logarithm's last bit.
+
+    Arguments: seeds (B,) int64, one for each row; step (1,) int64, below 2 ** 31, the same seeds have other numbers at
+    another; count, how many for a row. Returns (B, count) in fp32, above zero, one in 2 ** 25 infinite.
+    """
+    noise = torch.empty(len(seeds), count, device=seeds.device)
+    if not use_triton(backend, noise[:, :1]):
+        return reference.exponentials(seeds, step, count)
+    from . import token as kernel
+
+    kernel.exponentials(seeds, step, noise)
+    return noise

@@ -72,3 +72,31 @@ def attend(
 
 def open_span(sources: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return depth.attend_blocks(sources.unbind(0), folded, None, eps)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    top, places = logits.max(-1)  # which is NaN where one of them is
+    return places.masked_fill(top.isnan(), -1)
+
+
+def philox(counters: Sequence[Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Philox 4x32 in ten rounds (Salmon et al., SC 2011): four random numbers for four counters and a key of two, all
+    of 32 bits in int64, whose products wrap around as they should."""
+    low = 0xFFFFFFFF
+    (a, b, c, d), (k0, k1) = counters, key
+    for _ in range(10):
+        first, third = a * 0xD2511F53, c * 0xCD9E8D57
+        a, c = (third >> 32 & low) ^ b ^ k0, (first >> 32 & low) ^ d ^ k1
+        b, d = third & low, first & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return [a, b, c, d]
+
+
+def exponentials(seeds: Tensor, step: Tensor, count: int) -> Tensor:
+    quarter = -(-count // 4)
+    zero = torch.zeros(1, dtype=torch.long, device=seeds.device)
+    place = torch.arange(quarter, device=seeds.device)
+    key = seeds[:, None] & 0xFFFFFFFF, seeds[:, None] >> 32 & 0xFFFFFFFF
+    bits = torch.cat(philox((place, step, zero, zero), key), -1)[:, :count]
+    u = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    return torch.where(u < 1e-3, u * (1 + u * (0.5 + u * (1 / 3))), -torch.log(1 - u))
