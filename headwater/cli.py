@@ -202,8 +202,8 @@ def ready_for_text(folder: Path, device: str, tensor: int) -> Iterator[tuple[Any
     else:
         from headwater.train import load_run
 
-        model, tokenizer, _ = load_run(folder, device)
-        yield model, tokenizer
+        run = load_run(folder, device)
+        yield run.model, run.tokenizer
 
 
 def inspect(argv: list[str]) -> None:
