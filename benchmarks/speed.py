@@ -3,7 +3,8 @@
     python -m benchmarks.speed --out FILE                                  # one H200, about 7 minutes
     python -m benchmarks.speed --sizes 50m --arms standard attnres-block   # a part of it
 
-An arm is a residual as `headwater train` runs it by default (CUDA graph, layers compiled); `standard/model` compiles
+Each is timed right after as many steps of its own that do not count, and every round begins with another arm: a GPU's
+clock follows what ran before. An arm is a residual as `headwater train` runs it by default (CUDA graph, layers compiled); `standard/model` compiles
 the whole plain model instead, and the better of the two is what others are measured against. `fla-attnres` is Block
 Attention Residuals over fla's operator, which reads every source at every sublayer, in the same decoder. `fla-kda` is
 fla's own KDA model, as wide and deep as ours with dense MLPs of the experts' active width, in a loop of its own.
@@ -204,8 +205,10 @@ def measure(size: str, names: list[str], folder: Path, device: str, rounds: int)
             print(f"{size} {name}: ready after {arms[-1].found['first_step_seconds']:.1f} s", file=sys.stderr)
         except (RuntimeError, ImportError, ValueError) as error:  # a peer's own; the others are measured all the same
             failed[name] = {"failed": str(error).strip().splitlines()[0]}
-    for arm in arms * rounds:
-        arm.rates.append(arm.go(STEPS))
+    for number in range(rounds):
+        for arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
+            arm.go(STEPS)
+            arm.rates.append(arm.go(STEPS))
     plain = next(arm.found["first_loss"] for arm in arms if arm.name in PLAIN)
     results: dict[str, Any] = {}
     for arm in arms:
