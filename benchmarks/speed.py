@@ -4,10 +4,11 @@
     python -m benchmarks.speed --sizes 50m --arms standard attnres-block   # a part of it
 
 Each is timed right after as many steps of its own that do not count, and every round begins with another arm: a GPU's
-clock follows what ran before. An arm is a residual as `headwater train` runs it by default (CUDA graph, layers compiled); `standard/model` compiles
-the whole plain model instead, and the better of the two is what others are measured against. `fla-attnres` is Block
-Attention Residuals over fla's operator, which reads every source at every sublayer, in the same decoder. `fla-kda` is
-fla's own KDA model, as wide and deep as ours with dense MLPs of the experts' active width, in a loop of its own.
+clock follows what ran before. An arm is a residual as `headwater train` runs it by default (CUDA graph, layers
+compiled); `standard/model` compiles the whole plain model instead, and the better of the two is what others are
+measured against. `fla-attnres` is Block Attention Residuals over fla's operator, which reads every source at every
+sublayer, in the same decoder. `fla-kda` is fla's own KDA model, as wide and deep as ours with dense MLPs of the
+experts' active width, in a loop of its own.
 `--cold` measures the first step in a fresh process with empty caches. An arm whose first loss is not that of the plain
 residual shows no speed: at the start all of these predict nearly alike.
 
