@@ -242,7 +242,7 @@ def read_prompt(bench: Bench, model: Decoder, length: int, chunk: int | None) ->
     tokens = torch.randint(0, model.config.vocab_size, (1, length), device=bench.device)
 
     def run() -> None:
-        cache = model.new_cache()
+        cache = model.new_cache(length)
         with torch.no_grad():
             for part in tokens.split(chunk or length, 1):
                 hidden = model.hidden(part, cache)

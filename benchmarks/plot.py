@@ -1,9 +1,11 @@
-"""The stack's times as SVG: `python -m benchmarks.plot RESULT.json... OUT.svg`; the first file with an arm counts."""
+"""Times as SVG. The stack's: `python -m benchmarks.plot RESULT.json... OUT.svg`; the first file with an arm counts.
+Those of decoding are drawn by `benchmarks.tables`."""
 
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROW, LEFT, WIDTH = 34, 220, 720
 
@@ -38,6 +40,73 @@ def svg(rows: list[tuple[str, float, float]]) -> str:
     note = "dark: forward; light: forward + backward"
     parts += [f'<text x="{LEFT}" y="{height - 10}" fill="#555555" font-size="12">{note}</text>', "</svg>"]
     return "\n".join(parts) + "\n"
+
+
+PANEL, HIGH, MARGIN = 360, 250, 46
+LINES = {"plain": ("plain", "#777777"), "block": ("Block", "#2b6ca3"), "full": ("Full", "#d98e32")}
+
+
+class Panel(NamedTuple):
+    """Milliseconds of each arm by a number that doubles: title, numbers, and of each arm as many times."""
+
+    title: str
+    numbers: list[int]
+    times: dict[str, list[float]]
+
+
+def panel_of(title: str, found: dict[str, Any]) -> Panel:
+    """Of a part of `benchmarks.generate`, whose entries end in the number."""
+    rows = {int(name.split()[-1]): arms for name, arms in found.items() if isinstance(arms, dict)}
+    return Panel(title, list(rows), {arm: [arms[arm]["ms"] for arms in rows.values()] for arm in LINES})
+
+
+def lines(panels: list[Panel], label: str) -> str:
+    """Panels side by side, each from zero to its own highest time."""
+    width = PANEL * len(panels)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HIGH + 20}" '
+        f'font-family="system-ui, sans-serif" font-size="12" role="img" aria-label="{label}">',
+        f'<rect width="{width}" height="{HIGH + 20}" fill="#ffffff"/>',
+    ]
+    for index, panel in enumerate(panels):
+        parts += [f'<g transform="translate({PANEL * index} 0)">', *_panel(panel), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(panel: Panel) -> list[str]:
+    first, last = (math.log2(number) for number in (panel.numbers[0], panel.numbers[-1]))
+    top = max(max(times) for times in panel.times.values()) * 1.05
+    floor, span = HIGH - 30, PANEL - 2 * MARGIN
+
+    def x(number: int) -> float:
+        return MARGIN + span * (math.log2(number) - first) / (last - first)
+
+    def y(ms: float) -> float:
+        return floor - (floor - 34) * ms / top
+
+    parts = [f'<text x="{MARGIN}" y="20" font-size="14" fill="#222222">{panel.title}</text>']
+    for tick in range(math.floor(top) + 1):
+        parts += [
+            f'<line x1="{MARGIN}" x2="{PANEL - MARGIN}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#dddddd"/>',
+            f'<text x="{MARGIN - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="#555555">{tick}</text>',
+        ]
+    for number in panel.numbers:
+        shown = f"{number // 1024}k" if number >= 1024 else str(number)
+        parts.append(f'<text x="{x(number):.1f}" y="{floor + 18}" text-anchor="middle" fill="#555555">{shown}</text>')
+    ends: list[float] = []
+    for arm, times in sorted(panel.times.items(), key=lambda item: -item[1][-1]):
+        name, colour = LINES[arm]
+        points = " ".join(f"{x(number):.1f},{y(ms):.1f}" for number, ms in zip(panel.numbers, times))
+        ends.append(max(y(times[-1]) + 4, ends[-1] + 13 if ends else 0))  # names do not overlap
+        parts += [
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>',
+            *(
+                f'<circle cx="{x(number):.1f}" cy="{y(ms):.1f}" r="3" fill="{colour}"/>'
+                for number, ms in zip(panel.numbers, times)
+            ),
+            f'<text x="{PANEL - MARGIN + 6}" y="{ends[-1]:.1f}" fill="{colour}">{name}</text>',
+        ]
+    return parts
 
 
 def main() -> None:

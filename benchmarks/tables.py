@@ -1,5 +1,5 @@
 """The measured tables of the documentation, from the current results: `python -m benchmarks.tables` writes them between
-their marks in docs/ and README.md, and draws the figure."""
+their marks in docs/ and README.md, and draws the figures."""
 
 import json
 import re
@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plot import bars, svg
+from benchmarks.plot import bars, lines, panel_of, svg
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 STACK = ("h200-attnres", "h200-attnres-peers")  # ours beside the plain residual and some; the peers whose start is slow
-FIGURE = ROOT / "docs" / "assets" / "performance.svg"
+ASSETS = ROOT / "docs" / "assets"
 Cells = list[str]
 
 ARMS = {
@@ -165,6 +165,10 @@ def deeper() -> str:
     return _beside_plain(read("h200-generate-depth")["depth"], "layers") + source("h200-generate-depth")
 
 
+def longer() -> str:
+    return _beside_plain(read("h200-generate-context")["context"], "tokens") + source("h200-generate-context")
+
+
 def transformers() -> str:
     found = read("h200-generate-transformers")
     ours = found["decode"]["batch 1"]
@@ -201,6 +205,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "prompts": prompts,
     "deeper": deeper,
+    "longer": longer,
     "transformers": transformers,
 }
 
@@ -215,13 +220,21 @@ def filled(text: str) -> str:
     return MARKS.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[3]}" if m[2] in TABLES else m[0], text)
 
 
-def figure() -> str:
-    """docs/assets/performance.svg."""
-    return svg(bars([read(name) for name in STACK]))
+def figures() -> dict[Path, str]:
+    """By the file that each is drawn to."""
+    panels = [
+        panel_of("ms a token, by layers", read("h200-generate-depth")["depth"]),
+        panel_of("ms a token, by tokens in the cache", read("h200-generate-context")["context"]),
+    ]
+    return {
+        ASSETS / "performance.svg": svg(bars([read(name) for name in STACK])),
+        ASSETS / "decoding.svg": lines(panels, "Milliseconds a token by depth and by context"),
+    }
 
 
 if __name__ == "__main__":
-    FIGURE.write_text(figure(), encoding="utf-8")
+    for file, drawn in figures().items():
+        file.write_text(drawn, encoding="utf-8")
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (new := filled(text)) != text:
