@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -426,6 +427,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # 25 lines of C++ on a CPU without bf16
     if words[0:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):

@@ -10,14 +10,17 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     __version__,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headwater.errors import UserError
 from headwater.hf.convert.classes import class_of
+from headwater.hf.convert.refusals import layout_of
 from headwater.hf.verify import Verification, verify
 
 from .fla import is_fla, load_fla
@@ -53,6 +56,8 @@ def load(folder: Path, dtype: str = "auto", device: str = "cpu") -> PreTrainedMo
         model: Any = load_fla(folder, config)
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype))
     known = load_config(folder)
+    if class_of(known) is AutoModelForCausalLM and type(known) not in AutoModelForCausalLM._model_mapping:
+        layout_of(known.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # which says why not, in a line
     try:
         loaded = class_of(known).from_pretrained(folder, config=known, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, SafetensorError) as error:
