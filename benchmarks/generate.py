@@ -354,26 +354,28 @@ def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
         run(many)
         bench.wait()
         first = time.perf_counter() - began
+        if arm == "llama" and run(few) != continued(model, prompt, few, few, graph=False):
+            yield f"{arm}, batch {batch}", {"refused": "a recorded step draws other tokens than the forward pass"}
+            continue
         found = [[bench.clock(partial(run, new)) for new in (few, many)] for _ in range(3)]
         each = statistics.median((long - short) / (many - few) for short, long in found)
         yield f"{arm}, batch {batch}", {"ms": each, "first_run_seconds": first}
 
 
-def continued(model: Any, prompt: torch.Tensor, room: int, new: int) -> None:
+def continued(model: Any, prompt: torch.Tensor, room: int, new: int, graph: bool = True) -> Any:
     """`new` tokens; the cache has room for more."""
     from headwater.hf import Engine
 
-    steps = stream(Engine(model), prompt, room, Sampling(temperature=0.0))
-    for _ in itertools.islice(steps, new):
-        pass
+    steps = stream(Engine(model), prompt, room, Sampling(temperature=0.0), graph=graph)
+    return list(itertools.islice(steps, new))
 
 
-def continued_by_transformers(model: Any, prompt: torch.Tensor, room: int, new: int) -> None:
+def continued_by_transformers(model: Any, prompt: torch.Tensor, room: int, new: int) -> Any:
     def enough(tokens: Any, scores: Any, **_: Any) -> Any:  # a lower max_new_tokens would compile anew
         return torch.full((len(tokens),), tokens.shape[1] >= prompt.shape[1] + new, device=tokens.device)
 
     options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0, "min_new_tokens": room}
-    model.generate(prompt, max_new_tokens=room, stopping_criteria=[enough], **options)
+    return model.generate(prompt, max_new_tokens=room, stopping_criteria=[enough], **options)
 
 
 def main() -> None:

@@ -88,10 +88,12 @@ def test_a_prompt_that_is_too_long_is_named():
         headwater.generate(hf.Engine(tiny_model("llama")), [[1] * 100], 40)
 
 
-def test_the_benchmark_times_what_generate_does():
+def test_the_benchmark_times_what_generate_does(monkeypatch):
     bench = benchmark.Bench("tiny", "cpu", 600, 1)
     bench.sizes = bench.sizes | {"hf": ("llama",), "batches": (2,)}
-    assert set(dict(benchmark.hf(bench))) == {"llama, batch 2"}
+    assert "ms" in dict(benchmark.hf(bench))["llama, batch 2"]
+    monkeypatch.setattr(benchmark, "continued", lambda *words, graph=True: graph)
+    assert "other tokens" in dict(benchmark.hf(bench))["llama, batch 2"]["refused"]
 
 
 @pytest.mark.gpu
