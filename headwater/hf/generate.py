@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from headwater.models.draw import Draw
-from headwater.models.generate import Reader
+from headwater.models.generate import DecoderEngine, Reader
 from headwater.models.sampling import Portion
 from headwater.models.step import ReplayedSteps
 from headwater.residuals import Residual
+
+from .formats.decoder import DecoderForCausalLM
 
 
 class Engine:
@@ -31,14 +33,20 @@ class Engine:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        text = model.config.get_text_config()
         self.module: nn.Module = model
-        self.vocab, self.device = text.vocab_size, model.device
-        self.context = getattr(text, "max_position_embeddings", None) or sys.maxsize
+        self.device = model.device
+        if isinstance(model, DecoderForCausalLM):
+            self.vocab, self.context = model.decoder.config.vocab_size, model.decoder.config.context
+        else:
+            text = model.config.get_text_config()
+            self.vocab, self.context = text.vocab_size, getattr(text, "max_position_embeddings", None) or sys.maxsize
 
     def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+        if isinstance(self.module, DecoderForCausalLM):
+            return DecoderEngine(self.module.decoder).reader(rows, new, chunk, use_cache, graph)
         residuals = (module for module in self.module.modules() if isinstance(module, Residual))
-        if not use_cache or not all(residual.token_local for residual in residuals):
+        keeps = "past_key_values" in inspect.signature(self.module.forward).parameters  # state space models do not
+        if not (use_cache and keeps and all(residual.token_local for residual in residuals)):
             return _Anew(self.module, rows)
         return _Cached(self.module, rows, new, chunk, graph)
 

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tinyhf import stir, tiny_model
+from tinymodels import model_of
 
 import headwater
 from benchmarks import generate as benchmark
 from headwater import cli, hf
 from headwater.hf import generate as ways
+from headwater.hf.formats.decoder import export_decoder
 from headwater.hf.formats.folder import fast_tokenizer, write_model
 from headwater.models.step import ReplayedSteps
 
@@ -53,6 +55,14 @@ def test_models_without_a_static_cache_and_residuals_that_look_back(monkeypatch)
     assert not back.model.residual.token_local
     assert isinstance(hf.Engine(back).reader(PROMPTS, 4, "auto", True, True), ways._Anew)
     assert greedy(back) == greedy(back, use_cache=False)
+
+
+def test_headwaters_own_decoder_and_models_that_keep_a_state_elsewhere():
+    decoder = model_of("attnres-block", scatter=True, shortswa=3)
+    model = export_decoder(decoder.config.to_dict(), decoder.weights(), None)
+    assert greedy(model) == headwater.generate(decoder, PROMPTS, 9, temperature=0.0)
+    mamba = tiny_model("mamba2")
+    assert greedy(mamba) == own_tokens(mamba)
 
 
 def test_a_host_that_is_behind_sees_the_same_tokens(monkeypatch):
