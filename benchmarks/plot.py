@@ -8,6 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROW, LEFT, WIDTH = 34, 220, 720
+# Without a ground of its own: a page may be dark, and its pictures are then asked for in dark.
+STYLE = """<style>
+text { fill: #222222 } .quiet { fill: #555555 } line { stroke: #dddddd } .named { fill: currentColor }
+.plain { color: #6b6b6b } .block { color: #2b6ca3 } .full { color: #b3690f }
+@media (prefers-color-scheme: dark) {
+text { fill: #e2e2e2 } .quiet { fill: #b0b0b0 } line { stroke: #4a4d57 }
+.plain { color: #a8a8a8 } .block { color: #74b3e8 } .full { color: #e5a04b }
+}
+</style>"""
 
 
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
@@ -27,23 +36,23 @@ def svg(rows: list[tuple[str, float, float]]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif" '
         'font-size="14" role="img" aria-label="Milliseconds per step, forward and forward plus backward">',
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        STYLE,
     ]
     for index, (label, forward, both) in enumerate(rows):
         y = 8 + ROW * index
         parts += [
-            f'<text x="{LEFT - 10}" y="{y + 17}" text-anchor="end" fill="#222222">{label}</text>',
+            f'<text x="{LEFT - 10}" y="{y + 17}" text-anchor="end">{label}</text>',
             f'<rect x="{LEFT}" y="{y}" width="{both * scale:.1f}" height="24" fill="#9ec5e8"/>',
             f'<rect x="{LEFT}" y="{y}" width="{forward * scale:.1f}" height="24" fill="#2b6ca3"/>',
-            f'<text x="{LEFT + both * scale + 8:.1f}" y="{y + 17}" fill="#222222">{both:.1f} ms</text>',
+            f'<text x="{LEFT + both * scale + 8:.1f}" y="{y + 17}">{both:.1f} ms</text>',
         ]
     note = "dark: forward; light: forward + backward"
-    parts += [f'<text x="{LEFT}" y="{height - 10}" fill="#555555" font-size="12">{note}</text>', "</svg>"]
+    parts += [f'<text x="{LEFT}" y="{height - 10}" class="quiet" font-size="12">{note}</text>', "</svg>"]
     return "\n".join(parts) + "\n"
 
 
 PANEL, HIGH, MARGIN = 360, 250, 46
-LINES = {"plain": ("plain", "#777777"), "block": ("Block", "#2b6ca3"), "full": ("Full", "#d98e32")}
+LINES = {"plain": "plain", "block": "Block", "full": "Full"}  # names by arm, which is their colour in STYLE
 
 
 class Panel(NamedTuple):
@@ -66,7 +75,7 @@ def lines(panels: list[Panel], label: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HIGH + 20}" '
         f'font-family="system-ui, sans-serif" font-size="12" role="img" aria-label="{label}">',
-        f'<rect width="{width}" height="{HIGH + 20}" fill="#ffffff"/>',
+        STYLE,
     ]
     for index, panel in enumerate(panels):
         parts += [f'<g transform="translate({PANEL * index} 0)">', *_panel(panel), "</g>"]
@@ -84,27 +93,26 @@ def _panel(panel: Panel) -> list[str]:
     def y(ms: float) -> float:
         return floor - (floor - 34) * ms / top
 
-    parts = [f'<text x="{MARGIN}" y="20" font-size="14" fill="#222222">{panel.title}</text>']
+    parts = [f'<text x="{MARGIN}" y="20" font-size="14">{panel.title}</text>']
     for tick in range(math.floor(top) + 1):
         parts += [
-            f'<line x1="{MARGIN}" x2="{PANEL - MARGIN}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#dddddd"/>',
-            f'<text x="{MARGIN - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="#555555">{tick}</text>',
+            f'<line x1="{MARGIN}" x2="{PANEL - MARGIN}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>',
+            f'<text x="{MARGIN - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" class="quiet">{tick}</text>',
         ]
     for number in panel.numbers:
         shown = f"{number // 1024}k" if number >= 1024 else str(number)
-        parts.append(f'<text x="{x(number):.1f}" y="{floor + 18}" text-anchor="middle" fill="#555555">{shown}</text>')
+        parts.append(f'<text x="{x(number):.1f}" y="{floor + 18}" text-anchor="middle" class="quiet">{shown}</text>')
     ends: list[float] = []
     for arm, times in sorted(panel.times.items(), key=lambda item: -item[1][-1]):
-        name, colour = LINES[arm]
         points = " ".join(f"{x(number):.1f},{y(ms):.1f}" for number, ms in zip(panel.numbers, times))
         ends.append(max(y(times[-1]) + 4, ends[-1] + 13 if ends else 0))  # names do not overlap
         parts += [
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>',
+            f'<g class="{arm}"><polyline points="{points}" fill="none" stroke="currentColor" stroke-width="2"/>',
             *(
-                f'<circle cx="{x(number):.1f}" cy="{y(ms):.1f}" r="3" fill="{colour}"/>'
+                f'<circle cx="{x(number):.1f}" cy="{y(ms):.1f}" r="3" fill="currentColor"/>'
                 for number, ms in zip(panel.numbers, times)
             ),
-            f'<text x="{PANEL - MARGIN + 6}" y="{ends[-1]:.1f}" fill="{colour}">{name}</text>',
+            f'<text x="{PANEL - MARGIN + 6}" y="{ends[-1]:.1f}" class="named">{LINES[arm]}</text></g>',
         ]
     return parts
 

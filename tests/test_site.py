@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import tarfile
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -11,6 +12,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
+from runfolder import make_run
 
 from headwater import cli
 from headwater.residuals import entry, names, options_of
@@ -77,6 +79,31 @@ def test_a_residual_has_a_page_with_mathematics_options_and_a_picture(name, page
     assert all(f"<code>{option.name}</code>" in page for option in options_of(name)[1])
     assert page.count("takes") >= 91  # 13 reads of 13 sources, the lower triangle
     assert FORMULAS[name].__name__ in page
+
+
+def test_a_residual_s_page_has_its_runs_of_the_study_and_nothing_where_there_are_none(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "generate"))
+    residual_pages = importlib.import_module("residual_pages")
+    for residual in ("standard", "attnres-full"):
+        for seed in range(3):
+            make_run(tmp_path / "rivals" / "runs" / f"{residual}-{seed}", residual, seed)
+    with tarfile.open(tmp_path / "rivals.tar.xz", "w:xz") as packed:
+        packed.add(tmp_path / "rivals", "rivals")
+    monkeypatch.setattr(residual_pages, "RUNS", tmp_path)
+    residual_pages.groups.cache_clear()
+    assert re.search(r"\| rivals \| `standard` \| 3 \| .* \| the baseline \|", residual_pages.study("standard"))
+    assert re.search(r"\| 3 \| \d\.\d{4} ± .* \| −0\.0\d+ ± .*, lower \|", residual_pages.study("attnres-full"))
+    assert residual_pages.study("ddl") == ""
+    residual_pages.groups.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "file", [*ROOT.glob("docs/assets/*.svg"), *ROOT.glob("studies/*/figure*.svg")], ids=lambda f: f.name
+)
+def test_pictures_have_no_ground_of_their_own_and_colours_for_the_dark(file):
+    text = file.read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r'fill="(white|#fff|#ffffff)"', text)
 
 
 @pytest.mark.slow

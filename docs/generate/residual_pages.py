@@ -3,11 +3,16 @@
 import inspect
 import json
 import re
+import tarfile
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mathematics import symbols, typeset
 
 from benchmarks.tables import step_costs
+from headwater.analyze.groups import Group, group_runs
+from headwater.analyze.runs import read_runs
 from headwater.analyze.table import Row, residual_table
 from headwater.residuals import entry, options_of
 from headwater.residuals.formulas import FORMULAS
@@ -15,6 +20,7 @@ from headwater.residuals.formulas import FORMULAS
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = ROOT / "docs" / "explanation" / "implementations.md"
 MATRICES = ROOT / "studies" / "mixing-matrices" / "results.json"
+RUNS = ROOT / "studies" / "attention-residuals" / "runs"  # an archive of run folders a recipe
 STUDY = [page for page in ("results/study.md", "study.md") if (ROOT / "docs" / page).exists()][:1]
 STARTS = {
     "exact": "It starts as the plain residual: every read is the same to the last digits.",
@@ -130,9 +136,37 @@ def code(name: str) -> str:
 
 
 def study(name: str) -> str:
-    if not STUDY or not re.search(rf"`{name}\b", (ROOT / "docs" / STUDY[0]).read_text()):
+    """What the runs of the study that are kept say of it; nothing where there are none."""
+    rows = [
+        f"| {recipe} | `{group.label}` | {len(group.finished)} | {bits.text()} | {difference(group)} |"
+        for recipe, group in groups()
+        if group.residual.partition(":")[0] == name and (bits := group.final("bits_per_byte")) is not None
+    ]
+    link = f"[All of it](../../{STUDY[0]})." if STUDY else "The study is in `studies/attention-residuals`."
+    if not rows:
         return ""
-    return f"## In the study\n\n[What it reached, beside the others](../../{STUDY[0]})."
+    head = "| recipe | runs | seeds | bits per byte | loss, against the plain residual |\n|---|---|---|---|---|\n"
+    return f"## In the study\n\n{head}" + "\n".join(rows) + f"\n\n{link}"
+
+
+@cache
+def groups() -> list[tuple[str, Group]]:
+    """Of every recipe's runs, those that differ only by seed."""
+    found: list[tuple[str, Group]] = []
+    for archive in sorted(RUNS.glob("*.tar.xz")):
+        with TemporaryDirectory() as folder:
+            with tarfile.open(archive) as packed:
+                packed.extractall(folder, filter="data")
+            finished = [run for run in read_runs(sorted(Path(folder).iterdir())) if run.summary is not None]
+        found += [(archive.name.removesuffix(".tar.xz"), group) for group in group_runs(finished)]
+    return found
+
+
+def difference(group: Group) -> str:
+    paired = group.difference()
+    if paired is None:
+        return "" if group.baseline is None else "the baseline"
+    return f"{paired.stat.text(sign='+')}, {paired.verdict}"
 
 
 def picture(name: str) -> str:

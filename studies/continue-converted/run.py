@@ -160,7 +160,8 @@ def evaluate(model, windows: Windows) -> float:
     return float(loss_of(model, rows))
 
 
-COLOURS = {"standard": "#777777", "attnres-block": "#1f6feb", "attnres-full": "#d1495b", QUERIES: "#2a9d5c"}
+LIGHT = {"standard": "#6b6b6b", "attnres-block": "#1f6feb", "attnres-full": "#c23a4d", QUERIES: "#1f7f48"}
+DARK = {"standard": "#a8a8a8", "attnres-block": "#74b3f5", "attnres-full": "#f08a96", QUERIES: "#62cf92"}
 
 
 def draw(results: dict) -> str:
@@ -173,14 +174,17 @@ def draw(results: dict) -> str:
         x = left + (width - left - 20) * step / steps[-1]
         return f"{x:.1f},{top + (height - top - 50) * (high - loss) / (high - low):.1f}"
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    box, font = f'viewBox="0 0 {width} {height}"', 'font-family="sans-serif" font-size="13"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {box} {font}>']
+    light, dark = (" ".join(f".c{ARMS.index(arm)} {{ color: {c} }}" for arm, c in a.items()) for a in (LIGHT, DARK))
+    dark = f"@media (prefers-color-scheme: dark) {{ text {{ fill: #e2e2e2 }} {dark} }}"
+    parts.append(f"<style>text {{ fill: #222222 }} .named {{ fill: currentColor }} {light} {dark}</style>")
     for row, (arm, losses) in enumerate(means.items()):
         points = " ".join(place(step, loss) for step, loss in zip(steps, losses, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[arm]}" stroke-width="2"/>')
-        parts.append(
-            f'<text x="{width - 270}" y="{top + 16 * row + 12}" fill="{COLOURS[arm]}">{arm}: {losses[-1]:.4f}</text>'
-        )
+        line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="2"/>'
+        below = height - 56 - 16 * (len(means) - 1 - row)  # on the left, where no curve comes
+        name = f'<text x="{left + 12}" y="{below}" class="named">{arm}: {losses[-1]:.4f}</text>'
+        parts.append(f'<g class="c{ARMS.index(arm)}">{line}{name}</g>')
     parts.append(f'<text x="6" y="{top + 10}">{high:.3f}</text><text x="6" y="{height - 36}">{low:.3f}</text>')
     parts.append(
         f'<text x="{left}" y="{height - 10}">continued steps, 0 to {steps[-1]}; validation loss, nats per byte</text>'
