@@ -32,8 +32,6 @@ import torch
 from headwater.models import Decoder, ModelConfig
 from headwater.models.decoder import Cache
 from headwater.models.fused import reason_against
-from headwater.models.generate import stream
-from headwater.models.sampling import Sampling
 from headwater.models.step import DeviceSteps, GeneralStep
 
 from .measure import copy_bandwidth, provenance
@@ -328,54 +326,14 @@ def cold(bench: Bench) -> Iterator[tuple[str, Any]]:
 
 
 def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """A token by runs of two lengths over one size of cache: transformers' own generate with its static cache; of the
-    converted model what `headwater generate` does."""
-    import transformers
+    """Models of transformers."""
+    from . import converted
 
-    import headwater
-
-    shape = SHAPES[bench.size]
-    few, many = bench.sizes["new"]
-    config = transformers.LlamaConfig(
-        vocab_size=shape["vocab_size"], hidden_size=shape["dim"], intermediate_size=shape["mlp_dim"],
-        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], num_key_value_heads=shape["kv_heads"],
-        max_position_embeddings=4096,
-    )  # fmt: skip
     for batch, arm in itertools.product(bench.sizes["batches"][:2], bench.sizes.get("hf", HF)):
         bench.check()
-        torch.manual_seed(0)
-        with torch.device(bench.device):
-            model = transformers.LlamaForCausalLM(config).to(bench.dtype).eval()
-        if arm == "llama":
-            headwater.convert(model, "attnres-block", check=False)
         prompt = torch.ones(batch, bench.sizes["context"], dtype=torch.long, device=bench.device)
-        run = partial(continued if arm == "llama" else continued_by_transformers, model, prompt, many)
-        began = time.perf_counter()
-        run(many)
-        bench.wait()
-        first = time.perf_counter() - began
-        if arm == "llama" and run(few) != continued(model, prompt, few, few, graph=False):
-            yield f"{arm}, batch {batch}", {"refused": "a recorded step draws other tokens than the forward pass"}
-            continue
-        found = [[bench.clock(partial(run, new)) for new in (few, many)] for _ in range(3)]
-        each = statistics.median((long - short) / (many - few) for short, long in found)
-        yield f"{arm}, batch {batch}", {"ms": each, "first_run_seconds": first}
-
-
-def continued(model: Any, prompt: torch.Tensor, room: int, new: int, graph: bool = True) -> Any:
-    """`new` tokens; the cache has room for more."""
-    from headwater.hf import Engine
-
-    steps = stream(Engine(model), prompt, room, Sampling(temperature=0.0), graph=graph)
-    return list(itertools.islice(steps, new))
-
-
-def continued_by_transformers(model: Any, prompt: torch.Tensor, room: int, new: int) -> Any:
-    def enough(tokens: Any, scores: Any, **_: Any) -> Any:  # a lower max_new_tokens would compile anew
-        return torch.full((len(tokens),), tokens.shape[1] >= prompt.shape[1] + new, device=tokens.device)
-
-    options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0, "min_new_tokens": room}
-    return model.generate(prompt, max_new_tokens=room, stopping_criteria=[enough], **options)
+        model = converted.model_of(arm, SHAPES[bench.size], bench.dtype, bench.device)
+        yield f"{arm}, batch {batch}", converted.measured(arm, model, prompt, bench.sizes["new"], bench.clock)
 
 
 def main() -> None:

@@ -197,9 +197,9 @@ def ready_for_text(folder: Path, device: str, tensor: int) -> Iterator[tuple[Any
             yield parts
     elif is_transformers(folder):
         model, tokenizer, _ = load_any(folder, device)
-        from headwater.hf.generate import Engine, Words
+        from headwater.hf.generate import TransformersEngine, Words
 
-        yield Engine(model), Words(tokenizer)
+        yield TransformersEngine(model), Words(tokenizer)
     else:
         from headwater.train import load_run
 

@@ -25,11 +25,13 @@ from headwater.residuals import Residual
 
 from .formats.decoder import DecoderForCausalLM
 
+PORTION, LEAST = 8192, 256  # tokens of all prompts to read at once, unless told; of one at least
 
-class Engine:
+
+class TransformersEngine:
     """A model of transformers for `headwater.generate`.
 
-    headwater.generate(headwater.hf.Engine(model), [[1, 2, 3]], max_new_tokens=20)
+    headwater.generate(headwater.hf.TransformersEngine(model), [[1, 2, 3]], max_new_tokens=20)
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -94,6 +96,8 @@ class _Cached(_Anew):
         super().__init__(model, rows)
         longest = max(map(len, rows))
         self.chunk = chunk if isinstance(chunk, int) else longest
+        if chunk == "auto":
+            self.chunk = max(LEAST, PORTION // len(rows))
         static = getattr(model, "_can_compile_fullgraph", False)  # transformers' word for: takes a static cache
         self.graph = graph and static and self.device.type == "cuda"
         fixed, growing = partial(StaticCache, max_cache_len=longest + new), DynamicCache

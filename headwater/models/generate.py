@@ -75,8 +75,8 @@ def generate(
     """Continue prompts.
 
     Arguments:
-        model: a `Decoder`; or a transformers model as `headwater.hf.Engine(model)`. It is put into evaluation mode
-            meanwhile.
+        model: a `Decoder`; or an engine, such as `headwater.hf.TransformersEngine(model)` of a transformers model. It
+            is put into evaluation mode meanwhile.
         tokens: prompts (B, T); or a list of prompts of any lengths, each a list of tokens.
         max_new_tokens: how many to draw at most; with the prompt they must fit the model's context.
         temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.

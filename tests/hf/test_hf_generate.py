@@ -8,6 +8,7 @@ from tinyhf import stir, tiny_model
 from tinymodels import model_of
 
 import headwater
+from benchmarks import converted as converted_llama
 from benchmarks import generate as benchmark
 from headwater import cli, hf
 from headwater.hf import generate as ways
@@ -33,7 +34,7 @@ def own_tokens(model, prompts=PROMPTS, new=9):
 
 
 def greedy(model, **ways):
-    return headwater.generate(hf.Engine(model), PROMPTS, 9, temperature=0.0, **ways)
+    return headwater.generate(hf.TransformersEngine(model), PROMPTS, 9, temperature=0.0, **ways)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "qwen3_moe"])
@@ -53,7 +54,7 @@ def test_models_without_a_static_cache_and_residuals_that_look_back(monkeypatch)
     assert greedy(model) == greedy(model, prefill_chunk=3) == own
     back = converted("ddl:width=2,compress=token")
     assert not back.model.residual.token_local
-    assert isinstance(hf.Engine(back).reader(PROMPTS, 4, "auto", True, True), ways._Anew)
+    assert isinstance(hf.TransformersEngine(back).reader(PROMPTS, 4, "auto", True, True), ways._Anew)
     assert greedy(back) == greedy(back, use_cache=False)
 
 
@@ -95,14 +96,14 @@ def test_a_converted_folder_from_the_command_line(tmp_path, capsys):
 
 def test_a_prompt_that_is_too_long_is_named():
     with pytest.raises(ValueError, match="exceed the context of 128: lower max_new_tokens to 28"):
-        headwater.generate(hf.Engine(tiny_model("llama")), [[1] * 100], 40)
+        headwater.generate(hf.TransformersEngine(tiny_model("llama")), [[1] * 100], 40)
 
 
 def test_the_benchmark_times_what_generate_does(monkeypatch):
     bench = benchmark.Bench("tiny", "cpu", 600, 1)
     bench.sizes = bench.sizes | {"hf": ("llama",), "batches": (2,)}
     assert "ms" in dict(benchmark.hf(bench))["llama, batch 2"]
-    monkeypatch.setattr(benchmark, "continued", lambda *words, graph=True: graph)
+    monkeypatch.setattr(converted_llama, "continued", lambda *words, graph=True: graph)
     assert "other tokens" in dict(benchmark.hf(bench))["llama, batch 2"]["refused"]
 
 
