@@ -13,7 +13,7 @@ Input = Literal["query", "key", "value"]
 NOTES = {
     "scalar": "exact: one weight for each read, source and token",
     "channel": "a summary: weights differ between channels, and the matrix holds their average",
-    "operator": "a summary: sources pass through matrices; the matrix holds how much of each is in its share itself",
+    "operator": "a summary: sources pass through matrices, and it holds how much of each is left in its share",
 }
 
 
