@@ -221,15 +221,15 @@ def products_in_bf16(q, k, v, g, beta, state):
 @pytest.mark.parametrize("form", ["softplus", "bounded"])
 @pytest.mark.parametrize("length", [1, 63, 64, 257, 1000])
 def test_fla_s_kernels_are_at_most_twice_as_far_from_the_truth_as_plain_bf16(length, form):
-    """But for the gradient of g: it is the state between chunks times its gradient, and fla keeps that state in bf16,
-    PyTorch in fp32. One such rounding is allowed there. Without it, seen on an H200: 0.125 beside a limit of 0.043 at
-    one token, 0.0180 beside 0.0172 at 257."""
+    """But for the gradient of g: it is the state between chunks times that state's gradient, and fla keeps both in
+    bf16, PyTorch in fp32. Two such roundings are allowed there. Without them, seen on an H200: 0.125 beside a limit of
+    0.043 at one token, 0.0180 beside 0.0172 at 257."""
     inputs = [x.cuda() for x in inputs_of(length, form, heads=4, width=64, values=64)]
     half = [x.bfloat16() if i < 3 else x for i, x in enumerate(inputs)]
     truth = results(lambda *x: kda(*x, backend="reference"), [x.double() for x in half])
     plain = results(products_in_bf16, half)
     found = results(lambda *x: kda(*x, backend="fla"), half)
-    spare = {n: 2**-8 if n == "g" else 1e-3 for n in truth}
+    spare = {n: 2**-7 if n == "g" else 1e-3 for n in truth}
     limits = {n: float(2 * (plain[n].double() - x).abs().max() + spare[n] * x.abs().max()) for n, x in truth.items()}
     errors = {n: float((found[n].double() - x).abs().max()) for n, x in truth.items()}
     assert not {n: (errors[n], limits[n]) for n in truth if errors[n] > limits[n]}

@@ -1,0 +1,200 @@
+"""The tables of docs/results/study.md, from the raw runs in runs/: `python studies/attention-residuals/page.py`.
+
+Needs no GPU. Each archive is a study's folder without weights, one for each recipe; a table whose archive is not there
+says so. Differences are taken seed by seed between runs that share every setting but the residual's.
+"""
+
+import json
+import re
+import sys
+import tarfile
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headwater.analyze.runs import RecordedRun, find_runs, read_run
+from headwater.analyze.scaling import Interval, compare_scaling, points_of
+from headwater.stats import Paired, pair, reach, summarize
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "results" / "study.md"
+MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
+BASELINE = "standard"
+SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
+Runs = list[RecordedRun]
+
+
+@contextmanager
+def unpacked(archives: Path) -> Iterator[dict[str, Runs]]:
+    """The finished runs of every archive, by recipe."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {}
+        for archive in sorted(archives.glob("*.tar.xz")):
+            with tarfile.open(archive) as packed:
+                packed.extractall(folder, filter="data")
+            recipe = archive.name.removesuffix(".tar.xz")
+            runs = [read_run(run) for run in find_runs([Path(folder) / recipe])]
+            found[recipe] = [run for run in runs if run.summary]
+        yield found
+
+
+def setting(run: RecordedRun, name: str) -> Any:
+    """Of its configuration, such as optim.lr."""
+    section, key = name.split(".")
+    return run.config[section][key]
+
+
+def score(run: RecordedRun) -> float:
+    assert run.summary is not None
+    return float(run.summary["bits_per_byte"])
+
+
+def grouped(runs: Sequence[RecordedRun], *names: str) -> dict[tuple[Any, ...], Runs]:
+    """Runs by the values of these settings, in order."""
+    groups: dict[tuple[Any, ...], Runs] = defaultdict(list)
+    for run in runs:
+        groups[tuple(setting(run, name) for name in names)].append(run)
+    return dict(sorted(groups.items(), key=lambda item: [(value != BASELINE, value) for value in item[0]]))
+
+
+def by_seed(runs: Sequence[RecordedRun]) -> dict[int | None, float]:
+    return {run.seed: score(run) for run in runs}
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+
+
+def signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−")
+
+
+def noise(runs: Runs) -> str:
+    """Mean and spread of each arm, the paired difference, and what so many seeds could tell."""
+    arms = {arm: by_seed(group) for (arm,), group in grouped(runs, "model.residual").items()}
+    rows = []
+    for arm, scores in arms.items():
+        stat, cells = summarize(list(scores.values())), ["", "", ""]
+        assert stat is not None
+        if arm != BASELINE and (differences := pair(scores, arms[BASELINE])):
+            paired = Paired(differences)
+            cells = [signed(paired.mean), _range(paired.interval), paired.verdict]
+        spread = "-" if stat.spread is None else f"{stat.spread:.4f}"
+        rows.append([f"`{arm}`", str(stat.count), f"{stat.mean:.4f}", spread, *cells])
+    head = ["", "seeds", "bits per byte", "standard deviation", "difference", "95 % interval", ""]
+    return grid(head, rows) + "".join(_needed(arm, scores, arms[BASELINE]) for arm, scores in arms.items())
+
+
+def _range(interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
+
+
+def _needed(arm: str, scores: dict[int | None, float], baseline: dict[int | None, float]) -> str:
+    differences = pair(scores, baseline)
+    if arm == BASELINE or len(differences) < 2:
+        return ""
+    spread = Paired(differences).stat.spread
+    assert spread is not None
+    rows = [[str(n), f"{reach(n) * spread:.4f}"] for n in SEEDS]
+    words = (
+        f"\nA paired difference of `{arm}` has a standard deviation of {spread:.4f}. What is told from chance then:\n\n"
+    )
+    return words + grid(["seeds", "differences above"], rows)
+
+
+def sweep(runs: Runs, down: str, *across: str) -> str:
+    """Mean and spread over seeds for every value of a setting, an arm (and whatever else is varied) a column; the best
+    of each column in bold, and a word where that is the edge of what was tried."""
+    columns = grouped(runs, "model.residual", *across)
+    values = sorted({setting(run, down) for run in runs})
+    cells: dict[tuple[Any, ...], list[str]] = {}
+    edges = []
+    for key, group in columns.items():
+        stats = [summarize([score(run) for run in group if setting(run, down) == value]) for value in values]
+        best = min((stat.mean, n) for n, stat in enumerate(stats) if stat)[1]
+        tried = [n for n, stat in enumerate(stats) if stat]
+        if best in (tried[0], tried[-1]):
+            edges.append(" ".join(map(str, key)))
+        shown = ["-" if stat is None else str(stat) for stat in stats]
+        cells[key] = [f"**{text}**" if n == best else text for n, text in enumerate(shown)]
+    head = [f"`{down}`", *(" ".join((f"`{key[0]}`", *map(str, key[1:]))) for key in columns)]
+    text = grid(head, [[f"{value:g}", *(cells[key][n] for key in columns)] for n, value in enumerate(values)])
+    return text + (
+        f"\nThe best value is the edge of what was tried, so not yet known, for: {', '.join(edges)}.\n" if edges else ""
+    )
+
+
+def rates(runs: Runs) -> str:
+    """A sweep for each size, which is told by the width."""
+    tables = [
+        f"\nWidth {width}, {layers} layers:\n\n" + sweep(group, "optim.lr")
+        for (width, layers), group in grouped(runs, "model.dim", "model.layers").items()
+    ]
+    return "".join(tables).lstrip()
+
+
+def query(runs: Runs) -> str:
+    return sweep(runs, "optim.query_lr", "optim.lr")
+
+
+def scaling(runs: Runs) -> str:
+    """The fits, and what compute each arm saves at each of the baseline's budgets."""
+    found = compare_scaling(points_of(runs), BASELINE)
+    budgets = sorted(next(iter(found)).multipliers)
+    rows = []
+    for curve in found:
+        law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
+        saved = [_multiplier(curve.multipliers[c]) if curve.residual != BASELINE else "1" for c in budgets]
+        rows.append([f"`{curve.residual}`", law, *saved])
+    return grid(["", "bits per byte", *(f"at {c:.2g}" for c in budgets)], rows)
+
+
+def _multiplier(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+
+
+def cost(found: dict[str, Runs]) -> str:
+    """Runs, tokens, and the GPU's minutes, which runs side by side cannot know themselves: minutes.json has them."""
+    minutes = json.loads((HERE / "runs" / "minutes.json").read_text())
+    rows, total = [], [0, 0, 0.0]
+    for recipe, runs in found.items():
+        tokens = sum(int(run.summary["tokens"]) for run in runs if run.summary)
+        total = [total[0] + len(runs), total[1] + tokens, total[2] + minutes[recipe]]
+        rows.append([f"`{recipe}.toml`", str(len(runs)), f"{tokens / 1e6:.0f} million", f"{minutes[recipe]:.0f}"])
+    rows.append(["all", str(total[0]), f"{total[1] / 1e6:.0f} million", f"{total[2]:.0f}"])
+    return grid(["recipe", "runs", "tokens", "H200 minutes"], rows)
+
+
+TABLES: dict[str, Callable[[Runs], str]] = {"noise": noise, "rates": rates, "query": query, "scaling": scaling}
+
+
+def filled(text: str, found: dict[str, Runs]) -> str:
+    """The page with every table as the runs have it now."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match[2]
+        if name == "cost":
+            made = cost(found)
+        elif name in TABLES:
+            made = TABLES[name](found[name]) if found.get(name) else "Not run yet.\n"
+        else:
+            return match[0]
+        return f"{match[1]}{made}{match[3]}"
+
+    return MARKS.sub(table, text)
+
+
+def main() -> int:
+    with unpacked(HERE / "runs") as found:
+        text = filled(PAGE.read_text(), found)
+    changed = text != PAGE.read_text()
+    PAGE.write_text(text)
+    print(f"{PAGE.name}: {'written' if changed else 'as it was'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
