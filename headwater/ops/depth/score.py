@@ -7,6 +7,8 @@
 Passes over (tokens x D): forward one read; backward two reads and one write, the gradient that reads of the source have
 gathered included. The products with Q queries run on the matrix units; a program owns a tile of tokens (forward) or a
 tile of channels and a range of tokens (backward), so that df needs no atomics: one partial per range, then a sum.
+For bf16 sources each query is split into a high and a low part of bf16 beforehand, once: the matrix units take both
+straight from memory.
 """
 
 import torch
@@ -16,13 +18,23 @@ from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
 from headwater.ops.triton.registration import writer
-from headwater.ops.triton.tiles import ceil_div, exact_dot, half, power_of_2, processors, rows_of
+from headwater.ops.triton.tiles import ceil_div, half, power_of_2, processors, rows_of, split
 
 # Tokens and channels of a tile, warps, stages, tiles summed by the matrix units; in bf16, and otherwise.
-FORWARD, FORWARD_WIDE = (128, 64, 4, 4, 2), (64, 128, 4, 3, 1)
+FORWARD, FORWARD_WIDE = (128, 64, 4, 3, 2), (64, 128, 4, 3, 1)
 BACKWARD = (64, 128, 4, 3, 2)  # tokens and channels of a tile, warps, stages, programs a multiprocessor
 LEAST_TOKENS = 32  # of a tile, down to which it shrinks for a GPU to have work everywhere
 MAX_QUERIES = 64  # per launch; more queries read the source again
+
+
+@triton.jit(do_not_specialize=["count"])
+def _split(f, parts, count, B: tl.constexpr):
+    """f = high + low: parts (2, count) of it, so many numbers."""
+    o = tl.program_id(0) * B + tl.arange(0, B)
+    m = o < count
+    high, low = split(tl.load(f + o, mask=m, other=0.0), parts.dtype.element_ty)
+    tl.store(parts + o, high, mask=m)
+    tl.store(parts + count + o, low, mask=m)
 
 
 @triton.jit(do_not_specialize=["M", "Q", "ZQ"])
@@ -30,6 +42,7 @@ def _score(
     v, f, z, rstd, M, D, Q, ZQ, eps,
     T: tl.constexpr, BD: tl.constexpr, RUN: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    # HALF: f is (2, ZQ, D), the high parts of all queries and then the low ones; this launch serves Q of them.
     o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     o_q = tl.arange(0, QP)
     m_t = o_t < M
@@ -43,9 +56,16 @@ def _score(
             o_d = c + k * BD + tl.arange(0, BD)
             m_d = o_d < D
             b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
-            b_f = tl.load(f + o_q[:, None] * D + o_d[None, :], mask=(o_q < Q)[:, None] & m_d[None, :], other=0.0)
-            part = exact_dot(b_f, tl.trans(b_v), part, HALF)
+            p_f = f + o_q[:, None] * D + o_d[None, :]
+            m_f = (o_q < Q)[:, None] & m_d[None, :]
+            b_f = tl.load(p_f, mask=m_f, other=0.0)
+            if HALF:
+                b_low = tl.load(p_f + ZQ * D, mask=m_f, other=0.0)
+                part = tl.dot(b_f, tl.trans(b_v), part)
+                part = tl.dot(b_low, tl.trans(b_v), part)
             b_v = b_v.to(tl.float32)
+            if not HALF:
+                part = tl.dot(b_f, tl.trans(b_v), part, input_precision="tf32x3")
             squares += tl.sum(tl.reshape(b_v * b_v, (T, BD // 8, 8)), 2)  # eight neighbours lie in one thread
         acc += part
     r = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
@@ -126,11 +146,15 @@ def score(source: Tensor, folded: Tensor, eps: float, z: Tensor, rstd: Tensor) -
     launches["score"] += 1
     rows, width = rows_of(source)
     count = len(folded)
+    tile, channels, warps, stages, run = FORWARD if half(source) else FORWARD_WIDE
+    while tile > LEAST_TOKENS and 2 * ceil_div(rows, tile) < processors(source.device):
+        tile //= 2  # 8192 tokens in tiles of 128 would leave half of an H200 idle
+    if half(source):
+        parts = torch.empty(2, count, width, dtype=source.dtype, device=source.device)
+        launch(_split, (ceil_div(count * width, 1024),), (folded, parts), (count * width,), {"B": 1024}, num_warps=4)
+        folded = parts[0]
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
-        tile, channels, warps, stages, run = FORWARD if half(source) else FORWARD_WIDE
-        while tile > LEAST_TOKENS and ceil_div(rows, tile) < processors(source.device):
-            tile //= 2  # 8192 tokens in tiles of 128 would leave half of an H200 idle
         constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": half(source)}
         args, numbers = (source, folded[q:], z.view(rows, count)[:, q:], rstd), (rows, width, now, count, eps)
         launch(_score, (ceil_div(rows, tile),), args, numbers, constants, num_warps=warps, num_stages=stages)

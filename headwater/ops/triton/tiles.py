@@ -41,18 +41,6 @@ def split(x, dtype: tl.constexpr):
     return high, low
 
 
-@triton.jit
-def exact_dot(x, v, acc, HALF: tl.constexpr):
-    """acc + x @ v with x in fp32 and v as stored. HALF: v is a 16-bit type, x is split; otherwise three tf32 terms."""
-    if HALF:
-        high, low = split(x, v.dtype)
-        acc = tl.dot(high, v, acc)
-        acc = tl.dot(low, v, acc)
-    else:
-        acc = tl.dot(x, v.to(tl.float32), acc, input_precision="tf32x3")
-    return acc
-
-
 def half(tensor: Tensor) -> bool:
     """Whether matrix products use split bf16 operands. fp16 has no range for the low part of a small gradient, and the
     interpreter gets bf16 products wrong: both use fp32."""
