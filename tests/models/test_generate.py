@@ -27,16 +27,19 @@ MODELS = {
 }
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("kind", MODELS)
 def test_rows_of_any_length_are_what_each_is_alone(kind):
-    """Greedy. Without a cache every row is read by itself and from its first token on. Every residual in two layers;
-    tests/residuals/test_contract.py decodes with it in four."""
+    """Greedy. Every token is the likeliest after those before it, where its row is read by itself and at once: by
+    induction the one that is drawn without a cache."""
     spec, settings = MODELS[kind]
-    model = model_of(spec, scatter=True, **(settings or {"layers": 2}))
-    alone = generate(model, PROMPTS, 8, temperature=0.0, use_cache=False)
-    assert generate(model, PROMPTS, 8, temperature=0.0) == alone
-    assert generate(model, PROMPTS, 8, temperature=0.0, prefill_chunk=4) == alone
-    assert [len(row) for row in alone] == [len(prompt) + 8 for prompt in PROMPTS]
+    model = model_of(spec, scatter=True, **settings)
+    rows = generate(model, PROMPTS, 8, temperature=0.0)
+    assert generate(model, PROMPTS, 8, temperature=0.0, prefill_chunk=4) == rows
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        likeliest = model(torch.tensor([row]))[0].argmax(-1).tolist()
+        assert row == prompt + likeliest[len(prompt) - 1 : -1]
+        assert len(row) == len(prompt) + 8
 
 
 @pytest.mark.parametrize("kind", [*names(), "looks back", "kimi"])
@@ -59,6 +62,15 @@ def test_a_row_draws_as_if_it_were_alone():
     together = generate(model, PROMPTS, 10, seed=3)
     for row, prompt in enumerate(PROMPTS):
         assert generate(model, [prompt], 10, seed=3 + row) == [together[row]]
+
+
+@pytest.mark.parametrize("kind", ["attnres-full", "looks back", "kimi"])
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}])
+def test_the_same_tokens_are_drawn_without_a_cache(kind, settings):
+    """Then every row is read by itself and from its first token on, for every token."""
+    spec, shape = MODELS[kind]
+    model = model_of(spec, scatter=True, **shape)
+    assert generate(model, PROMPTS, 8, **settings) == generate(model, PROMPTS, 8, use_cache=False, **settings)
 
 
 def test_each_row_stops_by_itself():
