@@ -1,7 +1,8 @@
 """What the README and the site show is true: their code runs, their tables come from the results, the site builds.
 
 Blocks run in this process, a page after another, each in a folder of its own. What trains gets a smaller batch, shorter
-evaluations and a part of the standard library, and the runs of a comparison are no processes: other tests see to those.
+evaluations, half of the smallest model and a part of the standard library, and the runs of a comparison are no
+processes: other tests see to those.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from residuals import test_contract as contract
 
 from benchmarks import tables
 from headwater import cli
+from headwater.models.config import SIZES
 from headwater.residuals import build, names, registry
 from headwater.train import jobs
 from headwater.train.data import corpus
@@ -44,10 +46,11 @@ def lines_of(block: str) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_library():
-    """`stdlib` as a few of its files."""
+    """`stdlib` as a few of its files, and `nano` as half a model."""
     whole = corpus._stdlib_files
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "_stdlib_files", lambda: whole()[:60])
+        patch.setitem(SIZES, "nano", SIZES["nano"] | {"dim": 32, "layers": 2, "mlp_dim": 48, "context": 64})
         yield
 
 
