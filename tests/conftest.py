@@ -5,14 +5,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import interpreter
 import pytest
 import torch
-from interpreter import patch_once_a_launch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
     if importlib.util.find_spec("triton"):
-        patch_once_a_launch()
+        interpreter.speed_up()
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
