@@ -49,6 +49,7 @@ PRIVATE_TORCH = "_torch.py"
 
 # Private names of others for which there is no public way, by the file that uses them.
 NO_PUBLIC_WAY = {
+    ("hf/formats/folder.py", "_model_mapping"),  # the same, of a folder
     ("hf/convert/classes.py", "_model_mapping"),  # of transformers' Auto classes: which class a config stands for
     ("hf/generate.py", "_can_compile_fullgraph"),  # whether a model of transformers takes a static cache
     ("hf/convert/depth.py", "_is_hf_initialized"),  # transformers' mark on a tensor that has its value already
