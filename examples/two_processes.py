@@ -15,7 +15,7 @@ if __name__ == "__main__":
     config = Config(
         model=ModelSettings(size="nano", residual="attnres-block"),
         data=DataSettings(source=tuple(sys.argv[1:2]) or ("stdlib",)),
-        train=TrainSettings(steps=20, batch_size=8, eval_windows=16),
+        train=TrainSettings(steps=10, batch_size=8, eval_windows=8),
         parallel=ParallelSettings(shard=0),  # 0: every rank holds a part of each parameter; 1: every rank its own copy
     )
     result = train(config, f"runs/on-{os.environ.get('WORLD_SIZE', '1')}")

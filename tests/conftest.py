@@ -22,16 +22,26 @@ CHROMIUM = next(
 # Files that take longest, in that order; `make test` gives them out one by one, and none must be left for the end.
 LONGEST = (
     "train/test_parallel.py",
-    "residuals/test_residuals_compile.py",
-    "ops/test_kernels.py",
     "hf/test_hf_use.py",
-    "hf/test_hf_dtypes.py",
-    "residuals/test_contract.py",
-    "train/test_crash.py",
+    "residuals/test_residuals_compile.py",
     "train/test_parallel_faults.py",
-    "train/test_stages.py",
-    "test_docs.py",
+    "train/test_crash.py",
     "train/test_train.py",
+    "test_docs.py",
+    "models/test_generate.py",
+    "hf/test_hf_dtypes.py",
+    "train/test_stages.py",
+    "ops/test_kernels.py",
+    "analyze/test_page.py",
+    "residuals/test_contract.py",
+    "train/test_parallel_checkpoints.py",
+    "hf/test_hf_verify.py",
+    "hf/test_hf_folders.py",
+    "train/test_experts.py",
+    "test_examples.py",
+    "test_site.py",
+    "hf/test_hf_eval.py",
+    "analyze/test_inspect_page.py",
 )
 
 

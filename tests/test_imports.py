@@ -4,6 +4,7 @@ Each check reads a tree and returns what breaks the rule, so that it can be show
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,7 +72,10 @@ class Import:
 
 def files(package: Path) -> dict[str, ast.Module]:
     """Path below the package -> what is in it."""
-    return {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    return {path.relative_to(package).as_posix(): parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+
+
+parse = functools.cache(ast.parse)  # by the text: many checks read the same files
 
 
 def statements(node: ast.AST, for_types: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:

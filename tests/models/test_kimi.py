@@ -124,7 +124,9 @@ def test_parts_mix(settings, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layers_are_whole_graphs_and_count_loads():
-    model, tokens = model_of("attnres-block", scatter=True, **KIMI), tokens_of(length=20)
+    """Two layers have every part: KDA, a dense MLP, MLA and experts."""
+    shape = KIMI | {"pattern": "kda:mla", "layers": 2}
+    model, tokens = model_of("attnres-block", scatter=True, **shape), tokens_of(length=20)
     logits, gradients = gradients_of(model, tokens)
     loads = {name: router.load.clone() for name, router in routers(model).items()}
     model.compile_layers(backend="aot_eager", fullgraph=True, dynamic=False)

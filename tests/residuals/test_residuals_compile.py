@@ -42,7 +42,8 @@ def test_the_decoder_is_one_graph(spec):
     torch.compiler.reset()
     model, tokens = model_of(spec, scatter=True, layers=layers_of(spec)), tokens_of()
     expected, wanted = gradients_of(model, tokens)
-    traced = torch.compile(model, backend="aot_eager" if spec.startswith(OWN_OPERATORS) else "eager", fullgraph=True)
+    own = spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"  # which has no Sinkhorn iteration
+    traced = torch.compile(model, backend="aot_eager" if own else "eager", fullgraph=True)
     logits, gradients = gradients_of(traced, tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     for name, gradient in wanted.items():
