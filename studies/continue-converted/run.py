@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -48,21 +48,22 @@ def main() -> None:
         parser.error(f"--steps must be a multiple of {EVERY}, at which losses are taken, got {flags.steps}")
     cases = [(arm, seed, flags) for arm in flags.arms for seed in range(flags.seeds)]
     curves: dict[str, list[list[float]]] = {}
-    for _ in spread(flags.jobs, train_plain, [(seed, flags) for seed in range(flags.seeds)]):
-        pass
-    for (arm, _, _), losses in zip(cases, spread(flags.jobs, train_arm, cases), strict=True):
-        curves.setdefault(arm, []).append(losses)
-        if len(curves[arm]) == flags.seeds:
-            write({each: curves[each] for each in curves if len(curves[each]) == flags.seeds}, flags)
+    with workers(flags.jobs) as each:
+        list(each(train_plain, [(seed, flags) for seed in range(flags.seeds)]))
+        for (arm, _, _), losses in zip(cases, each(train_arm, cases), strict=True):
+            curves.setdefault(arm, []).append(losses)
+            if len(curves[arm]) == flags.seeds:
+                write({name: runs for name, runs in curves.items() if len(runs) == flags.seeds}, flags)
 
 
-def spread(jobs: int, work: Callable, cases: Iterable[tuple]) -> Iterator:
-    """What `work` gives for each case, in their order."""
+@contextmanager
+def workers(jobs: int) -> Iterator[Callable[..., Iterable]]:
+    """`map` over so many processes. They start at once, so that all have imported torch when the arms begin."""
     if jobs == 1:
-        yield from map(work, cases)
+        yield map
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # CUDA bears no fork
-        yield from pool.map(work, cases)
+    with get_context("spawn").Pool(jobs) as pool:  # CUDA bears no fork
+        yield pool.imap
 
 
 def train_plain(case: tuple[int, argparse.Namespace]) -> None:
