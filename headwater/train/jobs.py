@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from headwater.train.monitor.interrupts import PARENT, Interruption
 from headwater.train.monitor.metrics import read_record
 from headwater.train.monitor.progress import Tasks
 from headwater.train.results import SUMMARY, TrainResult
+from headwater.train.sharing import shared_gpu
 
 POLL_SECONDS = 0.2
 PROGRESS = re.compile(r"step \d+(/\d+|:) ")
@@ -73,7 +74,12 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
     waiting = [job for job in runs if not job.finished]
     running: list[Active] = []
     failures: list[str] = []
-    with Interruption() as interruption, Tasks(console) as tasks:
+    side_by_side = min(jobs, len(waiting))
+    with (
+        Interruption() as interruption,
+        shared_gpu(side_by_side, console.print) as environment,
+        Tasks(console) as tasks,
+    ):
         total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
@@ -81,7 +87,7 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
                     job = waiting.pop(0)
                     task = tasks.add(job.label, job.steps, note="starting")
                     start = job.log.stat().st_size if job.log.exists() else 0
-                    running.append(Active(job, launch(job, jobs), task, start))
+                    running.append(Active(job, launch(job, jobs, environment), task, start))
                 time.sleep(POLL_SECONDS)
                 for active in list(running):
                     show(active, tasks)
@@ -98,12 +104,14 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
     return failures
 
 
-def launch(job: Job, jobs: int) -> subprocess.Popen[bytes]:
+def launch(job: Job, jobs: int, shared: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Its own session: Ctrl-C in the terminal reaches this process alone, which then asks the runs to stop once. Should
     this process be killed, they notice that they are orphans."""
     job.folder.mkdir(parents=True, exist_ok=True)
     record_company(job, jobs)
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
+    environment = dict(shared or {})
+    if jobs > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
     flags = [*job.arguments, "--out", str(job.folder)]
     if job.plugin:
         from headwater.residuals.plugins import folder_of

@@ -13,7 +13,8 @@
     tokens_per_parameter = 20                          # instead of train.steps; of the parameters of the layers
 
 A run's folder is named after what the lists gave it. Its weights are dropped when it is finished, unless the file says
-`keep_weights = true`: metrics, settings and summary stay, which is what reports and fits are made of.
+`keep_weights = true`: metrics, settings and summary stay, which is what reports and fits are made of. Runs side by side
+on one GPU compute at the same time where NVIDIA's MPS is installed (sharing.py), else in turns.
 """
 
 from __future__ import annotations
