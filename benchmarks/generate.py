@@ -243,7 +243,7 @@ def read_prompt(bench: Bench, model: Decoder, length: int, chunk: int | None) ->
         cache = model.new_cache(length)
         with torch.no_grad():
             for part in tokens.split(chunk or length, 1):
-                hidden = model.hidden(part, cache)
+                hidden = model.hidden(part, cache, last=True)
             model.head(hidden[:, -1])
         bench.wait()  # a prompt finds the GPU idle, as its reader does
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwater.errors import check_fit
 from headwater.ops.kda.operators import CHUNK
-from headwater.residuals import Residual, State, build, pinned
+from headwater.residuals import AttentionResidual, Residual, StandardResidual, State, build, pinned
 
 from .attention import Rotary
 from .config import ModelConfig
@@ -165,8 +165,9 @@ class Decoder(nn.Module):
         """Tokens (B, T) to logits (B, T, vocab). With a cache, tokens that continue those it has seen."""
         return self.head(self.hidden(tokens, cache))
 
-    def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """What the output head sees, (B, T, D): for a loss that does not need all logits at once."""
+    def hidden(self, tokens: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
+        """What the output head sees, (B, T, D): for a loss that does not need all logits at once. `last`: of the last
+        token, (B, 1, D), where the others' is not needed, as of a prompt: a final read looks at every source."""
         rotary = self._positions(tokens.shape[1], cache)
         state = self.begin(tokens, cache)
         state = self.run(state, 0, len(self.sublayers), rotary, cache)
@@ -174,7 +175,7 @@ class Decoder(nn.Module):
             cache.seen, cache.batch = cache.seen + tokens.shape[1], len(tokens)
         if cache is not None and cache.rows is not None:
             cache.rows.advance(tokens.shape[1])
-        return self._end(state, cache)
+        return self._end(state, cache, last)
 
     def _positions(self, count: int, cache: Cache | None) -> tuple[Tensor, Tensor]:
         """Rotary tables for the next tokens."""
@@ -206,9 +207,14 @@ class Decoder(nn.Module):
         """Logits (B, T, vocab) from the state after the last sublayer."""
         return self.head(self._end(state))
 
-    def _end(self, state: State, cache: Cache | None = None) -> Tensor:
+    def _end(self, state: State, cache: Cache | None = None, last: bool = False) -> Tensor:
         state, _ = self._split(len(self.sublayers), state)
-        x = self.residual.end(state, norm=self.norm)
+        if last and type(self.residual) in (StandardResidual, AttentionResidual):  # whose states are (B, T, D) each
+            sources = self.residual.settle(state, len(self.sublayers))
+            x = self.residual.end(tuple(source[:, -1:] for source in sources), norm=self.norm)
+        else:
+            x = self.residual.end(state, norm=self.norm)
+            x = x[:, -1:] if last else x
         if cache is not None:
             cache.keep_past(self.residual.past(state))  # which the state may still hold
         return x

@@ -222,7 +222,7 @@ class ReadOnce(ReadAnew):
     def read(self, texts: Tensor, cache: Cache) -> Tensor:
         """What the head sees of the last tokens of texts (B, T), all of which the cache then has."""
         for part in texts.split(self.chunk or texts.shape[1], dim=1):
-            hidden = self.model.hidden(part, cache)
+            hidden = self.model.hidden(part, cache, last=True)
         return hidden
 
 

@@ -13,6 +13,7 @@ from headwater.models.attention import Attention, Rotary
 from headwater.models.draw import Draw
 from headwater.models.generate import generate
 from headwater.models.sampling import Sampling
+from headwater.residuals import names
 
 
 def test_parameter_and_flop_counts_are_those_of_the_modules():
@@ -199,6 +200,22 @@ def test_a_token_never_sees_its_future():
     changed = tokens.clone()
     changed[:, 8:] = (changed[:, 8:] + 1) % 48
     assert torch.equal(model(tokens)[:, :8], model(changed)[:, :8])
+
+
+@torch.no_grad()
+def test_what_the_head_sees_of_the_last_token_alone():
+    for spec in (
+        *names(),
+        "attnres-block:block=3,schedule=two-phase,backend=reference",
+        "attnres-full:window=2,heads=2",
+    ):
+        model, reads = model_of(spec, scatter=True, layers=2), []
+        whole = model.hidden(tokens_of())
+        torch.testing.assert_close(model.hidden(tokens_of(), last=True), whole[:, -1:], atol=1e-5, rtol=1e-5, msg=spec)
+        model.norm.register_forward_pre_hook(lambda module, words, reads=reads: reads.append(words[0].shape[1]))
+        model.hidden(tokens_of(), last=True)
+        if spec.startswith(("attnres", "standard")):
+            assert reads == [1], spec
 
 
 def drawn_from(logits, count, before=(), seed=0, **settings) -> list[int]:

@@ -222,7 +222,9 @@ def test_what_is_free_is_asked(monkeypatch):
     model, asked = model_of("standard"), []
     monkeypatch.setattr(prefill, "free_bytes", lambda device: asked.append(device.type) or 0)
     hidden, read = Decoder.hidden, []
-    monkeypatch.setattr(Decoder, "hidden", lambda *words: read.append(words[1].shape[1]) or hidden(*words))
+    monkeypatch.setattr(
+        Decoder, "hidden", lambda *words, **ways: read.append(words[1].shape[1]) or hidden(*words, **ways)
+    )
     monkeypatch.setattr(prefill, "LEAST", 4)
     generate(model, [[1] * 10], 2, temperature=0.0)
     assert asked == ["cpu"]

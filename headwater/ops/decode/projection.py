@@ -182,8 +182,9 @@ def _stream(
     if MERGE:
         b_o = tl.load(out + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_f = tl.load(f + o_k, mask=m_k, other=0.0)
+        b_l = tl.load(lse)  # before the sum, which it would wait for
         pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4)  # at once: the warps meet once
-        b, r = _share(pp, pf, oo, op, tl.load(lse), K, eps, key_eps)
+        b, r = _share(pp, pf, oo, op, b_l, K, eps, key_eps)
         h = (b_o + b[:, None] * (h - b_o)) * r[:, None]
     else:
         h = h / tl.sqrt(tl.sum(h * h) / K + eps)

@@ -121,7 +121,7 @@ class _ReadInShares(ReadOnce):
         if divided:
             with dividing(self.exchange):
                 for part in texts[:, :divided].split(portion, dim=1):
-                    self.model.hidden(part.chunk(size, dim=1)[rank], cache)
+                    self.model.hidden(part.chunk(size, dim=1)[rank], cache, last=True)
             cache.seen = divided  # which was counted in shares
         return self.model.hidden(texts[:, divided:], cache)
 
