@@ -126,7 +126,7 @@ def start_slowly(config: Config, out: Path) -> None:
     real = run.prepare
 
     def prepare(settings):
-        time.sleep(5 if os.environ["RANK"] == "0" else 0)
+        time.sleep(3 if os.environ["RANK"] == "0" else 0)
         return real(settings)
 
     run.prepare = prepare
