@@ -238,7 +238,7 @@ class TwoPhase:
         count, spans = self._reads_of(i), len(self._reads_to_come(i))
         later = tuple(piece for n, piece in enumerate(span.scores) if n % spans)
         weight, eps = folded_norm(norm)
-        z = torch.cat(span.scores[::spans], -2)
+        z = self.operators().join(span.scores[::spans])
         ends = i == self.sublayers  # after the final read nobody takes sources from here
         outs, lses, sources = self.operators().mix(span.sources, z, weight, eps, thread=not ends)
         queries = span.folded[i + 1 - self.first : i + count - self.first].unbind(0)

@@ -408,3 +408,35 @@ def test_an_attempt_that_did_not_fit_keeps_no_tensor_alive():
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_scores_of_sources_are_joined_as_torch_does(monkeypatch):
+    """Columns of tensors that become narrower from source to source, as two phases have them; others by torch."""
+    monkeypatch.setattr(mix, "JOINED", 1)
+    whole = [torch.randn(2, 70, 1, 19 - 5 * n) for n in range(3)]
+    pieces = [scores[..., 2:7] for scores in whole]
+    assert torch.equal(mix.join(pieces), torch.cat(pieces, -2))
+    assert torch.equal(mix.join(pieces[:1]), pieces[0])
+    assert mix.join([pieces[0], pieces[2], pieces[1]]) is None
+    assert mix.join([torch.cat(pieces, -2), pieces[0]]) is None
+    assert mix.join([piece.transpose(0, 1) for piece in pieces]) is None
+    with torch.no_grad():
+        assert torch.equal(autograd.join(pieces[1:]), torch.cat(pieces[1:], -2))
+    monkeypatch.setattr(mix, "JOINED", 141)
+    assert mix.join(pieces) is None
+
+
+@torch.no_grad()
+def test_without_gradients_every_span_of_a_block_joins_its_scores(monkeypatch):
+    monkeypatch.setattr(mix, "JOINED", 1)
+    outputs, ends = torch.randn(10, 2, 3, 16), []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(0)
+        residual = build(f"attnres-block:block=3,schedule=two-phase,backend={backend},start=0.3", 16, 9)
+        before, state = launches["join"], residual.begin(outputs[0])
+        for i in range(9):
+            x, state = residual.read(state, i)
+            state = residual.write(state, i, outputs[i + 1] + x.tanh())
+        ends.append(residual.end(state))
+        assert launches["join"] - before == (3 if backend == "triton" else 0)  # two blocks after the first, the end
+    torch.testing.assert_close(*ends, atol=1e-5, rtol=1e-4)

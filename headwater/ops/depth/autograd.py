@@ -22,6 +22,7 @@ from headwater.ops.numerics import rms_norm
 
 from .merge import merge as merge_op
 from .merge import merge_backward, norm_backward
+from .mix import join as join_op
 from .mix import mix as mix_op
 from .mix import mix_backward, mix_backward_
 from .read import read as read_op
@@ -161,6 +162,14 @@ def _gather_into(
         made = [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
         dz, first = mix_backward_(sources, p, douts, dlse, made, whole)
     return dz, [_own(g) for g in (made if first is None else [first, *made])]
+
+
+def join(pieces: Sequence[Tensor]) -> Tensor:
+    """Scores (..., N, S) from those of each source, (..., n, S)."""
+    joined = None
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        joined = join_op(pieces)
+    return torch.cat(tuple(pieces), -2) if joined is None else joined
 
 
 def mix(

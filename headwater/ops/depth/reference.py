@@ -130,6 +130,10 @@ def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return source, (v @ folded.to(v.dtype).T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
 
 
+def join(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(pieces), -2)
+
+
 def mix(
     sources: Sequence[Tensor],
     z: Tensor,
