@@ -41,7 +41,7 @@ def _likeliest(logits, chosen, V: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(chosen + row, tl.where(tl.max(bad, 0) > 0, -1, first).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["V", "quarter"])
+@triton.jit
 def _exponentials(seeds, step, noise, V, quarter, BLOCK: tl.constexpr):
     row, o_q = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     now = tl.zeros([BLOCK], tl.int32) + tl.load(step).to(tl.int32)
