@@ -1,0 +1,108 @@
+"""Does a weight mean importance? Take a source away at a read, and set the change of the loss beside its weight.
+
+    PYTHONPATH=. python studies/importance/run.py RUN [RUN ...] --out results.json      # runs whose weights are kept
+
+For each run and each of some windows of held-out text: the weight of every source in every read, and how much the loss
+rises when that read goes without it (what `headwater.inspect` computes), both averaged over tokens and windows. Then,
+for each read with three sources or more, Spearman's rank correlation over its sources; the table has the mean over
+reads, and over the first, middle and last third of the depth. A residual whose weights mean importance has one near 1.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headwater
+from headwater.train import load_run
+from headwater.train.data.dataset import prepare
+
+FEWEST = 3  # sources of a read that has a rank correlation
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """From 1; equal values share the mean of theirs."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    found = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for place in order[start : end + 1]:
+            found[place] = (start + end) / 2 + 1
+        start = end + 1
+    return found
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """None where one side is all the same: it ranks nothing."""
+    if len(set(a)) < 2 or len(set(b)) < 2:
+        return None
+    return statistics.correlation(ranks(a), ranks(b))
+
+
+def measure(model: Any, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and changes of the loss, (reads, sources) each, zero above the diagonal; windows (W, T)."""
+    weights, changes = [], []
+    for window in windows:
+        seen = headwater.inspect(model, window, removals="pairs", top=1)
+        assert seen.removed_at is not None
+        change = torch.zeros(seen.mixing.shape[:2])
+        for (read, source), row in zip(seen.pairs, seen.removed_at.loss, strict=True):
+            change[read, source] = row.mean()
+        weights.append(seen.mixing.abs().mean(-1))
+        changes.append(change)
+    return torch.stack(weights).mean(0), torch.stack(changes).mean(0)
+
+
+def by_read(weights: Tensor, changes: Tensor) -> list[float | None]:
+    """Of each read that has sources enough."""
+    reads = range(FEWEST - 1, len(weights))
+    return [spearman(weights[i, : i + 1].tolist(), changes[i, : i + 1].tolist()) for i in reads]
+
+
+def summary(found: Sequence[float | None]) -> dict[str, float | None]:
+    """Means over all reads, and over thirds of the depth."""
+    third = -(-len(found) // 3)
+    parts = {"all": found, "first": found[:third], "middle": found[third : 2 * third], "last": found[2 * third :]}
+    known = {name: [value for value in values if value is not None] for name, values in parts.items()}
+    return {name: statistics.fmean(values) if values else None for name, values in known.items()}
+
+
+def windows_of(config: Any, count: int, length: int) -> Tensor:
+    """Windows of held-out text, (count, length), at equal distances."""
+    held_out = prepare(config.data).windows("validation", length - 1)
+    return torch.from_numpy(held_out.take(held_out.spread(count)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64, help="of a window")
+    parser.add_argument("--out", type=Path)
+    flags = parser.parse_args()
+    results = []
+    for folder in flags.runs:
+        run = load_run(folder)
+        weights, changes = measure(run.model, windows_of(run.config, flags.windows, flags.tokens))
+        found = by_read(weights, changes)
+        residual = run.config.model.residual
+        results.append({
+            "residual": residual, "seed": run.config.train.seed, "spearman": summary(found), "reads": found,
+            "weights": weights.tolist(), "changes": changes.tolist(),
+        })  # fmt: skip
+        shown = {name: "-" if value is None else f"{value:.2f}" for name, value in results[-1]["spearman"].items()}
+        print(f"{residual}: {', '.join(f'{name} {value}' for name, value in shown.items())}", flush=True)
+    if flags.out:
+        flags.out.write_text(json.dumps(results) + "\n")
+
+
+if __name__ == "__main__":
+    main()
