@@ -127,17 +127,21 @@ def sweep(runs: Runs, down: str, *across: str) -> str:
     )
 
 
-def rates(runs: Runs) -> str:
-    """A sweep for each size, which is told by the width."""
+def by_size(runs: Runs, down: str, *across: str) -> str:
+    """A sweep for each size, which is told by its width."""
     tables = [
-        f"\nWidth {width}, {layers} layers:\n\n" + sweep(group, "optim.lr")
+        f"\nWidth {width}, {layers} layers:\n\n" + sweep(group, down, *across)
         for (width, layers), group in grouped(runs, "model.dim", "model.layers").items()
     ]
     return "".join(tables).lstrip()
 
 
+def rates(runs: Runs) -> str:
+    return by_size(runs, "optim.lr")
+
+
 def query(runs: Runs) -> str:
-    return sweep(runs, "optim.query_lr", "optim.lr")
+    return by_size(runs, "optim.query_lr", "optim.lr")
 
 
 def scaling(runs: Runs) -> str:
