@@ -107,10 +107,24 @@ def browser():
         launched.close()
 
 
+VIEWPORT = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def window(browser):
+    """Where reports that ask for no settings are opened, each in a page of its own: a window takes as long as two."""
+    context = browser.new_context(viewport=VIEWPORT)
+    yield context
+    page = context.new_page()
+    page.goto(Path(__file__).as_uri())  # files share what they store
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]  # else a page finds what another one left
+    context.close()
+
+
 @pytest.fixture
-def visit(browser):
+def visit(browser, window):
     """Opens a page and, at the end, insists that it raised nothing, logged nothing and asked for nothing but itself."""
-    contexts, troubles, allowed = [], [], set()
+    opened, troubles, allowed = [], [], set()
 
     def watch(request):  # blob: is what the page made itself, for a download
         if not request.url.startswith((*allowed, "data:", "blob:")):
@@ -119,9 +133,10 @@ def visit(browser):
     def open_page(file: Path | str, within: Path | None = None, **settings):
         """`file` is one, or the address of a server, which alone the page may ask; or what lies `within` a folder."""
         address = file if isinstance(file, str) else file.as_uri()
-        context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | settings))
-        contexts.append(context)
+        apart = bool(settings or within)
+        context = browser.new_context(**({"viewport": VIEWPORT} | settings)) if apart else window
         page = context.new_page()
+        opened.append(context if apart else page)
         allowed.add(address.partition("#")[0] if within is None else f"{within.as_uri()}/")
         page.on("request", watch)
         page.on("pageerror", lambda error: troubles.append(f"error {error}"))
@@ -131,6 +146,6 @@ def visit(browser):
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for page_or_context in opened:
+        page_or_context.close()
     assert troubles == []
