@@ -4,7 +4,7 @@
     PYTHONPATH=. python studies/hops/run.py --small                     # half a minute on a CPU: too short to learn it
 
 A prompt tells a random permutation f of NODES nodes as pairs (x, f(x)) in random order, then asks QUESTIONS times (k,
-x), k from 1 to HOPS: the answer is f^k(x), which is to be said at x and never shown. No pair is told twice, so that k
+x), k from 1 to HOPS with a chance of 1 / k: the answer is f^k(x), which is to be said at x and never shown. No pair is told twice, so that k
 links need a chain of k lookups, which a decoder can only make in depth. The loss is of the answers alone. Accuracy is
 taken on fresh prompts, by k. All arms have the same width, depth, steps and prompts; seed s draws the same prompts in
 every arm. A run is written to --out as one JSON file.
@@ -48,7 +48,7 @@ class Task:
         return 2 * (self.nodes + self.questions)
 
 
-SMALL = Task(nodes=6, hops=2, questions=6, dim=64, layers=2, steps=300, batch=64, lr=3e-3)
+SMALL = Task(nodes=6, hops=2, questions=6, dim=64, layers=2, steps=300, batch=64)
 
 
 def prompts(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +63,8 @@ def prompts(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor,
     told = torch.stack((order, links.gather(1, order)), -1).flatten(1)
     shape = (count, task.questions)
     start = torch.randint(task.nodes, shape, device=device, generator=generator)
-    hops = torch.randint(task.hops, shape, device=device, generator=generator)
+    often = 1 / torch.arange(1, task.hops + 1, device=device)  # short chains more often: they are learned first
+    hops = torch.multinomial(often, start.numel(), replacement=True, generator=generator).view(shape)
     answers, after = start, start
     for k in range(task.hops):
         after = links.gather(1, after)
