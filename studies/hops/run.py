@@ -4,10 +4,10 @@
     PYTHONPATH=. python studies/hops/run.py --small                     # half a minute on a CPU: too short to learn it
 
 A prompt tells a random permutation f of NODES nodes as pairs (x, f(x)) in random order, then asks QUESTIONS times (k,
-x), k from 1 to HOPS with a chance of 1 / k: the answer is f^k(x), which is to be said at x and never shown. No pair is told twice, so that k
-links need a chain of k lookups, which a decoder can only make in depth. The loss is of the answers alone. Accuracy is
-taken on fresh prompts, by k. All arms have the same width, depth, steps and prompts; seed s draws the same prompts in
-every arm. A run is written to --out as one JSON file.
+x), k from 1 to HOPS, k = 1 most often: the answer is f^k(x), which is to be said at x and never shown. No pair is told
+twice, so that k links need a chain of k lookups, which a decoder can only make in depth. The loss is of the answers
+alone. Accuracy is taken on fresh prompts, by k. All arms have the same width, depth, steps and prompts; seed s draws
+the same prompts in every arm. A run is written to --out as one JSON file.
 """
 
 import argparse
