@@ -27,13 +27,11 @@ def shared_gpu(processes: int, say: Callable[[str], None]) -> Iterator[dict[str,
         return
     with tempfile.TemporaryDirectory(prefix="headwater-mps-", dir="/tmp") as folder:  # a socket's path must be short
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        if reason := _run([control, "-d"], environment):
-            say(f"runs take turns on the GPU: NVIDIA's MPS does not start ({reason})")
-            yield {}
-            return
         try:
-            yield environment
-        finally:
+            if reason := _run([control, "-d"], environment):
+                say(f"runs take turns on the GPU: NVIDIA's MPS does not start ({reason})")
+            yield {} if reason else environment
+        finally:  # one that was too slow may be there by now
             _run([control], environment, "quit\n")
 
 

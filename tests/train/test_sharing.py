@@ -49,11 +49,12 @@ def test_it_ends_with_an_error_too(control):
 
 
 def test_one_that_does_not_start_is_told_in_a_line(control):
-    control(1, "no GPU that can")
+    told = control(1, "no GPU that can")
     said = []
     with shared_gpu(2, said.append) as environment:
         assert environment == {}
     assert said == ["runs take turns on the GPU: NVIDIA's MPS does not start (no GPU that can)"]
+    assert "quit" in told.read_text()  # it may have started late
 
 
 @pytest.mark.parametrize("case", ["one process", "no control", "told by the environment", "in the default place"])
