@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.utils.generic import is_flash_attention_requested
 
+from headwater.errors import UserError
 from headwater.models.draw import Draw
 from headwater.models.generate import DecoderEngine, Reader
 from headwater.models.sampling import Portion
@@ -25,6 +27,7 @@ from headwater.residuals import Residual
 
 from .formats.decoder import DecoderForCausalLM
 
+STATES_INSIDE = {"recurrent_gemma"}  # kept in its modules: those of another text, or of a portion alone
 PORTION, LEAST = 8192, 256  # tokens of all prompts to read at once, unless told; of one at least
 
 
@@ -37,6 +40,9 @@ class TransformersEngine:
     def __init__(self, model: PreTrainedModel) -> None:
         self.module: nn.Module = model
         self.device = model.device
+        self.inside = model.config.get_text_config().model_type in STATES_INSIDE
+        told = getattr(model.generation_config, "eos_token_id", None)
+        self.ends = frozenset([] if told is None else told if isinstance(told, list) else [told])
         if isinstance(model, DecoderForCausalLM):
             self.vocab, self.context = model.decoder.config.vocab_size, model.decoder.config.context
         else:
@@ -48,7 +54,7 @@ class TransformersEngine:
             return DecoderEngine(self.module.decoder).reader(rows, new, chunk, use_cache, graph)
         residuals = (module for module in self.module.modules() if isinstance(module, Residual))
         keeps = "past_key_values" in inspect.signature(self.module.forward).parameters  # state space models do not
-        if not (use_cache and keeps and all(residual.token_local for residual in residuals)):
+        if not (use_cache and keeps and not self.inside and all(residual.token_local for residual in residuals)):
             return _Anew(self.module, rows)
         return _Cached(self.module, rows, new, chunk, graph)
 
@@ -59,12 +65,32 @@ class Words:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.end_of_text: int = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        self.before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text)["input_ids"]
+        """Of an empty text what begins one. Raises UserError if there is nothing that does."""
+        if ids := self.tokenizer(text)["input_ids"]:
+            return ids
+        begins = self.tokenizer.bos_token_id
+        if begins is None and self.end_of_text < 0:
+            raise UserError("a prompt is empty, and the tokenizer has no token that begins a text: give it a word")
+        return [self.end_of_text if begins is None else begins]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids)
+        """What follows a prompt: many tokenizers drop the space in front of the first word they are given."""
+        before, whole = (self._text(some) for some in (self.before, [*self.before, *ids]))
+        return whole[len(before) :]
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)  # which would change what has been shown
+
+
+def _takes_static_cache(model: Any) -> bool:
+    """Whether what a cache of fixed size has beyond a row's tokens does no harm, and dtypes fit it: flash attention
+    takes the cache's end for the tokens', and under autocast keys and values differ in dtype."""
+    if is_flash_attention_requested(model.config.get_text_config()) or torch.is_autocast_enabled(model.device.type):
+        return False
+    return getattr(model, "_can_compile_fullgraph", False)  # transformers' word for it
 
 
 class _Anew:
@@ -98,7 +124,7 @@ class _Cached(_Anew):
         self.chunk = chunk if isinstance(chunk, int) else longest
         if chunk == "auto":
             self.chunk = max(LEAST, PORTION // len(rows))
-        static = getattr(model, "_can_compile_fullgraph", False)  # transformers' word for: takes a static cache
+        static = _takes_static_cache(model)
         self.graph = graph and static and self.device.type == "cuda"
         fixed, growing = partial(StaticCache, max_cache_len=longest + new), DynamicCache
         self.cache = (fixed if static else growing)(config=model.config)

@@ -28,11 +28,13 @@ class Reader(Protocol):
 
 
 class Engine(Protocol):
-    """A model that can continue prompts: its module, the most tokens of a row, how many tokens there are."""
+    """A model that can continue prompts: its module, the most tokens of a row, how many tokens there are, and which of
+    them end a text, besides the tokenizer's."""
 
     module: nn.Module
     context: int
     vocab: int
+    ends: frozenset[int]
 
     @property
     def device(self) -> torch.device: ...
@@ -44,6 +46,8 @@ class Engine(Protocol):
 
 class DecoderEngine:
     """A decoder on one device."""
+
+    ends: frozenset[int] = frozenset()
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.context, self.vocab = model, model.config.context, model.config.vocab_size
@@ -92,7 +96,7 @@ def generate(
     Returns prompt and continuation: (B, T + new) for a tensor, where rows that have ended repeat their last token; a
         list of lists for lists, each as long as it became.
     Raises ValueError for settings out of range, naming them, for prompts that do not fit the context, and for a cache
-        that does not fit the GPU.
+        that does not fit the GPU; TypeError for another model.
 
         generate(model, torch.tensor([[1, 2, 3]]), 20, temperature=0.8, top_p=0.95)
     """
@@ -102,7 +106,7 @@ def generate(
     ways = {"seed": seed, "use_cache": use_cache, "prefill_chunk": prefill_chunk, "stop": stop, "ended": ended}
     ways["graph"] = graph
     steps = list(stream(model, tokens, max_new_tokens, sampling, **ways))  # type: ignore[arg-type]
-    rows = [list(row) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
+    rows = _rows(tokens)
     for new in steps:
         for row, token in zip(rows, new):
             row.extend([] if token is None else [token])
@@ -131,6 +135,11 @@ def stream(
     Returns an iterator: at each step a token for every row, None for rows that have ended.
     """
     sampling = sampling or Sampling()
+    if isinstance(model, nn.Module) and not isinstance(model, Decoder):
+        raise TypeError(
+            f"model must be a Decoder or an engine, got a {type(model).__name__}: of a model of transformers, "
+            "headwater.hf.TransformersEngine(model) is one"
+        )
     engine = DecoderEngine(model) if isinstance(model, Decoder) else model
     rows = _check(engine, tokens, max_new_tokens, sampling, prefill_chunk)
     draw = Draw(sampling, rows, seed, engine.vocab, engine.device)
@@ -141,7 +150,7 @@ def stream(
         _refuse_no_numbers(new, live, len(drawn[0]))
         yield [token if alive else None for token, alive in zip(new, live)]
         for r, token in enumerate(new):
-            drawn[r].append(token)
+            drawn[r].append(max(token, 0))  # a row that has ended may have no numbers
             own = drawn[r]
             live[r] = live[r] and token != stop and not (ended is not None and ended(r, own))
         if not any(live):
@@ -197,8 +206,13 @@ class ReadOnce(ReadAnew):
     def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
         super().__init__(model, rows, new, chunk)
         self.room = max(map(len, rows)) + new
-        fitting = choose_chunk(model, len(rows), self.room)  # which refuses a cache that is too large
+        # This refuses a cache that is too large.
+        fitting = choose_chunk(model, len(rows), self.room, self.free_bytes())
         self.chunk = fitting if chunk == "auto" else chunk
+
+    def free_bytes(self) -> int | None:
+        """That portions and the cache may count on; None: what is free where the model is."""
+        return None
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         if self.cache is None:
@@ -235,6 +249,10 @@ class _OnDevice(ReadOnce):
         yield from DeviceSteps(self.model, self.cache, draw).tokens_after(logits, count)
 
 
+def _rows(tokens: Prompts) -> list[list[int]]:
+    return tokens.tolist() if isinstance(tokens, Tensor) else [[int(token) for token in row] for row in tokens]
+
+
 def _check(engine: Engine, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion) -> list[list[int]]:
     """The prompts as lists, if they can be continued."""
     sampling.check()
@@ -243,7 +261,9 @@ def _check(engine: Engine, tokens: Prompts, new: int, sampling: Sampling, prefil
         raise ValueError(f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}")
     if not isinstance(tokens, Tensor) and any(isinstance(row, int) for row in tokens):
         raise ValueError("tokens must be a list of prompts, each a list of tokens; got one prompt: put it into a list")
-    rows = [list(row) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
+    if isinstance(tokens, str) or any(isinstance(row, str) for row in tokens):
+        raise ValueError("tokens must be numbers, got text: encode it, or take headwater.models.text.continue_texts")
+    rows = _rows(tokens)
     context, vocab = engine.context, engine.vocab
     for r, row in enumerate(rows):
         if not row:

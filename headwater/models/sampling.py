@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+LEAST = 1e-30  # temperature: of logits over less than that, some are infinite in fp32
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -21,8 +23,10 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ValueError that names the setting, what it must be and what it is."""
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or a positive number, got {self.temperature}")
+        if self.temperature != 0 and not LEAST <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be 0 (takes the likeliest token) or a number from {LEAST} on, got {self.temperature}"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         for name in ("top_p", "min_p"):

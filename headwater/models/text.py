@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from .decoder import Decoder
@@ -26,13 +26,14 @@ class Words(Protocol):
 class Piece:
     """The continuation of one prompt: what may be shown of it, and whether a stop word has ended it."""
 
-    def __init__(self, tokenizer: Words, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Words, stops: Sequence[str], ends: Collection[int] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, [word for word in stops if word]
+        self.ends = {tokenizer.end_of_text, *ends}
         self.text, self.shown, self.done = "", 0, False
 
     def add(self, ids: Sequence[int]) -> bool:
         """After all new tokens so far; True if the text has ended."""
-        kept = ids[:-1] if ids[-1] == self.tokenizer.end_of_text else ids
+        kept = ids[:-1] if ids[-1] in self.ends else ids
         self.text = self.tokenizer.decode(kept)
         found = [place for word in self.stops if (place := self.text.find(word)) >= 0]
         if found:
@@ -82,7 +83,8 @@ def continue_texts(
             print(new, end="", flush=True)
     """
     ids = [list(map(int, tokenizer.encode(text))) or [tokenizer.end_of_text] for text in prompts]
-    pieces = [Piece(tokenizer, stops) for _ in prompts]
+    ends = () if isinstance(model, Decoder) else model.ends
+    pieces = [Piece(tokenizer, stops, ends) for _ in prompts]
     steps = stream(
         model, ids, max_new_tokens, sampling, seed=seed, prefill_chunk=prefill_chunk,
         ended=lambda row, new: pieces[row].add(new),

@@ -6,15 +6,20 @@ import pytest
 import torch
 from tinyhf import stir, tiny_model
 from tinymodels import model_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import headwater
 from benchmarks import converted as converted_llama
 from benchmarks import generate as benchmark
 from headwater import cli, hf
+from headwater.errors import UserError
 from headwater.hf import generate as ways
 from headwater.hf.formats.decoder import export_decoder
 from headwater.hf.formats.folder import fast_tokenizer, write_model
+from headwater.models.sampling import Sampling
 from headwater.models.step import ReplayedSteps
+from headwater.models.text import continue_texts
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 GPU = torch.cuda.is_available()
@@ -92,6 +97,49 @@ def test_a_converted_folder_from_the_command_line(tmp_path, capsys):
         (row,) = own_tokens(model, [tokenizer(prompt)["input_ids"]], 5)
         assert f"[{prompt}] {tokenizer.decode(row)[len(prompt) :]}" in shown.out
     assert "5 tokens of each of 2 texts" in shown.err
+
+
+def test_other_tokens_that_end_a_text_are_the_configurations():
+    model, words = converted(vocab_size=257), ways.Words(fast_tokenizer('{"type": "bytes"}', 64))
+    (row,) = own_tokens(model, [[100]], 9)
+    end = row.index(row[5], 1)
+    for told in ([256, row[5]], row[5]):
+        model.generation_config.eos_token_id = told
+        pieces = continue_texts(hf.TransformersEngine(model), words, ["d"], 9, Sampling(temperature=0.0))
+        assert "".join(piece for (piece,) in pieces) == words.decode(row[1:end])
+
+
+def test_the_space_in_front_of_a_continuation_is_kept():
+    """Tokenizers of SentencePiece's kind drop that of the first word."""
+    inner = Tokenizer(models.WordLevel({"?": 0, "▁is": 1, "▁Paris": 2, ".": 3}, unk_token="?"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+    words = ways.Words(tokenizer)
+    assert tokenizer.decode([2, 3]) == "Paris."
+    assert words.decode([2, 3]) == " Paris."
+    assert words.encode("is") == [1]
+    with pytest.raises(UserError, match="no token that begins a text"):
+        words.encode("")
+    tokenizer.bos_token = "."
+    assert words.encode("") == [3]
+
+
+def test_caches_of_fixed_size_are_for_models_that_can_use_them():
+    model = tiny_model("llama")
+    engine = hf.TransformersEngine(model)
+    assert engine.reader(PROMPTS, 4, "auto", True, True).static
+    with torch.autocast("cpu", torch.float16):
+        assert not engine.reader(PROMPTS, 4, "auto", True, True).static
+        assert [len(row) for row in greedy(model)] == [len(row) + 9 for row in PROMPTS]
+    model.config._attn_implementation = "flash_attention_2"  # would take zeros at the cache's end for the last tokens
+    assert not engine.reader(PROMPTS, 4, "auto", True, True).static
+    gemma = hf.TransformersEngine(tiny_model("recurrent_gemma"))  # whose modules keep the states of the text before
+    assert type(gemma.reader(PROMPTS, 4, "auto", True, True)) is ways._Anew
+
+
+def test_a_model_without_its_engine_is_refused():
+    with pytest.raises(TypeError, match=r"got a LlamaForCausalLM: of a model of transformers, headwater\.hf\.Trans"):
+        headwater.generate(tiny_model("llama"), PROMPTS, 4)
 
 
 def test_a_prompt_that_is_too_long_is_named():

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tinykimi import KIMI
@@ -142,18 +143,27 @@ def test_logits_that_are_no_numbers_are_named(settings):
         ([], {}, "there is no prompt"),
         (torch.tensor([1, 2]), {}, r"tokens must be \(batch, length\) with at least one token, got \(2,\)"),
         ([1, 2], {}, "tokens must be a list of prompts, each a list of tokens; got one prompt"),
+        ("def", {}, "tokens must be numbers, got text: encode it"),
+        (["def"], {}, "tokens must be numbers, got text: encode it"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1], [VOCAB]], {}, f"prompt 1 has tokens outside of the vocabulary of {VOCAB}"),
         ([[1], list(range(30))], {}, "a prompt of 30 tokens and 4 new ones exceed the context of 32: lower .* to 2"),
         ([[1] * 40], {}, "a prompt of 40 tokens and 4 new ones exceed the context of 32: shorten the prompt"),
         ([[1]], {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
         ([[1]], {"min_p": 1.5}, "min_p must lie in"),
+        ([[1]], {"temperature": 1e-40}, "temperature must be 0 .* or a number from 1e-30 on, got 1e-40"),
         ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be a positive number, got 0"),
     ],
 )
 def test_what_cannot_be_continued_is_named(prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         generate(model_of("standard"), prompts, 4, **settings)
+
+
+def test_prompts_may_be_tensors_or_arrays():
+    model, settings = model_of("standard", scatter=True), {"temperature": 0.0}
+    found = generate(model, [torch.tensor([1, 2]), np.array([3])], 2, **settings)
+    assert repr(found) == repr(generate(model, [[1, 2], [3]], 2, **settings))
 
 
 @pytest.mark.parametrize("portion", ["auto", 4, None])
@@ -164,6 +174,18 @@ def test_a_cache_that_is_too_large_is_refused_whatever_the_portion(portion, monk
     monkeypatch.setattr("headwater.models.generate.choose_chunk", refuse)
     with pytest.raises(ValueError, match="more than is free"):
         generate(model_of("standard"), [[1]], 2, prefill_chunk=portion)
+
+
+def test_a_row_that_has_ended_may_have_no_numbers():
+    """What follows its end is nobody's: the other rows go on."""
+    model = model_of("standard", scatter=True)
+    first, other = ([1], [2])
+    alone = generate(model, [other], 6, temperature=0.0)[0]
+    (ended,) = generate(model, [first], 1, temperature=0.0)
+    with torch.no_grad():
+        model.embedding.weight[ended[1]] = float("nan")
+    assert ended[1] not in alone
+    assert generate(model, [first, other], 6, temperature=0.0, stop=ended[1]) == [ended, alone]
 
 
 def shown(text: str, stops: list[str]) -> list[str]:

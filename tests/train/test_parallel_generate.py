@@ -1,6 +1,7 @@
 """Two ranks continue prompts as one does: the same greedy tokens, logits to 1e-5, and the bytes of the formula."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from headwater._torch import TorchDispatchMode
 from headwater.errors import UserError
 from headwater.models.generate import DecoderEngine, generate
+from headwater.models.prefill import choose_chunk
 from headwater.residuals import names
 from headwater.residuals.base import Watcher, watched
+from headwater.train.distributed import generate as divided_generate
 from headwater.train.distributed.generate import TensorParallelEngine, dividing
 from headwater.train.distributed.ranks import connect
 
@@ -48,6 +51,16 @@ def continue_as_one():
         torch.testing.assert_close(ours, mine, atol=1e-5, rtol=1e-5)
     read_long_texts(mesh)
     count_bytes(mesh)
+    agree_on_portions(mesh)
+
+
+def agree_on_portions(mesh):
+    """One rank has less memory than the other."""
+    engine, rows = TensorParallelEngine(model_of("attnres-block:block=3").eval(), mesh), [[1] * 2000]
+    least, own = 10**6, 10 ** (6 + mesh.get_local_rank())
+    with mock.patch.object(divided_generate, "free_bytes", return_value=own):
+        portion = engine.reader(rows, 1, "auto", True, False).reader.chunk
+    assert portion == choose_chunk(engine.model, 1, 2001, least) != choose_chunk(engine.model, 1, 2001, 10 * least)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from headwater.models import Decoder
 from headwater.models.decoder import Cache
 from headwater.models.draw import Draw
 from headwater.models.generate import ReadAnew, Reader, ReadOnce
+from headwater.models.prefill import free_bytes
 from headwater.models.sampling import Portion
 from headwater.train.config import ParallelSettings
 from headwater.train.data.tokenizer import Tokenizer
@@ -48,6 +49,8 @@ class TensorParallelEngine:
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (8,))
         headwater.generate(TensorParallelEngine(model, mesh), [[1, 2, 3]], max_new_tokens=20)
     """
+
+    ends: frozenset[int] = frozenset()
 
     def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
         size, rank = mesh.size(), mesh.get_local_rank()
@@ -71,7 +74,7 @@ class TensorParallelEngine:
     def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
         reader: Reader = ReadAnew(self.model, rows, new, chunk)
         if use_cache:
-            reader = _ReadInShares(self.model, rows, new, chunk, self.exchange)
+            reader = _ReadInShares(self.model, rows, new, chunk, self.exchange, self.group)
         return _Agreed(reader, self.group, self.device)
 
 
@@ -110,9 +113,26 @@ class _Agreed:
 
 
 class _ReadInShares(ReadOnce):
-    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        rows: list[list[int]],
+        new: int,
+        chunk: Portion,
+        exchange: Exchange,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.exchange, self.group = exchange, group
         super().__init__(model, rows, new, chunk)
-        self.exchange = exchange
+
+    def free_bytes(self) -> int | None:
+        """Of the rank that has least: portions must be the same on all, and so must a refusal."""
+        own = free_bytes(self.device)
+        if own is None:
+            return None
+        least = torch.tensor(own, device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
 
     def read(self, texts: Tensor, cache: Cache) -> Tensor:
         size, rank = self.exchange.size, self.exchange.rank
