@@ -218,21 +218,17 @@ def test_what_the_head_sees_of_the_last_token_alone():
             assert reads == [1], spec
 
 
-def drawn_from(logits, count, before=(), seed=0, **settings) -> list[int]:
-    """Of one row, each time after the same text."""
-    draw, tokens = Draw(Sampling(**settings), [before], seed, logits.shape[-1], logits.device), []
-    for _ in range(count):
-        kept = None if draw.seen is None else draw.seen.clone()
-        tokens.append(int(draw(logits)))
-        draw.seen = kept
-    return tokens
+def drawn_by_rows(logits, count, before=(), seed=0, **settings) -> list[int]:
+    """The first draws of rows with the same logits and text, each with a seed of its own."""
+    draw = Draw(Sampling(**settings), [before] * count, seed, logits.shape[-1], logits.device)
+    return draw(logits.expand(count, -1)).tolist()
 
 
 def test_sampling_respects_its_limits():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])  # shares 0.64, 0.24, 0.09, 0.03
 
     def drawn(**settings) -> set[int]:
-        return set(drawn_from(logits, 500, **settings))
+        return set(drawn_by_rows(logits, 500, **settings))
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=2) == {0, 1}
@@ -243,10 +239,10 @@ def test_sampling_respects_its_limits():
     assert drawn(temperature=0.0) == {0}
     assert drawn(temperature=0.0, repetition_penalty=3.0, before=(0, 3, 0)) == {1}
     assert drawn(temperature=0.0, repetition_penalty=1.5, before=(0,)) == {0}
-    counts = Counter(drawn_from(logits, 500, [3], repetition_penalty=40.0))
+    counts = Counter(drawn_by_rows(logits, 500, [3], repetition_penalty=40.0))
     assert counts[3] == 0  # a logit below zero grows smaller too
     for temperature in (0.5, 1.0, 3.0):
-        found = [token == 0 for token in drawn_from(logits, 500, temperature=temperature)]
+        found = [token == 0 for token in drawn_by_rows(logits, 500, temperature=temperature)]
         assert sum(found) / 500 == pytest.approx((logits[0] / temperature).softmax(-1)[0].item(), abs=0.06)
 
 
@@ -256,7 +252,8 @@ def test_a_draw_has_the_softmaxs_shares():
     logits = torch.randn(200, generator=torch.Generator().manual_seed(4))
     draw = Draw(Sampling(), [[]] * 20000, 7, 200, torch.device("cpu"))
     first, second = (draw(logits.expand(20000, 200)) for _ in range(2))
-    alone = drawn_from(logits[None], 2000, seed=7)
+    row = Draw(Sampling(), [[]], 7, 200, torch.device("cpu"))
+    alone = [int(row(logits[None])) for _ in range(2000)]
     assert [int(first[0]), int(second[0])] == alone[:2]
     for found in (first, second, torch.tensor(alone)):
         wanted = logits.softmax(-1) * len(found)
