@@ -162,7 +162,8 @@ def generate(argv: list[str]) -> None:
             prefill_chunk=flags.prefill_chunk,
         )
         if int(os.environ.get("RANK", "0")):  # of torchrun: the first rank shows what all have
-            list(steps)
+            with user_values():
+                list(steps)
         else:
             show_texts(steps, prompts, flags)
 
@@ -190,6 +191,8 @@ def show_texts(steps: Iterator[list[str]], prompts: list[str], flags: GenerateFl
 @contextmanager
 def ready_for_text(folder: Path, device: str, tensor: int) -> Iterator[tuple[Any, Any]]:
     """What continues texts, and its tokenizer: of a run, on `tensor` ranks; or of a transformers folder."""
+    if tensor != 1 and is_transformers(folder):
+        raise UserError(f"--tensor divides the models of runs, and {folder} is a transformers model: leave it out")
     if tensor != 1:
         from headwater.train.distributed.generate import divided_run
 

@@ -86,7 +86,7 @@ def test_a_host_that_is_behind_sees_the_same_tokens(monkeypatch):
     assert greedy(model) == own
 
 
-def test_a_converted_folder_from_the_command_line(tmp_path, capsys):
+def test_a_converted_folder_from_the_command_line(tmp_path, capsys, monkeypatch):
     model, text = converted(vocab_size=257), '{"type": "bytes"}'
     tokenizer = fast_tokenizer(text, 64)
     write_model(model, tokenizer, tmp_path / "folder")
@@ -97,6 +97,12 @@ def test_a_converted_folder_from_the_command_line(tmp_path, capsys):
         (row,) = own_tokens(model, [tokenizer(prompt)["input_ids"]], 5)
         assert f"[{prompt}] {tokenizer.decode(row)[len(prompt) :]}" in shown.out
     assert "5 tokens of each of 2 texts" in shown.err
+    with pytest.raises(UserError, match=r"--tensor divides the models of runs, and .* is a transformers model"):
+        cli.generate([str(tmp_path / "folder"), "--prompt", "def ", "--tensor", "2"])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(UserError, match="exceed the context of 128"):
+            cli.generate([str(tmp_path / "folder"), "--prompt", "def ", "--max-new-tokens", "500"])
 
 
 def test_other_tokens_that_end_a_text_are_the_configurations():
