@@ -80,8 +80,8 @@ def place(prepared, tmp_path, monkeypatch):
     return tmp_path
 
 
-def in_this_process(job, company):
-    """Stands in for headwater.train.jobs.launch."""
+def in_this_process(job, company, environment):
+    """Stands in for headwater.train.jobs.launch; there is no GPU whose sharing `environment` would be about."""
     job.folder.mkdir(parents=True, exist_ok=True)
     jobs.record_company(job, company)
     with job.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
