@@ -198,16 +198,13 @@ def ready_for_text(folder: Path, device: str, tensor: int) -> Iterator[tuple[Any
 
         with divided_run(folder, device, tensor) as parts:
             yield parts
-    elif is_transformers(folder):
-        model, tokenizer, _ = load_any(folder, device)
+        return
+    model, tokenizer, _ = load_any(folder, device)
+    if is_transformers(folder):
         from headwater.hf.generate import TransformersEngine, Words
 
-        yield TransformersEngine(model), Words(tokenizer)
-    else:
-        from headwater.train import load_run
-
-        run = load_run(folder, device)
-        yield run.model, run.tokenizer
+        model, tokenizer = TransformersEngine(model), Words(tokenizer)
+    yield model, tokenizer
 
 
 def inspect(argv: list[str]) -> None:

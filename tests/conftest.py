@@ -68,6 +68,19 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
+def script():
+    """Loads a script of the repository, by its path there, as a module."""
+
+    def load(path):
+        spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent.parent / path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="session")
 def untuned_fla():
     """fla's kernels with the first of their settings each: trying all takes a process minutes, and is about speed."""
     pytest.importorskip("fla.ops.kda", reason="needs flash-linear-attention, an extra of `dev`")

@@ -1,21 +1,15 @@
 """The study of lookups in a chain: its prompts are what they say, and a run gives an accuracy for each length."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-SCRIPT = Path(__file__).parent.parent / "studies" / "hops" / "run.py"
+from tinymodels import model_of
 
 
 @pytest.fixture(scope="module")
-def hops():
-    spec = importlib.util.spec_from_file_location("study_hops", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def hops(script):
+    return script("studies/hops/run.py")
 
 
 def test_answers_follow_the_links_that_were_told(hops):
@@ -59,3 +53,9 @@ def test_a_run_sees_the_same_prompts_with_any_residual(hops):
     assert block["losses"] == pytest.approx(plain["losses"], abs=1e-3)
     assert len(plain["losses"]) == 3
     assert min(abs(a - b) for a, b in zip(plain["losses"], other["losses"])) > 1e-3
+
+
+def test_a_seed_draws_prompts_of_its_own(hops):
+    first, again, other = (hops.Training(model_of("standard"), hops.SMALL, seed, "cpu").tokens for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)

@@ -1,23 +1,15 @@
 """The study of weights and importance: ranks are ranks, and its table is of what `headwater.inspect` computes."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from tinymodels import model_of
 
 import headwater
 
-SCRIPT = Path(__file__).parent.parent / "studies" / "importance" / "run.py"
-
 
 @pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("study_importance", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def study(script):
+    return script("studies/importance/run.py")
 
 
 def test_ranks_and_their_correlation(study):

@@ -1,6 +1,5 @@
 """The study's tables are made from raw runs: of those in the repository as they are, and of a few made here."""
 
-import importlib.util
 import json
 import statistics
 import tarfile
@@ -14,11 +13,8 @@ STUDY = Path(__file__).parent.parent / "studies" / "attention-residuals"
 
 
 @pytest.fixture(scope="module")
-def page():
-    spec = importlib.util.spec_from_file_location("study_page", STUDY / "page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def page(script):
+    return script("studies/attention-residuals/page.py")
 
 
 def archive(folder, recipe, runs):
