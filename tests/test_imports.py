@@ -7,6 +7,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,6 +272,33 @@ def test_no_file_uses_the_private_parts_of_another():
     assert not found, "\n".join(found)
 
 
+def unchecked(package: Path) -> list[str]:
+    """Imports from modules that mypy is told to skip: it would take them for Any, and check nothing of their use."""
+    from transformers import _class_to_module as places  # what `from transformers import NAME` finds where
+
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    patterns = {setting["follow_imports"]: setting["module"] for setting in settings}
+
+    def among(module: str, how: str) -> bool:
+        return any(f"{module}.".startswith(f"{name.removesuffix('.*')}.") for name in patterns[how] if "*" in name) or (
+            module in patterns[how]
+        )
+
+    found = []
+    for file, tree in files(package).items():
+        for one in imports(file, tree):
+            module, _, name = one.module.rpartition(".")
+            place = f"transformers.{places[name]}" if module == "transformers" and name in places else module
+            if among(f"{place}.{name}", "skip") and not among(place, "normal"):
+                found.append(str(one))
+    return found
+
+
+def test_types_of_what_is_imported_are_known():
+    found = unchecked(PACKAGE)
+    assert not found, "\n".join(found)
+
+
 BAD = {  # file -> its text, where each line breaks one rule or none
     "ops/bad.py": "from ..train import loop\nimport headwater.models.config\nfrom ..errors import UserError\n",
     "ops/lazy.py": "def f():\n    from headwater.hf import convert\n",
@@ -288,6 +316,7 @@ BAD = {  # file -> its text, where each line breaks one rule or none
     "hf/__init__.py": "",
     "new.py": "",
     "errors.py": "",
+    "hf/gemma.py": "from transformers import GemmaConfig, LlamaConfig\nimport torch.onnx.errors\n",
     "cli.py": "from headwater.analyze import report\nfrom headwater.train import loop\n",
 }
 
@@ -331,6 +360,13 @@ def test_the_test_of_private_parts_sees_imports_and_attributes(bad):
         "analyze/report.py:1 imports headwater.models.decoder._helper",
         "analyze/report.py:4 uses model._split",
         "analyze/report.py:4 uses model._split",
+    ]
+
+
+def test_the_test_of_types_sees_where_names_come_from(bad):
+    assert unchecked(bad) == [
+        "hf/gemma.py:1 imports transformers.GemmaConfig",
+        "hf/gemma.py:2 imports torch.onnx.errors",
     ]
 
 
