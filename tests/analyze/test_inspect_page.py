@@ -39,6 +39,10 @@ CONTRAST = """() => {
     return (high + 0.05) / (low + 0.05);
   });
 }"""
+FILL = """(words) => {
+  for (const node of document.querySelectorAll(".odds .percent")) node.textContent = words;
+  return [...document.querySelectorAll(".odds")].map((list) => list.getBoundingClientRect().height);
+}"""
 
 
 class Letters:
@@ -228,6 +232,12 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(visit, found, tmp_pa
     assert "After token 4" in page.locator("#summary").inner_text()
     page.touchscreen.tap(*cell(page, 2, 1))
     assert "read=2&source=1" in page.url
+    odds = page.locator(".odds .percent")
+    assert odds.count() == 20
+    shown = page.evaluate("[0.0004, 0.0009, 0.0012, 0.994, 1].map(percent)")
+    assert shown == ["<0.1 %", "<0.1 %", "0.12 %", "99.4 %", "100 %"]
+    heights = [page.evaluate(FILL, words) for words in ("1 %", *shown)]
+    assert heights == heights[:1] * 6  # each in one line
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

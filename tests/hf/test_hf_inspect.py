@@ -23,9 +23,20 @@ def direct(model, ids):
     return outputs.depth_weights, outputs.logits
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "cohere"])
+HEADS = {  # what stands between the final norm and the logits
+    "llama": {},
+    "gemma2": {},
+    "granite": {},
+    "cohere": {},
+    "inkling_text": {"vocab_size": 80, "unpadded_vocab_size": 70},
+    "modernbert-decoder": {},
+    "recurrent_gemma": {"logits_soft_cap": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
 def test_a_converted_model_is_read_as_it_computes(kind):
-    model, ids = tiny_model(kind, num_hidden_layers=2), tokens(1, 6)
+    model, ids = tiny_model(kind, num_hidden_layers=2, **HEADS[kind]), tokens(1, 6)
     headwater.convert(model, "attnres-full")
     (note,) = headwater.inspect(model, ids, removals="none").notes
     assert note.startswith("Converted and not trained")
@@ -71,6 +82,18 @@ def test_experts_of_a_converted_model_are_those_that_it_runs(kind):
 def test_a_plain_model_is_refused_with_advice():
     with pytest.raises(UserError, match="convert it first"):
         headwater.inspect(tiny_model("llama", num_hidden_layers=1), tokens(1, 4))
+
+
+def test_a_model_that_does_more_after_its_norm_than_is_known_is_refused_by_how_much():
+    model, ids = tiny_model("llama", num_hidden_layers=1), tokens(1, 4)
+    headwater.convert(model, "attnres-full", check=False)
+
+    def shift(_module, _inputs, outputs):
+        outputs.logits = outputs.logits + 0.005
+
+    model.register_forward_hook(shift)
+    with pytest.raises(UserError, match=r"they are 0.005 apart.* headwater.mixing"):
+        headwater.inspect(model, ids, removals="none")
 
 
 def test_half_precision_can_be_looked_at():

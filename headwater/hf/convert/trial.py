@@ -104,7 +104,8 @@ def _limit(found: Found, dtype: torch.dtype) -> float:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """Of (tokens, D) from (tokens, D). In half precision a token may go to another expert."""
-    distances = (one.double() - other.double()).norm(dim=-1) / other.double().norm(dim=-1)
+    sizes = other.double().norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)  # zeros, as padding's, equal zeros
+    distances = (one.double() - other.double()).norm(dim=-1) / sizes
     return float(distances.median() if other.dtype.itemsize < torch.float32.itemsize else distances.max())
 
 
