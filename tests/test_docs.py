@@ -240,9 +240,11 @@ def test_links_of_the_readme_lead_somewhere():
             assert not anchor or anchor in heads, link
 
 
-def test_the_readme_is_short_and_its_picture_small():
+def test_the_readme_is_short_and_its_pictures_small():
     assert len(README.read_text().splitlines()) <= 110
-    assert (DOCS / "assets" / "inspector.png").stat().st_size < 300_000
+    shown = re.findall(r'src(?:set)?="([^"]+)"', README.read_text())
+    assert [Path(file).stem for file in shown] == ["inspector-phone", "inspector-dark", "inspector"]
+    assert max((ROOT / file).stat().st_size for file in shown) < 200_000
 
 
 def test_the_residual_that_contributing_shows_keeps_the_contract(tmp_path, monkeypatch):
