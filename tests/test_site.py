@@ -76,6 +76,7 @@ def test_a_residual_has_a_page_with_mathematics_options_and_a_picture(name, page
     equations = page.count('display="block"')
     assert equations == len(re.split(r";\s+|,\s{2,}", entry(name).formula.partition(": ")[0]))
     assert "arithmatex" not in page
+    assert not re.search(r"<mo>(\w{2,}|&#x02016;)</mo>", page)  # operators: spaced on both sides, bars drawn out
     assert all(f"<code>{option.name}</code>" in page for option in options_of(name)[1])
     assert page.count("takes") >= 91  # 13 reads of 13 sources, the lower triangle
     assert FORMULAS[name].__name__ in page

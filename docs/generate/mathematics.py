@@ -1,6 +1,7 @@
 """Mathematics without a script: formulas of the code become LaTeX, LaTeX the MathML that browsers set."""
 
 import re
+from itertools import cycle
 
 from latex2mathml.converter import convert as to_mathml
 
@@ -18,6 +19,8 @@ LATEX = (
     (r"\bsum_", r"\\sum_"),
     (r"\^T\b", r"^\\top "),
 )
+NAMED = re.compile(r"(&#x00029;</mo>|<[^>]*>)<mo>([A-Za-z]{2,})</mo>(<mo stretchy=\"false\">&#x00028;|</mrow>)?")
+THIN = '<mspace width="0.17em"></mspace>'
 
 
 def typeset(formula: str) -> str:
@@ -60,4 +63,15 @@ def _words(text: str) -> str:
 
 def mathml(source: str, *, block: bool = False) -> str:
     """LaTeX as a MathML element; `block` for a line of its own."""
-    return to_mathml(source, display="block" if block else "inline")
+    made = to_mathml(source, display="block" if block else "inline")
+    made = NAMED.sub(_name, made)
+    bars = (f'<mo form="{form}" stretchy="false">&#x02016;</mo>' for form in cycle(("prefix", "postfix")))
+    return re.sub(r"<mo>&#x02016;</mo>", lambda _: next(bars), made)
+
+
+def _name(match: re.Match[str]) -> str:
+    """The name of a function as the word it is: an operator would have space on both sides, before its brackets too."""
+    before, name, after = match.groups()
+    factor = before.startswith(("</mi", "</mn", "</ms", "&"))
+    argument = before not in ("<msub>", "<msup>") and not after
+    return f"{before}{THIN * factor}<mi>{name}</mi>{THIN * argument}{after or ''}"
