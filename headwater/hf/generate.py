@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.utils.generic import is_flash_attention_requested
 
 from headwater.errors import UserError
@@ -93,6 +93,16 @@ def _takes_static_cache(model: Any) -> bool:
     return getattr(model, "_can_compile_fullgraph", False)  # transformers' word for it
 
 
+def _fixed_cache(model: Any, length: int, recorded: bool) -> StaticCache:
+    """For `length` tokens. A layer that keeps a window of them goes another way in Python once the window is full, and
+    a recorded step has one way: there such layers keep all tokens, and the mask cuts the window."""
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    if recorded:
+        windows = (isinstance(layer, StaticSlidingWindowLayer) for layer in cache.layers)
+        cache.layers = [StaticLayer(length) if short else layer for short, layer in zip(windows, cache.layers)]
+    return cache
+
+
 class _Anew:
     """Reads every row from its first token on, by itself, without a cache."""
 
@@ -126,8 +136,7 @@ class _Cached(_Anew):
             self.chunk = max(LEAST, PORTION // len(rows))
         static = _takes_static_cache(model)
         self.graph = graph and static and self.device.type == "cuda"
-        fixed, growing = partial(StaticCache, max_cache_len=longest + new), DynamicCache
-        self.cache = (fixed if static else growing)(config=model.config)
+        self.cache = _fixed_cache(model, longest + new, self.graph) if static else DynamicCache(config=model.config)
         lacking = torch.tensor([longest - len(row) for row in rows], device=self.device)
         self.places = torch.arange(longest, device=self.device) - lacking[:, None]  # (B, longest), below zero: padding
         self.mask = None

@@ -19,6 +19,7 @@ from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
 from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, run_all, side_by_side
+from headwater.train.monitor.interrupts import RESUME
 from headwater.train.results import CompareResult, TrainResult
 from headwater.train.table import draw, tabulate
 
@@ -69,7 +70,7 @@ def compare(
         try_out(residuals, config, data)
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
-        failures = run_all(list(runs.values()), jobs, console, go_on=f"headwater compare --out {out}")
+        failures = run_all(list(runs.values()), jobs, console, go_on=f"headwater compare --out {out}{RESUME}")
         done = {place: run for place, run in runs.items() if run.finished}
         finished = {place: TrainResult.read(run.folder) for place, run in done.items()}
         company = {spec: side_by_side([run for (s, _), run in done.items() if s == spec]) for spec in residuals}

@@ -33,7 +33,7 @@ from headwater.train.losses import half_precision, nats_per_token
 from headwater.train.monitor import loggers
 from headwater.train.monitor.bad_steps import Reason
 from headwater.train.monitor.depth import depth_record, gradient_norms
-from headwater.train.monitor.interrupts import Interruption
+from headwater.train.monitor.interrupts import RESUME, Interruption
 from headwater.train.monitor.progress import ProgressLine
 from headwater.train.monitor.watchdog import Watchdog
 from headwater.train.optim import learning_rate, set_learning_rate
@@ -108,7 +108,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
                 if asked and not last:
                     run.saver.wait()
                     interruption.signum = asked
-                    raise interruption.error(f"step {number} of {settings.steps}", f"headwater train --out {out}")
+                    go_on = f"headwater train --out {out}{RESUME}"
+                    raise interruption.error(f"step {number} of {settings.steps}", go_on)
         return finish(run)
 
 

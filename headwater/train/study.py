@@ -81,6 +81,7 @@ def study(
     """
     console = Console(quiet=not progress)
     plan = read_recipe(Path(recipe))
+    go_on = f"headwater study {recipe}" + ("" if out is None else f" --out {out}")
     out = Path("runs") / plan.name if out is None else Path(out)
     with locked(out):
         (out / "settings").mkdir(exist_ok=True)
@@ -89,7 +90,7 @@ def study(
             refuse_other(job, config)
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
         console.print(describe(standing(out, jobs, plan)), highlight=False, soft_wrap=True)
-        failures = run_all(jobs, plan.jobs, console, go_on=f"headwater study {recipe}", seconds=60 * minutes)
+        failures = run_all(jobs, plan.jobs, console, go_on=go_on, seconds=60 * minutes)
         if not plan.keep_weights:
             for job in jobs:
                 if job.finished:

@@ -52,6 +52,26 @@ def test_rows_of_any_lengths_are_continued_as_each_alone(model_type):
     assert len({tuple(row[-9:]) for row in own}) > 1
 
 
+@pytest.mark.parametrize(
+    ("model_type", "settings"), [("gemma2", {}), ("gpt_oss", {}), ("llama4_text", {"attention_chunk_size": 6})]
+)
+def test_a_recorded_step_keeps_what_a_window_would_lose(model_type, settings, monkeypatch):
+    """A CUDA graph does what its first step did, so no layer may change its way when a window is full."""
+    model = converted(model_type=model_type, **settings)
+    lengths = []
+
+    def recorded(model, length, _, make=ways._fixed_cache):
+        cache = make(model, length, recorded=True)
+        lengths.extend(layer.max_cache_len for layer in cache.layers)
+        return cache
+
+    monkeypatch.setattr(ways, "_fixed_cache", recorded)
+    assert greedy(model) == own_tokens(model)
+    assert set(lengths) == {7 + 9}
+    windows = ways.StaticCache(config=model.config, max_cache_len=16).layers
+    assert min(layer.max_cache_len for layer in windows) < 16, "the test has no window to lose"
+
+
 def test_models_without_a_static_cache_and_residuals_that_look_back(monkeypatch):
     model = converted()
     own = own_tokens(model)

@@ -349,6 +349,7 @@ def test_ctrl_c_asks_every_run_to_save_and_end(tmp_path):
     message = (tmp_path / "stderr").read_text()
     assert process.exitcode == 130
     assert message.startswith("headwater: stopped by SIGINT after 0 of 1 runs")
+    assert f"headwater compare --out {out} --resume" in message
     assert len(message.strip().splitlines()) == 1
     assert list((out / "runs" / "standard-seed0" / "checkpoints").glob("step-*"))
     assert "stopped by SIGTERM" in (out / "runs" / "standard-seed0" / "log.txt").read_text()

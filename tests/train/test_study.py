@@ -2,12 +2,14 @@
 
 import json
 import math
+import shlex
 from dataclasses import replace
 
 import pytest
 from processes import Forked
 from tinyrun import tiny, write_corpus
 
+from headwater.cli import main
 from headwater.errors import UserError
 from headwater.train.study import read_recipe, steps_for, study
 
@@ -120,6 +122,14 @@ def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys
         study(recipe, out)
     assert json.loads((out / "settings" / "residual-standard-seed-0.json").read_text())["train"]["steps"] == 4
     assert tiny(tmp_path).train.steps != 4, "the recipe's own settings were used"
+
+
+def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("headwater.train.study.run_all", lambda *_, go_on, **__: said.append(go_on) or [])
+    study(recipe, tmp_path / "elsewhere")
+    assert main(shlex.split(said[0])[1:]) == 0
+    assert said == [f"headwater study {recipe} --out {tmp_path / 'elsewhere'}"] * 2
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,6 +9,7 @@ from types import FrameType, TracebackType
 
 from headwater.errors import Interrupted
 
+RESUME = " --resume (in Python: resume=True)"
 PARENT = "HEADWATER_PARENT"
 """Environment variable with the number of the process that started this one and that it must not outlive."""
 
@@ -57,7 +58,6 @@ class Interruption:
     def error(self, after: str, command: str) -> Interrupted:
         cause = "because what started it is gone" if self.orphaned else f"by {signal.Signals(self._signum).name}"
         return Interrupted(
-            f"stopped {cause} after {after}; everything so far is saved. Go on with: {command} --resume (in Python: "
-            "resume=True)",
+            f"stopped {cause} after {after}; everything so far is saved. Go on with: {command}",
             self._signum,
         )
