@@ -20,7 +20,8 @@ from headwater.analyze import matrix as matrix_module
 from headwater.analyze import report as report_module
 from headwater.analyze import scaling as scaling_module
 from headwater.analyze import table as table_module
-from headwater.cli import DEMO, flag_of, main, sized
+from headwater.cli import main
+from headwater.cli.flags import DEMO, flag_of, sized
 from headwater.errors import UserError
 from headwater.models import ModelConfig
 from headwater.models.sampling import Sampling

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +38,7 @@ def parser_of(command: Any) -> argparse.ArgumentParser:
     def ask(flags: Any, argv: list[str], command: Any, default: Any = None, name: str | None = None) -> None:
         raise Asked(flags, default)
 
-    with patch.object(cli, "parse", ask):
+    with patch.object(sys.modules[command.__module__], "parse", ask):
         try:
             command([])
         except Asked as asked:

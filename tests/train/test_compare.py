@@ -16,9 +16,8 @@ from rich.console import Console
 from tinyrun import fingerprint, tiny
 
 from headwater import cli
-from headwater.cli import parse
+from headwater.cli.flags import CompareFlags, TrainFlags, parse
 from headwater.errors import UserError
-from headwater.flags import CompareFlags, TrainFlags
 from headwater.residuals import names
 from headwater.train import CompareResult, Spread, TrainResult, compare, loop, train
 from headwater.train.arms import parse_arm

@@ -1,0 +1,96 @@
+"""Commands about checkpoints of transformers."""
+
+from __future__ import annotations
+
+import logging
+
+from headwater.cli.flags import ConvertFlags, EvalFlags, RevertFlags, VerifyFlags, parse
+from headwater.cli.models import check_device, needs, say
+from headwater.errors import UserError
+from headwater.train.files import write_json
+
+
+def convert(argv: list[str]) -> None:
+    """Swap the residual of a Hugging Face checkpoint, or export a run to that format."""
+    flags = parse(ConvertFlags, argv, convert)
+    needs("transformers", "hf")
+    check_device(flags.device)
+    from headwater import hf
+    from headwater.hf.formats.convert import convert_folder
+    from headwater.hf.formats.folder import check_out, is_transformers, write_model
+
+    if is_transformers(flags.folder):
+        report = convert_folder(
+            flags.folder,
+            flags.out,
+            flags.residual,
+            layout=None if flags.layout is None else hf.Layout.from_text(flags.layout),
+            dtype=flags.dtype,
+            device=flags.device,
+            check={"auto": None, "yes": True, "no": False}[flags.check],
+            remote_code=flags.remote_code,
+        )
+        say(str(report))
+        return
+    if flags.layout is not None or flags.dtype is not None or flags.remote_code:
+        raise UserError(
+            f"--layout, --dtype and --remote-code are for transformers checkpoints, and {flags.folder} is none: "
+            "convert it without them, then what was written with them"
+        )
+    check_out(flags.out)
+    model, tokenizer = hf.export_run(flags.folder)
+    if flags.residual is not None:
+        trained = getattr(model.config, "headwater", None)
+        if trained is not None:
+            raise UserError(f"{flags.folder} was trained with '{trained['residual']}': leave --residual out")
+        say(str(hf.convert(model, flags.residual)))
+    write_model(model, tokenizer, flags.out)
+    say(f"{flags.out}: a {type(model).__name__} with the weights of {flags.folder}")
+
+
+def revert(argv: list[str]) -> None:
+    """Take a conversion back: write a converted checkpoint as the plain model it came from."""
+    flags = parse(RevertFlags, argv, revert)
+    needs("transformers", "hf")
+    from headwater.hf.formats.convert import revert_folder
+
+    residual = revert_folder(flags.folder, flags.out)
+    say(f"{flags.out}: the plain model of {flags.folder}, which had '{residual}'")
+
+
+def verify(argv: list[str]) -> None:
+    """Compare two Hugging Face checkpoints: KL, largest logit difference. Fails if they are not equal."""
+    flags = parse(VerifyFlags, argv, verify)
+    needs("transformers", "hf")
+    from headwater.hf.formats.folder import verify_folders
+
+    check_device(flags.device)
+    result = verify_folders(*flags.folders, flags.tokens, flags.seed, flags.dtype, flags.device)
+    if not result.equal:
+        raise UserError(str(result))
+    say(str(result))
+
+
+def evaluate(argv: list[str]) -> None:
+    """Score a checkpoint on tasks of lm-evaluation-harness: a table, and a JSON file beside the checkpoint."""
+    flags = parse(EvalFlags, argv, evaluate, name="eval")
+    needs("transformers", "hf")
+    needs("lm_eval", "eval")
+    tasks = [task for word in flags.tasks for task in word.split(",") if task]
+    if not tasks:
+        raise UserError("--tasks names no task")
+    check_device(flags.device)
+    from headwater.hf import export_run
+    from headwater.hf.evaluate import evaluate as run
+    from headwater.hf.evaluate import table
+    from headwater.hf.formats.folder import is_transformers, load_with_tokenizer
+
+    model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else export_run)(flags.folder)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about how it is called, which is our doing
+    options = {name: getattr(flags, name) for name in ("fewshot", "limit", "batch_size", "device")}
+    results = run(model, tokenizer, tasks, include_path=flags.include_path, unsafe_code=flags.unsafe_code, **options)
+    settings = getattr(model.config, "headwater", {"residual": "standard"})
+    about = {"checkpoint": str(flags.folder), "residual": settings["residual"], **options}
+    out = flags.out or flags.folder / "eval.json"
+    write_json(out, {**about, **results})
+    say(f"{table(results)}\n{out}: these results with their settings")

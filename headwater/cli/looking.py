@@ -1,0 +1,119 @@
+"""Commands that look: at runs, at residuals, inside a model, at this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headwater.cli.flags import DoctorFlags, InspectFlags, ReportFlags, ResidualsFlags, ScalingFlags, parse
+from headwater.cli.models import check_device, is_transformers, load_any, say
+from headwater.errors import UserError, user_values
+
+
+def report(argv: list[str]) -> None:
+    """Write one HTML page about runs: loss curves, the table, who reads whom along the depth."""
+    flags = parse(ReportFlags, argv, report)
+    runs, models = apart(flags.folders, flags.prompt, flags.device)
+    out = flags.out or (flags.folders[0] / "report.html" if models else None)
+    say(f"Report: {make_report(runs, out, models)}")
+
+
+def make_report(folders: list[Path], out: Path | None, models: Sequence[Any] = ()) -> Path:
+    from headwater.analyze.report import write_report
+
+    with user_values():
+        return write_report(folders, out, models=models)
+
+
+def matrix(argv: list[str]) -> None:
+    """Write one HTML page with the depth-mixing maps of runs side by side, and their measures."""
+    flags = parse(ReportFlags, argv, matrix)
+    runs, models = apart(flags.folders, flags.prompt, flags.device)
+    with user_values():
+        from headwater.analyze.matrix import write_matrix
+
+        out = flags.out or (flags.folders[0] / "matrix.html" if models else None)
+        say(f"Matrices: {write_matrix(runs, out, models=models)}")
+
+
+def apart(folders: Sequence[Path], prompt: str, device: str) -> tuple[list[Path], list[Any]]:
+    """Folders of runs; and each converted transformers model as a run of one forward pass over the prompt."""
+    theirs = [folder for folder in folders if is_transformers(folder)]
+    if not theirs:
+        return list(folders), []
+    check_device(device)
+    from headwater.analyze.inspector import inspect as look
+    from headwater.analyze.prompted import prompted_run
+
+    found = []
+    for folder in theirs:
+        model, tokenizer, encode = load_any(folder, device)
+        inspection = look(model, encode(prompt), tokenizer=tokenizer, name=folder.resolve().name, removals="none")
+        text = model.config.get_text_config()
+        found.append(prompted_run(inspection, dim=text.hidden_size, layers=text.num_hidden_layers))
+    return [folder for folder in folders if folder not in theirs], found
+
+
+def residuals(argv: list[str]) -> None:
+    """Print every residual: formula, parameters, stored activations, traffic, start; of named ones the options too."""
+    flags = parse(ResidualsFlags, argv, residuals)
+    with user_values():
+        from headwater.analyze.table import markdown, print_options, print_table, residual_table
+
+        rows = residual_table(flags.residuals or None, dim=flags.dim, layers=flags.layers)
+        if flags.markdown:
+            say(markdown(rows).rstrip())
+        else:
+            print_table(rows)
+            print_options(flags.residuals)
+
+
+def scaling(argv: list[str]) -> None:
+    """Fit loss against compute for each residual, and say how much compute each is worth."""
+    flags = parse(ScalingFlags, argv, scaling)
+    with user_values():
+        from headwater.analyze.scaling import scaling_of, table
+
+        say(table(scaling_of(flags.folders, flags.baseline), flags.baseline))
+
+
+def inspect(argv: list[str]) -> None:
+    """Look inside a model as it reads a prompt: one HTML page, or --serve it with a prompt box."""
+    flags = parse(InspectFlags, argv, inspect)
+    if not 1 <= len(flags.models) <= 2 or flags.top < 1:
+        raise UserError(f"inspect takes one model or two, and --top at least 1; got {len(flags.models)}, {flags.top}")
+    check_device(flags.device)
+    from headwater.analyze.inspector import Inspection
+    from headwater.analyze.inspector import inspect as run
+    from headwater.analyze.inspector.serve import serve
+
+    loaded = [load_any(folder, flags.device) for folder in flags.models]
+    short = len({folder.name for folder in flags.models}) == len(flags.models)
+    names = [folder.name if short and folder.name else str(folder) for folder in flags.models]
+
+    def look(prompt: str) -> list[Inspection]:
+        options: dict[str, Any] = {"top": flags.top, "removals": flags.removals}
+        return [
+            run(model, encode(prompt), tokenizer=tokenizer, name=name, **options)
+            for (model, tokenizer, encode), name in zip(loaded, names)
+        ]
+
+    prompt = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
+    if flags.serve:
+        serve(look, prompt, flags.port, say)
+        return
+    first, *other = look(prompt)
+    say(f"Inspector: {first.save(flags.out, *other)}")
+
+
+def doctor(argv: list[str]) -> None:
+    """Say what this machine has, and how headwater will run on it; fails if something stands in the way."""
+    parse(DoctorFlags, argv, doctor)
+    from headwater.doctor import examine
+
+    findings = examine()
+    width = max(len(name) for name, _, _ in findings)
+    say("\n".join(f"{'!' if problem else ' '} {name:<{width}}  {state}" for name, state, problem in findings))
+    if problems := sum(problem for _, _, problem in findings):
+        raise UserError(f"{problems} of these must be mended: the lines with an exclamation mark")

@@ -1,0 +1,50 @@
+"""What commands share: loading a model of either kind, and refusing what this machine does not have."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import UserError
+from headwater.train.files import read_json
+
+
+def is_transformers(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json")
+
+
+def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[int]]]:
+    """A model, its tokenizer and how that encodes: of a run, or of a transformers folder."""
+    if is_transformers(folder):
+        needs("transformers", "hf")
+        from headwater.hf.formats.folder import load_with_tokenizer
+
+        model: Any
+        model, tokenizer = load_with_tokenizer(folder)
+        return model.to(device), tokenizer, lambda text: tokenizer(text)["input_ids"]
+    from headwater.train import load_run
+
+    loaded = load_run(folder, device)
+    return loaded.model, loaded.tokenizer, lambda text: loaded.tokenizer.encode(text).tolist()
+
+
+def needs(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise UserError(f"this command needs the package `{module}`: pip install 'headwater[{extra}]'")
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {device}: this machine has no CUDA device that torch can use")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
