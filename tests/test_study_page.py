@@ -3,10 +3,13 @@
 import json
 import statistics
 import tarfile
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from headwater.residuals.registry import build
 from headwater.stats import t_quantile
 
 STUDY = Path(__file__).parent.parent / "studies" / "attention-residuals"
@@ -23,7 +26,8 @@ def archive(folder, recipe, runs):
     for number, (residual, seed, score, further) in enumerate(runs):
         run = root / "runs" / f"run-{number}"
         run.mkdir(parents=True)
-        config = {"model": {"residual": residual, "dim": 8, "layers": 2}, "optim": {"lr": 1e-3, "query_lr": 1.0}}
+        model = {"residual": residual, "dim": 8, "layers": 2, "shortswa": None}
+        config = {"model": model, "optim": {"lr": 1e-3, "query_lr": 1.0}}
         for name, value in further.items():
             section, key = name.split(".")
             config[section][key] = value
@@ -57,6 +61,60 @@ def test_noise_is_told_in_pairs_with_what_more_seeds_would_tell(page, tmp_path):
     assert f"| 4 | {t_quantile(0.05, 3) * 0.01 / 2:.4f} |" in text
 
 
+def test_arms_that_differ_in_what_is_around_the_residual_are_told_apart(page, tmp_path):
+    runs = [("standard", 0, 1.5, {}), ("standard", 1, 1.6, {})]
+    runs += [("standard", seed, score, {"model.shortswa": 4}) for seed, score in ((0, 1.4), (1, 1.5))]
+    archive(tmp_path, "ablations", runs)
+    with page.unpacked(tmp_path) as found:
+        text = page.TABLES["ablations"](found["ablations"])
+    assert "| `standard` | 2 | 1.5500 |" in text
+    assert "| `standard+shortswa=4` | 2 | 1.4500 | 0.0707 | −0.1000 |" in text
+
+
+def test_each_arm_is_beside_the_plain_residual_at_its_own_best_rate(page, tmp_path):
+    scores = {
+        ("standard", 1e-3): (1.5, 1.7),
+        ("standard", 2e-3): (1.4, 1.5),
+        ("ddl", 1e-3): (1.3, 1.41),
+        ("ddl", 2e-3): (9, 9),
+    }
+    runs = [
+        (arm, seed, score, {"optim.lr": rate})
+        for (arm, rate), both in scores.items()
+        for seed, score in enumerate(both)
+    ]
+    archive(tmp_path, "rates", runs)
+    with page.unpacked(tmp_path) as found:
+        text = page.rates(found["rates"])
+    assert "| 8 | `ddl` | 0.001 | 0.002 | 2 | −0.0950 |" in text
+
+
+def test_growth_with_depth_is_the_last_quarter_over_the_first(page):
+    assert page.growth([1, 3, 100, 100, 100, 100, 5, 7]) == 3
+    runs = [
+        SimpleNamespace(depth=[{"output_norm": [9, 9], "read_norm": [9, 9], "gradient_norm": [9, 9]}, last])
+        for last in (
+            {"output_norm": [1, 2, 3, 4], "read_norm": [1, 1, 1, 1, 3], "gradient_norm": [4, 2, 2, 2]},
+            {"output_norm": [1, 2, 3, 6], "read_norm": [1, 1, 1, 1, 3], "gradient_norm": [4, 2, 2, 2]},
+        )
+    ]
+    for run in runs:
+        run.config = {"model": {"residual": "standard", "dim": 8, "layers": 2}}
+    assert "| 8 | 2 | `standard` | 2 | 5.0000 ± 1.4142 | 3.0000 ± 0.0000 | 0.5000 ± 0.0000 |" in page.dynamics(runs)
+
+
+def test_every_recipe_names_arms_that_exist():
+    ours = {"completep": "rivals.py", "embedding-skip": "../../examples/new_residual.py"}
+    for name, module in ours.items():
+        assert f'@register("{name}")' in (STUDY / module).read_text()
+    for recipe in STUDY.glob("*.toml"):
+        content = tomllib.loads(recipe.read_text())
+        assert content["name"] == recipe.stem
+        arms = {arm for runs in content["runs"] for arm in runs["model.residual"]}
+        for arm in arms - ours.keys():
+            build(arm, 128, 24)
+
+
 def test_a_best_rate_at_the_edge_is_called_unknown(page, tmp_path):
     tried = {"standard": (1.6, 1.5, 1.55), "attnres-block": (1.6, 1.5, 1.4)}
     runs = [
@@ -71,7 +129,7 @@ def test_a_best_rate_at_the_edge_is_called_unknown(page, tmp_path):
     assert "Width 8, 2 layers:" in text
     assert "| 0.002 | **1.5050 ± 0.0071** | 1.5050 ± 0.0071 |" in text
     assert "| 0.004 | 1.5550 ± 0.0071 | **1.4050 ± 0.0071** |" in text
-    assert text.endswith("not yet known, for: attnres-block.\n")
+    assert "so not yet known, for: attnres-block.\n" in text
 
 
 def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):

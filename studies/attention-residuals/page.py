@@ -6,6 +6,7 @@ says so. Differences are taken seed by seed between runs that share every settin
 
 import json
 import re
+import statistics
 import sys
 import tarfile
 import tempfile
@@ -24,6 +25,7 @@ PAGE = HERE.parent.parent / "docs" / "results" / "study.md"
 MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 BASELINE = "standard"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
+BY_DEPTH = (("outputs", "output_norm"), ("what is read", "read_norm"), ("gradients", "gradient_norm"))
 Runs = list[RecordedRun]
 
 
@@ -57,7 +59,7 @@ def grouped(runs: Sequence[RecordedRun], *names: str) -> dict[tuple[Any, ...], R
     groups: dict[tuple[Any, ...], Runs] = defaultdict(list)
     for run in runs:
         groups[tuple(setting(run, name) for name in names)].append(run)
-    return dict(sorted(groups.items(), key=lambda item: [(value != BASELINE, value) for value in item[0]]))
+    return dict(sorted(groups.items(), key=lambda item: [(value != BASELINE, value or 0) for value in item[0]]))
 
 
 def by_seed(runs: Sequence[RecordedRun]) -> dict[int | None, float]:
@@ -73,8 +75,14 @@ def signed(value: float) -> str:
 
 
 def noise(runs: Runs) -> str:
-    """Mean and spread of each arm, the paired difference, and what so many seeds could tell."""
+    """The arms beside the plain residual, and what so many seeds could tell."""
     arms = {arm: by_seed(group) for (arm,), group in grouped(runs, "model.residual").items()}
+    return beside_plain(runs) + "".join(_needed(arm, scores, arms[BASELINE]) for arm, scores in arms.items())
+
+
+def beside_plain(runs: Runs) -> str:
+    """Mean and spread of each arm, and the paired difference."""
+    arms = {_arm(group[0]): by_seed(group) for group in grouped(runs, "model.residual", "model.shortswa").values()}
     rows = []
     for arm, scores in arms.items():
         stat, cells = summarize(list(scores.values())), ["", "", ""]
@@ -85,7 +93,12 @@ def noise(runs: Runs) -> str:
         spread = "-" if stat.spread is None else f"{stat.spread:.4f}"
         rows.append([f"`{arm}`", str(stat.count), f"{stat.mean:.4f}", spread, *cells])
     head = ["", "seeds", "bits per byte", "standard deviation", "difference", "95 % interval", ""]
-    return grid(head, rows) + "".join(_needed(arm, scores, arms[BASELINE]) for arm, scores in arms.items())
+    return grid(head, rows)
+
+
+def _arm(run: RecordedRun) -> str:
+    tokens = setting(run, "model.shortswa")
+    return run.residual + (f"+shortswa={tokens}" if tokens else "")
 
 
 def _range(interval: tuple[float, float] | None) -> str:
@@ -137,7 +150,47 @@ def by_size(runs: Runs, down: str, *across: str) -> str:
 
 
 def rates(runs: Runs) -> str:
-    return by_size(runs, "optim.lr")
+    return by_size(runs, "optim.lr") + at_own_best(runs)
+
+
+def at_own_best(runs: Runs) -> str:
+    """Each arm at the rate that is best for it beside the plain residual at its own, for each width."""
+    rows = []
+    for (width, arm), best in _best_of(runs).items():
+        plain = _best_of(runs).get((width, BASELINE))
+        if arm == BASELINE or plain is None or not (differences := pair(by_seed(best), by_seed(plain))):
+            continue
+        paired, own = Paired(differences), [f"{setting(group[0], 'optim.lr'):g}" for group in (best, plain)]
+        cells = [signed(paired.mean), _range(paired.interval), paired.verdict]
+        rows.append([str(width), f"`{arm}`", *own, str(len(differences)), *cells])
+    head = ["width", "", "its rate", "plain's rate", "seeds", "difference", "95 % interval", ""]
+    return f"\nEach at its own best rate:\n\n{grid(head, rows)}" if rows else ""
+
+
+def _best_of(runs: Runs) -> dict[tuple[int, str], Runs]:
+    best: dict[tuple[int, str], Runs] = {}
+    for (width, arm, _), group in grouped(runs, "model.dim", "model.residual", "optim.lr").items():
+        means = [statistics.fmean(map(score, some)) for some in (group, best.get((width, arm), []) or group)]
+        if (width, arm) not in best or means[0] < means[1]:
+            best[width, arm] = group
+    return best
+
+
+def dynamics(runs: Runs) -> str:
+    """How much larger numbers are at the end of the depth than at its start, after the last step."""
+    head = ["width", "layers", "", "seeds", *(words for words, _ in BY_DEPTH)]
+    rows = []
+    for (width, layers, arm), group in grouped(runs, "model.dim", "model.layers", "model.residual").items():
+        last = [run.depth[-1] for run in group if run.depth]
+        cells = [str(summarize([growth(record[key]) for record in last])) for _, key in BY_DEPTH]
+        rows.append([str(width), str(layers), f"`{arm}`", str(len(last)), *cells])
+    return grid(head, rows)
+
+
+def growth(by_depth: Sequence[float]) -> float:
+    """The mean of the last quarter over that of the first: attention and MLPs are in both."""
+    quarter = len(by_depth) // 4
+    return statistics.fmean(by_depth[-quarter:]) / statistics.fmean(by_depth[:quarter])
 
 
 def query(runs: Runs) -> str:
@@ -172,7 +225,11 @@ def cost(found: dict[str, Runs]) -> str:
     return grid(["recipe", "runs", "tokens", "H200 minutes"], rows)
 
 
-TABLES: dict[str, Callable[[Runs], str]] = {"noise": noise, "rates": rates, "query": query, "scaling": scaling}
+TABLES: dict[str, Callable[[Runs], str]] = {
+    "noise": noise, "rates": rates, "query": query, "scaling": scaling,
+    "ablations": beside_plain, "dynamics": dynamics, "kimi": rates,
+}  # fmt: skip
+RECIPES = {"dynamics": ("noise", "dynamics")}  # whose runs a table takes, if not those of its name alone
 
 
 def filled(text: str, found: dict[str, Runs]) -> str:
@@ -183,7 +240,8 @@ def filled(text: str, found: dict[str, Runs]) -> str:
         if name == "cost":
             made = cost(found)
         elif name in TABLES:
-            made = TABLES[name](found[name]) if found.get(name) else "Not run yet.\n"
+            runs = [run for recipe in RECIPES.get(name, (name,)) for run in found.get(recipe, [])]
+            made = TABLES[name](runs) if runs else "Not run yet.\n"
         else:
             return match[0]
         return f"{match[1]}{made}{match[3]}"
