@@ -28,10 +28,11 @@ docs: $(DOCS)
 	PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "Open build/site/index.html"
 
-# Bytecode is kept, whatever the shell says: else each of a hundred processes compiles what it imports. Checking types
-# takes a core a minute where nothing is known from before, so it goes on beside the tests.
+# Bytecode is kept, whatever the shell says, and that of installed packages beside them, where it may be already: else each
+# of a hundred processes compiles what it imports. Types are checked beside the tests: where nothing is known from before,
+# that takes a core half a minute.
 test: export PYTHONDONTWRITEBYTECODE =
-test: export PYTHONPYCACHEPREFIX = $(CURDIR)/build/pycache
+test: export PYTHONPYCACHEPREFIX =
 test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)
 	$(BIN)/ruff check .
