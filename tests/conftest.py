@@ -1,5 +1,6 @@
 import gc
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -124,41 +125,62 @@ VIEWPORT = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
-def window(browser):
-    """Where reports that ask for no settings are opened, each in a page of its own: a window takes as long as two."""
-    context = browser.new_context(viewport=VIEWPORT)
-    yield context
-    page = context.new_page()
-    page.goto(Path(__file__).as_uri())  # files share what they store
-    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]  # else a page finds what another one left
-    context.close()
+def windows(browser):
+    """Windows by their settings, and the blank pages of each. A new page takes as long as reading most reports does."""
+    opened = {}
+    yield opened
+    for context, _ in opened.values():
+        context.close()
 
 
 @pytest.fixture
-def visit(browser, window):
+def visit(browser, windows):
     """Opens a page and, at the end, insists that it raised nothing, logged nothing and asked for nothing but itself."""
-    opened, troubles, allowed = [], [], set()
+    taken, apart, troubles, allowed = [], [], [], set()
 
     def watch(request):  # blob: is what the page made itself, for a download
         if not request.url.startswith((*allowed, "data:", "blob:")):
             troubles.append(f"request {request.url}")
 
+    heard = {
+        "request": watch,
+        "pageerror": lambda error: troubles.append(f"error {error}"),
+        "console": lambda message: troubles.append(f"console {message.text}"),
+        "dialog": lambda dialog: (troubles.append(f"dialog {dialog.message}"), dialog.dismiss()),
+    }
+
+    def page_for(settings):
+        key = json.dumps(settings)
+        if key not in windows:
+            windows[key] = browser.new_context(**settings), []
+        context, blank = windows[key]
+        page = blank.pop() if blank else context.new_page()
+        taken.append((page, blank))
+        return page
+
     def open_page(file: Path | str, within: Path | None = None, **settings):
-        """`file` is one, or the address of a server, which alone the page may ask; or what lies `within` a folder."""
+        """`file` is one, or the address of a server, which alone the page may ask; or what lies `within` a folder, for
+        which a window is opened."""
         address = file if isinstance(file, str) else file.as_uri()
-        apart = bool(settings or within)
-        context = browser.new_context(**({"viewport": VIEWPORT} | settings)) if apart else window
-        page = context.new_page()
-        opened.append(context if apart else page)
+        settings = {"viewport": VIEWPORT} | settings
+        if within:
+            apart.append(browser.new_context(**settings))
+        page = apart[-1].new_page() if within else page_for(settings)
         allowed.add(address.partition("#")[0] if within is None else f"{within.as_uri()}/")
-        page.on("request", watch)
-        page.on("pageerror", lambda error: troubles.append(f"error {error}"))
-        page.on("console", lambda message: troubles.append(f"console {message.text}"))
-        page.on("dialog", lambda dialog: (troubles.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        for event, listener in heard.items():
+            page.on(event, listener)
         page.goto(address)
         return page
 
     yield open_page
-    for page_or_context in opened:
-        page_or_context.close()
+    for context in apart:
+        context.close()
+    for page, blank in taken:
+        kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie, window.name]")
+        assert kept == [0, 0, "", ""]  # else a page finds what another one left
+        for event, listener in heard.items():
+            page.remove_listener(event, listener)
+        page.mouse.move(0, 0)
+        page.goto("about:blank")
+        blank.append(page)
     assert troubles == []
