@@ -227,7 +227,7 @@ def cost(found: dict[str, Runs]) -> str:
 
 TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": noise, "rates": rates, "query": query, "scaling": scaling,
-    "ablations": beside_plain, "dynamics": dynamics, "kimi": rates,
+    "ablations": beside_plain, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
 RECIPES = {"dynamics": ("noise", "dynamics")}  # whose runs a table takes, if not those of its name alone
 

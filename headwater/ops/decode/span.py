@@ -4,7 +4,8 @@
 A program takes one row and one query, and some sources at once: what counts is how long one of them takes, not how
 often the sources are read, which are in the cache by then. Where there are many programs, each takes one source after
 the other, so that a multiprocessor holds ten of them rather than one, and has room for what runs beside: with 64 rows
-nothing of this launch showed in a step; with 16, whose programs had 96 multiprocessors to themselves, some 20 us did.
+nothing of this launch shows in a step. With 16, small programs took 8 us a step more than large ones: what runs beside
+a block's first sublayer must be there when that ends.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from headwater.ops.triton.launch import launch, launches
 from headwater.ops.triton.tiles import power_of_2, processors, rows_of
 
 TOGETHER = 16384  # numbers of sources that a program holds at once
-MANY = 1  # programs a multiprocessor, beyond which they take turns if each holds that many; of few sources, a quarter
-FEW = 16  # sources
+MANY = 1  # programs a multiprocessor, beyond which they take turns if each holds that many
 
 
 @triton.jit(do_not_specialize=["N", "B", "s_l"])
@@ -49,7 +49,7 @@ def open_span(sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: T
     launches["open_span"] += 1
     count, (rows, width) = len(sources), rows_of(sources[0])
     wide = power_of_2(width)
-    many = rows * len(folded) * (4 if count <= FEW else 1) > MANY * processors(sources.device)
+    many = rows * len(folded) > MANY * processors(sources.device)
     together = 1 if many else max(1, min(power_of_2(count), TOGETHER // wide))
     warps = max(1, min(16, together * wide // (512 if many else 1024)))
     constants = {"BN": together, "BD": wide}
