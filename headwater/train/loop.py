@@ -117,8 +117,11 @@ def goes_further(run: Run) -> str:
     """A schedule stretched over more steps does not go on where it was: said, since it shows in the loss."""
     settings, planned = run.config, run.planned or 0
     before, now = (learning_rate(run.step, steps, settings.optim) for steps in (planned, settings.train.steps))
-    rate = f"the learning rate is now {now:.3g} and would have been {before:.3g}"
-    return f"goes to {settings.train.steps} steps, where {planned} were planned: from step {run.step} on {rate}"
+    said = f"goes to {settings.train.steps} steps, where {planned} were planned"
+    rates = [f"{rate:.3g}" for rate in (now, before)]
+    if len(set(rates)) == 1:  # a run that had not left its warm-up
+        return said
+    return f"{said}: from step {run.step} on the learning rate is now {rates[0]} and would have been {rates[1]}"
 
 
 def steps_of(run: Run, say: Callable[[str], None]) -> HostStep | DeviceStep:

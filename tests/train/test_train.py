@@ -138,6 +138,8 @@ def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
     assert (
         "goes to 24 steps, where 12 were planned: from step 12 on the learning rate is now" in capsys.readouterr().out
     )
+    warm = SimpleNamespace(config=replace(longer, optim=replace(longer.optim, warmup=20)), planned=12, step=12)
+    assert loop.goes_further(warm) == "goes to 24 steps, where 12 were planned"  # at the same rate
     found, expected = fingerprint(grown), fingerprint(whole)
     assert found["files"] == expected["files"]
     assert json.loads((grown / "config.json").read_text())["train"]["steps"] == 24
