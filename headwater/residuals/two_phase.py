@@ -8,6 +8,7 @@ A pipeline stage has the queries of its own reads alone: it takes over the sourc
 for its queries, and hands sources on (`settle`).
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from math import ceil
 from typing import Any, NamedTuple
@@ -30,39 +31,43 @@ class Span(NamedTuple):
     For each finished source its tensor (..., D). Scores of the sources, of those there were at first together, then of
     each finished span: for each span to come a tensor (..., sources, its reads). `folded`: query times key weight of R
     reads, (R, D).
-    For each read left in this span: phase 1's output (..., D), its log-sum-exp (...), and the folded query (D,).
+    `waiting`, what the reads left in this span will take: for each, the last one first, phase 1's output (..., D), its
+    log-sum-exp (...), and of a block the folded query (D,). Before a block's phase 1: the folded queries alone.
     `own`, what the span produced: of a block, the sum but for the newest output (if there is an older one), and the
-    newest output; in full, each output, then for each read left in this span the score of each output (..., 1), then of
-    each output the scores for later spans (..., Q).
+    newest output; in full, each output, then for each read left in this span the score of each output (..., 1, 1), then
+    of each output the scores for later spans (..., 1, Q).
     """
 
     sources: Tensors
     scores: Tensors
     folded: Tensor
-    outs: Tensors = ()
-    lses: Tensors = ()
-    queries: Tensors = ()
+    waiting: Tensors = ()
     own: Tensors = ()
 
     def pack(self) -> State:
-        rest = (*self.outs, *self.lses, *self.queries, *self.own)
-        return (*self.sources, *self.scores, self.folded, *rest)
+        return (*self.sources, *self.scores, self.folded, *self.waiting, *self.own)
 
 
 class Counts(NamedTuple):
-    """How many tensors of each kind a state holds, `left` being the reads left in its span."""
+    """How many tensors of each kind a state holds; `left`, not one of them, is the reads left in its span."""
 
     sources: int
     scores: int
-    left: int
+    waiting: int
     own: int
+    left: int
+
+    @property
+    def length(self) -> int:
+        return self.sources + self.scores + 1 + self.waiting + self.own
 
     @property
     def layout(self) -> Layout:
         numbered = {"source": self.sources, "scores": self.scores}
         names = [f"{name} {n}" for name, count in numbered.items() for n in range(count)]
-        names += ["queries", *(f"{name} {n}" for name in ("out", "lse", "query") for n in range(self.left))]
-        return (*names, *(f"own {n}" for n in range(self.own)))
+        kinds = ("out", "lse", "query")[: self.waiting // self.left] if self.left else ("query",)
+        waiting = [f"{kind} {n}" for n in reversed(range(self.waiting // len(kinds))) for kind in kinds]
+        return (*names, "queries", *waiting, *(f"own {n}" for n in range(self.own)))
 
 
 class TwoPhase:
@@ -88,7 +93,11 @@ class TwoPhase:
         self.first = first
         self.last = sublayers + 1 if stop is None or stop == sublayers else stop  # reads end before it
         places = range(first, min(self.last, sublayers) + 1)
-        self.opens = [i for i in range(first, self.last) if self._into(i) == 0]
+        opens = [i for i in range(first, self.last) if self._into(i) == 0]
+        # for each place, how many reads each span has that opens there or later
+        self.reads_to_come = {
+            i: [self._reads_of(start) for start in opens if start >= i] for i in (*places, places.stop)
+        }
         self.table: dict[tuple[Next, int], Counts] = {("read", i): self._counts(i, i) for i in places}
         self.table |= {("write", i): self._counts(i, i + 1) for i in places if i < sublayers}
 
@@ -98,18 +107,20 @@ class TwoPhase:
         sources = 1 + (i - into if self.full else self._done(i))
         left = max(0, self._span_end(i) - next_read) if into or not reading else 0
         if self.full:
-            own = into * (left + 2)
+            waiting, own = 2 * left, into * (left + 2)
         else:
+            waiting = 3 * left if into or not reading else self._rows(i)
             own = min(into, 1 if i == self.first or not reading else 2)
         groups = 1 + self._done(i) - self._done(self.first)
-        return Counts(sources, groups * len(self._reads_to_come(next_read)), left, own)
-
-    def _reads_to_come(self, i: int) -> list[int]:
-        """How many reads each span has that opens at read i or later."""
-        return [self._reads_of(start) for start in self.opens if start >= i]
+        return Counts(sources, groups * len(self.reads_to_come[next_read]), waiting, own, left)
 
     def _reads_of(self, start: int) -> int:
         return 1 if start == self.sublayers else self._span_end(start) - start
+
+    def _rows(self, start: int) -> int:
+        """How many queries the reads of the block take that opens at read `start`, after its first: all, if it has any
+        read here."""
+        return 0 if self.full or start >= self.last else self._reads_of(start) - 1
 
     def _into(self, i: int) -> int:
         """How many sublayers of its span come before read `i`."""
@@ -134,7 +145,7 @@ class TwoPhase:
     def holds(self, state: State, verb: Next, i: int) -> bool:
         """Whether a state is one of this schedule; the sources alone are always fewer."""
         counts = self.table.get((verb, i))
-        return counts is not None and len(state) == sum(counts) + 2 * counts.left + 1
+        return counts is not None and len(state) == counts.length
 
     def layout(self, verb: Next, i: int) -> tuple[Layout, ...]:
         counts = self.table.get((verb, i))
@@ -142,90 +153,100 @@ class TwoPhase:
 
     def unpack(self, state: State, verb: Next, i: int) -> Span:
         """The state before read or write `i`, named."""
-        n, pieces, left, _ = self.table[verb, i]
-        scored = n + pieces
-        rest = state[scored + 1 :]
-        outs, lses, queries = rest[:left], rest[left : 2 * left], rest[2 * left : 3 * left]
-        return Span(state[:n], state[n:scored], state[scored], outs, lses, queries, rest[3 * left :])
+        counts = self.table[verb, i]
+        n = counts.sources
+        scored = n + counts.scores
+        own = scored + 1 + counts.waiting
+        return Span(state[:n], state[n:scored], state[scored], state[scored + 1 : own], state[own:])
 
     def begin(self, x: Tensor, folded: Tensor) -> State:
-        source, scores = self._score(x.contiguous(), folded)
-        return Span((source,), self._by_span(scores.unsqueeze(-2), self.first), folded).pack()
+        return self._finish(Span((), (), folded), x.contiguous(), self.first).pack()
 
     def enter(self, x: Tensor, folded: Tensor) -> State:
         """The state before write 0, if read 0 was `x` itself: what each query finds in one source is that source."""
-        source, scores = self._score(x.contiguous(), folded)
-        asked, *later = self._by_span(scores, 0)
-        lses = asked[..., 1:].movedim(-1, 0).contiguous().unbind(0)
-        later = [piece.unsqueeze(-2) for piece in later]
-        queries = folded[1 : self._reads_of(0)].unbind(0)
-        return Span((source,), tuple(later), folded, (source,) * len(lses), lses, queries).pack()
+        span = self._finish(Span((), (), folded), x.contiguous(), 0)
+        asked, *later = span.scores
+        lses = asked.squeeze(-2)[..., 1:].movedim(-1, 0).contiguous().unbind(0)
+        waiting = self._wait(span.sources * len(lses), lses, span.waiting)
+        return Span(span.sources, tuple(later), span.folded, waiting).pack()
 
-    def _by_span(self, scores: Tensor, i: int) -> Tensors:
-        """Scores (..., sources, Q) for the reads of all spans that open at read i or later, in a tensor for each."""
-        reads = self._reads_to_come(i)
-        return scores.split(reads, -1) if reads else ()
+    def _finish(self, span: Span, source: Tensor, i: int) -> Span:
+        """One more finished source, scored for the reads of all spans that open at read `i` or later, the next one."""
+        source, folded, scores, queries = self._score(source, span.folded, i, self.reads_to_come[i], self._rows(i))
+        return Span((*span.sources, source), (*span.scores, *scores), folded, queries)
 
-    def _score(self, source: Tensor, folded: Tensor) -> tuple[Tensor, Tensor]:
-        """The source again, and its scores (..., Q); a stage may have no read left that would ask."""
-        if len(folded) == 0:
-            return source, source.new_empty(*source.shape[:-1], 0, dtype=torch.float32)
-        return self.operators().score(source, folded, self.eps)
+    def _score(
+        self, source: Tensor, folded: Tensor, i: int, sizes: Sequence[int], rows: int = 0
+    ) -> tuple[Tensor, Tensor, Tensors, Tensors]:
+        """The source again, `folded` again, scores (..., 1, size) for so many reads each from read `i` on, and the
+        queries of the `rows` reads after it; a stage may have no read left that would ask."""
+        start = i - self.first
+        if start == len(folded):
+            none = source.new_empty(*source.shape[:-1], 1, 0, dtype=torch.float32)
+            return source, folded, (none,) * len(sizes), ()
+        return self.operators().score(source, folded, self.eps, start=start, sizes=sizes, rows=rows)
+
+    def _wait(self, outs: Tensors, lses: Tensors, queries: Tensors) -> Tensors:
+        """What the reads left in a span will take, the last one's first."""
+        taken = zip(outs, lses) if self.full else zip(outs, lses, queries, strict=True)
+        return tuple(chain.from_iterable(reversed([*taken])))
 
     def adopt(self, state: State, folded: Tensor) -> State:
         """The state before read `first` from its sources alone, (..., D) each, the running sum of a block last."""
         counts = self.table["read", self.first]
         plain = [source.contiguous() for source in state]
-        finished = [self._score(source, folded) for source in plain[: counts.sources]]
-        sources, scores = tuple(source for source, _ in finished), torch.stack([z for _, z in finished], -2)
         own, left = plain[counts.sources :], counts.left
+        sizes = [*([left] if own else []), *self.reads_to_come[self.first]]
+        sources, scored = [], []
+        for source in plain[: counts.sources]:
+            source, folded, scores, _ = self._score(source, folded, self.first, sizes)
+            sources.append(source)
+            scored.append(scores)
+        scores = tuple(torch.cat(pieces, -2) for pieces in zip(*scored, strict=True))
         if not own:
-            return Span(sources, self._by_span(scores, self.first), folded).pack()
-        asked, later = scores.split([left, scores.shape[-1] - left], -1)
-        outs, lses, sources = self.operators().mix(sources, asked.contiguous()) if left else ((), (), sources)
-        span = Span(sources, self._by_span(later, self.first), folded, outs, lses, folded[:left].unbind(0))
+            queries = folded[1 : 1 + self._rows(self.first)].unbind(0)
+            return Span(tuple(sources), scores, folded, queries).pack()
+        asked, *later = scores
+        outs, lses, again = self.operators().mix(sources, (asked,)) if left else ((), (), sources)
+        span = Span(tuple(again), tuple(later), folded, self._wait(outs, lses, folded[:left].unbind(0)))
         if not self.full:
-            return Span(*span[:6], (own[0],)).pack()
+            return Span(*span[:4], (own[0],)).pack()
         for output in own:
-            span = self._absorb(span, output, folded)
+            span = self._absorb(span, output, self.first)
         return span.pack()
 
     def read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        span = self.unpack(state, "read", i)
         if self._into(i) == 0:
-            return self._open(span, i, norm)
-        return self._merge_outputs(span, i, norm) if self.full else self._merge_sum(span, norm)
+            return self._open(self.unpack(state, "read", i), i, norm)
+        return self._merge_outputs(state, i, norm) if self.full else self._merge_sum(state, i, norm)
 
     def write(self, state: State, i: int, y: Tensor) -> State:
-        into = i % self.span
         y = y.to(state[0].dtype).contiguous()
-        ends = into == self.span - 1 or i == self.sublayers - 1
+        ends = i % self.span == self.span - 1 or i == self.sublayers - 1
         if not ends and not self.full:
             return (*state, y)
         span = self.unpack(state, "write", i)
-        queries = span.folded[i + 1 - self.first :]
-        if self.full:
-            span = self._absorb(span, y, queries)
-            if not ends:
-                return span.pack()
-            count = into + 1
-            outputs, scored = span.own[:count], span.own[count:]
-            pieces = (*span.scores, *self._by_span(torch.stack(scored, -2), i + 1))
-            return Span((*span.sources, *outputs), pieces, span.folded).pack()
-        source = span.own[0] + y if span.own else y
-        source, scores = self._score(source, queries)
-        pieces = (*span.scores, *self._by_span(scores.unsqueeze(-2), i + 1))
-        return Span((*span.sources, source), pieces, span.folded).pack()
+        if not self.full:
+            return self._finish(span, span.own[0] + y if span.own else y, i + 1).pack()
+        span = self._absorb(span, y, i + 1)
+        if not ends:
+            return span.pack()
+        count = i % self.span + 1
+        outputs, scored = span.own[:count], span.own[count:]
+        sizes = self.reads_to_come[i + 1]
+        later = torch.cat(scored, -2).split(sizes, -1) if sizes else ()
+        return Span((*span.sources, *outputs), (*span.scores, *later), span.folded).pack()
 
-    def _absorb(self, span: Span, y: Tensor, queries: Tensor) -> Span:
-        """In full: one more output of the span, with its scores for the reads left in it and for later spans."""
-        left = len(span.outs)
+    def _absorb(self, span: Span, y: Tensor, i: int) -> Span:
+        """In full: one more output of the span, with its scores for the reads left in it, of which the next is `i`, and
+        for later spans."""
+        left = len(span.waiting) // 2
         before = len(span.own) // (left + 2)
-        y, scores = self._score(y, queries)
-        columns = scores.split([*[1] * left, scores.shape[-1] - left], -1)
+        sizes = [*[1] * left, len(span.folded) - (i - self.first) - left]
+        y, folded, scores, _ = self._score(y, span.folded, i, sizes)
         groups = [span.own[k * before : (k + 1) * before] for k in range(left + 2)]
-        outputs, *scored = [(*group, new) for group, new in zip(groups, (y, *columns), strict=True)]
-        return Span(*span[:6], (*outputs, *chain(*scored)))
+        own = chain.from_iterable((*group, new) for group, new in zip(groups, (y, *scores), strict=True))
+        return Span(span.sources, span.scores, folded, span.waiting, tuple(own))
 
     def settle(self, state: State, i: int) -> State:
         """The plain state of read `i`: its sources alone, which any read can continue from."""
@@ -235,40 +256,36 @@ class TwoPhase:
         return (*span.sources, sum(span.own[1:], span.own[0])) if span.own else span.sources
 
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        count, spans = self._reads_of(i), len(self._reads_to_come(i))
+        spans = len(self.reads_to_come[i])
         later = tuple(piece for n, piece in enumerate(span.scores) if n % spans)
         weight, eps = folded_norm(norm)
-        z = self.operators().join(span.scores[::spans])
         ends = i == self.sublayers  # after the final read nobody takes sources from here
-        outs, lses, sources = self.operators().mix(span.sources, z, weight, eps, thread=not ends)
-        queries = span.folded[i + 1 - self.first : i + count - self.first].unbind(0)
-        span = Span(sources or span.sources, later, span.folded, outs[1:], lses[1:], queries)
-        return outs[0] if weight is not None else apply_norm(norm, outs[0]), span.pack()
+        outs, lses, sources = self.operators().mix(span.sources, span.scores[::spans], weight, eps, thread=not ends)
+        waiting = self._wait(outs[1:], lses[1:], span.waiting)
+        state = Span(sources or span.sources, later, span.folded, waiting).pack()
+        return outs[0] if weight is not None else apply_norm(norm, outs[0]), state
 
-    def _merge_sum(self, span: Span, norm: Norm | None) -> tuple[Tensor, State]:
-        *partial, y = span.own
+    def _merge_sum(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        taken = 3 + self.table["read", i].own
+        out, lse, query, *partial, y = state[-taken:]
         weight, eps = folded_norm(norm)
         x, total = self.operators().merge(
-            y, partial[0] if partial else None, span.outs[0], span.lses[0], span.queries[0], None, weight,
-            eps=self.eps, norm_eps=eps,
-        )  # fmt: skip
-        return x if weight is not None else apply_norm(norm, x), self._next(span, (total,))
+            y, partial[0] if partial else None, out, lse, query, None, weight, eps=self.eps, norm_eps=eps
+        )
+        return x if weight is not None else apply_norm(norm, x), (*state[:-taken], total)
 
-    def _merge_outputs(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        into = self._into(i)
+    def _merge_outputs(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        span, into = self.unpack(state, "read", i), self._into(i)
         outputs, asked, later = span.own[:into], span.own[into : 2 * into], span.own[2 * into :]
-        z = torch.stack([span.lses[0].unsqueeze(-1), *asked], -2)
+        *waiting, out, lse = span.waiting
         weight, eps = folded_norm(norm)
-        x, again = self.operators().merge_outputs(span.outs[0], outputs, z, weight, eps)
-        return x if weight is not None else apply_norm(norm, x), self._next(span, (*again, *later))
-
-    def _next(self, span: Span, own: Tensors) -> State:
-        taken = (span.outs[1:], span.lses[1:], span.queries[1:])
-        return Span(span.sources, span.scores, span.folded, *taken, own).pack()
+        x, again = self.operators().merge_outputs(out, outputs, (lse[..., None, None], *asked), weight, eps)
+        state = Span(*span[:3], tuple(waiting), (*again, *later)).pack()
+        return x if weight is not None else apply_norm(norm, x), state
 
 
 def folded_norm(norm: Norm | None) -> tuple[Tensor | None, float]:
     """Weight and eps of a norm that a kernel can apply itself, else (None, unused)."""
-    if isinstance(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
-        return norm.weight, norm.eps
+    if isinstance(norm, nn.RMSNorm) and (weight := norm.weight) is not None and norm.eps is not None:
+        return weight, norm.eps
     return None, 1e-6

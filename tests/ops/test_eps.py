@@ -70,13 +70,19 @@ def test_two_phases_have_it_too(backend):
     agree(read, formula(sources, query, key, norm, EPS), [*sources, query, key, norm])
 
 
+def scored(ops, sources, query, key):
+    """The sources again, and the scores of each, (..., 1, 1)."""
+    results = [ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources]
+    return [source for source, *_ in results], [scores for _, _, (scores,), _ in results]
+
+
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_merge_has_one_for_the_sum_and_one_for_the_read(backend, opens):
     sources, query, key, norm = draw(3)
     ops, added = operators(backend), torch.full((2, 12), 0.1)
-    threaded, scores = zip(*(ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources[:-1]))
-    outs, lses, _ = ops.mix(threaded, torch.stack(scores, -2))
+    threaded, scores = scored(ops, sources[:-1], query, key)
+    outs, lses, _ = ops.mix(threaded, scores)
     newest, partial = (sources[-1], None) if opens else (sources[-1] - added, added)
     read, total = ops.merge(newest, partial, outs[0], lses[0], query, key, norm, eps=EPS, norm_eps=NORM_EPS)
     agree(read, formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
@@ -87,14 +93,14 @@ def test_a_merge_has_one_for_the_sum_and_one_for_the_read(backend, opens):
 def test_a_mix_and_a_span_of_outputs_have_the_read_s(backend):
     sources, query, key, norm = draw(4)
     ops = operators(backend)
-    threaded, scores = zip(*(ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources))
-    outs, _, _ = ops.mix(threaded, torch.stack(scores, -2), norm, NORM_EPS)
+    threaded, scores = scored(ops, sources, query, key)
+    outs, _, _ = ops.mix(threaded, scores, norm, NORM_EPS)
     agree(outs[0], formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
 
-    threaded, scores = zip(*(ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources))
-    outs, lses, _ = ops.mix(threaded[:2], torch.stack(scores[:2], -2))
-    z = torch.stack([lses[0].unsqueeze(-1), *scores[2:]], -2)
-    read, _ = ops.merge_outputs(outs[0], threaded[2:], z, norm, NORM_EPS)
+    threaded, scores = scored(ops, sources, query, key)
+    outs, lses, _ = ops.mix(threaded[:2], scores[:2])
+    pieces = (lses[0][..., None, None], *scores[2:])
+    read, _ = ops.merge_outputs(outs[0], threaded[2:], pieces, norm, NORM_EPS)
     agree(read, formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
 
 

@@ -90,8 +90,8 @@ def test_rows_that_do_not_fit_are_summed_again_for_the_norm():
     torch.manual_seed(0)
     sources, norm, z = [torch.randn(2, 1100) for _ in range(3)], torch.randn(1100), torch.randn(2, 3, 16)
     with poisoned():
-        ours = autograd.mix(sources, z, norm)
-    expected = two_phase.mix(sources, z, norm)
+        ours = autograd.mix(sources, (z,), norm)
+    expected = two_phase.mix(sources, (z,), norm)
     for mine, other in zip((*ours[0], *ours[1]), (*expected[0], *expected[1]), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
@@ -157,13 +157,13 @@ def test_a_source_that_others_use_keeps_its_gradient():
     def graph(thread):
         inner = source * 1.0
         v, scores = thread(inner)
-        outs, _, (w,) = autograd.mix([v], scores.unsqueeze(-2)) if thread is scored else plain_mix(v, scores)
+        outs, _, (w,) = autograd.mix([v], scores) if thread is scored else plain_mix(v, scores)
         both = w + other  # one gradient tensor for w and other
-        (out,), _, (u,) = autograd.mix([w], z) if thread is scored else plain_mix(w, z.squeeze(-2))
+        (out,), _, (u,) = autograd.mix([w], (z,)) if thread is scored else plain_mix(w, z.squeeze(-2))
         return (both * 2).sum() + (u * 3).sum() + sum(o.square().sum() for o in outs) + out.sum() + (v * inner).sum()
 
     def scored(v):
-        return autograd.score(v, folded, 1e-6)
+        return autograd.score(v, folded, 1e-6)[::2]
 
     def plain(v):
         return v, (v @ folded.T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
@@ -186,8 +186,8 @@ def test_two_sources_may_share_one_gradient(compiled):
     folded, weight = torch.randn(3, 16) * 0.3, torch.randn(4, 16)
 
     def loss(ops):
-        (a1, za), (b1, zb) = (ops.score(leaf * 1.0, folded, 1e-6) for leaf in leaves)
-        outs, lses, (a2, b2) = ops.mix([a1, b1], torch.stack([za, zb], -2))
+        (a1, za), (b1, zb) = (ops.score(leaf * 1.0, folded, 1e-6)[::2] for leaf in leaves)
+        outs, lses, (a2, b2) = ops.mix([a1, b1], za + zb)
         shared = a2 + b2 + weight * leaves[0].sum()  # one gradient for a2, b2 and a third
         return (shared.square() * weight).sum() + sum(o.square().sum() for o in outs) + sum(m.sum() for m in lses)
 
@@ -195,6 +195,23 @@ def test_two_sources_may_share_one_gradient(compiled):
     ours = torch.compile(lambda: loss(autograd))() if compiled else loss(autograd)
     for mine, other in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-5)
+
+
+def test_queries_threaded_twice_may_share_one_gradient():
+    torch.manual_seed(0)
+    leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(2)]
+    folded, weight = (torch.randn(3, 16) * 0.3).requires_grad_(), torch.randn(3, 16)
+
+    def loss(ops):
+        (_, fa, za, (qa,)), (_, fb, zb, (qb,)) = (
+            ops.score(leaf, folded * 1.0, 1e-6, start=1, sizes=(1, 1), rows=1) for leaf in leaves
+        )
+        shared = fa + fb  # one gradient for both
+        return (shared.square() * weight).sum() + sum(z.square().sum() for z in za + zb) + (qa * qb * weight[0]).sum()
+
+    expected = torch.autograd.grad(loss(two_phase), [*leaves, folded])
+    for mine, other in zip(torch.autograd.grad(loss(autograd), [*leaves, folded]), expected, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
 class Net(nn.Module):

@@ -100,8 +100,8 @@ def test_autocast_rounds_nothing():
 
     def results():
         out, lse = attend_blocks(blocks, query.unsqueeze(0), key_weight.unsqueeze(0))
-        scored = [reference.score(source, (query * key_weight).unsqueeze(0), 1e-6)[1] for source in blocks]
-        mixed, lses, _ = reference.mix(blocks, torch.stack(scored, -2), key_weight)
+        scored = [reference.score(source, (query * key_weight).unsqueeze(0), 1e-6)[2][0] for source in blocks]
+        mixed, lses, _ = reference.mix(blocks, scored, key_weight)
         merged = merge_partial(last, query, out[0], lse[0], key_weight, norm_weight=key_weight)
         read, weights = depth_attention(sources, query, key_weight, return_weights=True)
         heads = depth_attention(sources, query, key_weight, heads=4)

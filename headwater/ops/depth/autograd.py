@@ -1,8 +1,8 @@
 """The kernels under autograd: `score`, `mix`, `merge`. Importing this needs triton; `routing` decides when to.
 
-Sources are threaded: `score` and `mix` return each source again, and the next read takes the returned one. Gradients
-then form a chain instead of a sum: a read's backward receives what later reads have gathered for a source, in the
-buffer that the later read's backward made, and adds its own share to that buffer in place.
+Sources are threaded: `score` and `mix` return each source again, and the next read takes the returned one; `score`
+threads the queries too. Gradients then form a chain instead of a sum: a read's backward receives what later reads have
+gathered for a source, in the buffer that the later read's backward made, and adds its own share to it in place.
 
 Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark, and a gradient without
 the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied. Assumed: no tensor
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwater._torch import apply as apply_with_gradients
+from headwater._torch import traced
 from headwater.ops.numerics import rms_norm
 
 from .merge import merge as merge_op
@@ -82,41 +83,85 @@ def _optional(name: str, value: Tensor | None) -> Tensor | None:
 
 class _Score(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        z, rstd = score_op(source, folded, eps)
+    def forward(
+        ctx: Any, source: Tensor, folded: Tensor, eps: float, start: int, sizes: Sequence[int], rows: int
+    ) -> tuple[Tensor, ...]:
+        queries = folded[start:] if start else folded
+        z, rstd = score_op(source, queries, eps)
+        ctx.start, ctx.sizes = start, sizes
         ctx.save_for_backward(source, folded, z, rstd)
         ctx.set_materialize_grads(False)
-        return source.view_as(source), z
+        pieces = z.unsqueeze(-2).split(sizes, -1)
+        asked = queries[1 : 1 + rows].unbind(0) if rows else ()
+        return (source.view_as(source), folded.view_as(folded), *pieces, *asked)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, df: Tensor | None, *rest: Tensor | None) -> tuple[Any, ...]:
         _first_order()
-        if dz is None:
-            return gradient, None, None
+        pieces, asked = rest[: len(ctx.sizes)], rest[len(ctx.sizes) :]
+        scored, merged = _any(pieces), _any(asked)
+        if not scored and not merged:
+            return gradient, df, None, None, None, None
         source, folded, z, rstd = ctx.saved_tensors
-        dz = dz.contiguous()
-        if gradient is not None and (torch.compiler.is_compiling() or _owned(gradient)):
-            gradient = _to_add_to(gradient)
-            (df,) = score_backward_(source, folded, z, rstd, dz, gradient)
-        else:  # none, or one that is not ours: written anew, which is less than to copy it and add
-            gradient = None if gradient is None else gradient.contiguous()
-            gradient, df = score_backward(source, folded, z, rstd, dz, gradient)
-        return _own(gradient), df, None
+        df = torch.zeros_like(folded) if df is None else _to_add_to(df)
+        share = df[ctx.start :]
+        if merged:
+            filled = [folded.new_zeros(folded.shape[1:]) if d is None else d for d in asked]
+            share[1 : 1 + len(asked)].add_(torch.stack(filled))
+        if scored:
+            dz = _joined_columns(pieces, ctx.sizes, z)
+            gradient, found = _score_into(source, folded[ctx.start :], z, rstd, dz, gradient)
+            share.add_(found)
+        return gradient, _own(df), None, None, None, None
 
 
-def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The source, to be read in its place, and its logits (..., Q) for the fp32 queries `folded` (Q, D)."""
-    return apply(_Score, source, folded, eps)
+def _any(gradients: Sequence[Tensor | None]) -> bool:
+    return any(gradient is not None for gradient in gradients)
+
+
+def _joined_columns(pieces: Sequence[Tensor | None], sizes: Sequence[int], z: Tensor) -> Tensor:
+    """Gradients (..., Q) of scores from those of their parts, (..., 1, size) each."""
+    filled = [z.new_zeros(*z.shape[:-1], 1, n) if d is None else d for d, n in zip(pieces, sizes)]
+    return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled, -1)
+
+
+def _score_into(
+    source: Tensor, queries: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The source's gradient, what later reads gathered for it included, and that of the queries."""
+    if gradient is not None and (torch.compiler.is_compiling() or _owned(gradient)):
+        gradient = _to_add_to(gradient)
+        (df,) = score_backward_(source, queries, z, rstd, dz, gradient)
+    else:  # none, or one that is not ours: written anew, which is less than to copy it and add
+        gradient = None if gradient is None else gradient.contiguous()
+        gradient, df = score_backward(source, queries, z, rstd, dz, gradient)
+    return _own(gradient), df
+
+
+def score(
+    source: Tensor, folded: Tensor, eps: float, *, start: int = 0, sizes: Sequence[int] | None = None, rows: int = 0
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The source and the fp32 queries `folded` (R, D), to be read in their place; the source's logits for the queries
+    from `start` on, in pieces (..., 1, size), one by default; and the `rows` queries after `start`, (D,) each.
+
+    Queries are threaded too: those of a block and their scores add to one buffer of gradients, in place.
+    """
+    sizes = [len(folded) - start] if sizes is None else sizes
+    source, folded, *rest = apply(_Score, source, folded, eps, start, sizes, rows)
+    return source, folded, tuple(rest[: len(sizes)]), tuple(rest[len(sizes) :])
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         # Not one name each: without gradients dynamo drops ctx where it counts one argument more than parameters.
-        z, norm_weight, norm_eps, rebuild, exact, thread, *sources = args
+        norm_weight, norm_eps, rebuild, exact, thread, count, *tensors = args
+        pieces, sources = tensors[:count], tensors[count:]
+        z = join(pieces)
         x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps, exact)
         normed = norm_weight is not None
         ctx.queries, ctx.normed, ctx.norm_eps, ctx.rebuild = z.shape[-1], normed, norm_eps, rebuild
+        ctx.sizes = [piece.shape[-2] for piece in pieces]
         ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources[rebuild:])
         ctx.set_materialize_grads(False)
         outs = ((x,) if normed else ()) + out.unbind(0)
@@ -136,14 +181,15 @@ class _Mix(torch.autograd.Function):
             exact = queries == 1  # as plain PyTorch: a read by itself takes its shares from dh in fp32
             dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps, exact)
             douts = (dh, *douts[1:])
+        nothing = (None,) * 5
         if ctx.rebuild and along is None:  # this read was not used
-            return (None, None, None, None, None, None, None, *later)
+            return (None, *nothing, *(None for _ in ctx.sizes), None, *later)
         filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
         dlse = None
-        if not ctx.rebuild and any(d is not None for d in dlses):  # no one sees that of a rebuilt read
+        if not ctx.rebuild and _any(dlses):  # no one sees that of a rebuilt read
             dlse = torch.stack([p.new_zeros(p.shape[:-2]) if d is None else d for d in dlses])
         dz, dsources = _gather_into(sources, p, filled, dlse, later, along if ctx.rebuild else None)
-        return (dz, dg, None, None, None, None, *dsources)
+        return (dg, *nothing, *dz.split(ctx.sizes, -2), *dsources)
 
 
 def _gather_into(
@@ -165,16 +211,16 @@ def _gather_into(
 
 
 def join(pieces: Sequence[Tensor]) -> Tensor:
-    """Scores (..., N, S) from those of each source, (..., n, S)."""
-    joined = None
-    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        joined = join_op(pieces)
+    """Scores (..., N, S) from their parts, (..., n, S) each."""
+    if len(pieces) == 1:
+        return pieces[0].contiguous()
+    joined = None if traced() else join_op(pieces)
     return torch.cat(tuple(pieces), -2) if joined is None else joined
 
 
 def mix(
     sources: Sequence[Tensor],
-    z: Tensor,
+    pieces: Sequence[Tensor],
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     *,
@@ -182,40 +228,46 @@ def mix(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
     """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and the sources again.
 
-    `z`: scores (..., N, S) in fp32. thread=False, for the last read of all: no sources again. Compiled, their gradients
-    would be zeros that are written, and then added to.
+    `pieces`: scores (..., N, S) in fp32, in parts (..., n, S). thread=False, for the last read of all: no sources
+    again. Compiled, their gradients would be zeros that are written, and then added to.
     """
-    queries = z.shape[-1]
-    results = _mix(sources, z, norm_weight, norm_eps, thread=thread)
+    queries = pieces[0].shape[-1]
+    results = _mix(sources, pieces, norm_weight, norm_eps, thread=thread)
     return results[:queries], results[queries : 2 * queries], results[2 * queries :]
 
 
 def merge_outputs(
-    out: Tensor, own: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+    out: Tensor,
+    own: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The read of phase 1's output beside the span's own outputs, normed if asked, and those outputs again.
 
-    `z`: scores (..., 1 + own, 1). Where the norm can be undone, `out` is not kept for the backward: <dh, h> is the sum
-    of all shares, so that its own is what the others leave.
+    `pieces`: scores (..., 1 + own, 1) in parts. Where the norm can be undone, `out` is not kept for the backward:
+    <dh, h> is the sum of all shares, so that its own is what the others leave.
     """
-    x, _, *rest = _mix((out, *own), z, norm_weight, norm_eps, rebuild=True)
+    x, _, *rest = _mix((out, *own), pieces, norm_weight, norm_eps, rebuild=True)
     return x, tuple(rest[-len(own) :])
 
 
 def _mix(
     sources: Sequence[Tensor],
-    z: Tensor,
+    pieces: Sequence[Tensor],
     norm_weight: Tensor | None,
     norm_eps: float,
     *,
     rebuild: bool = False,
     thread: bool = True,
 ) -> tuple[Tensor, ...]:
-    dtype = sources[0].dtype
+    dtype, count = sources[0].dtype, len(pieces)
     if norm_weight is None or dtype != torch.float16:
-        return apply(_Mix, z, norm_weight, norm_eps, rebuild and norm_weight is not None, False, thread, *sources)
+        options = (rebuild and norm_weight is not None, False, thread)
+        return apply(_Mix, norm_weight, norm_eps, *options, count, *pieces, *sources)
     # fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it unrounded.
-    first, *rest = apply(_Mix, z, None, norm_eps, False, z.shape[-1] == 1, thread, *sources)
+    exact = pieces[0].shape[-1] == 1
+    first, *rest = apply(_Mix, None, norm_eps, False, exact, thread, count, *pieces, *sources)
     return (rms_norm(first.float(), norm_weight, norm_eps).to(dtype), *rest)
 
 

@@ -11,6 +11,8 @@ then a sum; no atomics. Tokens go from the last to the first: matrix products go
 what the one before has just written, and what the next one will read first, is still in the GPU's cache.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -172,18 +174,25 @@ def _warps(width: int) -> int:
     return max(1, min(16, power_of_2(width) // 256))
 
 
-def _backward(args, gather, rows, width, norm_eps, constants, flags) -> None:
+@functools.lru_cache(1024)
+def _plan(rows: int, width: int, device: torch.device, given: bool, out: bool, merge: bool, key: bool, norm: bool):
+    """Of a backward: programs and warps for the pass over tokens, its constants, and those of the sum of partials."""
+    wide = power_of_2(width)
+    programs = min(rows, max(1, PER_PROCESSOR * 2048 // wide) * processors(device))
+    flags = {"MERGE": merge, "KEY": key, "NORM": norm}
+    constants = {"GIVEN": given, "OUT": out} | flags | {"BD": wide, "TOGETHER": not INTERPRETED}
+    return programs, max(1, min(16, wide // PER_WARP)), constants, flags | {"BD": 16, "BP": 256}
+
+
+def _backward(args, gather, norm_eps, *flags: bool) -> None:
     """The pass over tokens on a fixed number of programs, then the sum of their partials."""
     dx = args[0]
-    wide = power_of_2(width)
-    programs = min(rows, max(1, PER_PROCESSOR * 2048 // wide) * processors(dx.device))
+    rows, width = rows_of(dx)
+    programs, warps, constants, of_sum = _plan(rows, width, dx.device, *flags)
     parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
-    warps = max(1, min(16, wide // PER_WARP))
     numbers = (rows, width, norm_eps)
-    constants = constants | flags | {"BD": wide, "TOGETHER": not INTERPRETED}
     launch(_merge_backward, (programs,), (*args, parts), numbers, constants, num_warps=warps, num_stages=STAGES)
-    sizes = {"BD": 16, "BP": 256}
-    launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), flags | sizes, num_warps=8)
+    launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), of_sum, num_warps=8)
 
 
 def _outputs(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
@@ -247,16 +256,14 @@ def merge_backward(
 ) -> None:
     """dP (the gradient of both y and partial), dout, dlse, and the gradients of query, key weight and norm weight."""
     launches["merge_backward"] += 1
-    rows, width = rows_of(dx)
     key = query if key_weight is None else key_weight
-    flags = {"MERGE": True, "KEY": key_weight is not None, "NORM": norm_weight is not None}
     args = (
         dx, dx if dtotal is None else dtotal, x, total, x if out is None else out, lse, query, key,
         query if norm_weight is None else norm_weight, stats, stats, dp, dout, dlse,
     )  # fmt: skip
-    constants = {"GIVEN": dtotal is not None, "OUT": out is not None}
-    of_weights = (dquery, dquery if dkey is None else dkey, dquery if dg is None else dg)
-    _backward(args, (query, key, *of_weights), rows, width, norm_eps, constants, flags)
+    gather = (query, key, dquery, dquery if dkey is None else dkey, dquery if dg is None else dg)
+    flags = (dtotal is not None, out is not None, True, key_weight is not None, norm_weight is not None)
+    _backward(args, gather, norm_eps, *flags)
 
 
 def _gradients_of_norm(dx, x, norm_weight, rstd, norm_eps, exact):
@@ -279,7 +286,5 @@ def norm_backward(
     """From a folded RMSNorm's output: the gradients dh of its input and of its weight, and <dh, h> of each token.
     exact: dh in fp32."""
     launches["norm_backward"] += 1
-    rows, width = rows_of(dx)
-    flags = {"MERGE": False, "KEY": False, "NORM": True}
     args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, dh, dh, along)
-    _backward(args, (dg, dg, dg, dg, dg), rows, width, norm_eps, {"GIVEN": False, "OUT": False}, flags)
+    _backward(args, (dg, dg, dg, dg, dg), norm_eps, False, False, False, False, True)

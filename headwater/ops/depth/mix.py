@@ -270,9 +270,9 @@ def mix(
         }
         args = (
             table,
-            p.view(-1)[s:],
+            p.view(-1)[s:] if s else p,
             sources[0],
-            out[shift:] if len(out) else first,
+            (out[shift:] if shift else out) if out.numel() else first,
             first,
             p if rstd is None else rstd,
             norm_weight if norm_weight is not None and normed else p,

@@ -123,20 +123,21 @@ def merge_partial(
     return merged.to(partial.dtype)
 
 
-def score(source: Tensor, folded: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The source, to be read in its place, and its logits (..., Q) for the fp32 queries `folded` (Q, D)."""
-    v = source.to(accumulation_dtype(source.dtype))
+def score(
+    source: Tensor, folded: Tensor, eps: float, *, start: int = 0, sizes: Sequence[int] | None = None, rows: int = 0
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The source and the fp32 queries `folded` (R, D), to be read in their place; the source's logits for the queries
+    from `start` on, in pieces (..., 1, size), one by default; and the `rows` queries after `start`, (D,) each."""
+    v, queries = source.to(accumulation_dtype(source.dtype)), folded[start:]
     with full_precision(v):
-        return source, (v @ folded.to(v.dtype).T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-
-
-def join(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat(tuple(pieces), -2)
+        z = (v @ queries.to(v.dtype).T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    pieces = z.unsqueeze(-2).split([len(queries)] if sizes is None else list(sizes), -1)
+    return source, folded, pieces, queries[1 : 1 + rows].unbind(0)
 
 
 def mix(
     sources: Sequence[Tensor],
-    z: Tensor,
+    pieces: Sequence[Tensor],
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     *,
@@ -145,8 +146,9 @@ def mix(
     """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and, to `thread` them, the
     sources again.
 
-    `z`: scores (..., N, S) in fp32.
+    `pieces`: scores (..., N, S) in fp32, in parts (..., n, S).
     """
+    z = torch.cat(tuple(pieces), -2)
     stack = torch.stack([source.to(z.dtype) for source in sources], -2)  # (..., N, D)
     with full_precision(stack):
         mixed = (z.softmax(-2).mT @ stack).unbind(-2)  # S of (..., D)
@@ -160,10 +162,14 @@ def mix(
 
 
 def merge_outputs(
-    out: Tensor, own: Sequence[Tensor], z: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
+    out: Tensor,
+    own: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The read of phase 1's output beside the span's own outputs (scores `z`, (..., 1 + own, 1)), and those again."""
-    return mix((out, *own), z, norm_weight, norm_eps)[0][0], tuple(own)
+    """The read of phase 1's output beside the span's own outputs, by scores (..., 1 + own, 1), and those again."""
+    return mix((out, *own), pieces, norm_weight, norm_eps)[0][0], tuple(own)
 
 
 def merge(

@@ -135,6 +135,15 @@ def _padded(count: int) -> int:
     return max(16, power_of_2(count))
 
 
+# Kernels take tensors by address: where one begins is all that counts, and to cut nothing off costs the host nothing.
+def _rows(tensor: Tensor, q: int) -> Tensor:
+    return tensor[q:] if q else tensor
+
+
+def _columns(tensor: Tensor, q: int) -> Tensor:
+    return tensor[..., q:] if q else tensor
+
+
 def _scores(source, folded, eps):
     like = {"dtype": torch.float32, "device": source.device}
     return torch.empty(*source.shape[:-1], len(folded), **like), torch.empty(source.shape[:-1], **like)
@@ -150,13 +159,13 @@ def score(source: Tensor, folded: Tensor, eps: float, z: Tensor, rstd: Tensor) -
     while tile > LEAST_TOKENS and 2 * ceil_div(rows, tile) < processors(source.device):
         tile //= 2  # 8192 tokens in tiles of 128 would leave half of an H200 idle
     if half(source):
-        parts = torch.empty(2, count, width, dtype=source.dtype, device=source.device)
+        parts = torch.empty(2 * count, width, dtype=source.dtype, device=source.device)
         launch(_split, (ceil_div(count * width, 1024),), (folded, parts), (count * width,), {"B": 1024}, num_warps=4)
-        folded = parts[0]
+        folded = parts
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
         constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": half(source)}
-        args, numbers = (source, folded[q:], z.view(rows, count)[:, q:], rstd), (rows, width, now, count, eps)
+        args, numbers = (source, _rows(folded, q), _columns(z, q), rstd), (rows, width, now, count, eps)
         launch(_score, (ceil_div(rows, tile),), args, numbers, constants, num_warps=warps, num_stages=stages)
 
 
@@ -176,18 +185,18 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df) -> Non
         now = min(count - q, MAX_QUERIES)
         wide = _padded(now)
         split_dtype = source.dtype if halves else torch.float32
-        high, low = torch.empty(2, rows, wide, dtype=split_dtype, device=source.device).unbind(0)
-        columns_of = (z.view(rows, count)[:, q:], dz.view(rows, count)[:, q:], rstd)
+        high = torch.empty(rows, wide, dtype=split_dtype, device=source.device)
+        low = torch.empty_like(high) if halves else high
         constants = {"T": 32, "QP": wide, "HALF": halves}
-        args = (*columns_of, high, low, pull)
+        args = (_columns(z, q), _columns(dz, q), rstd, high, low, pull)
         launch(_prepare, (ceil_div(rows, 32),), args, (rows, width, now, count), constants, num_warps=4)
         parts = torch.empty(ranges, now, width, dtype=torch.float32, device=source.device)
         given = gradient if q == 0 else out
         constants = {"HAS_G": given is not None, "T": tile, "BD": channels, "QP": wide, "HALF": halves}
-        args = (source, folded[q:], high, low, pull, source if given is None else given, out, parts)
+        args = (source, _rows(folded, q), high, low, pull, source if given is None else given, out, parts)
         grid, numbers = (columns, ranges), (rows, width, now, tokens)
         launch(_score_backward, grid, args, numbers, constants, num_warps=warps, num_stages=stages)
-        torch.sum(parts, 0, out=df[q : q + now])
+        torch.sum(parts, 0, out=df if now == count else df[q : q + now])
 
 
 def _gradients(source, folded, z, rstd, dz, gradient):

@@ -60,7 +60,7 @@ DIRECT = runs_directly(triton.__version__, torch.version.hip)
 # combinations of unaligned addresses. Then all are forgotten, which costs each one public launch: to note the order of
 # use, for dropping the oldest, would cost every launch.
 MOST = 4096
-_address, _dtype = Tensor.data_ptr, operator.attrgetter("dtype")
+_address, _dtype, _runtime = Tensor.data_ptr, operator.attrgetter("dtype"), triton.knobs.runtime
 _compiled: dict[tuple, tuple] = {}
 _numbers_fixed: dict[int, tuple] = {}
 
@@ -82,16 +82,17 @@ def launch(
     those that the kernel does not declare `do_not_specialize`. Lengths are declared so: they may vary as they like.
     The host is what bounds an eager forward pass, so this counts microseconds.
     """
-    if INTERPRETED:
-        launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
-        return
     index = tensors[0].get_device()
-    if index != current_device():
-        with torch.cuda.device(index):
-            launch(kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages)
+    if INTERPRETED or index != current_device():
+        _launch_elsewhere(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
         return
-    addresses = [*map(_address, tensors)]
-    key = _key(kernel, index, tensors, addresses, numbers, constants, num_warps, num_stages)
+    addresses, name = [*map(_address, tensors)], id(kernel)  # to hash a kernel takes a lock
+    _, own = _numbers_fixed.get(name) or _find_fixed(kernel, len(tensors))
+    key = (name, index, num_warps, num_stages, own(numbers), *constants.values(), *map(_dtype, tensors))
+    if functools.reduce(operator.or_, addresses) & 15:
+        key += tuple(address & 15 == 0 for address in addresses)
+    if max(numbers) > MAX_INT32:  # which are passed as int64
+        key += tuple(number > MAX_INT32 for number in numbers)
     found = _compiled.get(key)
     if found is None:
         compiled, constants = launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
@@ -99,42 +100,34 @@ def launch(
         if len(_compiled) >= MOST:
             _compiled.clear()
         parts = (compiled.run, compiled.function, compiled.packed_metadata) if DIRECT else (None, None, None)
-        _compiled[key] = (kernel, constants, rest, *parts)  # the kernel itself, so that no other takes over its id
+        _compiled[key] = (constants, rest, *parts)
         return
-    _, fitting, rest, run, function, metadata = found
-    if run is None or _hooked(kernel):
+    fitting, rest, run, function, metadata = found
+    # someone may want to see this launch: a profiler, by a chain of hooks, or a hook before runs of this kernel
+    before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    if run is None or getattr(before, "calls", before) or getattr(after, "calls", after) or kernel.pre_run_hooks:
         kernel[grid](*tensors, *numbers, **fitting, num_warps=num_warps)
         return
-    x, y = grid if len(grid) == 2 else (grid[0], 1)
-    run(x, y, 1, current_stream(index), function, metadata, None, None, None, *addresses, *numbers, *rest)
+    ones = (1,) * (3 - len(grid))
+    run(*grid, *ones, current_stream(index), function, metadata, None, None, None, *addresses, *numbers, *rest)
 
 
-def _key(kernel, index, tensors, addresses, numbers, constants, num_warps, num_stages) -> tuple:
-    """What a launch may have been specialised for. Kernels go by id: to hash one takes a lock."""
-    _, fixed = _numbers_fixed.get(id(kernel)) or _find_fixed(kernel, len(tensors))
-    own = [numbers[i] for i in fixed]
-    key = (id(kernel), index, num_warps, num_stages, *constants.values(), *map(_dtype, tensors), *own)
-    if functools.reduce(operator.or_, addresses) & 15:
-        key += tuple(address & 15 == 0 for address in addresses)
-    if numbers and max(numbers) > MAX_INT32:  # which are passed as int64
-        key += tuple(number > MAX_INT32 for number in numbers)
-    return key
+def _launch_elsewhere(kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int) -> None:
+    """On another device than the current one, or by Triton's interpreter."""
+    if INTERPRETED:
+        launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
+        return
+    with torch.cuda.device(tensors[0].get_device()):
+        launch(kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages)
 
 
 def _find_fixed(kernel, tensors: int) -> tuple:
-    """The kernel, and which of the numbers after its tensors it is specialised for."""
+    """The kernel, so that no other takes over its id, and what picks the numbers after its tensors that it is
+    specialised for."""
     numbers = [param for param in kernel.params[tensors:] if not param.is_constexpr]
-    found = (kernel, tuple(i for i, param in enumerate(numbers) if not param.do_not_specialize))
-    return _numbers_fixed.setdefault(id(kernel), found)
-
-
-def _hooked(kernel) -> bool:
-    """Whether someone wants to see this launch: a profiler, or a hook before runs of this kernel."""
-    runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):  # a chain of them, one, or None
-            return True
-    return bool(kernel.pre_run_hooks)
+    fixed = [i for i, param in enumerate(numbers) if not param.do_not_specialize]
+    own = operator.itemgetter(*fixed) if fixed else lambda _: None
+    return _numbers_fixed.setdefault(id(kernel), (kernel, own))
 
 
 def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int) -> tuple[Any, dict]:
