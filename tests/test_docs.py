@@ -198,6 +198,11 @@ def test_tables_are_those_of_the_results():
         assert tables.filled(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8"), page
 
 
+def test_every_residual_has_its_costs_or_is_said_to_have_none_yet():
+    said = re.findall(r"`([\w-]+)` has not been measured", (DOCS / "start" / "choose.md").read_text())
+    assert sorted([*tables.step_costs(), *said]) == sorted(names())
+
+
 def test_there_is_one_current_set_of_results():
     """benchmarks/results/README.md says how it is kept."""
     listed = set(re.findall(r"`([\w-]+\.(?:json|txt))`", (tables.RESULTS / "README.md").read_text()))

@@ -112,9 +112,8 @@ def costs(name: str, row: Row) -> str:
     measured = step_costs().get(name)
     for what, value in (measured or {}).items():
         lines.append(f"| {what} | {'not measured' if value is None else f'{value:.2f}'} |")
-    note = (
-        "The first four are counted in the code, for 12 layers. The others are measured steps, relative to `standard`"
-    )
+    note = "The first four are counted in the code, for 12 layers. "
+    note += "The others are measured steps, relative to `standard`" if measured else "Steps have not been measured yet"
     return "| what | how much |\n|---|---|\n" + "\n".join(lines) + f"\n\n{note} ([all of them](../../start/choose.md))."
 
 
