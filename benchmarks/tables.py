@@ -103,7 +103,10 @@ def trained(size: str, *names: str) -> str:
         if "tokens_per_second" in (run := found.get(arm, {})):
             memory = f"{run['peak_gib']:.1f}" if "peak_gib" in run else "-"
             rows.append([label, f"{run['tokens_per_second'] / 1000:.0f}", f"{100 * run['of_plain']:.0f} %", memory])
-    return grid(["", "thousand tokens/s", "of plain", "peak GiB"], rows) + source(*names)
+    head = ["", "thousand tokens/s", "of plain", "peak GiB"]
+    if all(row[-1] == "-" for row in rows):  # a run that did not take it
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    return grid(head, rows) + source(*names)
 
 
 def stack(part: str = "stack", *names: str) -> str:
