@@ -173,6 +173,15 @@ def test_the_code_of_the_residuals_pages_runs(place, monkeypatch, capsys):
         run_blocks(blocks, name)
 
 
+def test_pages_that_take_a_run_further_can_be_followed_one_after_another():
+    """In the order of the site: no page goes back behind what the one before has done."""
+    pages = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in pages if (DOCS / page).exists())
+    steps = [int(n) for n in re.findall(r"^headwater train .*--out runs/first .*?--steps (\d+)", text, re.M)]
+    assert len(steps) == 3
+    assert steps == sorted(set(steps))
+
+
 def test_a_block_that_fails_is_noticed(place, prepared, monkeypatch):
     monkeypatch.setitem(BLOCKS, "README.md", [("bash", "headwater train --residul x\n")])
     with pytest.raises((AssertionError, SystemExit)):
