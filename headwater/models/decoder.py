@@ -106,6 +106,8 @@ class Decoder(nn.Module):
         The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack must stay far
         above the norms' eps.
         """
+        if self.embedding.weight.is_meta:  # no values; to draw them in shape alone takes longer than all the rest
+            return
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=0.02)
         for module in self.sublayers.modules():
