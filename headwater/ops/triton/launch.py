@@ -91,7 +91,7 @@ def launch(
     key = (name, index, num_warps, num_stages, own(numbers), *constants.values(), *map(_dtype, tensors))
     if functools.reduce(operator.or_, addresses) & 15:
         key += tuple(address & 15 == 0 for address in addresses)
-    if max(numbers) > MAX_INT32:  # which are passed as int64
+    if numbers and max(numbers) > MAX_INT32:  # which are passed as int64
         key += tuple(number > MAX_INT32 for number in numbers)
     found = _compiled.get(key)
     if found is None:
