@@ -355,12 +355,6 @@ def read(x: Tensor, norm: Norm, merge: Merge | None) -> Tensor:
     tensors = (x, norm.weight, out, lse, folded, y)
     numbers = (x.shape[1], norm.eps, key_eps)
     constants = {"MERGE": merge is not None, "BD": wide}
-    launch(
-        _normed,
-        (len(x),),
-        tensors,
-        numbers,
-        constants,
-        num_warps=max(1, min(16, wide // (256 if merge is None else 512))),
-    )
+    warps = max(1, min(16, wide // (256 if merge is None else 512)))
+    launch(_normed, (len(x),), tensors, numbers, constants, num_warps=warps)
     return y

@@ -17,9 +17,7 @@ from headwater.ops.triton.launch import launch, launches
 from headwater.ops.triton.tiles import power_of_2, processors, rows_of
 
 TOGETHER = 16384  # numbers of sources that a program holds at once
-FEW = (
-    16  # sources, of which two at once are fastest where there are several rows: 16 rows, 3 us a step less than with 8
-)
+FEW = 16  # sources: of so few, with several rows, two at once are fastest; 16 rows take 3 us a step less than with 8
 MANY = 1  # programs a multiprocessor, beyond which they take turns if each holds that many
 
 
