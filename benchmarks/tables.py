@@ -157,7 +157,17 @@ def _beside_plain(found: dict[str, Any], first: str) -> str:
 
 
 def decoding() -> str:
-    return _beside_plain(read("h200-generate")["decode"], "rows") + source("h200-generate")
+    """Few rows have been measured again since."""
+    names = ("h200-generate", "h200-generate-few")
+    found = {batch: arms for name in names for batch, arms in read(name)["decode"].items()}
+    return _beside_plain(found, "rows") + source(*names)
+
+
+def cold() -> str:
+    found = read("h200-generate-cold")["cold"]
+    rows = [[arm, *(f"{found[arm][what]:.1f}" for what in ("model", "first_token", "captured"))] for arm in found]
+    head = ["seconds of a new process, nothing compiled", "the model", "first token", "fifth token, step captured"]
+    return grid(head, rows) + source("h200-generate-cold")
 
 
 def prompts() -> str:
@@ -208,6 +218,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoder": decoder,
     "reads": reads,
     "decoding": decoding,
+    "cold": cold,
     "prompts": prompts,
     "deeper": deeper,
     "longer": longer,
