@@ -68,6 +68,15 @@ def test_a_kernel_is_compiled_by_the_public_way_and_then_run_by_address(kernel):
     assert (second, grid, arguments) == ("direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2))
 
 
+def test_a_kernel_may_take_tensors_alone(kernel):
+    kernel.arg_names = ("x", "y", "BD", "STAGES")
+    kernel.params = [kernel.params[place] for place in (0, 1, 4, 5)]
+    x, y = torch.zeros(4), torch.zeros(4)
+    for _ in range(2):
+        launching.launch(kernel, (3,), (x, y), (), {"BD": 8}, num_warps=4)
+    assert [way[0] for way in kernel.ways] == ["public", "direct"]
+
+
 def test_lengths_vary_without_a_compilation_and_without_a_new_entry(kernel):
     for rows in range(1, 50):
         start(kernel, rows)
