@@ -1,5 +1,6 @@
 """How the report behaves in headless Chromium: what is drawn, hovered, touched, sorted, downloaded, and kept inert."""
 
+import base64
 import csv
 import io
 import json
@@ -300,13 +301,14 @@ def test_pictures_are_downloaded(visit, written, figure, charts):
     assert width >= 2 * shown["width"]
     assert height > 300
     colours = page.evaluate(
-        """async (bytes) => {
-          const bitmap = await createImageBitmap(new Blob([new Uint8Array(bytes)]));
+        """async (text) => {
+          const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+          const bitmap = await createImageBitmap(new Blob([bytes]));
           const canvas = new OffscreenCanvas(bitmap.width, bitmap.height), pen = canvas.getContext("2d");
           pen.drawImage(bitmap, 0, 0);
           return new Set(new Uint32Array(pen.getImageData(0, 0, bitmap.width, bitmap.height).data.buffer)).size;
         }""",
-        list(image),
+        base64.b64encode(image).decode(),
     )
     assert colours > 10  # not a blank sheet
 

@@ -5,7 +5,9 @@ import math
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -234,6 +236,7 @@ def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, c
         return capsys.readouterr().err
 
     own_tasks_only(monkeypatch)
+    monkeypatch.setattr(huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda _: None))  # between attempts
     include = ("--include-path", tasks)
     assert "lm-eval has no task 'riverz'. Did you mean 'rivers'?" in refused(run, "--tasks", "riverz", *include)
     assert "is not a folder" in refused(run, "--tasks", "rivers", "--include-path", tmp_path / "none")
