@@ -16,7 +16,8 @@ TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/t
 KILLS ?= 100
 
 # A file's tests share its fixtures, so a process gets whole files; those that take longest come first (tests/conftest.py).
-TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -m 'not faults and not alone'
+# Three processes on two cores: some tests wait, for a process of theirs or a browser.
+TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder --durations 15 -m 'not faults and not alone'
 
 .PHONY: demo docs test test-crash test-faults test-gpu test-hf test-planted test-torch lint format clean
 
