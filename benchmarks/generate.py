@@ -342,6 +342,7 @@ def main() -> None:
     parser.add_argument("--size", default="xl", choices=SIZES)
     parser.add_argument("--batches", nargs="+", type=int, help="of decoding")
     parser.add_argument("--prompts", nargs="+", type=int, help="lengths to read")
+    parser.add_argument("--tokens", type=int, help="after which memory is looked at again")
     parser.add_argument("--hf", nargs="+", choices=HF, help="arms of transformers' generate")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -355,7 +356,7 @@ def main() -> None:
     for part in flags.parts:
         left = min(flags.part_limit, began + flags.limit - time.monotonic())
         bench, mine = Bench(flags.size, flags.device, left, flags.rounds), {}
-        chosen = {"batches": flags.batches, "prompts": flags.prompts, "hf": flags.hf}
+        chosen = {"batches": flags.batches, "prompts": flags.prompts, "tokens": flags.tokens, "hf": flags.hf}
         bench.sizes = bench.sizes | {name: value for name, value in chosen.items() if value}
         found[part] = mine
         try:
