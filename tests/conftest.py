@@ -93,9 +93,12 @@ def script():
     """Loads a script of the repository, by its path there, as a module."""
 
     def load(path):
-        spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent.parent / path)
+        file = Path(__file__).parent.parent / path
+        spec = importlib.util.spec_from_file_location(file.stem, file)
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(file.parent))  # where Python looks first when it runs a script
+            spec.loader.exec_module(module)
         return module
 
     return load

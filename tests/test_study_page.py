@@ -1,11 +1,13 @@
 """The study's tables are made from raw runs: of those in the repository as they are, and of a few made here."""
 
 import json
+import re
 import statistics
 import tarfile
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -44,6 +46,9 @@ def test_the_page_is_what_the_raw_runs_give(page):
         assert found["noise"]
         text = page.PAGE.read_text()
         assert page.filled(text, found) == text
+        for file, drawn in page.pictures(found).items():
+            assert file.read_text(encoding="utf-8") == drawn
+            assert f"(../assets/{file.name})" in text
         plain = [page.score(run) for run in found["noise"] if run.residual == "standard"]
     assert f"| `standard` | {len(plain)} | {statistics.fmean(plain):.4f} | {statistics.stdev(plain):.4f} |" in text
 
@@ -87,6 +92,17 @@ def test_each_arm_is_beside_the_plain_residual_at_its_own_best_rate(page, tmp_pa
     with page.unpacked(tmp_path) as found:
         text = page.rates(found["rates"])
     assert "| 8 | `ddl` | 0.001 | 0.002 | 2 | −0.0950 |" in text
+
+
+def test_pictures_have_a_dot_for_each_run_and_a_line_through_the_means(page):
+    points = {"standard": {1e-3: [1.6, 1.7], 2e-3: [1.5, 1.9]}}
+    drawn = page.picture([page.Panel("bits", "rate", points, log=True)], "a label")
+    assert drawn.count("<circle") == 4
+    places = [float(y) for y in re.findall(r'cy="([\d.]+)"', drawn)]
+    line = [float(y) for y in re.findall(r",([\d.]+)", re.search(r'points="([^"]+)"', drawn)[1])]
+    assert line == pytest.approx([(places[0] + places[1]) / 2, (places[2] + places[3]) / 2], abs=0.1)
+    assert places[3] == min(places), "more is higher"
+    assert ElementTree.fromstring(drawn).attrib["aria-label"] == "a label"
 
 
 def test_growth_with_depth_is_the_last_quarter_over_the_first(page):

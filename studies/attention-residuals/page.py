@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from figures import ARMS, Panel, picture
+
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
 from headwater.analyze.scaling import Interval, compare_scaling, points_of
 from headwater.stats import Paired, pair, reach, summarize
@@ -23,6 +25,7 @@ from headwater.stats import Paired, pair, reach, summarize
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results" / "study.md"
 MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
+ASSETS = HERE.parent.parent / "docs" / "assets"
 BASELINE = "standard"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
 BY_DEPTH = (("outputs", "output_norm"), ("what is read", "read_norm"), ("gradients", "gradient_norm"))
@@ -232,6 +235,54 @@ TABLES: dict[str, Callable[[Runs], str]] = {
 RECIPES = {"dynamics": ("noise", "dynamics")}  # whose runs a table takes, if not those of its name alone
 
 
+def pictures(found: dict[str, Runs]) -> dict[Path, str]:
+    """By the file that each is drawn to: the sweep of rates by width, and numbers by depth, of arms that have a
+    colour."""
+    drawn, panels = {}, []
+    for (width,), runs in grouped(_coloured(found.get("rates", [])), "model.dim").items():
+        rate, points = "learning rate", _points(runs, "optim.lr")
+        panels.append(Panel(f"bits per byte, width {width}", rate, points, log=True))
+        panels.append(Panel(f"less the plain residual, width {width}", rate, _less_plain(runs, "optim.lr"), log=True))
+    if panels:
+        drawn[ASSETS / "study-rates.svg"] = picture(panels, "Bits per byte by learning rate")
+    recorded = [run for run in _coloured(found.get("noise", [])) if run.depth]
+    if recorded:
+        panels = [Panel(f"{words}, by depth", "sublayer", _depths(recorded, key)) for words, key in BY_DEPTH[:2]]
+        drawn[ASSETS / "study-depth.svg"] = picture(panels, "Magnitudes by depth")
+    return drawn
+
+
+def _coloured(runs: Runs) -> Runs:
+    return [run for run in runs if run.residual in ARMS]
+
+
+def _points(runs: Runs, name: str) -> dict[str, dict[float, list[float]]]:
+    points: dict[str, dict[float, list[float]]] = {}
+    for (arm, value), group in grouped(runs, "model.residual", name).items():
+        points.setdefault(arm, {})[value] = [score(run) for run in group]
+    return points
+
+
+def _less_plain(runs: Runs, name: str) -> dict[str, dict[float, list[float]]]:
+    """Seed by seed, at equal settings."""
+    points: dict[str, dict[float, list[float]]] = {}
+    for (value,), at in grouped(runs, name).items():
+        arms = {arm: by_seed(group) for (arm,), group in grouped(at, "model.residual").items()}
+        for arm in arms.keys() - {BASELINE}:
+            points.setdefault(arm, {})[value] = list(pair(arms[arm], arms.get(BASELINE, {})))
+    return points
+
+
+def _depths(runs: Runs, key: str) -> dict[str, dict[float, list[float]]]:
+    """The mean of all seeds at each depth."""
+    return {
+        arm: {
+            i: [statistics.fmean(at)] for i, at in enumerate(zip(*(run.depth[-1][key] for run in group), strict=True))
+        }
+        for (arm,), group in grouped(runs, "model.residual").items()
+    }
+
+
 def filled(text: str, found: dict[str, Runs]) -> str:
     """The page with every table as the runs have it now."""
 
@@ -252,6 +303,8 @@ def filled(text: str, found: dict[str, Runs]) -> str:
 def main() -> int:
     with unpacked(HERE / "runs") as found:
         text = filled(PAGE.read_text(), found)
+        for file, drawn in pictures(found).items():
+            file.write_text(drawn, encoding="utf-8")
     changed = text != PAGE.read_text()
     PAGE.write_text(text)
     print(f"{PAGE.name}: {'written' if changed else 'as it was'}")
