@@ -12,6 +12,12 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
+    if "PYTEST_XDIST_WORKER" in os.environ:  # it gets many files, and imports for them what those of a fork server need
+        from processes import become_fork_server
+
+        gc.disable()  # nothing that is imported is garbage
+        become_fork_server()
+        gc.enable()
     if importlib.util.find_spec("triton"):
         interpreter.speed_up()
 
