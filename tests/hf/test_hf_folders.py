@@ -210,7 +210,8 @@ def test_the_layout_of_a_folder_is_known_where_it_is_the_tables(plain, tmp_path)
 
 
 REMOTE = """
-import builtins, importlib.abc, sys
+import builtins, gc, importlib.abc, sys
+gc.disable()  # nothing that is imported is garbage
 class Without(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "headwater":

@@ -342,7 +342,8 @@ def test_what_is_saved_keeps_its_block_where_the_default_changes(tmp_path, monke
 
 
 LOAD = """
-import os, socket, sys
+import gc, os, socket, sys
+gc.disable()  # nothing that is imported is garbage
 def refuse(*args, **kwargs): raise OSError("the network is blocked")
 socket.socket.connect = refuse
 socket.getaddrinfo = refuse
