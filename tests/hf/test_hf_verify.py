@@ -27,8 +27,11 @@ def pair(model_type, dtype, tmp_path):
     return [AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype) for _ in range(2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "olmo2", "gpt_neox", "granite", "qwen3_moe", "lfm2"])
+HALVES = [(name, torch.bfloat16) for name in ("llama", "gemma2", "olmo2", "gpt_neox", "granite", "qwen3_moe", "lfm2")]
+HALVES += [(name, torch.float16) for name in ("llama", "gemma2", "qwen3_moe")]  # its rounding shows an eighth as much
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), HALVES)
 def test_half_precision_is_judged_by_the_plain_model_s_distance_from_fp32(model_type, dtype, tmp_path):
     model, plain = pair(model_type, dtype, tmp_path)
     convert(model, "attnres-block", block=3)
