@@ -12,14 +12,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
-    # Inductor compiles the same graphs to loops without vector instructions, in three quarters of the time.
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    if "PYTEST_XDIST_WORKER" in os.environ:  # it gets many files, and imports for them what those of a fork server need
-        from processes import become_fork_server
-
-        gc.disable()  # nothing that is imported is garbage
-        become_fork_server()
-        gc.enable()
     if importlib.util.find_spec("triton"):
         interpreter.speed_up()
 

@@ -1,16 +1,12 @@
 """New processes of Python without the seconds that importing torch and transformers takes."""
 
-import contextlib
 import gc
-import importlib
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import IO
@@ -40,39 +36,6 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
-
-
-def become_fork_server() -> None:
-    """A fork of this process as the fork server, for a process that imports `PRELOADED` anyway, and until now nothing
-    that tests change. Else the server is started when it is first asked for, and imports all of it again."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    resource_tracker.ensure_running()
-    address, (alive, held) = connection.arbitrary_address("AF_UNIX"), os.pipe()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen()
-        gc.freeze()
-        if child := os.fork():
-            os.close(alive)
-            server = vars(forkserver._forkserver)  # type: ignore[attr-defined]
-            server.update(_forkserver_address=address, _forkserver_alive_fd=held, _forkserver_pid=child)
-            return
-        try:
-            leave_pytest({0, 1, 2, alive, listener.fileno()})
-            forkserver.main(listener.detach(), alive, [])
-        finally:
-            os._exit(1)  # whatever happens, this is no second pytest
-
-
-def leave_pytest(kept: set[int]) -> None:
-    """What a new program would not have: open files, streams that pytest captures, its way of importing tests."""
-    for number in [int(name) for name in os.listdir("/dev/fd")]:
-        if number not in kept:
-            with contextlib.suppress(OSError):  # that of the folder itself
-                os.close(number)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(i, mode, closefd=False) for i, mode in enumerate("rww"))
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest.")]
 
 
 def start(
