@@ -124,8 +124,12 @@ def read_recipe(path: Path) -> Recipe:
     runs: dict[str, Config] = {}
     for table in tables:
         for choice in products(table):
-            config = config_of(base, choice, f"{path}: runs")
-            runs[folder_name(choice)] = config
+            config, folder = config_of(base, choice, f"{path}: runs"), folder_name(choice)
+            if runs.get(folder, config) != config:
+                listing = "\n  ".join(differences(asdict(runs[folder]), asdict(config), frozenset()))
+                raise UserError(f"{path}: two runs would share the folder {folder}:\n  {listing}")
+            if config not in runs.values():  # tables may overlap, in whatever order they name their settings
+                runs[folder] = config
     return Recipe(str(name), runs, jobs, keep)
 
 

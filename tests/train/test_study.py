@@ -78,6 +78,24 @@ def test_all_residuals_of_a_size_see_the_same_tokens(recipe):
     assert len(steps) == 1
 
 
+def test_a_run_that_two_tables_describe_is_one(recipe):
+    """In another order, or with a setting that the file's own configuration has: a repetition would count as a seed."""
+    overlapping = '\n[[runs]]\n"train.seed" = [0, 1]\n"model.residual" = "standard"\n"train.steps" = 4\n'
+    recipe.write_text(recipe.read_text() + overlapping)
+    plan = read_recipe(recipe)
+    assert [(config.model.residual, config.train.seed) for config in plan.runs.values()] == [
+        ("standard", 0),
+        ("attnres-block:block=2", 0),
+        ("standard", 1),
+    ]
+
+
+def test_two_runs_that_would_share_a_folder_are_refused(recipe):
+    recipe.write_text(recipe.read_text() + "\n[[runs]]\n'data.source' = [['a/b.txt'], ['a_b.txt']]\n")
+    with pytest.raises(UserError, match=r"share the folder source-_a_b.txt_:\n  data.source: \['a/b.txt'\] there"):
+        read_recipe(recipe)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
