@@ -86,8 +86,8 @@ def study(
     with locked(out):
         (out / "settings").mkdir(exist_ok=True)
         jobs = [job_of(name, config, out) for name, config in plan.runs.items()]
+        refuse_others(jobs, plan)
         for job, config in zip(jobs, plan.runs.values(), strict=True):
-            refuse_other(job, config)
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
         console.print(describe(standing(out, jobs, plan)), highlight=False, soft_wrap=True)
         failures = run_all(jobs, plan.jobs, console, go_on=go_on, seconds=60 * minutes)
@@ -186,25 +186,19 @@ def job_of(name: str, config: Config, out: Path) -> Job:
     )
 
 
-def refuse_other(job: Job, config: Config) -> None:
-    """A finished run is kept only if it is the one that the file describes."""
-    if not job.finished:
-        return
-    saved = read_json(job.folder / "config.json")
-    asked = asdict(config)
-    listing = differences({**saved, "model": asked["model"]}, asked)  # the model there has every setting spelled out
-    shape = {key: value for key, value in asked["model"].items() if value is not None and key != "size"}
-    listing += [
-        f"model.{key}: {saved['model'].get(key)!r} there, {value!r} asked for"
-        for key, value in shape.items()
-        if saved["model"].get(key) != value
-    ]
-    if listing:
-        raise UserError(
-            f"{job.folder} holds a finished run with other settings:\n  "
-            + "\n  ".join(listing)
-            + "\nChoose another --out"
-        )
+def refuse_others(jobs: Sequence[Job], plan: Recipe) -> None:
+    """A run that is finished counts, and one that was cut off goes on, only if it is the one that the file describes:
+    `headwater train --resume` would take the latter to other steps."""
+    from headwater.train.run import resolve_model
+
+    for job, config in zip(jobs, plan.runs.values(), strict=True):
+        if not (job.finished or any((job.folder / "checkpoints").glob("step-*"))):
+            continue  # it begins anew
+        asked = {**asdict(config), "model": resolve_model(config.model, prepare(config.data)).to_dict()}
+        if listing := differences(read_json(job.folder / "config.json"), asked):
+            raise UserError(
+                f"{job.folder} holds a run with other settings:\n  " + "\n  ".join(listing) + "\nChoose another --out"
+            )
 
 
 def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:

@@ -3,14 +3,18 @@
 import json
 import math
 import shlex
+import shutil
 from dataclasses import replace
 
 import pytest
+from outside import without_plugins
 from processes import Forked
 from tinyrun import tiny, write_corpus
 
 from headwater.cli import main
 from headwater.errors import UserError
+from headwater.residuals import StandardResidual, register
+from headwater.train.loop import train
 from headwater.train.study import read_recipe, steps_for, study
 
 RECIPE = """
@@ -140,6 +144,53 @@ def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys
         study(recipe, out)
     assert json.loads((out / "settings" / "residual-standard-seed-0.json").read_text())["train"]["steps"] == 4
     assert tiny(tmp_path).train.steps != 4, "the recipe's own settings were used"
+
+
+def begin_by_hand(recipe, out, name, *, upto=None):
+    """A run of the recipe in its place, as a study leaves it: finished, or cut off after a step."""
+    config = read_recipe(recipe).runs[name]
+    folder = out / "runs" / name
+    train(replace(config, train=replace(config.train, save_every=2)), folder, progress=False)
+    if upto is not None:
+        (folder / "summary.json").unlink()
+        for late in sorted((folder / "checkpoints").glob("step-*"))[upto // 2 :]:
+            shutil.rmtree(late)
+    return folder
+
+
+def test_a_run_that_was_cut_off_does_not_go_on_to_other_steps(recipe, tmp_path):
+    """Its learning rate would follow no single schedule, and its result stand beside runs that do."""
+    begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0", upto=2)
+    assert len(study(recipe, tmp_path / "study", minutes=0).left) == 2
+    recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 8"))
+    with pytest.raises(UserError, match=r"other settings:\n  train.steps: 4 there, 8 asked for"):
+        study(recipe, tmp_path / "study", minutes=0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("mlp_dim = 32\n", "", r"model.mlp_dim: 32 there, \d+ asked for"),
+        ('size = "nano"', 'size = "ladder-2m"', r"model.context"),
+    ],
+)
+def test_a_size_that_changes_the_model_is_noticed(recipe, tmp_path, old, new, told):
+    """What a run spells out comes from its size, where the recipe says nothing else."""
+    if "size" in old:
+        recipe.write_text(recipe.read_text().replace("context = 32\n", ""))
+    begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
+    recipe.write_text(recipe.read_text().replace(old, new))
+    with pytest.raises(UserError, match=rf"other settings:\n  {told}"):
+        study(recipe, tmp_path / "study", minutes=0)
+
+
+def test_a_finished_run_of_a_residual_from_elsewhere_counts(recipe, tmp_path):
+    with without_plugins():
+        register("from-elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
+        recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere"'))
+        folder = begin_by_hand(recipe, tmp_path / "study", "residual-from-elsewhere-seed-0")
+        assert json.loads((folder / "config.json").read_text())["model"]["residual"] == "from-elsewhere@elsewhere"
+        assert list(study(recipe, tmp_path / "study", minutes=0).finished) == ["residual-from-elsewhere-seed-0"]
 
 
 def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
