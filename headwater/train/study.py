@@ -41,6 +41,7 @@ from headwater.train.results import TrainResult
 
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
 RATIO = "tokens_per_parameter"
+CORPORA = "corpora.json"  # of each run the tokens that it sees, as hashes
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def study(
     with locked(out):
         (out / "settings").mkdir(exist_ok=True)
         jobs = [job_of(name, config, out) for name, config in plan.runs.items()]
-        refuse_others(jobs, plan)
+        refuse_others(jobs, plan, out / CORPORA)
         for job, config in zip(jobs, plan.runs.values(), strict=True):
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
         console.print(describe(standing(out, jobs, plan)), highlight=False, soft_wrap=True)
@@ -186,19 +187,27 @@ def job_of(name: str, config: Config, out: Path) -> Job:
     )
 
 
-def refuse_others(jobs: Sequence[Job], plan: Recipe) -> None:
+def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     """A run that is finished counts, and one that was cut off goes on, only if it is the one that the file describes:
-    `headwater train --resume` would take the latter to other steps."""
+    `headwater train --resume` would take the latter to other steps. What all of them see is noted in `corpora`: a file
+    that has changed keeps its name."""
     from headwater.train.run import resolve_model
 
+    seen = read_json(corpora) if corpora.exists() else {}
     for job, config in zip(jobs, plan.runs.values(), strict=True):
-        if not (job.finished or any((job.folder / "checkpoints").glob("step-*"))):
-            continue  # it begins anew
-        asked = {**asdict(config), "model": resolve_model(config.model, prepare(config.data)).to_dict()}
-        if listing := differences(read_json(job.folder / "config.json"), asked):
-            raise UserError(
-                f"{job.folder} holds a run with other settings:\n  " + "\n  ".join(listing) + "\nChoose another --out"
-            )
+        data = prepare(config.data)
+        begun = job.finished or any((job.folder / "checkpoints").glob("step-*"))
+        if begun:  # else it begins anew
+            asked = {**asdict(config), "model": resolve_model(config.model, data).to_dict(), "corpus": data.identity}
+            saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label, data.identity)}
+            if listing := differences(saved, asked):
+                raise UserError(
+                    f"{job.folder} holds a run with other settings, or on other text:\n  "
+                    + "\n  ".join(listing)
+                    + "\nChoose another --out"
+                )
+        seen[job.label] = data.identity
+    write_json(corpora, seen)
 
 
 def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:

@@ -137,7 +137,7 @@ def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys
     assert study(recipe, out).finished.keys() == done.finished.keys()
     assert {path: path.stat().st_mtime_ns for path in before} == before
     recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 5"))
-    with pytest.raises(UserError, match=r"other settings:\n  train.steps: 4 there, 5 asked for"):
+    with pytest.raises(UserError, match=r"other settings, or on other text:\n  train.steps: 4 there, 5 asked for"):
         study(recipe, out)
     recipe.write_text(recipe.read_text().replace("steps = 5", "steps = 4").replace("mlp_dim = 32", "mlp_dim = 48"))
     with pytest.raises(UserError, match=r"model.mlp_dim: 32 there, 48 asked for"):
@@ -163,7 +163,7 @@ def test_a_run_that_was_cut_off_does_not_go_on_to_other_steps(recipe, tmp_path):
     begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0", upto=2)
     assert len(study(recipe, tmp_path / "study", minutes=0).left) == 2
     recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 8"))
-    with pytest.raises(UserError, match=r"other settings:\n  train.steps: 4 there, 8 asked for"):
+    with pytest.raises(UserError, match=r"other settings, or on other text:\n  train.steps: 4 there, 8 asked for"):
         study(recipe, tmp_path / "study", minutes=0)
 
 
@@ -180,8 +180,21 @@ def test_a_size_that_changes_the_model_is_noticed(recipe, tmp_path, old, new, to
         recipe.write_text(recipe.read_text().replace("context = 32\n", ""))
     begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
     recipe.write_text(recipe.read_text().replace(old, new))
-    with pytest.raises(UserError, match=rf"other settings:\n  {told}"):
+    with pytest.raises(UserError, match=rf"other settings, or on other text:\n  {told}"):
         study(recipe, tmp_path / "study", minutes=0)
+
+
+@pytest.mark.parametrize("upto", [2, None])
+def test_text_that_has_changed_is_noticed(recipe, tmp_path, upto):
+    """Under the same name: runs before and after would not have seen equal tokens."""
+    out = tmp_path / "study"
+    begin_by_hand(recipe, out, "residual-standard-seed-0", upto=upto)
+    study(recipe, out, minutes=0)
+    (tmp_path / "corpus" / "0.txt").write_text("another river")
+    with pytest.raises(UserError, match=r"on other text:\n  corpus.source_hash: .* there, .* asked for"):
+        study(recipe, out, minutes=0)
+    write_corpus(tmp_path)
+    assert len(study(recipe, out, minutes=0).left) == (1 if upto is None else 2)
 
 
 def test_a_finished_run_of_a_residual_from_elsewhere_counts(recipe, tmp_path):
