@@ -224,7 +224,7 @@ class Judge:
     def _median(values: Tensor) -> Tensor:
         """As `statistics.median`: of an even number, the mean of the two in the middle; NaN if there is one."""
         ordered, n = values.sort().values, len(values)
-        return ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2 + 0 * values.sum()
+        return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2 + 0 * values.sum()
 
     def record(self, loss: float, kind: str, threshold: float) -> Reason | None:
         """What the GPU decided, in the books that checkpoints hold."""

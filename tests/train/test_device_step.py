@@ -46,6 +46,17 @@ def test_the_judge_on_the_device_decides_as_the_one_on_the_host(window):
     assert {"spike", "nonfinite"} <= set(decided)
 
 
+@pytest.mark.parametrize("window", [4, 5])
+def test_until_its_window_is_full_the_judge_calls_nothing_a_spike(window):
+    settings = TrainSettings(skip_spikes=3, spike_window=window)
+    judge = Judge(Skips(), settings, torch.device("cpu"))
+    for loss in (*[3.0] * (window - 1), 9.0):
+        judge(torch.tensor(loss), torch.tensor(1.0))
+        assert (judge.bad, judge.threshold) == (0, math.inf)
+    judge(torch.tensor(9.0), torch.tensor(1.0))
+    assert judge.bad
+
+
 def test_muon_in_batches_is_torchs_and_leaves_bad_steps_out():
     torch.manual_seed(0)
     shapes = [(8, 4), (4, 8), (8, 4), (6, 6)]
