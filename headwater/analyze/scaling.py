@@ -1,9 +1,15 @@
 """Loss against compute: L = E + A C^-alpha for each residual, and how much compute one of them is worth in another's.
 
 For a given alpha the best E and A are a linear least-squares fit, so the search is over alpha alone (variable
-projection); E and A stay above zero. Intervals are bootstrapped over runs: seeds are drawn anew at every budget, the
-fit is made again, and the middle 95 % of what comes out is the interval. The compute multiplier of a residual at a
-budget C is C' / C, where the baseline's curve reaches at C' what the residual's reaches at C: above one, it saves.
+projection); E and A stay above zero. The compute multiplier of a residual at a budget C is C' / C, where the baseline's
+curve reaches at C' what the residual's reaches at C: above one, it saves.
+
+Intervals are a bootstrap whose noise is that of seeds: what the runs of one budget differ by, pooled over budgets, so
+that a budget with one seed has noise too. It is drawn for a residual and the baseline together, correlated as their
+runs of equal seed are; with few seeds it is itself known roughly, so each draw has a scale of its own, sqrt(f / chi2_f)
+for f seeds beyond the first of their budgets. Both curves are fitted again to what was found plus noise, and the middle
+95 % of what comes out is the interval: for what depends linearly on the losses, Student's. Drawing seeds anew instead
+would make too little of the spread: with two a budget, such intervals hold in 70 to 80 of 100 cases.
 """
 
 import math
@@ -14,12 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
+from headwater.analyze.groups import differing, flatten
 from headwater.analyze.runs import RecordedRun, find_runs, number, read_run
 from headwater.errors import UserError
 
 ALPHAS = np.geomspace(0.01, 2.0, 100)
 DRAWS = 1000
-Points = Mapping[float, Sequence[float]]  # compute to the losses of its seeds
+NEAR = 0.03  # budgets whose logarithms differ by less are one
+TWIN = 0.2  # and by less than this, budgets of two residuals: their own operations tell them apart
+Points = Mapping[float, Mapping[int | None, float]]  # compute to the loss of each seed
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Interval:
+    """`low` and `high` are None where no budget has two seeds: nothing then tells how far runs differ."""
+
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -61,103 +72,150 @@ class Scaling:
 
 def fit(compute: Sequence[float], losses: Sequence[float]) -> Fit:
     """Least squares over the points. Raises UserError with fewer than three budgets: the curve has three numbers."""
-    c, y = np.asarray(compute, dtype=float), np.asarray(losses, dtype=float)
+    return fit_each(compute, np.asarray([losses], dtype=float))[0]
+
+
+def fit_each(compute: Sequence[float], losses: np.ndarray) -> list[Fit]:
+    """A fit to each row of losses (draws, points)."""
+    c = np.asarray(compute, dtype=float)
     if len(np.unique(c)) < 3:
         raise UserError(f"a scaling fit needs runs at three budgets at least, and got {len(np.unique(c))}")
     unit = float(np.exp(np.log(c).mean()))
-    _, coarse, _ = _best(ALPHAS, c / unit, y)
+    coarse = _best(ALPHAS[None], c / unit, losses)[2]
     step = ALPHAS[1] / ALPHAS[0]
-    floor, alpha, scale = _best(np.geomspace(coarse / step, coarse * step, 101), c / unit, y)
-    return Fit(floor, scale, alpha, unit)
+    floor, scale, alpha = _best(coarse[:, None] * np.geomspace(1 / step, step, 101), c / unit, losses)
+    return [Fit(e, a, exponent, unit) for e, a, exponent in zip(floor.tolist(), scale.tolist(), alpha.tolist())]
 
 
-def _best(alphas: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    x = c ** -alphas[:, None]  # (alphas, points)
-    floor, scale = _lines(x, y)
-    best = int(((floor[:, None] + scale[:, None] * x - y) ** 2).sum(1).argmin())
-    return float(floor[best]), float(alphas[best]), float(scale[best])
+def _best(alphas: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of alphas (draws or 1, A), at points c (P,), the best for each row of y (draws, P): floor, scale and alpha."""
+    x, y = c ** -alphas[..., None], y[:, None]  # (draws or 1, A, P) and (draws, 1, P)
+    floor, scale = _lines(x, y)  # (draws, A)
+    errors = ((floor[..., None] + scale[..., None] * x - y) ** 2).sum(-1)
+    best = errors.argmin(-1)[:, None]
+    alphas = np.broadcast_to(alphas, errors.shape)
+    floor, scale, alpha = (np.take_along_axis(part, best, -1)[:, 0] for part in (floor, scale, alphas))
+    return floor, scale, alpha
 
 
 def _lines(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each row of x the best floor + scale x with neither below zero."""
-    spread = x - x.mean(1, keepdims=True)
-    scale = (spread * y).sum(1) / (spread**2).sum(1)
-    floor = y.mean() - scale * x.mean(1)
-    through_zero = (x * y).sum(1) / (x**2).sum(1)
+    """Along the last axis the best floor + scale x with neither below zero."""
+    spread, mean = x - x.mean(-1, keepdims=True), y.mean(-1)
+    scale = (spread * y).sum(-1) / (spread**2).sum(-1)
+    floor = mean - scale * x.mean(-1)
+    through_zero = (x * y).sum(-1) / (x**2).sum(-1)
     scale = np.where(floor < 0, through_zero, scale)
-    floor = np.where(scale < 0, y.mean(), np.maximum(floor, 0))
+    floor = np.where(scale < 0, mean, np.maximum(floor, 0))
     return floor, np.maximum(scale, 0)
 
 
 def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DRAWS, seed: int = 0) -> list[Scaling]:
     """Every residual's curve and its multipliers at the baseline's budgets, with 95 % intervals.
 
-    Arguments: `points`, by residual, the losses of all seeds at each budget in operations; `baseline`, one of them;
+    Arguments: `points`, by residual, the loss of each seed at each budget in operations; `baseline`, one of them;
     `draws`, bootstrap samples. Raises UserError for an unknown baseline or too few budgets.
     """
     if baseline not in points:
         raise UserError(f"no runs of the baseline '{baseline}'. There are: {', '.join(points)}")
-    fits = {name: _fit_points(at) for name, at in points.items()}
-    random = np.random.default_rng(seed)
-    drawn = {name: [_fit_points(_resample(at, random)) for _ in range(draws)] for name, at in points.items()}
-    budgets = sorted(points[baseline])
-    return [
-        Scaling(
-            name,
-            at,
-            fits[name],
-            _interval(fits[name].alpha, [f.alpha for f in drawn[name]]),
-            {c: _multiplier(fits, drawn, name, baseline, c) for c in budgets},
-        )
-        for name, at in points.items()
-    ]
+    plain = points[baseline]
+    found = []
+    for name, at in points.items():
+        fits = _fit_points(at), _fit_points(plain)
+        drawn = _drawn(at, plain, draws, np.random.default_rng(seed))
+        multipliers = {c: _multiplier(fits, drawn, c) for c in sorted(plain)}
+        found.append(Scaling(name, at, fits[0], _interval(fits[0].alpha, [f.alpha for f, _ in drawn]), multipliers))
+    return found
 
 
 def _fit_points(points: Points) -> Fit:
-    pairs = [(c, loss) for c, losses in points.items() for loss in losses]
-    return fit([c for c, _ in pairs], [loss for _, loss in pairs])
+    places = _places(points)
+    return fit([c for c, _ in places], [points[c][seed] for c, seed in places])
 
 
-def _resample(points: Points, random: np.random.Generator) -> Points:
-    """One seed has no spread to draw from: it stays, and the interval is then too narrow, which the table says."""
-    return {c: list(random.choice(losses, len(losses))) for c, losses in points.items()}
+def _drawn(mine: Points, plain: Points, draws: int, random: np.random.Generator) -> list[tuple[Fit, Fit]]:
+    """Curves of a residual and of the baseline, fitted to what was found plus noise; none where that is unknown."""
+    off, plain_off = _deviations(mine), _deviations(plain)
+    freedom = min(sum(len(losses) - 1 for losses in each.values()) for each in (mine, plain))
+    if not freedom:
+        return []
+    near = {c: min((abs(math.log(b / c)), b) for b in plain) for c in mine}
+    twins = {(c, s): (b, s) for c, (far, b) in near.items() for s in mine[c] if far < TWIN and s in plain[b]}
+    both = [(off[place], plain_off[twin]) for place, twin in twins.items() if place in off and twin in plain_off]
+    a, b = np.array(both).reshape(-1, 2).T
+    share = float(a @ b / math.sqrt((a @ a) * (b @ b) or 1.0))  # the correlation
+    scale = np.sqrt(freedom / random.chisquare(freedom, draws))
+    noise = {place: random.standard_normal(draws) for place in _places(plain)}
+    own = {place: random.standard_normal(draws) for place in _places(mine)}
+    for place, twin in twins.items():
+        own[place] = share * noise[twin] + math.sqrt(max(0.0, 1 - share**2)) * own[place]
+    curves = (
+        fit_each([c for c, _ in z], np.stack([at[c][s] + sigma * scale * z[c, s] for c, s in z], 1))
+        for at, z, sigma in ((mine, own, _sigma(mine, off)), (plain, noise, _sigma(plain, plain_off)))
+    )
+    return list(zip(*curves))
 
 
-def _multiplier(
-    fits: Mapping[str, Fit], drawn: Mapping[str, list[Fit]], name: str, baseline: str, compute: float
-) -> Interval | None:
-    value = _ratio(fits[name], fits[baseline], compute)
-    pairs = zip(drawn[name], drawn[baseline], strict=True)
-    found = [ratio for mine, other in pairs if (ratio := _ratio(mine, other, compute)) is not None]
-    if value is None or len(found) < len(drawn[name]) / 2:
-        return None
-    return _interval(value, found)
+def _places(points: Points) -> list[tuple[float, int | None]]:
+    return [(c, seed) for c, losses in points.items() for seed in losses]
 
 
-def _ratio(mine: Fit, other: Fit, compute: float) -> float | None:
-    needed = other.compute(mine.loss(compute))
-    return None if needed is None else needed / compute
+def _deviations(points: Points) -> dict[tuple[float, int | None], float]:
+    """Of each run from the mean of its budget, where that has several."""
+    means = {c: sum(losses.values()) / len(losses) for c, losses in points.items() if len(losses) > 1}
+    return {(c, seed): loss - means[c] for c, losses in points.items() if c in means for seed, loss in losses.items()}
+
+
+def _sigma(points: Points, deviations: Mapping[tuple[float, int | None], float]) -> float:
+    freedom = sum(len(losses) - 1 for losses in points.values())
+    return math.sqrt(sum(value**2 for value in deviations.values()) / freedom)
+
+
+def _multiplier(fits: tuple[Fit, Fit], drawn: Sequence[tuple[Fit, Fit]], compute: float) -> Interval | None:
+    value = _ratio(fits, compute)
+    return None if math.isinf(value) else _interval(value, [_ratio(each, compute) for each in drawn])
+
+
+def _ratio(fits: tuple[Fit, Fit], compute: float) -> float:
+    """Infinite where the other curve never comes so low."""
+    mine, other = fits
+    loss = mine.loss(compute)
+    needed = other.compute(loss)
+    if needed is None:
+        return math.inf if loss <= other.floor else 0.0
+    return needed / compute
 
 
 def _interval(value: float, draws: Sequence[float]) -> Interval:
-    low, high = np.quantile(draws, (0.025, 0.975))
+    if not draws:
+        return Interval(value, None, None)
+    low, high = np.quantile(draws, (0.025, 0.975), method="closest_observation")  # some may be infinite
     return Interval(value, float(low), float(high))
 
 
-def points_of(runs: Sequence[RecordedRun], loss: str = "bits_per_byte") -> dict[str, dict[float, list[float]]]:
-    """Finished runs by residual and compute: operations a token, times tokens. Budgets within 3 % count as one, which
-    is what a residual's own operations make of it: then they are not matched, and the multiplier says so."""
-    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+def points_of(
+    runs: Sequence[RecordedRun], loss: str = "bits_per_byte"
+) -> dict[str, dict[float, dict[int | None, float]]]:
+    """Finished runs by residual, compute (operations a token, times tokens) and seed. Budgets within 3 % count as one,
+    which is what a residual's own operations make of it: then they are not matched, and the multiplier says so.
+
+    Raises UserError for two runs of one residual, budget and seed: runs that differ in a learning rate are not seeds.
+    """
+    found: dict[str, dict[float, dict[int | None, float]]] = defaultdict(lambda: defaultdict(dict))
+    known: dict[tuple[str, float, int | None], RecordedRun] = {}
     for run in runs:
-        summary = run.summary or {}
-        values = [number(summary.get(key)) for key in ("flops_per_token", "tokens", loss)]
-        if None in values:
+        per_token, tokens, value = (number((run.summary or {}).get(key)) for key in ("flops_per_token", "tokens", loss))
+        if per_token is None or tokens is None or value is None:
             continue
-        per_token, tokens, value = (float(v) for v in values if v is not None)
         budgets, c = found[run.residual], per_token * tokens
-        near = next((b for b in budgets if abs(math.log(b / c)) < 0.03), c)
-        budgets[near].append(value)
-    return {name: dict(at) for name, at in found.items()}
+        near = next((b for b in budgets if abs(math.log(b / c)) < NEAR), c)
+        if (other := known.setdefault((run.residual, near, run.seed), run)) is not run:
+            keys = differing([flatten(each.config) for each in (other, run)])
+            raise UserError(
+                f"{other.name} and {run.name} are both {run.residual} at {c:.3g} operations with seed {run.seed}: a "
+                f"fit takes one run for each seed; they differ in {', '.join(keys) or 'nothing'}"
+            )
+        budgets[near][run.seed] = value
+    return {name: dict(budgets) for name, budgets in found.items()}
 
 
 def scaling_of(folders: Sequence[Path], baseline: str = "standard") -> list[Scaling]:
@@ -170,12 +228,11 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
     lines = []
     for scaling in found:
         curve = scaling.fit
-        alpha = scaling.alpha
         fewest = min(len(losses) for losses in scaling.points.values())
         seeds = "1 seed" if fewest == 1 else f"{fewest} seeds"
         lines.append(
             f"{scaling.residual}: L = {curve.floor:.4f} + {curve.scale:.4f} (C / {curve.unit:.3g})^-{curve.alpha:.3f}"
-            f"  (alpha {alpha.low:.3f} to {alpha.high:.3f}; {len(scaling.points)} budgets, {seeds} at least)"
+            f"  ({_reach(scaling.alpha)}{len(scaling.points)} budgets, {seeds} at least)"
         )
         if scaling.residual != baseline:
             for budget, interval in scaling.multipliers.items():
@@ -185,5 +242,11 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
 
 
 def _words(interval: Interval) -> str:
+    if interval.low is None or interval.high is None:
+        return f"{interval.value:.3f} times the compute (one seed: no interval)"
     told = "" if interval.low > 1 or interval.high < 1 else ", not told apart from 1"
     return f"{interval.value:.3f} times the compute ({interval.low:.3f} to {interval.high:.3f}{told})"
+
+
+def _reach(alpha: Interval) -> str:
+    return "" if alpha.low is None else f"alpha {alpha.low:.3f} to {alpha.high:.3f}; "

@@ -213,7 +213,10 @@ def scaling(runs: Runs) -> str:
 
 
 def _multiplier(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+    if interval is None:
+        return "-"
+    reach = "one seed" if interval.low is None else f"{interval.low:.2f} to {interval.high:.2f}"
+    return f"{interval.value:.2f} ({reach})"
 
 
 def cost(found: dict[str, Runs]) -> str:
