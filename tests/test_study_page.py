@@ -1,6 +1,7 @@
 """The study's tables are made from raw runs: of those in the repository as they are, and of a few made here."""
 
 import json
+import math
 import re
 import statistics
 import tarfile
@@ -103,6 +104,37 @@ def test_pictures_have_a_dot_for_each_run_and_a_line_through_the_means(page):
     assert line == pytest.approx([(places[0] + places[1]) / 2, (places[2] + places[3]) / 2], abs=0.1)
     assert places[3] == min(places), "more is higher"
     assert ElementTree.fromstring(drawn).attrib["aria-label"] == "a label"
+
+
+def recorded(residual, rate, *records):
+    """A run whose depth was recorded: weights of each read, at each step."""
+    depth = [
+        {"step": step, "mixing": rows, "entropy": [-sum(w * math.log(w) for w in row if w) for row in rows]}
+        for step, rows in records
+    ]
+    config = {"model": {"residual": residual, "dim": 8, "layers": 2}, "optim": {"lr": rate}}
+    return SimpleNamespace(residual=residual, config=config, depth=depth)
+
+
+def test_sources_in_effect_are_fewer_where_weights_are_a_choice(page):
+    even, chosen = [[1, 0, 0], [0.5, 0.5, 0], [1 / 3] * 3], [[1, 0, 0], [1, 0, 0], [0, 0, 1]]
+    runs = [recorded("attnres-full", 1e-3, (1, chosen), (2, even)), recorded("attnres-full", 2e-3, (2, chosen))]
+    text = page.evenness([*runs, recorded("standard", 1e-3, (2, even))], "optim.lr")
+    assert "all even: 2)" in text
+    assert "| `optim.lr` | `attnres-full` |\n| --- | --- |\n| 0.001 | 2.00 |\n| 0.002 | 1.00 |\n" in text
+
+
+def test_maps_are_means_over_seeds_in_even_shares(page):
+    """Rows that sum to more than one, as those of blocks do, are made to sum to one first."""
+    first, second = [[1, 0], [1.5, 0.5]], [[1, 0], [0.5, 1.5]]
+    runs = [recorded("attnres-block", 8e-3, (5, rows), (9, first)) for rows in (first, second)]
+    early, late = page.maps_of("attnres-block", [*runs, recorded("standard", 8e-3, (5, first))])
+    assert (early.title, late.title) == ("Block, step 5", "Block, step 9")
+    assert (early.shares, late.shares) == ([[1, 0], [1, 1]], [[1, 0], [1.5, 0.5]])
+    drawn = page.picture([early, late], "maps")
+    assert re.findall(r'd="([^"]+)" fill="currentColor" fill-opacity="1.00"', drawn)[0].count("M") == 3
+    assert "darkest: 1.5 even shares" in drawn
+    ElementTree.fromstring(drawn)
 
 
 def test_growth_with_depth_is_the_last_quarter_over_the_first(page):

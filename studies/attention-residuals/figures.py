@@ -12,6 +12,7 @@ text { fill: #222 } .quiet { fill: #555 } line { stroke: #ddd } .named { fill: c
 .plain { color: #a8a8a8 } .block { color: #74b3e8 } .full { color: #e5a04b } }
 </style>"""  # no ground of its own: a page may be dark
 PANEL, HIGH, LEFT, RIGHT, TOP, FLOOR = 380, 280, 52, 84, 36, 236
+MAP, EDGE, SHADES = 260, 30, 20
 ARMS = {"standard": ("plain", "plain"), "attnres-block": ("block", "Block"), "attnres-full": ("full", "Full")}
 
 
@@ -24,15 +25,52 @@ class Panel(NamedTuple):
     log: bool = False
 
 
-def picture(panels: Sequence[Panel], label: str) -> str:
+class Map(NamedTuple):
+    """Who reads whom, in the colour of an arm: `shares`, a row for each read, in which 1 is an even share."""
+
+    title: str
+    arm: str
+    shares: Sequence[Sequence[float]]
+
+
+def picture(panels: Sequence[Panel | Map], label: str) -> str:
+    """Panels side by side; maps, which are square and small, three in a row."""
+    wide, high = (MAP, MAP) if isinstance(panels[0], Map) else (PANEL, HIGH)
+    columns = 3 if isinstance(panels[0], Map) else len(panels)
+    rows = -(-len(panels) // columns)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PANEL * len(panels)} {HIGH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide * columns} {high * rows}" '
         f'font-family="system-ui, sans-serif" font-size="12" role="img" aria-label="{label}">',
         STYLE,
     ]
     for index, panel in enumerate(panels):
-        parts += [f'<g transform="translate({PANEL * index} 0)">', *_drawn(panel), "</g>"]
+        at = f"{wide * (index % columns)} {high * (index // columns)}"
+        drawn = _cells(panel) if isinstance(panel, Map) else _drawn(panel)
+        parts += [f'<g transform="translate({at})">', *drawn, "</g>"]
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _cells(panel: Map) -> list[str]:
+    """A cell for each share, the darker the larger, in SHADES steps up to the largest: one path a step."""
+    most = max(map(max, panel.shares))
+    side = (MAP - 2 * EDGE) / len(panel.shares)
+    shades: dict[int, list[str]] = {}
+    for row, shares in enumerate(panel.shares):
+        for column, share in enumerate(shares):
+            if shade := round(SHADES * share / most):
+                corner = f"M{EDGE + column * side:.1f} {EDGE + row * side:.1f}"
+                shades.setdefault(shade, []).append(f"{corner}h{side:.1f}v{side:.1f}h-{side:.1f}z")
+    parts = [
+        f'<text x="{EDGE}" y="{EDGE - 10}" font-size="14">{panel.title}</text>',
+        f'<g class="{ARMS[panel.arm][0]}">',
+    ]
+    for shade, cells in sorted(shades.items()):
+        parts.append(f'<path d="{"".join(cells)}" fill="currentColor" fill-opacity="{shade / SHADES:.2f}"/>')
+    return [
+        *parts, "</g>",
+        f'<text x="{EDGE}" y="{MAP - EDGE + 16}" class="quiet">sources; darkest: {most:.1f} even shares</text>',
+        f'<text transform="translate({EDGE - 8} {MAP - EDGE}) rotate(-90)" class="quiet">reads, the last below</text>',
+    ]  # fmt: skip
 
 
 def _drawn(panel: Panel) -> list[str]:

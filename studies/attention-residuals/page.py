@@ -5,6 +5,7 @@ says so. Differences are taken seed by seed between runs that share every settin
 """
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -16,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from figures import ARMS, Panel, picture
+from figures import ARMS, Map, Panel, picture
 
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
 from headwater.analyze.scaling import Interval, compare_scaling, points_of
-from headwater.stats import Paired, pair, reach, summarize
+from headwater.stats import Paired, Stat, pair, reach, summarize
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results" / "study.md"
@@ -29,6 +30,7 @@ ASSETS = HERE.parent.parent / "docs" / "assets"
 BASELINE = "standard"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
 BY_DEPTH = (("outputs", "output_norm"), ("what is read", "read_norm"), ("gradients", "gradient_norm"))
+MAPPED = 8e-3  # the learning rate whose depth weights are drawn
 Runs = list[RecordedRun]
 
 
@@ -122,31 +124,61 @@ def _needed(arm: str, scores: dict[int | None, float], baseline: dict[int | None
 
 
 def sweep(runs: Runs, down: str, *across: str) -> str:
-    """Mean and spread over seeds for every value of a setting, an arm (and whatever else is varied) a column; the best
-    of each column in bold, and a word where that is the edge of what was tried."""
-    columns = grouped(runs, "model.residual", *across)
-    values = sorted({setting(run, down) for run in runs})
-    cells: dict[tuple[Any, ...], list[str]] = {}
-    edges = []
-    for key, group in columns.items():
-        stats = [summarize([score(run) for run in group if setting(run, down) == value]) for value in values]
+    """Bits per byte; the best of each column in bold, and a word where that is the edge of what was tried."""
+    values, columns = swept(runs, score, down, *across)
+    cells, edges = {}, []
+    for key, stats in columns.items():
         best = min((stat.mean, n) for n, stat in enumerate(stats) if stat)[1]
         tried = [n for n, stat in enumerate(stats) if stat]
-        if best in (tried[0], tried[-1]):
+        if len(tried) > 1 and best in (tried[0], tried[-1]):
             edges.append(" ".join(map(str, key)))
         shown = ["-" if stat is None else str(stat) for stat in stats]
         cells[key] = [f"**{text}**" if n == best else text for n, text in enumerate(shown)]
-    head = [f"`{down}`", *(" ".join((f"`{key[0]}`", *map(str, key[1:]))) for key in columns)]
-    text = grid(head, [[f"{value:g}", *(cells[key][n] for key in columns)] for n, value in enumerate(values)])
-    return text + (
+    return crossed(down, values, cells) + (
         f"\nThe best value is the edge of what was tried, so not yet known, for: {', '.join(edges)}.\n" if edges else ""
     )
 
 
+Columns = dict[tuple[Any, ...], list[Stat | None]]
+
+
+def swept(runs: Runs, measure: Callable[[RecordedRun], float], down: str, *across: str) -> tuple[list[float], Columns]:
+    """The values of a setting; and mean and spread over seeds at each, a column for an arm and whatever else is
+    varied."""
+    values = sorted({setting(run, down) for run in runs})
+    columns: Columns = {}
+    for key, group in grouped(runs, "model.residual", *across).items():
+        columns[key] = [summarize([measure(run) for run in group if setting(run, down) == value]) for value in values]
+    return values, columns
+
+
+def crossed(down: str, values: Sequence[float], cells: dict[tuple[Any, ...], list[str]]) -> str:
+    head = [f"`{down}`", *(" ".join((f"`{key[0]}`", *map(str, key[1:]))) for key in cells)]
+    return grid(head, [[f"{value:g}", *(column[n] for column in cells.values())] for n, value in enumerate(values)])
+
+
+def evenness(runs: Runs, down: str, *across: str) -> str:
+    """How many sources a read has in effect, of runs whose depth weights are a choice."""
+    chosen = [run for run in runs if run.residual != BASELINE and run.depth]
+    if not chosen:
+        return ""
+    values, columns = swept(chosen, effective_sources, down, *across)
+    even = statistics.fmean(range(1, len(chosen[0].depth[-1]["entropy"]) + 1))
+    words = (
+        f"\nSources a read has in effect (e to the entropy of its weights, mean over reads; all even: {even:g}):\n\n"
+    )
+    shown = {key: ["-" if stat is None else stat.text(".2f") for stat in stats] for key, stats in columns.items()}
+    return words + crossed(down, values, shown)
+
+
+def effective_sources(run: RecordedRun) -> float:
+    return statistics.fmean(map(math.exp, run.depth[-1]["entropy"]))
+
+
 def by_size(runs: Runs, down: str, *across: str) -> str:
-    """A sweep for each size, which is told by its width."""
+    """A sweep for each size, which is told by its width, and what it does to the depth weights."""
     tables = [
-        f"\nWidth {width}, {layers} layers:\n\n" + sweep(group, down, *across)
+        f"\nWidth {width}, {layers} layers:\n\n" + sweep(group, down, *across) + evenness(group, down, *across)
         for (width, layers), group in grouped(runs, "model.dim", "model.layers").items()
     ]
     return "".join(tables).lstrip()
@@ -200,6 +232,10 @@ def query(runs: Runs) -> str:
     return by_size(runs, "optim.query_lr", "optim.lr")
 
 
+def transfer(runs: Runs) -> str:
+    return by_size(runs, "optim.query_lr", "optim.optimizer")
+
+
 def scaling(runs: Runs) -> str:
     """The fits, and what compute each arm saves at each of the baseline's budgets."""
     found = compare_scaling(points_of(runs), BASELINE)
@@ -232,7 +268,7 @@ def cost(found: dict[str, Runs]) -> str:
 
 
 TABLES: dict[str, Callable[[Runs], str]] = {
-    "noise": noise, "rates": rates, "query": query, "scaling": scaling,
+    "noise": noise, "rates": rates, "query": query, "transfer": transfer, "scaling": scaling,
     "ablations": beside_plain, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
 RECIPES = {"dynamics": ("noise", "dynamics")}  # whose runs a table takes, if not those of its name alone
@@ -252,7 +288,23 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
     if recorded:
         panels = [Panel(f"{words}, by depth", "sublayer", _depths(recorded, key)) for words, key in BY_DEPTH[:2]]
         drawn[ASSETS / "study-depth.svg"] = picture(panels, "Magnitudes by depth")
+    recorded = [run for run in found.get("rates", []) if setting(run, "optim.lr") == MAPPED]
+    if maps := [panel for arm in ARMS if arm != BASELINE for panel in maps_of(arm, recorded)]:
+        drawn[ASSETS / "study-maps.svg"] = picture(maps, "Depth weights through training")
     return drawn
+
+
+def maps_of(arm: str, runs: Runs) -> list[Map]:
+    """The depth weights of an arm whenever they were recorded, the mean over seeds, in even shares."""
+    smallest = min((setting(run, "model.dim") for run in runs), default=0)
+    chosen = [run.depth for run in runs if run.residual == arm and setting(run, "model.dim") == smallest]
+    panels = []
+    for records in zip(*chosen, strict=True):
+        maps = [record["mixing"] for record in records]
+        means = [[*map(statistics.fmean, zip(*rows, strict=True))] for rows in zip(*maps, strict=True)]
+        shares = [[sources * weight / sum(row) for weight in row] for sources, row in enumerate(means, 1)]
+        panels.append(Map(f"{ARMS[arm][1]}, step {records[0]['step']}", arm, shares))
+    return panels
 
 
 def _coloured(runs: Runs) -> Runs:

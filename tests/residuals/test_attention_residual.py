@@ -4,6 +4,7 @@ import pytest
 import torch
 from tinymodels import gradients_of, model_of, tokens_of
 
+from headwater import param_groups
 from headwater.models import Decoder
 from headwater.ops import depth_attention
 from headwater.residuals import AttentionResidual, build, mixing, names, parse, pinned
@@ -162,6 +163,25 @@ def test_queries_start_as_wide_as_they_are_asked_to():
     for spec, expected in (("attnres-full", 0.0), ("attnres-full:start=0.5", 0.5), ("attnres-full:scale=gain", 1.0)):
         queries = torch.cat([read.query for read in build(spec, 512, 8).reads.values()])
         assert queries.std().item() == pytest.approx(expected, rel=0.05), spec
+
+
+@pytest.mark.parametrize(("scale", "power"), [("root", 0.5), ("width", 1)])
+def test_under_adam_a_scale_of_the_logits_is_a_factor_on_the_queries_rate(scale, power):
+    """Which is why the study sweeps the factor alone."""
+
+    def trained(spec, query_lr):
+        model, tokens = model_of(spec), tokens_of()
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, query_lr=query_lr), eps=1e-20)
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(tokens).square().mean().backward()
+            optimizer.step()
+        return model(tokens).detach()
+
+    width = model_of("attnres-full").config.dim
+    scaled = trained(f"attnres-full:scale={scale}", 1.0)
+    torch.testing.assert_close(scaled, trained("attnres-full", width**-power), atol=1e-4, rtol=0)
+    assert (scaled - trained("attnres-full", 1.0)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
