@@ -198,3 +198,25 @@ def test_what_has_not_run_says_so(page, tmp_path):
     text = "<!-- query:begin -->\nold\n<!-- query:end -->\n<!-- other:begin -->\nkept\n<!-- other:end -->"
     with page.unpacked(tmp_path) as found:
         assert page.filled(text, found) == text.replace("old", "Not run yet.")
+
+
+def test_what_scripts_measured_is_told_by_arm_with_the_spread_over_seeds(page, tmp_path):
+    correlations = {"all": 0.5, "first": 0.1, "middle": None, "last": 0.9}
+    runs = [
+        {"residual": arm, "spearman": {**correlations, "all": value}}
+        for arm, value in (("denseformer", 0.2), ("attnres-full", 0.5), ("attnres-full", 0.7))
+    ]
+    (tmp_path / "importance.json").write_text(json.dumps(runs))
+    text = page.importance(page.measured_in(tmp_path, "importance"))
+    assert "| `attnres-full` | 2 | 0.60 ± 0.14 | 0.10 ± 0.00 | - | 0.90 ± 0.00 |\n| `denseformer` | 1 | 0.20 |" in text
+    (tmp_path / "hops").mkdir()
+    for name, arm, accuracy in (
+        ("a", "attnres-block", [1, 0.4]),
+        ("b", "standard", [0.9, 0.1]),
+        ("c", "standard", [1, 0.3]),
+    ):
+        (tmp_path / "hops" / f"{name}.json").write_text(json.dumps({"residual": arm, "accuracy": accuracy}))
+    text = page.hops(page.measured_in(tmp_path, "hops"))
+    assert text.startswith("|  | seeds | 1 | 2 |\n")
+    assert "| `standard` | 2 | 0.95 ± 0.07 | 0.20 ± 0.14 |\n| `attnres-block` | 1 | 1.00 | 0.40 |\n" in text
+    assert page.measured_in(tmp_path, "nothing") == []

@@ -255,6 +255,36 @@ def _multiplier(interval: Interval | None) -> str:
     return f"{interval.value:.2f} ({reach})"
 
 
+def importance(measured: list[dict[str, Any]]) -> str:
+    """Rank correlation of weight and effect by arm, over the whole depth and over thirds of it."""
+    parts = ("all", "first", "middle", "last")
+    rows = []
+    for arm, some in _by_arm(measured).items():
+        stats = [summarize([one["spearman"][part] for one in some]) for part in parts]
+        rows.append([f"`{arm}`", str(len(some)), *("-" if stat is None else stat.text(".2f") for stat in stats)])
+    return grid(["", "seeds", "all reads", "first third", "middle", "last third"], rows)
+
+
+def hops(measured: list[dict[str, Any]]) -> str:
+    """The share of right answers by arm and by the links that an answer takes."""
+    rows = []
+    for arm, some in _by_arm(measured).items():
+        stats = [summarize(shares) for shares in zip(*(one["accuracy"] for one in some), strict=True)]
+        rows.append([f"`{arm}`", str(len(some)), *(stat.text(".2f") for stat in stats if stat)])
+    return grid(["", "seeds", *map(str, range(1, len(rows[0]) - 1))], rows)
+
+
+def _by_arm(measured: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    arms = sorted({one["residual"] for one in measured}, key=lambda arm: (arm != BASELINE, arm))
+    return {arm: [one for one in measured if one["residual"] == arm] for arm in arms}
+
+
+def measured_in(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What a script measured, in one file of all, or in a folder with a file for each; nothing if there is neither."""
+    one, several = folder / f"{name}.json", sorted((folder / name).glob("*.json"))
+    return json.loads(one.read_text()) if one.exists() else [json.loads(file.read_text()) for file in several]
+
+
 def cost(found: dict[str, Runs]) -> str:
     """Runs, tokens, and the GPU's minutes, which runs side by side cannot know themselves: minutes.json has them."""
     minutes = json.loads((HERE / "runs" / "minutes.json").read_text())
@@ -271,6 +301,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": noise, "rates": rates, "query": query, "transfer": transfer, "scaling": scaling,
     "ablations": beside_plain, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
+MEASURED = {"importance": importance, "hops": hops}  # not by `headwater study`, but by scripts of their own
 RECIPES = {"dynamics": ("noise", "dynamics")}  # whose runs a table takes, if not those of its name alone
 
 
@@ -348,6 +379,9 @@ def filled(text: str, found: dict[str, Runs]) -> str:
         elif name in TABLES:
             runs = [run for recipe in RECIPES.get(name, (name,)) for run in found.get(recipe, [])]
             made = TABLES[name](runs) if runs else "Not run yet.\n"
+        elif name in MEASURED:
+            measured = measured_in(HERE / "runs", name)
+            made = MEASURED[name](measured) if measured else "Not run yet.\n"
         else:
             return match[0]
         return f"{match[1]}{made}{match[3]}"

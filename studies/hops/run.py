@@ -3,11 +3,13 @@
     PYTHONPATH=. python studies/hops/run.py --residual attnres-block --seed 0 --device cuda     # one run
     PYTHONPATH=. python studies/hops/run.py --small                     # half a minute on a CPU: too short to learn it
 
-A prompt tells a random permutation f of NODES nodes as pairs (x, f(x)) in random order, then asks QUESTIONS times (k,
-x), k from 1 to HOPS, k = 1 most often: the answer is f^k(x), which is to be said at x and never shown. No pair is told
-twice, so that k links need a chain of k lookups, which a decoder can only make in depth. The loss is of the answers
-alone. Accuracy is taken on fresh prompts, by k. All arms have the same width, depth, steps and prompts; seed s draws
-the same prompts in every arm. A run is written to --out as one JSON file.
+A prompt tells a random ring f of NODES nodes as pairs (x, f(x)) in random order, then asks QUESTIONS times (k, x), k
+from 1 to HOPS, k = 1 most often: the answer is f^k(x), which is to be said at x and never shown. No pair is told twice,
+so that k links need a chain of k lookups, which a decoder can only make in depth; and one ring, not several, so that x
+itself is never the answer, which would be a guess the better the more divisors k has. The loss is of the answers alone.
+Accuracy is taken on fresh prompts, by k. All arms have the same width, depth, steps and prompts; seed s draws the same
+prompts in every arm. A run is written to --out as one JSON file; studies/attention-residuals/page.py makes a table of
+those in its runs/hops.
 """
 
 import argparse
@@ -59,7 +61,8 @@ def prompts(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor,
     def shuffled() -> Tensor:
         return torch.rand(count, task.nodes, device=device, generator=generator).argsort(-1)
 
-    links, order = shuffled(), shuffled()
+    ring, order = shuffled(), shuffled()
+    links = torch.empty_like(ring).scatter_(1, ring, ring.roll(-1, 1))
     told = torch.stack((order, links.gather(1, order)), -1).flatten(1)
     shape = (count, task.questions)
     start = torch.randint(task.nodes, shape, device=device, generator=generator)

@@ -6,6 +6,7 @@ For each run and each of some windows of held-out text: the weight of every sour
 rises when that read goes without it (what `headwater.inspect` computes), both averaged over tokens and windows. Then,
 for each read with three sources or more, Spearman's rank correlation over its sources; the table has the mean over
 reads, and over the first, middle and last third of the depth. A residual whose weights mean importance has one near 1.
+studies/attention-residuals/page.py makes a table of its runs/importance.json.
 """
 
 import argparse
