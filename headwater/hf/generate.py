@@ -28,6 +28,7 @@ from headwater.residuals import Residual
 from .formats.decoder import DecoderForCausalLM
 
 STATES_INSIDE = {"recurrent_gemma"}  # kept in its modules: those of another text, or of a portion alone
+BEGINS_ANEW = {"jamba"}  # its state space layers, with every portion but single tokens
 PORTION, LEAST = 8192, 256  # tokens of all prompts to read at once, unless told; of one at least
 
 
@@ -134,6 +135,10 @@ class _Cached(_Anew):
         self.chunk = chunk if isinstance(chunk, int) else longest
         if chunk == "auto":
             self.chunk = max(LEAST, PORTION // len(rows))
+        if (kind := model.config.get_text_config().model_type) in BEGINS_ANEW:
+            if isinstance(chunk, int) and chunk < longest:
+                raise ValueError(f"prefill_chunk is {chunk}, and {kind} of transformers reads prompts at once alone")
+            self.chunk = longest
         static = _takes_static_cache(model)
         self.graph = graph and static and self.device.type == "cuda"
         self.cache = _fixed_cache(model, longest + new, self.graph) if static else DynamicCache(config=model.config)
@@ -142,6 +147,7 @@ class _Cached(_Anew):
         self.mask = None
         if int(lacking.max()):
             self.mask = torch.arange(longest + new, device=self.device) >= lacking[:, None]  # (B, longest + new)
+            self.chunk = max(2, self.chunk)  # a single token is never taken for padding by layers that keep a state
         self.seen, self.static = 0, static
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
@@ -160,19 +166,21 @@ class _Cached(_Anew):
         longest = self.places.shape[1]
         padded = torch.tensor([[0] * (longest - len(row)) + row for row in self.rows], device=self.device)
         for tokens, places in zip(padded.split(self.chunk, 1), self.places.clamp_min(0).split(self.chunk, 1)):
-            logits = self._read(tokens, places)
+            # Never more of the mask than there are tokens: layers that keep a state take its end for theirs.
+            mask = None if self.mask is None else self.mask[:, : self.seen + tokens.shape[1]]
+            logits = self._read(tokens, places, mask)
         self.places = self.places[:, -1:] + 1
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (B, vocab) after one more token of every row, tokens (B,)."""
-        logits = self._read(tokens[:, None], self.places)
+        mask = self.mask if self.mask is None or self.static else self.mask[:, : self.seen + 1]
+        logits = self._read(tokens[:, None], self.places, mask)
         self.places += 1  # in place: a CUDA graph finds it there
         return logits
 
-    def _read(self, tokens: Tensor, places: Tensor) -> Tensor:
+    def _read(self, tokens: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
         self.seen += tokens.shape[1]
-        mask = self.mask if self.mask is None or self.static else self.mask[:, : self.seen]
         return self.forward(
             tokens, position_ids=places, attention_mask=mask, past_key_values=self.cache, use_cache=True
         )

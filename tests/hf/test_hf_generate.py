@@ -42,6 +42,28 @@ def greedy(model, **ways):
     return headwater.generate(hf.TransformersEngine(model), PROMPTS, 9, temperature=0.0, **ways)
 
 
+@pytest.mark.parametrize("model_type", ["kimi_linear", "bamba", "jamba"])
+def test_padding_does_not_reach_layers_that_keep_a_state(model_type):
+    """Prompts are padded with token 0, whose embedding a new model has as zeros, and a trained one has not."""
+    model, drawn = converted(model_type=model_type), [20, 21]
+    engine = hf.TransformersEngine(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0].normal_()
+        texts = [[torch.tensor([prompt + drawn[:n]]) for prompt in PROMPTS] for n in range(3)]
+        own = [torch.cat([model(text).logits[:, -1] for text in some]) for some in texts]
+        for chunk in (None, "auto") if model_type == "jamba" else (None, 1, 2, 3):
+            reader = engine.reader(PROMPTS, 4, chunk, True, True)
+            found = [reader.next_logits([drawn[:n]] * 3) for n in range(3)]
+            torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_begins_anew_with_every_portion_reads_prompts_at_once():
+    engine = hf.TransformersEngine(tiny_model("jamba"))
+    assert engine.reader([[5] * 300] * 64, 4, "auto", True, True).chunk == 300
+    with pytest.raises(ValueError, match="prefill_chunk is 3, and jamba of transformers reads prompts at once"):
+        engine.reader(PROMPTS, 4, 3, True, True)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "qwen3_moe"])
 def test_rows_of_any_lengths_are_continued_as_each_alone(model_type):
     model = converted(model_type=model_type)
