@@ -70,9 +70,10 @@ class Residual(nn.Module, ABC):
         self.spec = type(self).__name__
 
     def begin(self, x: Tensor) -> State:
-        """The state before the first read; `x` is the token embedding, (..., D)."""
+        """The state before the first read; `x` is the token embedding, (..., D). Raises ValueError if it is not."""
         if torch.compiler.is_compiling():
             return self._begin(x)
+        self._check_width(x, "begin")
         watcher = _watcher_of(self)
         return Placed(self._begin(x) if watcher is None else watcher.begin(self, x), "read", 0)
 
@@ -104,10 +105,11 @@ class Residual(nn.Module, ABC):
 
     def write(self, state: State, i: int, y: Tensor) -> State:
         """The state after sublayer `i` produced `y`, (..., D). Raises ValueError if the state is not the one that read
-        `i` returned."""
+        `i` returned, or `y` is no tensor of that width."""
         self.check(state, "write", i)
         if torch.compiler.is_compiling():
             return self._write(state, i, y)
+        self._check_width(y, "write", i)
         watcher = _watcher_of(self)
         state = self._write(state, i, y) if watcher is None else watcher.write(self, state, i, y)
         return Placed(state, "read", i + 1)
@@ -198,8 +200,15 @@ class Residual(nn.Module, ABC):
             return
         if isinstance(state, Placed) and state.next != (verb, i):
             self._refuse(state, verb, i)
-        if len(state) not in self._lengths.get((verb, i), ()):
+        if isinstance(state, Tensor) or len(state) not in self._lengths.get((verb, i), ()):
             self._refuse(state, verb, i)
+
+    def _check_width(self, x: Tensor, verb: str, *at: int) -> None:
+        if isinstance(x, Tensor) and x.dim() and x.shape[-1] == self.dim:
+            return
+        got = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        name = " ".join(map(str, (verb, *at)))
+        raise ValueError(f"{name} of '{self.spec}' takes one tensor whose last axis is dim={self.dim}; got {got}")
 
     def _refuse(self, state: State, verb: Next, i: int) -> None:
         if (verb, i) not in self.layouts:
@@ -212,6 +221,8 @@ class Residual(nn.Module, ABC):
                 f"{name} of '{self.spec}' got a state whose next verb is {due_name}: each read is followed by the "
                 "write of the same sublayer, and each verb takes the state that the one before it returned"
             )
+        if isinstance(state, Tensor):
+            raise ValueError(f"{name} of '{self.spec}' takes a state, which `begin` makes of a tensor; got a tensor")
         expected = " or ".join(f"{len(layout)} tensors ({', '.join(layout)})" for layout in self.layouts[verb, i])
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in state)
         raise ValueError(f"{name} of '{self.spec}' takes a state of {expected}; got {len(state)}: {shapes}")

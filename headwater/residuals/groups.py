@@ -34,11 +34,14 @@ def param_groups(
         every parameter once. They are called "matrices", "rest" and "queries"; one without parameters is left out. A
         schedule that sets the rate itself, as against scaling it, sets `rate * group["lr_factor"]`.
 
-    Raises: ValueError for a rate, decay or factor below zero, or if something is to decay and no matrix was found.
+    Raises: ValueError for a rate, decay or factor below zero, or if something is to decay and no matrix was found;
+        TypeError for what is no module, such as `model.parameters()`.
 
         optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=3e-3, weight_decay=0.1, query_lr=0.1))
         print([(group["name"], group["lr"]) for group in optimizer.param_groups])
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"param_groups takes the model, whose names say what decays; got a {type(model).__name__}")
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("query_lr", query_lr)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} must be 0 or a positive number, got {value}")

@@ -56,13 +56,21 @@ def record(residual: Residual) -> Iterator[Trace]:
     """Inside, one eager forward pass of this thread through `residual` fills the trace. Tensors keep their graph.
 
     Returns a context whose value is the `Trace`: reads and sources by depth, empty until the pass has been made.
+    Raises TypeError for what is no residual, such as the model that has one.
 
     with torch.no_grad(), record(model.residual) as trace:
         model(tokens)
     """
+    _check_residual(residual, "record")
     trace = Trace()
     with watched(residual, _Recorder(trace)):
         yield trace
+
+
+def _check_residual(residual: Residual, verb: str) -> None:
+    if not isinstance(residual, Residual):
+        kind = type(residual).__name__
+        raise TypeError(f"headwater.{verb} takes a residual, such as model.residual; got a {kind}")
 
 
 def replay(residual: Residual, sources: Sequence[Tensor]) -> list[Read]:
@@ -100,7 +108,14 @@ def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, group
         groups: average over each of so many groups of channels apart, such as the heads of a read; None: over all.
 
     Returns (L + 1, L + 1, ...): reads, the output head last, by sources; with `groups`, they are the last axis.
+    Raises ValueError for another number of sources: a trace has them after one eager forward pass.
     """
+    _check_residual(residual, "mixing")
+    if len(sources) != residual.sublayers + 1:
+        raise ValueError(
+            f"'{residual.spec}' mixes {residual.sublayers + 1} sources, the embedding and the output of each sublayer; "
+            f"got {len(sources)}. A trace has them after one forward pass inside `record`; a compiled model leaves none"
+        )
     if residual.mixes == "operator":
         return _own_parts(shares_of(residual, sources), sources, stream, groups)
     leaves, found = linear_replay(residual, sources)

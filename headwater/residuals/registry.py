@@ -89,7 +89,7 @@ def entry(name: str) -> Entry:
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ValueError(
             f"unknown residual '{name}'.{hint} Valid names: {', '.join(sorted(_entries))}. "
-            "One of your own: --plugin and the module that registers it"
+            "One of your own: import the module that registers it, or name it with --plugin"
         )
     found = _entries[name]
     if module and found.build.__module__ != module:

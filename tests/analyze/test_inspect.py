@@ -175,8 +175,9 @@ def test_the_model_is_left_as_it_was():
 def test_what_does_not_fit_is_refused():
     model = model_of("attnres-full", layers=1)
     for tokens, words in (
-        ([1], "at least 2"),
-        ([[1, 2], [3, 4]], "at least 2"),
+        ([1], "two tokens at least, .* got 1"),
+        ([], "two tokens at least, .* got 0"),
+        ([[1, 2], [3, 4]], "one prompt"),
         ([1, 48], "0 and 47"),
         ([1] * 33, "context of 32"),
     ):
@@ -184,6 +185,9 @@ def test_what_does_not_fit_is_refused():
             headwater.inspect(model, tokens)
     with pytest.raises(UserError, match="convert it first"):
         headwater.inspect(torch.nn.Linear(4, 4), [1, 2])
+    own = torch.nn.Sequential(headwater.build("attnres-full", 4, 2), torch.nn.Linear(4, 4))
+    with pytest.raises(UserError, match=r"converted; got a Sequential. Of a network of your own, headwater.record and"):
+        headwater.inspect(own, [1, 2])
 
 
 def test_pairs_are_left_out_where_they_would_take_long():
@@ -225,7 +229,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for words, said in (
         ([one, one, one], "one model or two"),
         ([one, "--top", "0"], "--top at least 1"),
-        ([one, "--prompt", "a"], "at least 2"),
+        ([one, "--prompt", "a"], "two tokens at least"),
         ([tmp_path / "none"], "not a folder"),
         ([one, "--out", mine], "is no web page"),
         ([one, "--device", "cuda:99"], "--device cuda:99"),

@@ -93,5 +93,7 @@ def test_numbers_that_make_no_sense_and_models_without_layers_are_refused():
         param_groups(model, lr=1.0, query_lr=-1)
     with pytest.raises(ValueError, match=r"no parameter of this Linear is a matrix in a numbered stack of layers"):
         param_groups(model, lr=1.0)
+    with pytest.raises(TypeError, match=r"takes the model, .* got a generator"):
+        param_groups(model.parameters(), lr=1.0)
     (group,) = param_groups(model, lr=1.0, weight_decay=0.0)
     assert [p.ndim for p in group["params"]] == [2, 1]

@@ -7,7 +7,7 @@ import torch
 from tinymodels import model_of, tokens_of
 
 from headwater.analyze import measures, mixing_matrix
-from headwater.residuals import build, mixing, names
+from headwater.residuals import build, mixing, names, record
 from headwater.residuals.base import hold_weights
 from headwater.residuals.record import replay
 
@@ -41,6 +41,20 @@ def test_with_its_weights_held_a_residual_is_linear_in_its_sources(spec):
             gradients = torch.autograd.grad(h, sources, along, retain_graph=True, allow_unused=True)
             total = sum((g * v).sum() for g, v in zip(gradients, sources) if g is not None)
             torch.testing.assert_close(total, (h * along).sum(), atol=1e-9, rtol=1e-9)
+
+
+def test_what_is_no_residual_or_not_one_pass_is_refused():
+    model, tokens = model_of("attnres-full"), tokens_of(1, 4)
+    for look in (lambda: record(model).__enter__(), lambda: mixing(model, [])):
+        with pytest.raises(TypeError, match=r"takes a residual, such as model.residual; got a Decoder"):
+            look()
+    for passes in (0, 2):
+        with torch.no_grad(), record(model.residual) as trace:
+            for _ in range(passes):
+                model(tokens)
+        found = passes * (SUBLAYERS + 1)
+        with pytest.raises(ValueError, match=rf"mixes {SUBLAYERS + 1} sources.*; got {found}\. A trace has them after"):
+            mixing(model.residual, trace.sources)
 
 
 def test_matrix_of_a_model_per_token_and_averaged():

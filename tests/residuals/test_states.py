@@ -61,6 +61,12 @@ def test_misuse_is_an_error(spec):
             residual.read(tuple(state), wrong)
     with pytest.raises(ValueError, match=r"read 0 of .* takes a state of \d+ tensors? .*; got \d+: \(2, 3, 16\)"):
         residual.read((x,) * 99, 0)
+    with pytest.raises(ValueError, match=r"read 0 of .* takes a state, which `begin` makes of a tensor; got a tensor"):
+        residual.read(x, 0)
+    with pytest.raises(ValueError, match=r"begin of .* takes one tensor whose last axis is dim=16; got \(2, 3, 8\)"):
+        residual.begin(x[..., :8])
+    with pytest.raises(ValueError, match=r"write 0 of .* takes one tensor whose last axis is dim=16; got a tuple"):
+        residual.write(reading, 0, (x, None))  # what an attention of transformers returns
 
 
 @pytest.mark.parametrize("spec", SPECS)

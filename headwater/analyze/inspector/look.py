@@ -90,8 +90,13 @@ def inspect(
 def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
     rows = torch.as_tensor(tokens, dtype=torch.long, device=next(model.parameters()).device)
     rows = rows[None] if rows.dim() == 1 else rows
-    if rows.dim() != 2 or rows.shape[0] != 1 or rows.shape[1] < 2:
-        raise UserError(f"tokens must be (T) or (1, T) with T at least 2, got {tuple(rows.shape)}")
+    if rows.dim() != 2 or rows.shape[0] != 1:
+        raise UserError(f"tokens must be one prompt, (T) or (1, T); got {tuple(rows.shape)}")
+    if rows.shape[1] < 2:
+        raise UserError(
+            f"the prompt must have two tokens at least, since the page shows how well each foretells the next; "
+            f"got {rows.shape[1]}"
+        )
     config: Any = model.config
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     if context is not None and rows.shape[1] > context:

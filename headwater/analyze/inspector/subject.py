@@ -24,6 +24,12 @@ class Subject:
         found = [module for module in model.modules() if isinstance(module, Residual)]
         if len(found) != 1:
             raise UserError(_refusal(model, len(found)))
+        if not isinstance(model, Decoder) and not hasattr(model, "get_output_embeddings"):
+            raise UserError(
+                "the inspector takes headwater's Decoder, or a transformers model that is converted; got a "
+                f"{type(model).__name__}. Of a network of your own, headwater.record and headwater.mixing say who "
+                "reads whom"
+            )
         self.residual = found[0]
         self.head = self._head()
 
@@ -34,7 +40,7 @@ class Subject:
     def _head(self) -> Callable[[Tensor], Tensor]:
         if isinstance(self.model, Decoder):
             return self.model.head
-        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
         if head is None:
             raise UserError(f"this {type(self.model).__name__} has no output head to read its depth through")
         before = getattr(self.model, "lm_head", head)  # ModernBERT's is no output embedding, and stands before it
