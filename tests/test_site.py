@@ -95,6 +95,8 @@ def test_a_residual_s_page_has_its_runs_of_the_study_and_nothing_where_there_are
     assert re.search(r"\| rivals \| `standard` \| 3 \| .* \| the baseline \|", residual_pages.study("standard"))
     assert re.search(r"\| 3 \| \d\.\d{4} ± .* \| −0\.0\d+ ± .*, lower \|", residual_pages.study("attnres-full"))
     assert residual_pages.study("ddl") == ""
+    monkeypatch.setattr(residual_pages, "difference", lambda group: "")  # nothing to compare with: no empty column
+    assert "bits per byte |\n| --- | --- | --- | --- |\n" in residual_pages.study("attnres-full")
     residual_pages.groups.cache_clear()
 
 

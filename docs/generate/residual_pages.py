@@ -24,7 +24,8 @@ RUNS = ROOT / "studies" / "attention-residuals" / "runs"  # an archive of run fo
 STUDY = [page for page in ("results/study.md", "study.md") if (ROOT / "docs" / page).exists()][:1]
 STARTS = {
     "exact": "It starts as the plain residual: every read is the same to the last digits.",
-    "scaled": "It starts as the plain residual up to a scale, which the norm of the reader cancels.",
+    "scaled": "It starts as the plain residual up to a scale, which the norm of the reader cancels, "
+    "[down to its eps](../../guides/own-model.md#before-it-is-trained).",
     "different": "It does not start as the plain residual.",
 }
 
@@ -41,6 +42,8 @@ def index(rows: list[Row]) -> str:
         "# Residuals\n",
         "Every residual that is registered. Each page has the formula, the options, the cost and a picture.",
         "[How to choose](../../start/choose.md) helps to pick one. [How to add one](../../guides/new-residual.md).\n",
+        "At the start, a residual is `exact`: the plain one, to the last digits; `scaled`: the plain one",
+        "[up to a scale](../../guides/own-model.md#before-it-is-trained); or `different`.\n",
         "| residual | formula | at start | paper |",
         "|---|---|---|---|",
     ]
@@ -97,7 +100,7 @@ def options(name: str) -> str:
     if not found:
         return "None."
     lines = [f"| `{option.name}` | `{option.default}` | {option.takes} |" for option in found]
-    first = f"`{name}:{found[0].name}={found[0].default}`"
+    first = f"`{name}:{found[0].name}=...`"
     return f"Options follow the name: {first}.\n\n| option | default | takes |\n|---|---|---|\n" + "\n".join(lines)
 
 
@@ -137,15 +140,17 @@ def code(name: str) -> str:
 def study(name: str) -> str:
     """What the runs of the study that are kept say of it; nothing where there are none."""
     rows = [
-        f"| {recipe} | `{group.label}` | {len(group.finished)} | {bits.text()} | {difference(group)} |"
+        [recipe, f"`{group.label}`", str(len(group.finished)), bits.text(), difference(group)]
         for recipe, group in groups()
         if group.residual.partition(":")[0] == name and (bits := group.final("bits_per_byte")) is not None
     ]
     link = f"[All of it](../../{STUDY[0]})." if STUDY else "The study is in `studies/attention-residuals`."
     if not rows:
         return ""
-    head = "| recipe | runs | seeds | bits per byte | loss, against the plain residual |\n|---|---|---|---|---|\n"
-    return f"## In the study\n\n{head}" + "\n".join(rows) + f"\n\n{link}"
+    head = ["recipe", "runs", "seeds", "bits per byte", "loss, against the plain residual"]
+    columns = 5 if any(row[-1] for row in rows) else 4  # no run of the plain residual has all the same settings
+    lines = [f"| {' | '.join(row[:columns])} |" for row in (head, ["---"] * 5, *rows)]
+    return "## In the study\n\n" + "\n".join(lines) + f"\n\n{link}"
 
 
 @cache

@@ -11,12 +11,13 @@ from headwater.analyze.runs import RecordedRun, read_object, section
 
 
 def facts(groups: list[Group]) -> str:
-    """What every run of the page has in common; values that differ stand side by side."""
+    """What every run of the page has in common; values that differ stand side by side. What none says is left out: a
+    model that reads a prompt has no corpus."""
     runs = [run for group in groups for run in group.runs]
     counts = {len(group.runs) for group in groups}
 
     def each(describe: Callable[[RecordedRun], str]) -> str:
-        return " or ".join(unique([said for run in runs if (said := describe(run))], 3)) or "—"
+        return " or ".join(unique([said for run in runs if (said := describe(run))], 3))
 
     rows = {
         "Model": each(model),
@@ -30,7 +31,7 @@ def facts(groups: list[Group]) -> str:
         "Versions": each(versions),
         "Last written": max(run.written for run in runs).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    return definitions(rows)
+    return definitions({name: said for name, said in rows.items() if said})
 
 
 def plain_range(counts: set[int]) -> str:

@@ -236,7 +236,7 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
         )
         if scaling.residual != baseline:
             for budget, interval in scaling.multipliers.items():
-                text = "the curves do not meet" if interval is None else _words(interval)
+                text = "the curves do not meet" if interval is None else f"as {baseline} with {_words(interval)}"
                 lines.append(f"  at {budget:.3g} operations: {text}")
     return "\n".join(lines)
 

@@ -114,5 +114,5 @@ def page_notes(groups: list[Group]) -> list[str]:
         waiting = [run.name for run in group.runs if run.summary is None and not run.stopped]
         if waiting:
             notes.append(f"Unfinished ({group.label}): {join(waiting)}, without summary.json; {which}.")
-        notes += [f"{run.name}: {note}." for run in group.runs for note in run.notes]
+        notes += [f"{run.name}: {note.rstrip('.')}." for run in group.runs for note in run.notes]
     return notes

@@ -70,7 +70,7 @@ def study(
     """Run what is missing of a study; what `headwater study` calls.
 
     Arguments:
-        recipe: the TOML file; see the head of this module.
+        recipe: a TOML file: `name`, settings that all runs share under [config], tables [[runs]] with lists of others.
         out: folder of the study, by default runs/ and its name. `headwater report` and `headwater scaling` take it.
         minutes: no run is started after them, and those under way are saved: the next call goes on from there.
         progress: show how far the runs are.

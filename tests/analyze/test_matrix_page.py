@@ -6,8 +6,11 @@ import re
 import pytest
 from processes import python
 from runfolder import make_comparison, make_run
+from tinymodels import model_of
 
+import headwater
 from headwater.analyze.matrix import square, write_matrix
+from headwater.analyze.prompted import prompted_run
 from headwater.cli import main
 from headwater.errors import UserError
 
@@ -57,6 +60,14 @@ def test_measures_are_sorted_and_downloaded(visit, tmp_path):
 def test_a_run_without_depth_records_has_a_row_all_the_same(tmp_path):
     make_run(tmp_path / "bare", depth=False)
     assert "standard — — — — — —" in words_of(write_matrix([tmp_path / "bare"], tmp_path / "m.html").read_text())
+
+
+def test_a_model_that_read_a_prompt_has_what_it_has_and_its_notes_end_once(tmp_path):
+    found = headwater.inspect(model_of("attnres-full"), [1, 2, 3], removals="none")
+    page = write_matrix([], tmp_path / "m.html", models=[prompted_run(found, dim=32, layers=4)])
+    words = words_of(page.read_text())
+    assert "Not trained: its depth weights are those it started with, so they mean nothing yet. Depth" in words
+    assert "Model 4 layers, width 32 Tokens 3 per run" in words  # no corpus, no optimizer
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Scaling fits on curves that are known, with noise that is known."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,6 +121,7 @@ def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
     text = table(compare_scaling(points, "standard", draws=100), "standard")
     assert "3 seeds at least" in text
     assert "not told apart from 1" in text
+    assert re.search(r"operations: as standard with \d\.\d+ times the compute \(", text)
     with pytest.raises(UserError, match="three budgets at least, and got 2"):
         fit([1, 2, 2], [3.0, 2.0, 2.1])
     with pytest.raises(UserError, match="no runs of the baseline 'plain'"):

@@ -65,6 +65,7 @@ def test_every_column_of_traffic_says_what_it_counts(capsys):
         "fused: the least for one kernel a read and one a write",
         "eager: operator by operator",
         "paper: by table 1 of arXiv 2603.15031",
+        "at start: exact is the plain residual; scaled is it up to a factor",
     ):
         assert words in shown
 

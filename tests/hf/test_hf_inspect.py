@@ -138,6 +138,8 @@ def test_reports_and_matrices_take_a_converted_folder_and_a_prompt(command, tmp_
         shown = torch.tensor(row, dtype=torch.float32)  # to as many digits as the page keeps
         torch.testing.assert_close(shown, weights, rtol=0, atol=6e-4 if command == "report" else 6e-5)
     assert "one forward pass over a prompt of 7 tokens" in page.read_text()
+    assert "<dt>Model</dt>" in page.read_text()
+    assert "<dt>Corpus</dt>" not in page.read_text()  # it has none
     capsys.readouterr()
     headwater.revert(model)
     write_model(model, tokenizer, tmp_path / "plain")
