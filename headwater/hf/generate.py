@@ -25,6 +25,7 @@ from headwater.models.sampling import Portion
 from headwater.models.step import ReplayedSteps
 from headwater.residuals import Residual
 
+from .convert.layouts import PREFIX
 from .formats.decoder import DecoderForCausalLM
 
 STATES_INSIDE = {"recurrent_gemma"}  # kept in its modules: those of another text, or of a portion alone
@@ -41,7 +42,7 @@ class TransformersEngine:
     def __init__(self, model: PreTrainedModel) -> None:
         self.module: nn.Module = model
         self.device = model.device
-        self.inside = model.config.get_text_config().model_type in STATES_INSIDE
+        self.inside = _model_type(model) in STATES_INSIDE
         told = getattr(model.generation_config, "eos_token_id", None)
         self.ends = frozenset([] if told is None else told if isinstance(told, list) else [told])
         if isinstance(model, DecoderForCausalLM):
@@ -58,6 +59,11 @@ class TransformersEngine:
         if not (use_cache and keeps and not self.inside and all(residual.token_local for residual in residuals)):
             return _Anew(self.module, rows)
         return _Cached(self.module, rows, new, chunk, graph)
+
+
+def _model_type(model: PreTrainedModel) -> str:
+    """Of a converted model, what it was before."""
+    return model.config.get_text_config().model_type.removeprefix(PREFIX)
 
 
 class Words:
@@ -135,7 +141,7 @@ class _Cached(_Anew):
         self.chunk = chunk if isinstance(chunk, int) else longest
         if chunk == "auto":
             self.chunk = max(LEAST, PORTION // len(rows))
-        if (kind := model.config.get_text_config().model_type) in BEGINS_ANEW:
+        if (kind := _model_type(model)) in BEGINS_ANEW:
             if isinstance(chunk, int) and chunk < longest:
                 raise ValueError(f"prefill_chunk is {chunk}, and {kind} of transformers reads prompts at once alone")
             self.chunk = longest
@@ -149,6 +155,7 @@ class _Cached(_Anew):
             self.mask = torch.arange(longest + new, device=self.device) >= lacking[:, None]  # (B, longest + new)
             self.chunk = max(2, self.chunk)  # a single token is never taken for padding by layers that keep a state
         self.seen, self.static = 0, static
+        self.states = any(hasattr(layer, "update_recurrent_state") for layer in self.cache.layers)
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
         if not self.graph:
@@ -166,18 +173,22 @@ class _Cached(_Anew):
         longest = self.places.shape[1]
         padded = torch.tensor([[0] * (longest - len(row)) + row for row in self.rows], device=self.device)
         for tokens, places in zip(padded.split(self.chunk, 1), self.places.clamp_min(0).split(self.chunk, 1)):
-            # Never more of the mask than there are tokens: layers that keep a state take its end for theirs.
-            mask = None if self.mask is None else self.mask[:, : self.seen + tokens.shape[1]]
-            logits = self._read(tokens, places, mask)
+            logits = self._read(tokens, places, self._mask_of(tokens.shape[1]))
         self.places = self.places[:, -1:] + 1
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (B, vocab) after one more token of every row, tokens (B,)."""
-        mask = self.mask if self.mask is None or self.static else self.mask[:, : self.seen + 1]
-        logits = self._read(tokens[:, None], self.places, mask)
+        logits = self._read(tokens[:, None], self.places, self._mask_of(1))
         self.places += 1  # in place: a CUDA graph finds it there
         return logits
+
+    def _mask_of(self, count: int) -> Tensor | None:
+        """For the next `count` tokens. With a cache of fixed size as long as that, except for portions of a prompt where
+        layers keep a state: these take the mask's end for theirs."""
+        if self.mask is None or (self.static and (count == 1 or not self.states)):
+            return self.mask
+        return self.mask[:, : self.seen + count]
 
     def _read(self, tokens: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
         self.seen += tokens.shape[1]

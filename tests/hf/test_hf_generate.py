@@ -58,13 +58,13 @@ def test_padding_does_not_reach_layers_that_keep_a_state(model_type):
 
 
 def test_a_model_that_begins_anew_with_every_portion_reads_prompts_at_once():
-    engine = hf.TransformersEngine(tiny_model("jamba"))
+    engine = hf.TransformersEngine(converted(model_type="jamba"))
     assert engine.reader([[5] * 300] * 64, 4, "auto", True, True).chunk == 300
     with pytest.raises(ValueError, match="prefill_chunk is 3, and jamba of transformers reads prompts at once"):
         engine.reader(PROMPTS, 4, 3, True, True)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "bloom", "qwen3_moe"])
 def test_rows_of_any_lengths_are_continued_as_each_alone(model_type):
     model = converted(model_type=model_type)
     own = own_tokens(model)
@@ -181,8 +181,9 @@ def test_caches_of_fixed_size_are_for_models_that_can_use_them():
         assert [len(row) for row in greedy(model)] == [len(row) + 9 for row in PROMPTS]
     model.config._attn_implementation = "flash_attention_2"  # would take zeros at the cache's end for the last tokens
     assert not engine.reader(PROMPTS, 4, "auto", True, True).static
-    gemma = hf.TransformersEngine(tiny_model("recurrent_gemma"))  # whose modules keep the states of the text before
-    assert type(gemma.reader(PROMPTS, 4, "auto", True, True)) is ways._Anew
+    for gemma in (tiny_model("recurrent_gemma"), converted(model_type="recurrent_gemma")):
+        reader = hf.TransformersEngine(gemma).reader(PROMPTS, 4, "auto", True, True)
+        assert type(reader) is ways._Anew, "its modules keep the states of the text before"
 
 
 def test_a_model_without_its_engine_is_refused():
