@@ -184,8 +184,8 @@ class _Cached(_Anew):
         return logits
 
     def _mask_of(self, count: int) -> Tensor | None:
-        """For the next `count` tokens. With a cache of fixed size as long as that, except for portions of a prompt where
-        layers keep a state: these take the mask's end for theirs."""
+        """For the next `count` tokens. With a cache of fixed size it is as long as that; but layers that keep a state
+        take its end for a portion's, and get no more than has been seen."""
         if self.mask is None or (self.static and (count == 1 or not self.states)):
             return self.mask
         return self.mask[:, : self.seen + count]
