@@ -41,7 +41,7 @@ test: $(INSTALLED)
 	mkdir -p build
 	$(BIN)/mypy >build/mypy.txt & types=$$!; $(BIN)/python -m pytest $(TOGETHER); tests=$$?; \
 	wait $$types; types=$$?; cat build/mypy.txt; exit $$((tests + types))
-	$(BIN)/python -m pytest -m alone $$(grep -rl 'mark\.alone' tests --include='test_*.py')  # they take the time
+	$(BIN)/python -m pytest -m alone --noconftest $$(grep -rl 'mark\.alone' tests --include='test_*.py')  # they take the time
 
 # Every GPU test, in several processes, on a machine that need not have .venv: make test-gpu PYTHON=python3.12
 test-gpu:

@@ -8,12 +8,6 @@ from pathlib import Path
 
 import interpreter
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
-    if importlib.util.find_spec("triton"):
-        interpreter.speed_up()
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -59,6 +53,17 @@ LONGEST = (
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, help="runs that test_crash.py kills in each way; `make test-crash`")
     parser.addoption("--share", help="2/8: the third of eight shares of the chosen tests; `make test-gpu`")
+
+
+def pytest_configure(config):
+    if config.getoption("dist", "no") != "no":
+        return  # this process gives tests out to others, and needs no torch for that
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
+        if importlib.util.find_spec("triton"):
+            interpreter.speed_up()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -108,6 +113,8 @@ def script():
 def untuned_fla():
     """fla's kernels with the first of their settings each: trying all takes a process minutes, and is about speed."""
     pytest.importorskip("fla.ops.kda", reason="needs flash-linear-attention, an extra of `dev`")
+    import torch
+
     if not torch.cuda.is_available():
         return
     from triton.runtime.autotuner import Autotuner
