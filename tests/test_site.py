@@ -152,7 +152,7 @@ def test_a_fault_stops_the_build(fault, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.browser
-@pytest.mark.parametrize("settings", [{}, {"color_scheme": "dark"}, PHONE], ids=["desk", "dark", "phone"])
+@pytest.mark.parametrize("settings", [{}, PHONE | {"color_scheme": "dark"}], ids=["desk", "phone in the dark"])
 def test_it_reads_from_disk(settings, site, visit):
     page = visit(site / "index.html", within=site, **settings)
     for name in ("start/tutorial.html", "reference/residuals/attnres-block.html", "reference/commands.html"):
