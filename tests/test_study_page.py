@@ -6,6 +6,7 @@ import re
 import statistics
 import tarfile
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -135,6 +136,16 @@ def test_maps_are_means_over_seeds_in_even_shares(page):
     assert re.findall(r'd="([^"]+)" fill="currentColor" fill-opacity="1.00"', drawn)[0].count("M") == 3
     assert "darkest: 1.5 even shares" in drawn
     ElementTree.fromstring(drawn)
+
+
+@pytest.mark.parametrize("spread", [0.5, 0.05, 0.015, 0.0015])
+def test_lines_of_a_picture_are_called_what_they_are(page, spread):
+    """At equal distances, as they are drawn."""
+    drawn = page.picture([page.Panel("bits", "rate", {"standard": {1: [1.495], 2: [1.495 + spread]}})], "a label")
+    texts = [node.text for node in ElementTree.fromstring(drawn).iter() if node.get("text-anchor") == "end"]
+    values = [float(text) for text in texts]
+    steps = [later - earlier for earlier, later in pairwise(values)]
+    assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-6)
 
 
 def test_growth_with_depth_is_the_last_quarter_over_the_first(page):

@@ -87,7 +87,7 @@ def _drawn(panel: Panel) -> list[str]:
     for tick in ticks:
         at = f"{place_y(tick):.1f}"
         parts.append(f'<line x1="{LEFT}" x2="{PANEL - RIGHT + 8}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end" class="quiet">{tick + 0.0:.4g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end" class="quiet">{tick + 0.0:g}</text>')
     for value in xs if len(xs) < 8 else xs[:: len(xs) // 6]:
         parts.append(f'<text x="{x(value):.1f}" y="{FLOOR + 18}" text-anchor="middle" class="quiet">{value:g}</text>')
     middle = (LEFT + PANEL - RIGHT) / 2
