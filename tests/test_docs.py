@@ -280,7 +280,7 @@ def test_the_residual_that_contributing_shows_keeps_the_contract(tmp_path, monke
     (name,) = set(names()) - before
     for spec in (name, f"{name}:start=0.5"):
         contract.test_gradients_reach_every_parameter(spec)
-        contract.test_activation_checkpointing_changes_nothing(spec, False)
+        contract.test_activation_checkpointing_changes_nothing(spec)
         contract.test_saved_and_loaded_is_the_same_model(spec, tmp_path / spec.replace(":", "-"))
         contract.test_decoding_with_a_cache_equals_decoding_without(spec)
         contract.test_it_starts_as_it_says(spec)

@@ -127,7 +127,7 @@ def test_state_is_a_value(spec):
 
 @pytest.mark.parametrize("spec", INTRICATE)
 def test_activation_checkpointing_changes_nothing(spec):
-    check_checkpointing(spec, False)
+    check_checkpointing(spec)
 
 
 @pytest.mark.parametrize("spec", [*INTRICATE, *LOOK_BACK])
