@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -345,6 +346,11 @@ def test_generate_and_report_from_a_run(tmp_path, capsys):
 
     assert "100 new ones exceed" in fails(capsys, *words[:4], "--max-new-tokens", "100")
     assert "no checkpoint in" in fails(capsys, "generate", tmp_path / "nowhere")
+    (tmp_path / "compare").mkdir()
+    shutil.copytree(out, tmp_path / "compare" / "runs" / "one")
+    assert f"it holds 1 runs; give one of them, such as {tmp_path / 'compare' / 'runs' / 'one'}" in fails(
+        capsys, "generate", tmp_path / "compare"
+    )
     assert "is not a folder" in fails(capsys, "report", tmp_path / "nowhere")
 
 

@@ -30,7 +30,7 @@ def convert(argv: list[str]) -> None:
             check={"auto": None, "yes": True, "no": False}[flags.check],
             remote_code=flags.remote_code,
         )
-        say(str(report))
+        say(f"{report}\n{flags.out}: the converted model. To compare: headwater verify {flags.folder} {flags.out}")
         return
     if flags.layout is not None or flags.dtype is not None or flags.remote_code:
         raise UserError(

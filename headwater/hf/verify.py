@@ -14,6 +14,10 @@ from headwater.hf.convert.install import Conversion, conversion_of
 
 KL_LIMIT = 1e-6  # nats per token, fp32
 HALF_LIMIT = 2.0  # in half precision: times the plain model's own distance from its fp32 forward
+FROM_FP32 = (
+    "  differences are from the plain model's forward in fp32: in half precision rounding alone is off from that, and\n"
+    f"  the limit is {HALF_LIMIT:g} times what the plain model itself is off by, or {KL_LIMIT:g}"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Verification:
         verdict = "equal" if self.equal else "NOT equal"
         what = f"residual '{self.residual}' at {len(self.sites)} sites" if self.residual else "not converted"
         cached = [f"  {name}: {distance}" for name, distance in self.decoding.items()]
-        return "\n".join((f"{verdict}: {self.whole}; {what}", *(cached or ["  decoding from a cache: not tried"])))
+        lines = [f"{verdict}: {self.whole}; {what}", *(cached or ["  decoding from a cache: not tried"])]
+        return "\n".join([*lines, FROM_FP32] if self.whole.half else lines)
 
 
 def verify(model: nn.Module, reference: nn.Module, batch: Tensor | Mapping[str, Any]) -> Verification:

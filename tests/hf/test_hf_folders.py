@@ -38,6 +38,8 @@ def test_convert_links_and_revert_takes_it_back(plain, tmp_path, capsys, flags):
     assert main(["convert", str(plain), "--out", str(out), "--residual", "attnres-block:block=2", *flags]) == 0
     printed = capsys.readouterr().out
     assert ("NOT CHECKED" in printed) == bool(flags)
+    assert ("tokens in bfloat16, some decoded from a cache: hidden states off by" in printed) != bool(flags)
+    assert printed.endswith(f"{out}: the converted model. To compare: headwater verify {plain} {out}\n")
     shards = sorted(plain.glob("*.safetensors"))
     assert len(shards) == 2
     assert all((out / f"plain-{shard.name}").samefile(shard) for shard in shards)

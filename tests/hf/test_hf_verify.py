@@ -38,6 +38,7 @@ def test_half_precision_is_judged_by_the_plain_model_s_distance_from_fp32(model_
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     result = verify(model, plain, tokens(4, 24))
     assert result.equal, str(result)
+    assert "the limit is 2 times what the plain model itself is off by, or 1e-06" in str(result)
     if dtype is torch.bfloat16:
         assert result.kl > KL_LIMIT / 2  # the limit of fp32 would not do, or hardly
         assert result.whole.limit > KL_LIMIT

@@ -50,6 +50,13 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         return _configs[base]
     model_type = PREFIX + base.model_type
     members: dict[str, Any] = {"model_type": model_type, "__module__": __name__, **remakable(config_class, base)}
+
+    def get_config_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """A plain folder may be read as this type, as PEFT does when it saves an adapter: without a warning."""
+        found, rest = super(made, cls).get_config_dict(*args, **kwargs)  # type: ignore[arg-type]
+        return (found | {"model_type": model_type} if found.get("model_type") == base.model_type else found), rest
+
+    members["get_config_dict"] = classmethod(get_config_dict)
     if base.__module__.partition(".")[0] != "transformers":  # which gives a class without an __init__ one of fields
         members["__init__"] = base.__init__
     made = type(f"Headwater{base.__name__}", (base,), members)

@@ -78,7 +78,10 @@ def _install_checked(model: nn.Module, plan: Plan, plain: Trial) -> None:
     except UserError:
         revert(model)
         raise
-    conversion.report = replace(conversion.report, difference=measured, tokens=plain.tokens, unchecked=None)
+    dtype = str(plain.dtype).removeprefix("torch.")
+    conversion.report = replace(
+        conversion.report, difference=measured, tokens=plain.tokens, dtype=dtype, unchecked=None
+    )
 
 
 def convert_with(model: nn.Module, settings: Mapping[str, Any]) -> Report:

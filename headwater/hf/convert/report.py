@@ -24,6 +24,7 @@ class Report:
     added: dict[str, tuple[int, ...]]  # parameter name to shape
     difference: float | None = None
     tokens: int = 0
+    dtype: str = ""  # that it was measured in
     unchecked: str | None = None
     loaded: bool = False  # a release's weights, trained with this residual
 
@@ -39,7 +40,10 @@ class Report:
         if self.difference is None:
             measured = f"NOT CHECKED: {self.unchecked}"
         else:
-            measured = f"measured on {self.tokens} tokens, some decoded from a cache: {self.difference:.1e} off"
+            measured = (
+                f"measured on {self.tokens} tokens in {self.dtype}, some decoded from a cache: hidden states off by "
+                f"{self.difference:.1e}, relative"
+            )
         sure = self.difference is not None
         if self.loaded:
             verb = "computed" if sure else "should compute"

@@ -105,11 +105,21 @@ def load(folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | 
     return read_state(folder)
 
 
+def _instead(folder: Path) -> str:
+    """What a folder without a checkpoint may have been given for."""
+    if (folder / "adapter_config.json").is_file():
+        return "it holds an adapter of PEFT; load it on its model, and save what merge_and_unload() gives"
+    runs = [run for run in sorted(folder.glob("runs/*")) if newest(run / "checkpoints")]
+    if runs:
+        return f"it holds {len(runs)} runs; give one of them, such as {runs[0]}"
+    return "give the folder of a run that has saved one, or of a checkpoint"
+
+
 def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     """The model of a run (its newest checkpoint), of one checkpoint, or of a folder that `Decoder.save` wrote."""
     chosen = folder if (folder / MODEL).is_file() or (folder / MANIFEST).is_file() else newest(folder / "checkpoints")
     if chosen is None:
-        raise UserError(f"no checkpoint in {folder}: give the folder of a run that has saved one, or of a checkpoint")
+        raise UserError(f"no checkpoint in {folder}: {_instead(folder)}")
     if chosen == folder and not any((folder / name).is_file() for name in (STATE, MANIFEST)):
         with user_values():
             return Decoder.load(folder, device), load_tokenizer(folder)  # a model saved by itself, with its tokenizer
