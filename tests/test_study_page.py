@@ -38,7 +38,8 @@ def archive(folder, recipe, runs):
         summary = {"bits_per_byte": score, "flops_per_token": 10, "tokens": further.get("model.dim", 1) * 1000}
         (run / "config.json").write_text(json.dumps({**config, "train": {"seed": seed}}))
         (run / "metrics.jsonl").write_text("")
-        (run / "summary.json").write_text(json.dumps({**summary, "residual": residual, "seed": seed}))
+        if score is not None:
+            (run / "summary.json").write_text(json.dumps({**summary, "residual": residual, "seed": seed}))
     with tarfile.open(folder / f"{recipe}.tar.xz", "w:xz") as packed:
         packed.add(root, recipe)
 
@@ -189,6 +190,19 @@ def test_a_best_rate_at_the_edge_is_called_unknown(page, tmp_path):
     assert "| 0.002 | **1.5050 ± 0.0071** | 1.5050 ± 0.0071 |" in text
     assert "| 0.004 | 1.5550 ± 0.0071 | **1.4050 ± 0.0071** |" in text
     assert "so not yet known, for: attnres-block.\n" in text
+
+
+def test_a_run_without_a_result_is_named(page, tmp_path):
+    """A mean over the seeds that did not diverge speaks of those alone."""
+    archive(tmp_path, "rates", [("standard", 0, 1.5, {}), ("standard", 1, None, {})])
+    log = tmp_path / "rates" / "runs" / "run-1" / "log.txt"
+    log.write_text("headwater: the loss or gradient is not finite at step 2.\n")
+    with tarfile.open(tmp_path / "rates.tar.xz", "w:xz") as packed:
+        packed.add(tmp_path / "rates", "rates")
+    with page.unpacked(tmp_path) as found:
+        text = page.filled("<!-- rates:begin -->\n<!-- rates:end -->", found)
+    assert "| 0.001 | **1.5000** |" in text
+    assert "not in the table: `run-1` (its last words were: the loss or gradient is not finite at step 2).\n" in text
 
 
 def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):

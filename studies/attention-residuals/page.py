@@ -36,16 +36,25 @@ Runs = list[RecordedRun]
 
 @contextmanager
 def unpacked(archives: Path) -> Iterator[dict[str, Runs]]:
-    """The finished runs of every archive, by recipe."""
+    """The runs of every archive, by recipe, with those that have no result."""
     with tempfile.TemporaryDirectory() as folder:
         found = {}
         for archive in sorted(archives.glob("*.tar.xz")):
             with tarfile.open(archive) as packed:
                 packed.extractall(folder, filter="data")
             recipe = archive.name.removesuffix(".tar.xz")
-            runs = [read_run(run) for run in find_runs([Path(folder) / recipe])]
-            found[recipe] = [run for run in runs if run.summary]
+            found[recipe] = [read_run(run) for run in find_runs([Path(folder) / recipe])]
         yield found
+
+
+def finished(runs: Sequence[RecordedRun]) -> Runs:
+    return [run for run in runs if run.summary]
+
+
+def left_out(runs: Sequence[RecordedRun]) -> str:
+    """A line on runs without a result: a mean over seeds that did not diverge speaks of those alone."""
+    names = [f"`{run.name}`" + (f" ({run.stopped})" if run.stopped else "") for run in runs if not run.summary]
+    return f"\nWithout a result, so not in the table: {'; '.join(names)}.\n" if names else ""
 
 
 def setting(run: RecordedRun, name: str) -> Any:
@@ -289,7 +298,7 @@ def cost(found: dict[str, Runs]) -> str:
     """Runs, tokens, and the GPU's minutes, which runs side by side cannot know themselves: minutes.json has them."""
     minutes = json.loads((HERE / "runs" / "minutes.json").read_text())
     rows, total = [], [0, 0, 0.0]
-    for recipe, runs in found.items():
+    for recipe, runs in ((recipe, finished(runs)) for recipe, runs in found.items()):
         tokens = sum(int(run.summary["tokens"]) for run in runs if run.summary)
         total = [total[0] + len(runs), total[1] + tokens, total[2] + minutes[recipe]]
         rows.append([f"`{recipe}.toml`", str(len(runs)), f"{tokens / 1e6:.0f} million", f"{minutes[recipe]:.0f}"])
@@ -319,7 +328,7 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
     if recorded:
         panels = [Panel(f"{words}, by depth", "sublayer", _depths(recorded, key)) for words, key in BY_DEPTH[:2]]
         drawn[ASSETS / "study-depth.svg"] = picture(panels, "Magnitudes by depth")
-    recorded = [run for run in found.get("rates", []) if setting(run, "optim.lr") == MAPPED]
+    recorded = [run for run in finished(found.get("rates", [])) if setting(run, "optim.lr") == MAPPED]
     if maps := [panel for arm in ARMS if arm != BASELINE for panel in maps_of(arm, recorded)]:
         drawn[ASSETS / "study-maps.svg"] = picture(maps, "Depth weights through training")
     return drawn
@@ -339,7 +348,7 @@ def maps_of(arm: str, runs: Runs) -> list[Map]:
 
 
 def _coloured(runs: Runs) -> Runs:
-    return [run for run in runs if run.residual in ARMS]
+    return [run for run in finished(runs) if run.residual in ARMS]
 
 
 def _points(runs: Runs, name: str) -> dict[str, dict[float, list[float]]]:
@@ -378,7 +387,7 @@ def filled(text: str, found: dict[str, Runs]) -> str:
             made = cost(found)
         elif name in TABLES:
             runs = [run for recipe in RECIPES.get(name, (name,)) for run in found.get(recipe, [])]
-            made = TABLES[name](runs) if runs else "Not run yet.\n"
+            made = (TABLES[name](finished(runs)) if finished(runs) else "Not run yet.\n") + left_out(runs)
         elif name in MEASURED:
             measured = measured_in(HERE / "runs", name)
             made = MEASURED[name](measured) if measured else "Not run yet.\n"
