@@ -1,8 +1,10 @@
 """The command: help, precedence of settings, and one message for each thing a user can get wrong."""
 
+import errno
 import inspect
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -329,6 +331,31 @@ def test_logs_and_hidden_files_may_be_there_before_a_run(tmp_path):
     for name in ("log.txt", "nohup.out", "mine.log", ".DS_Store"):
         (tmp_path / "run" / name).write_text("")
     assert main(flags(tiny(tmp_path, steps=2), tmp_path / "run")) == 0
+
+
+def test_a_list_that_is_given_twice_is_refused(tmp_path, capsys):
+    """Not cut down to what came last in silence."""
+    out = ("--out", tmp_path / "out")
+    said = "is given twice: give it once, with all its values after it"
+    assert f"--residuals {said}" in fails(capsys, "compare", "--residuals", "standard", "--arms", "mhc", *out)
+    assert f"--source {said}" in fails(capsys, "train", "--source", "a.txt", "--source=b.txt", *out)
+    assert f"--prompt {said}" in fails(capsys, "generate", tmp_path, "--prompt", "a", "--prompt", "b")
+
+
+def test_a_full_disk_sends_to_a_flag_that_the_command_has(tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    page = tmp_path / "page.html"
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        report_module.write_page(page, "<!doctype html>")
+    assert not list(tmp_path.iterdir())  # nothing is left half written
+    monkeypatch.setattr(report_module, "write_report", full)
+    assert "Make room, then run the same command again" in fails(capsys, "report", tmp_path)
+    monkeypatch.setattr(loop, "train", full)
+    monkeypatch.setattr(headwater.train, "train", full)
+    assert "the same command with --resume" in fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"))
 
 
 def test_generate_and_report_from_a_run(tmp_path, capsys):

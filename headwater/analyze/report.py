@@ -56,8 +56,11 @@ def write_page(path: Path, page: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".tmp-{path.name}")
     scratch.unlink(missing_ok=True)
-    scratch.write_text(page, encoding="utf-8")
-    scratch.replace(path)
+    try:
+        scratch.write_text(page, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)  # half a page, where the disk was full
     return path
 
 

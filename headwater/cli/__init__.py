@@ -66,14 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in SYSTEM_ERRORS:
             raise
-        advice = SYSTEM_ERRORS[error.errno].format(flag=flag_of(words, error.filename))
+        again = "with --resume" if words[0] in ("train", "compare") else "again"
+        advice = SYSTEM_ERRORS[error.errno].format(flag=flag_of(words, error.filename), again=again)
         return fail(f"{error.strerror}: {error.filename or 'while writing'}. {advice}", 1)
     return 0
 
 
 SYSTEM_ERRORS = {
-    errno.ENOSPC: "Make room, then run the same command with --resume",
-    errno.EDQUOT: "Make room, then run the same command with --resume",
+    errno.ENOSPC: "Make room, then run the same command {again}",
+    errno.EDQUOT: "Make room, then run the same command {again}",
     errno.EACCES: "Choose a folder that you may write to with {flag}",
     errno.EROFS: "Choose a folder that you may write to with {flag}",
     errno.ENOTDIR: "A file stands where a folder is needed: choose another path with {flag}",

@@ -4,13 +4,15 @@ files. No torch here, so that help is quick."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from headwater.errors import UserError
 from headwater.models.config import SIZES
 from headwater.models.sampling import Sampling
 from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file, with_before
@@ -65,6 +67,7 @@ class CompareFlags(Where):
     """What to compare, the baseline first; `all` is every registered residual. Settings of the model may follow, as in
     standard+shortswa=4 (--arms is the same flag). With --resume, what to add."""
     seeds: tuple[int, ...] = (0, 1, 2)
+    """Each residual is trained once with each; equal seeds see equal tokens."""
     jobs: int = 1
     """Runs at a time; the cores are shared among them."""
     settings: Settings = field(default_factory=Config)
@@ -281,8 +284,28 @@ def parse(
     extra = {} if default is None else {"default": default}
     shape = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)  # comments are for readers of the code
     found: T = tyro.cli(flags, config=shape, **settings, **extra)  # type: ignore[call-overload]
+    _refuse_repeats(found, argv)
     if isinstance(found, PluginFlags) and found.plugin:
         from headwater.residuals import import_plugins
 
         import_plugins(found.plugin)
     return found
+
+
+def _refuse_repeats(found: Any, argv: Sequence[str]) -> None:
+    """A list that is given twice would be the second alone; a single value may be, as where a script adds to flags."""
+    given = Counter(word.partition("=")[0] for word in argv if word.startswith("--"))
+    given["--residuals"] += given.pop("--arms", 0)
+    for name in _lists(found):
+        flag = f"--{name.replace('_', '-')}"
+        if given[flag] > 1:
+            raise UserError(f"{flag} is given twice: give it once, with all its values after it")
+
+
+def _lists(found: Any) -> Iterator[str]:
+    for each in fields(found):
+        value = getattr(found, each.name)
+        if is_dataclass(value):
+            yield from _lists(value)
+        elif isinstance(value, tuple) and each.name != "plugin":
+            yield each.name

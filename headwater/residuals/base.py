@@ -35,6 +35,8 @@ class Placed(tuple[Tensor, ...]):
     next: tuple[Next, int]
 
     def __new__(cls, tensors: State, verb: Next, i: int) -> "Placed":
+        if isinstance(tensors, Tensor):  # a class of the user's forgot the comma
+            raise TypeError("a residual's state is a tuple of tensors, and its method returned a tensor: return (x,)")
         placed = super().__new__(cls, tensors)
         placed.next = (verb, i)
         return placed

@@ -80,6 +80,13 @@ def test_tensors_alone_are_a_state_too(spec):
     assert torch.equal(residual.end(placed), residual.end(tuple(plain)))
 
 
+def test_a_state_that_is_no_tuple_is_named(monkeypatch):
+    residual, x = begun("standard")
+    monkeypatch.setattr(type(residual), "_write", lambda self, state, i, y: state[0] + y)
+    with pytest.raises(TypeError, match=r"state is a tuple of tensors, .*: return \(x,\)"):
+        residual.write(residual.read(residual.begin(x), 0)[1], 0, x)
+
+
 def test_what_one_thread_looks_at_another_does_not_see():
     residual, x = begun("attnres-full")
     seen = {}
