@@ -246,7 +246,8 @@ def test_the_command_serves_until_it_is_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(InspectorServer, "serve_forever", stop)
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", str(saved(tmp_path / "one", "attnres-full")), "--serve"]) == 0
-    address, stopped = capsys.readouterr().out.split()
+    address, how, stopped = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
+    assert "Ctrl-C stops it" in how
     assert stopped == "stopped"
     assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -82,7 +82,7 @@ def test_without_its_token_nothing_answers(server):
 
 def test_a_prompt_that_does_not_fit_is_told_why(server):
     for body, words in (
-        (json.dumps({"prompt": "a"}), "at least 2"),
+        (json.dumps({"prompt": "a"}), "two tokens at least"),
         (json.dumps({"prompt": "a" * 40}), "context of 32"),
         (json.dumps({"prompt": 3}), "JSON with a prompt"),
         ("[]", "JSON with a prompt"),

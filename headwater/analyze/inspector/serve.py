@@ -116,6 +116,7 @@ def serve(look: Look, prompt: str, port: int = 0, announce: Callable[[str], None
     """Serve until Ctrl-C. `announce` is told the address."""
     with InspectorServer(look, prompt, port) as server:
         announce(server.address)
+        announce("Open this address in a browser of this machine. Ctrl-C stops it.")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
