@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plot import bars, lines, panel_of, svg
+from benchmarks.plot import bars, panel_of, svg
+from headwater.analyze.plot import picture
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -239,12 +240,12 @@ def filled(text: str) -> str:
 def figures() -> dict[Path, str]:
     """By the file that each is drawn to."""
     panels = [
-        panel_of("ms a token, by layers", read("h200-generate-depth")["depth"]),
-        panel_of("ms a token, by tokens in the cache", read("h200-generate-context")["context"]),
+        panel_of("ms a token, by depth", "layers", read("h200-generate-depth")["depth"]),
+        panel_of("ms a token, by context", "tokens in the cache", read("h200-generate-context")["context"]),
     ]
     return {
         ASSETS / "performance.svg": svg(bars([read(name) for name in STACK])),
-        ASSETS / "decoding.svg": lines(panels, "Milliseconds a token by depth and by context"),
+        ASSETS / "decoding.svg": picture(panels, "Milliseconds a token by depth and by context"),
     }
 
 

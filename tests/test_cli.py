@@ -474,9 +474,12 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3"]) == 0
     assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0}
 
-    arguments = called(scaling_module, "scaling_of", [])
+    arguments, drawn = called(scaling_module, "scaling_of", []), called(scaling_module, "write_plot", tmp_path)
     assert main(["scaling", "a", "b", "--baseline", "rezero"]) == 0
     assert arguments == {"folders": (Path("a"), Path("b")), "baseline": "rezero"}
+    assert drawn == {"found": [], "baseline": "rezero", "path": Path("a/scaling.svg")}
+    assert main(["scaling", "a", "--out", "c.svg"]) == 0
+    assert drawn["path"] == Path("c.svg")
 
     rows = called(table_module, "residual_table", [])
     monkeypatch.setattr(table_module, "print_table", lambda rows: None)

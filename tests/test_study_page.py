@@ -99,7 +99,7 @@ def test_each_arm_is_beside_the_plain_residual_at_its_own_best_rate(page, tmp_pa
 
 def test_pictures_have_a_dot_for_each_run_and_a_line_through_the_means(page):
     points = {"standard": {1e-3: [1.6, 1.7], 2e-3: [1.5, 1.9]}}
-    drawn = page.picture([page.Panel("bits", "rate", points, log=True)], "a label")
+    drawn = page.picture([page.Panel("bits", "rate", page.lines_of(points), log=True)], "a label")
     assert drawn.count("<circle") == 4
     places = [float(y) for y in re.findall(r'cy="([\d.]+)"', drawn)]
     line = [float(y) for y in re.findall(r",([\d.]+)", re.search(r'points="([^"]+)"', drawn)[1])]
@@ -142,7 +142,8 @@ def test_maps_are_means_over_seeds_in_even_shares(page):
 @pytest.mark.parametrize("spread", [0.5, 0.05, 0.015, 0.0015])
 def test_lines_of_a_picture_are_called_what_they_are(page, spread):
     """At equal distances, as they are drawn."""
-    drawn = page.picture([page.Panel("bits", "rate", {"standard": {1: [1.495], 2: [1.495 + spread]}})], "a label")
+    lines = page.lines_of({"standard": {1: [1.495], 2: [1.495 + spread]}})
+    drawn = page.picture([page.Panel("bits", "rate", lines)], "a label")
     texts = [node.text for node in ElementTree.fromstring(drawn).iter() if node.get("text-anchor") == "end"]
     values = [float(text) for text in texts]
     steps = [later - earlier for earlier, later in pairwise(values)]

@@ -47,12 +47,12 @@ def write_report(folders: list[Path], out: Path | None = None, *, models: Sequen
     return write_page(beside(folders, "report.html") if out is None else Path(out), page)
 
 
-def write_page(path: Path, page: str) -> Path:
+def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "web page") -> Path:
     """Whole or not at all, over a page of before but nothing else. A link is replaced: what it leads to stays."""
     if path.is_file() and not path.is_symlink():
         with path.open("rb") as file:
-            if file.read(len(DOCTYPE)).lower() != DOCTYPE:
-                raise UserError(f"{path} is no web page, and would be overwritten: choose another --out")
+            if file.read(len(begins)).lower() != begins:
+                raise UserError(f"{path} is no {kind}, and would be overwritten: choose another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".tmp-{path.name}")
     scratch.unlink(missing_ok=True)

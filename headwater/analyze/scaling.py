@@ -21,6 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from headwater.analyze.groups import differing, flatten
+from headwater.analyze.plot import Line, Panel, colours_of, picture
+from headwater.analyze.report import write_page
 from headwater.analyze.runs import RecordedRun, find_runs, number, read_run
 from headwater.errors import UserError
 
@@ -239,6 +241,35 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
                 text = "the curves do not meet" if interval is None else f"as {baseline} with {_words(interval)}"
                 lines.append(f"  at {budget:.3g} operations: {text}")
     return "\n".join(lines)
+
+
+def write_plot(found: Sequence[Scaling], baseline: str, path: Path) -> Path:
+    """Write what `plot` draws, over a picture of before but nothing else; returns the path."""
+    return write_page(path, plot(found, baseline), begins=b"<svg", kind="picture of this kind")
+
+
+def plot(found: Sequence[Scaling], baseline: str) -> str:
+    """SVG: the runs and the curves through them; and beside it what compute each residual is worth, with its interval,
+    where another than the baseline has curves that meet."""
+    colours = colours_of([scaling.residual for scaling in found])
+    curves, worth = [], []
+    for scaling in found:
+        name, colour = scaling.residual, colours[scaling.residual]
+        losses = {c: list(seeds.values()) for c, seeds in sorted(scaling.points.items())}
+        places = np.geomspace(min(losses), max(losses), 60).tolist()
+        curves.append(Line(name, colour, losses, [(c, scaling.fit.loss(c)) for c in places]))
+        met = {c: interval for c, interval in scaling.multipliers.items() if interval is not None}
+        if name != baseline and met:
+            spans = {c: (i.low, i.high) for c, i in met.items() if i.low is not None and i.high is not None}
+            worth.append(Line(name, colour, {c: [i.value] for c, i in met.items()}, spans=spans))
+    panels = [Panel("bits per byte", "operations", curves, log=True, label=_power)]
+    if worth:
+        panels.append(Panel(f"worth so many times the compute of {baseline}", "operations", worth, True, label=_power))
+    return picture(panels, "Loss against compute, and what compute each residual is worth")
+
+
+def _power(value: float) -> str:
+    return f"{value:.1e}".replace("e+", "e")
 
 
 def _words(interval: Interval) -> str:

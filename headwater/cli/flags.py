@@ -232,6 +232,8 @@ class ScalingFlags:
     """Run folders, or the folder of a comparison or a study."""
     baseline: str = "standard"
     """The residual whose compute the others are measured in."""
+    out: Path | None = None
+    """The plot; by default scaling.svg in the first folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,9 +73,13 @@ def scaling(argv: list[str]) -> None:
     """Fit loss against compute for each residual, and say how much compute each is worth."""
     flags = parse(ScalingFlags, argv, scaling)
     with user_values():
-        from headwater.analyze.scaling import scaling_of, table
+        from headwater.analyze.runs import beside
+        from headwater.analyze.scaling import scaling_of, table, write_plot
 
-        say(table(scaling_of(flags.folders, flags.baseline), flags.baseline))
+        found = scaling_of(flags.folders, flags.baseline)
+        say(table(found, flags.baseline))
+        out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out
+        say(f"Plot: {write_plot(found, flags.baseline, out)}")
 
 
 def inspect(argv: list[str]) -> None:

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from figures import ARMS, Map, Panel, picture
-
+from headwater.analyze.plot import ARMS, Map, Panel, lines_of, picture
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
 from headwater.analyze.scaling import Interval, compare_scaling, points_of
 from headwater.stats import Paired, Stat, pair, reach, summarize
@@ -319,14 +318,15 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
     colour."""
     drawn, panels = {}, []
     for (width,), runs in grouped(_coloured(found.get("rates", [])), "model.dim").items():
-        rate, points = "learning rate", _points(runs, "optim.lr")
-        panels.append(Panel(f"bits per byte, width {width}", rate, points, log=True))
-        panels.append(Panel(f"less the plain residual, width {width}", rate, _less_plain(runs, "optim.lr"), log=True))
+        for words, points in (("bits per byte", _points), ("less the plain residual", _less_plain)):
+            lines = lines_of(points(runs, "optim.lr"))
+            panels.append(Panel(f"{words}, width {width}", "learning rate", lines, log=True))
     if panels:
         drawn[ASSETS / "study-rates.svg"] = picture(panels, "Bits per byte by learning rate")
     recorded = [run for run in _coloured(found.get("noise", [])) if run.depth]
     if recorded:
-        panels = [Panel(f"{words}, by depth", "sublayer", _depths(recorded, key)) for words, key in BY_DEPTH[:2]]
+        depths = {words: lines_of(_depths(recorded, key)) for words, key in BY_DEPTH[:2]}
+        panels = [Panel(f"{words}, by depth", "sublayer", lines) for words, lines in depths.items()]
         drawn[ASSETS / "study-depth.svg"] = picture(panels, "Magnitudes by depth")
     recorded = [run for run in finished(found.get("rates", [])) if setting(run, "optim.lr") == MAPPED]
     if maps := [panel for arm in ARMS if arm != BASELINE for panel in maps_of(arm, recorded)]:
@@ -338,12 +338,12 @@ def maps_of(arm: str, runs: Runs) -> list[Map]:
     """The depth weights of an arm whenever they were recorded, the mean over seeds, in even shares."""
     smallest = min((setting(run, "model.dim") for run in runs), default=0)
     chosen = [run.depth for run in runs if run.residual == arm and setting(run, "model.dim") == smallest]
-    panels = []
+    panels, (colour, name) = [], ARMS[arm]
     for records in zip(*chosen, strict=True):
         maps = [record["mixing"] for record in records]
         means = [[*map(statistics.fmean, zip(*rows, strict=True))] for rows in zip(*maps, strict=True)]
         shares = [[sources * weight / sum(row) for weight in row] for sources, row in enumerate(means, 1)]
-        panels.append(Map(f"{ARMS[arm][1]}, step {records[0]['step']}", arm, shares))
+        panels.append(Map(f"{name}, step {records[0]['step']}", colour, shares))
     return panels
 
 

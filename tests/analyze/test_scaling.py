@@ -2,15 +2,19 @@
 
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from headwater.analyze.scaling import Fit, compare_scaling, fit, points_of, table
+from headwater.analyze.plot import TOP
+from headwater.analyze.scaling import Fit, Interval, compare_scaling, fit, plot, points_of, table, write_plot
 from headwater.errors import UserError
 from headwater.stats import t_quantile
 
+SVG = "{http://www.w3.org/2000/svg}"
 BUDGETS = [1e15, 3e15, 1e16, 3e16, 1e17]
 TRUE = Fit(floor=1.2, scale=0.4, alpha=0.25, unit=1e16)
 
@@ -126,3 +130,38 @@ def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
         fit([1, 2, 2], [3.0, 2.0, 2.1])
     with pytest.raises(UserError, match="no runs of the baseline 'plain'"):
         compare_scaling(points, "plain")
+
+
+def test_the_plot_has_a_dot_for_each_run_the_curves_and_what_each_is_worth_with_its_interval(tmp_path):
+    points = {
+        "standard": sampled(TRUE, 0.002, 3),
+        "attnres-block": sampled(TRUE, 0.002, 3, seed=1, shift=1.25),
+        "mine:<b>": sampled(TRUE, 0.002, 3, seed=2),
+    }
+    found = compare_scaling(points, "standard", draws=100)
+    curves, worth = ElementTree.fromstring(plot(found, "standard")).findall(f"{SVG}g")
+    assert len(curves.findall(f".//{SVG}circle")) == 3 * 5 * 3
+    assert {each.text for each in curves.findall(f".//{SVG}text[@class='named']")} == set(points)
+    by_class = {group.get("class"): group for group in worth.findall(f"{SVG}g")}
+    assert set(by_class) == {"block", "other0"}, "the baseline is worth itself"
+    assert [len(group.findall(f"{SVG}path")) for group in by_class.values()] == [5, 5]
+    for group, scaling in zip((by_class["block"], by_class["other0"]), found[1:]):
+        heights = [float(dot.get("cy")) for dot in group.findall(f"{SVG}circle")]
+        values = [scaling.multipliers[c].value for c in BUDGETS]
+        assert sorted(range(5), key=lambda n: -heights[n]) == sorted(range(5), key=lambda n: values[n])
+    file = tmp_path / "scaling.svg"
+    for _ in range(2):
+        assert write_plot(found, "standard", file) == file
+    file.write_text("mine")
+    with pytest.raises(UserError, match="is no picture of this kind, and would be overwritten"):
+        write_plot(found, "standard", file)
+
+
+def test_the_plot_of_one_seed_has_no_intervals_and_none_of_an_interval_without_end_leaves_it():
+    one = {"standard": sampled(TRUE, 0, 1), "better": sampled(TRUE, 0, 1, shift=1.25)}
+    assert "stroke-opacity" not in plot(compare_scaling(one, "standard"), "standard")
+    endless = [
+        replace(each, multipliers={1e16: Interval(1.5, 1.2, math.inf)}) for each in compare_scaling(one, "standard")
+    ]
+    (span,) = re.findall(r'd="M[\d.]+ ([\d.]+)V([\d.]+)"', plot(endless, "standard"))
+    assert float(span[1]) == TOP
