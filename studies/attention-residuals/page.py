@@ -207,7 +207,7 @@ def at_own_best(runs: Runs) -> str:
         cells = [signed(paired.mean), _range(paired.interval), paired.verdict]
         rows.append([str(width), f"`{arm}`", *own, str(len(differences)), *cells])
     head = ["width", "", "its rate", "plain's rate", "seeds", "difference", "95 % interval", ""]
-    return f"\nEach at its own best rate:\n\n{grid(head, rows)}" if rows else ""
+    return f"\nEach at its own best rate, which is chosen on the same runs:\n\n{grid(head, rows)}" if rows else ""
 
 
 def _best_of(runs: Runs) -> dict[tuple[int, str], Runs]:
