@@ -206,6 +206,24 @@ def test_a_run_without_a_result_is_named(page, tmp_path):
     assert "not in the table: `run-1` (its last words were: the loss or gradient is not finite at step 2).\n" in text
 
 
+def test_the_queries_factor_is_told_by_width_and_by_optimizer(page, tmp_path):
+    runs = [
+        ("attnres-block", 0, score, {"optim.query_lr": factor, "optim.optimizer": optimizer, "model.dim": width})
+        for optimizer, width, scores in (
+            ("adamw", 8, (1.5, 1.4, 1.6)),
+            ("muon", 8, (1.3, 1.2, 1.3)),
+            ("adamw", 16, (1, 2, 3)),
+        )
+        for factor, score in zip((0.1, 0.3, 1.0), scores)
+    ]
+    archive(tmp_path, "transfer", runs)
+    with page.unpacked(tmp_path) as found:
+        narrow, wide = page.TABLES["transfer"](found["transfer"]).split("Width 16")
+    assert "| `attnres-block` adamw | `attnres-block` muon |" in narrow
+    assert "| 0.3 | **1.4000** | **1.2000** |" in narrow
+    assert "so not yet known, for: attnres-block adamw." in wide
+
+
 def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     """The same law with half the compute."""
     runs = [

@@ -1,5 +1,6 @@
 """Scaling fits on curves that are known, with noise that is known."""
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -9,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from headwater.analyze.plot import TOP
+from headwater.analyze.plot import HIGH, TOP, Panel, lines_of, picture
 from headwater.analyze.scaling import Fit, Interval, compare_scaling, fit, plot, points_of, table, write_plot
 from headwater.errors import UserError
 from headwater.stats import t_quantile
@@ -147,6 +148,9 @@ def test_the_plot_has_a_dot_for_each_run_the_curves_and_what_each_is_worth_with_
     assert [len(group.findall(f"{SVG}path")) for group in by_class.values()] == [5, 5]
     for group, scaling in zip((by_class["block"], by_class["other0"]), found[1:]):
         heights = [float(dot.get("cy")) for dot in group.findall(f"{SVG}circle")]
+        for height, span in zip(heights, group.findall(f"{SVG}path"), strict=True):
+            low, high = re.fullmatch(r"M[\d.]+ ([\d.]+)V([\d.]+)", span.get("d")).groups()
+            assert float(high) < height < float(low)
         values = [scaling.multipliers[c].value for c in BUDGETS]
         assert sorted(range(5), key=lambda n: -heights[n]) == sorted(range(5), key=lambda n: values[n])
     file = tmp_path / "scaling.svg"
@@ -155,6 +159,18 @@ def test_the_plot_has_a_dot_for_each_run_the_curves_and_what_each_is_worth_with_
     file.write_text("mine")
     with pytest.raises(UserError, match="is no picture of this kind, and would be overwritten"):
         write_plot(found, "standard", file)
+
+
+def test_names_beside_lines_neither_overlap_nor_leave_the_picture():
+    lines = lines_of(
+        {f"arm {n}": {1: [1.0], 2: [1.0 + n / 1000]} for n in range(6)} | {"attnres-full": {1: [9.0], 2: [9.0]}}
+    )
+    drawn = ElementTree.fromstring(picture([Panel("bits", "rate", lines)], "label"))
+    places = sorted(float(each.get("y")) for each in drawn.iterfind(f".//{SVG}text[@class='named']"))
+    assert all(after - before >= 12.9 for before, after in itertools.pairwise(places))
+    (end,) = (line.get("points").split(",")[-1] for line in drawn.iterfind(f".//{SVG}g[@class='full']/{SVG}polyline"))
+    assert places[0] == pytest.approx(float(end) + 4), "beside its line"
+    assert places[-1] < HIGH
 
 
 def test_the_plot_of_one_seed_has_no_intervals_and_none_of_an_interval_without_end_leaves_it():
