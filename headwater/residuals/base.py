@@ -200,9 +200,9 @@ class Residual(nn.Module, ABC):
         """Raise ValueError unless `state` may stand before read or write `i`; the message names what is expected."""
         if torch.compiler.is_compiling():
             return
-        if isinstance(state, Placed) and state.next != (verb, i):
-            self._refuse(state, verb, i)
-        if isinstance(state, Tensor) or len(state) not in self._lengths.get((verb, i), ()):
+        place = (verb, i)
+        wrong = state.next != place if isinstance(state, Placed) else isinstance(state, Tensor)
+        if wrong or len(state) not in self._lengths.get(place, ()):
             self._refuse(state, verb, i)
 
     def _check_width(self, x: Tensor, verb: str, *at: int) -> None:

@@ -100,6 +100,7 @@ class TwoPhase:
         }
         self.table: dict[tuple[Next, int], Counts] = {("read", i): self._counts(i, i) for i in places}
         self.table |= {("write", i): self._counts(i, i + 1) for i in places if i < sublayers}
+        self.lengths = {place: counts.length for place, counts in self.table.items()}
 
     def _counts(self, i: int, next_read: int) -> Counts:
         """Before read i, or, with next_read = i + 1, before write i, when read i has taken its part away."""
@@ -144,8 +145,7 @@ class TwoPhase:
 
     def holds(self, state: State, verb: Next, i: int) -> bool:
         """Whether a state is one of this schedule; the sources alone are always fewer."""
-        counts = self.table.get((verb, i))
-        return counts is not None and len(state) == counts.length
+        return len(state) == self.lengths.get((verb, i))
 
     def layout(self, verb: Next, i: int) -> tuple[Layout, ...]:
         counts = self.table.get((verb, i))

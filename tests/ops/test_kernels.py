@@ -19,7 +19,7 @@ from headwater.ops import attend_blocks, decode_read, depth_attention
 from headwater.ops.depth import autograd, merge, mix, score
 from headwater.ops.depth import read as read_kernel
 from headwater.ops.depth import reference as two_phase
-from headwater.ops.triton.launch import launch_that_fits, launches
+from headwater.ops.triton.launch import CHUNK, address_table, launch_that_fits, launches
 from headwater.residuals import build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the grid of test_kernels_gpu instead")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs th
 CASES = [
     (1, 24, 3, torch.float32),  # one source
     (2, 123, 2, torch.float32),  # a width that no tile divides
-    (17, 16, 2, torch.float32),  # more sources than one launch writes addresses for
+    (17, 16, 2, torch.float32),  # more addresses than one launch writes
     (4, 40, 3, torch.bfloat16),
     (3, 40, 3, torch.float16),  # range too small to invert a norm: another path
 ]
@@ -361,19 +361,19 @@ def test_operators_are_well_registered():
     sources, others, douts = [v, v.clone()], [v, v + 1], [v.clone() for _ in range(3)]
     z, rstd = score.score(v, folded, 1e-6)
     scores = torch.stack([z, z], -2)
-    x, r, out, lse, p = mix.mix(sources, scores, g, 1e-6, False)
+    x, r, out, lse, p = mix.mix(sources, [scores], g, 1e-6, False)
     merged = merge.merge(v, None, out[0], lse[1], g.clone(), None, g, 1e-6, 1e-6)[2]
     one, out, lse = p[..., :1].contiguous(), out[0].clone(), lse[1].clone()
     checks = [
         (score.score, (v, folded, 1e-6)),
         (score.score_backward, (v, folded, z, rstd, z.clone(), None)),
         (score.score_backward_, (v, folded, z, rstd, z.clone(), v.clone())),
-        (mix.mix, (sources, scores, g, 1e-6, False)),
-        (mix.mix, (sources, scores, None, 1e-6, True)),
-        (mix.mix_backward, (sources, p, douts, torch.randn(3, 2), False, None)),
-        (mix.mix_backward, ([v], one, douts[:1], None, False, rstd.clone())),
-        (mix.mix_backward_, (others, p, douts, None, [v.clone(), v + 2], None)),
-        (mix.mix_backward_, ([v], one, douts[:1], None, [v + 2], rstd.clone())),
+        (mix.mix, (sources, [scores], g, 1e-6, False)),
+        (mix.mix, (sources, scores.split(1, -2), None, 1e-6, True)),
+        (mix.mix_backward, (sources, p, douts, torch.randn(2, 2).unbind(0), False, None)),
+        (mix.mix_backward, ([v], one, douts[:1], [], False, rstd.clone())),
+        (mix.mix_backward_, (others, p, douts, [], [v.clone(), v + 2], None)),
+        (mix.mix_backward_, ([v], one, douts[:1], [], [v + 2], rstd.clone())),
         (merge.merge, (v, None, out, lse, g.clone(), None, g, 1e-6, 1e-6)),
         (merge.merge_backward, (v, v + 1, x, v + 2, None, lse, g.clone(), None, g, merged, 1e-6)),
         (merge.norm_backward, (v, x, g, r, 1e-6, True)),
@@ -427,33 +427,26 @@ def test_an_attempt_that_did_not_fit_keeps_no_tensor_alive():
         gc.enable()
 
 
-def test_scores_of_sources_are_joined_as_torch_does(monkeypatch):
-    """Columns of tensors that become narrower from source to source, as two phases have them; others by torch."""
-    monkeypatch.setattr(mix, "JOINED", 1)
-    whole = [torch.randn(2, 70, 1, 19 - 5 * n) for n in range(3)]
-    pieces = [scores[..., 2:7] for scores in whole]
-    assert torch.equal(mix.join(pieces), torch.cat(pieces, -2))
-    assert torch.equal(mix.join(pieces[:1]), pieces[0])
-    assert mix.join([pieces[0], pieces[2], pieces[1]]) is None
-    assert mix.join([torch.cat(pieces, -2), pieces[0]]) is None
-    assert mix.join([piece.transpose(0, 1) for piece in pieces]) is None
-    with torch.no_grad():
-        assert torch.equal(autograd.join(pieces[1:]), torch.cat(pieces[1:], -2))
-    monkeypatch.setattr(mix, "JOINED", 141)
-    assert mix.join(pieces) is None
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [torch.randn(2, 5, 1, 19 - 5 * n)[..., 2:7] for n in range(3)],  # columns of ever narrower tensors, as a rule
+        [torch.randn(10, 1, 7)[..., 1:6], torch.randn(10, 2, 5)],
+        [torch.randn(5, 2, 1, 9)[..., 4:].transpose(0, 1), torch.randn(2, 5, 2, 5)],  # rows that are no neighbours
+        [torch.randn(5, 1, 2, 5).transpose(0, 1), torch.randn(1, 5, 5, 1).transpose(-1, -2)],
+        [torch.randn(1, 1, 3, 5)],  # one token
+    ],
+)
+def test_scores_are_read_where_they_lie(pieces):
+    shape = pieces[0].shape[:-2]
+    sources, g = [torch.randn(*shape, 16) for _ in range(sum(piece.shape[-2] for piece in pieces))], torch.rand(16)
+    parts = mix.mix(sources, pieces, g, 1e-6, False)
+    whole = mix.mix(sources, [torch.cat(pieces, -2).contiguous()], g, 1e-6, False)
+    assert all(map(torch.equal, parts, whole))
+    torch.testing.assert_close(parts[-1], torch.cat(pieces, -2).softmax(-2))
 
 
-@torch.no_grad()
-def test_without_gradients_every_span_of_a_block_joins_its_scores(monkeypatch):
-    monkeypatch.setattr(mix, "JOINED", 1)
-    outputs, ends = torch.randn(10, 2, 3, 16), []
-    for backend in ("triton", "reference"):
-        torch.manual_seed(0)
-        residual = build(f"attnres-block:block=3,schedule=two-phase,backend={backend},start=0.3", 16, 9)
-        before, state = launches["join"], residual.begin(outputs[0])
-        for i in range(9):
-            x, state = residual.read(state, i)
-            state = residual.write(state, i, outputs[i + 1] + x.tanh())
-        ends.append(residual.end(state))
-        assert launches["join"] - before == (3 if backend == "triton" else 0)  # two blocks after the first, the end
-    torch.testing.assert_close(*ends, atol=1e-5, rtol=1e-4)
+def test_tables_of_any_length_hold_their_addresses():
+    for count in (1, CHUNK, CHUNK + 1):
+        addresses = [2**40 + 3 * n for n in range(count)]
+        assert address_table(addresses, torch.device("cpu"))[:count].tolist() == addresses

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from headwater._torch import apply as apply_with_gradients
-from headwater._torch import traced
 from headwater.ops.numerics import rms_norm
 
 from .merge import merge as merge_op
 from .merge import merge_backward, norm_backward
-from .mix import join as join_op
 from .mix import mix as mix_op
 from .mix import mix_backward, mix_backward_
 from .read import read as read_op
@@ -157,10 +155,9 @@ class _Mix(torch.autograd.Function):
         # Not one name each: without gradients dynamo drops ctx where it counts one argument more than parameters.
         norm_weight, norm_eps, rebuild, exact, thread, count, *tensors = args
         pieces, sources = tensors[:count], tensors[count:]
-        z = join(pieces)
-        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, norm_eps, exact)
+        x, rstd, out, lse, p = mix_op(sources, pieces, norm_weight, norm_eps, exact)
         normed = norm_weight is not None
-        ctx.queries, ctx.normed, ctx.norm_eps, ctx.rebuild = z.shape[-1], normed, norm_eps, rebuild
+        ctx.queries, ctx.normed, ctx.norm_eps, ctx.rebuild = p.shape[-1], normed, norm_eps, rebuild
         ctx.sizes = [piece.shape[-2] for piece in pieces]
         ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources[rebuild:])
         ctx.set_materialize_grads(False)
@@ -185,10 +182,11 @@ class _Mix(torch.autograd.Function):
         if ctx.rebuild and along is None:  # this read was not used
             return (None, *nothing, *(None for _ in ctx.sizes), None, *later)
         filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
-        dlse = None
-        if not ctx.rebuild and _any(dlses):  # no one sees that of a rebuilt read
-            dlse = torch.stack([p.new_zeros(p.shape[:-2]) if d is None else d for d in dlses])
-        dz, dsources = _gather_into(sources, p, filled, dlse, later, along if ctx.rebuild else None)
+        asked: list[Tensor] = []
+        if not ctx.rebuild:  # no one sees that of a rebuilt read
+            first = next((n for n, d in enumerate(dlses) if d is not None), queries)
+            asked = [p.new_zeros(p.shape[:-2]) if d is None else d.contiguous() for d in dlses[first:]]
+        dz, dsources = _gather_into(sources, p, filled, asked, later, along if ctx.rebuild else None)
         return (dg, *nothing, *dz.split(ctx.sizes, -2), *dsources)
 
 
@@ -196,26 +194,18 @@ def _gather_into(
     sources: Sequence[Tensor],
     p: Tensor,
     douts: Sequence[Tensor],
-    dlse: Tensor | None,
+    dlses: Sequence[Tensor],
     later: Sequence[Tensor | None],
     whole: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """dz, and for each source its gradient from later reads plus this one's share; with `whole`, first that of the
     source that was not kept."""
     if all(g is None for g in later):
-        dz, first, made = mix_backward(sources, p, douts, dlse, False, whole)
+        dz, first, made = mix_backward(sources, p, douts, dlses, False, whole)
     else:
         made = [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
-        dz, first = mix_backward_(sources, p, douts, dlse, made, whole)
+        dz, first = mix_backward_(sources, p, douts, dlses, made, whole)
     return dz, [_own(g) for g in (made if first is None else [first, *made])]
-
-
-def join(pieces: Sequence[Tensor]) -> Tensor:
-    """Scores (..., N, S) from their parts, (..., n, S) each."""
-    if len(pieces) == 1:
-        return pieces[0].contiguous()
-    joined = None if traced() else join_op(pieces)
-    return torch.cat(tuple(pieces), -2) if joined is None else joined
 
 
 def mix(
@@ -340,7 +330,7 @@ class _Attend(torch.autograd.Function):
         folded, norm_weight, eps, *sources = args  # as in _Mix
         scores, rstds = zip(*(score_op(source, folded, eps) for source in sources))
         z = torch.stack(scores, -2)
-        x, rstd, out, lse, p = mix_op(sources, z, norm_weight, eps, False)
+        x, rstd, out, lse, p = mix_op(sources, (z,), norm_weight, eps, False)
         ctx.eps, ctx.count, ctx.normed = eps, len(sources), norm_weight is not None
         ctx.save_for_backward(folded, norm_weight, rstd, p, *sources, *scores, *rstds)
         ctx.set_materialize_grads(False)
@@ -359,8 +349,8 @@ class _Attend(torch.autograd.Function):
             douts[ctx.normed :] = dout.float().contiguous().unbind(0)
         if ctx.normed and dx is not None:
             douts[0], dg = _norm_backward(dx, rstd, norm_weight, ctx.eps, sources, scores)
-        dlse = None if dlse is None else dlse.contiguous()
-        dz, _, dsources = mix_backward(sources, p, douts, dlse, True, None)
+        dlses = () if dlse is None else dlse.contiguous().unbind(0)
+        dz, _, dsources = mix_backward(sources, p, douts, dlses, True, None)
         dz = dz if dz_given is None else dz + dz_given
         df = torch.zeros_like(folded)
         results = []
@@ -375,7 +365,7 @@ def _norm_backward(
     dx: Tensor, rstd: Tensor, weight: Tensor, eps: float, sources: Sequence[Tensor], scores: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """dh and the weight's gradient. h is mixed again in fp32: undoing the norm would bring its output's rounding in."""
-    h = mix_op(sources, torch.stack([z[..., :1] for z in scores], -2), None, eps, True)[2][0]
+    h = mix_op(sources, (torch.stack([z[..., :1] for z in scores], -2),), None, eps, True)[2][0]
     normed, d = h * rstd.unsqueeze(-1), dx.float()
     dg = (d * normed).flatten(0, -2).sum(0).to(weight.dtype)
     d = d * weight.float()

@@ -12,46 +12,46 @@ times, from cache; the S * N dot products are summed per thread first, and excha
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.ops.triton.launch import address_table, launch, launches
+from headwater.ops.triton.launch import address_table, addresses_of, launch, launches
 from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import ceil_div, power_of_2, row_pointer, rows_of, vectorised
 
 GROUP = 4  # sources that a program of the backward takes at once (at most)
-JOINED = 4096  # tokens from which a kernel joins scores: for fewer, its two launches take the host longer
 MAX_QUERIES, MAX_QUERIES_BACKWARD = 16, 8  # per launch, since a token's sums stay in registers; more read again
 
 
+@triton.jit
+def _scores(table, n, o_t, o_s, m, N, like):
+    """Of source n for tokens o_t and queries o_s. After N sources the table has where the scores of each begin, and
+    after those where its second token's do, which tells the distance between tokens."""
+    start = tl.load(table + N + n)
+    address = start + o_t * (tl.load(table + 2 * N + n) - start)
+    return tl.load(address.to(tl.pointer_type(like.dtype.element_ty))[:, None] + o_s[None, :], mask=m, other=0.0)
+
+
 @triton.jit(do_not_specialize=["M", "N", "S"])
-def _softmax(z, p, lse, M, N, S, T: tl.constexpr, SP: tl.constexpr):
+def _softmax(table, p, lse, M, N, S, T: tl.constexpr, SP: tl.constexpr):
     o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     o_s = tl.arange(0, SP)
     m = (o_t < M)[:, None] & (o_s < S)[None, :]
     o = o_t[:, None] * N * S + o_s[None, :]
     top = tl.full([T, SP], float("-inf"), tl.float32)
     for n in range(N):
-        top = tl.maximum(top, tl.load(z + o + n * S, mask=m, other=0.0))
+        top = tl.maximum(top, _scores(table, n, o_t, o_s, m, N, p))
     total = tl.zeros([T, SP], tl.float32)
     for n in range(N):
-        total += tl.exp(tl.load(z + o + n * S, mask=m, other=0.0) - top)
+        total += tl.exp(_scores(table, n, o_t, o_s, m, N, p) - top)
     log = top + tl.log(total)
     tl.store(lse + o_s[None, :] * M + o_t[:, None], log, mask=m)
     for n in range(N):
-        tl.store(p + o + n * S, tl.exp(tl.load(z + o + n * S, mask=m, other=0.0) - log), mask=m)
-
-
-@triton.jit(do_not_specialize=["M", "N", "S", "first", "less"])
-def _join(table, z, M, N, S, first, less, T: tl.constexpr, SP: tl.constexpr):
-    o_t, n = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T), tl.program_id(1)
-    o_s = tl.arange(0, SP)[None, :]
-    m = (o_t < M)[:, None] & (o_s < S)
-    p = row_pointer(table, n, o_t, first - less * n, z, False)
-    tl.store(z + (o_t[:, None] * N + n) * S + o_s, tl.load(p[:, None] + o_s, mask=m, other=0.0), mask=m)
+        tl.store(p + o + n * S, tl.exp(_scores(table, n, o_t, o_s, m, N, p) - log), mask=m)
 
 
 @triton.jit
@@ -128,17 +128,18 @@ def _sum_together(parts, COUNT: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.co
     return tl.sum(tl.reshape(parts[0], (WIDTH, COUNT)), 0)
 
 
-@triton.jit(do_not_specialize=["M", "N", "PS", "s0"])
+@triton.jit(do_not_specialize=["M", "N", "PS", "s0", "unasked"])
 def _mix_backward(
-    table, p, dlse, dz, whole, like, grad, dout, M, N, PS, D, s0,
+    table, p, dz, whole, like, grad, dout, M, N, PS, D, s0, unasked,
     S: tl.constexpr, SP: tl.constexpr, LEVELS: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
     BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr, REBUILD: tl.constexpr,
 ):  # fmt: skip
-    # table: the addresses of N sources, N gradients to add to (FRESH: none), N to write, and all PS douts.
+    # table: the addresses of N sources, N gradients to add to (FRESH: to write), all PS douts, and the dlses of all
+    # queries but the first `unasked`.
     # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
     # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
     # REBUILD: one query, and before the N sources another that was not kept; `whole` (M,) is <dout, out>, from which
-    # its share follows. The address of its gradient closes the table; p and dz have N + 1 rows.
+    # its share follows. The address of its gradient follows the dout's; p and dz have N + 1 rows.
     t = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, SP)
     p += t * (N + REBUILD) * PS + s0
@@ -150,19 +151,17 @@ def _mix_backward(
         dz += 1
     douts = ()
     for s in tl.static_range(S):
-        douts = douts + (row_pointer(table, 3 * N + s0 + s, t, D, dout, VECTOR),)
+        douts = douts + (row_pointer(table, 2 * N + s0 + s, t, D, dout, VECTOR),)
     delta = tl.zeros([SP], tl.float32)
     for n0 in range(0, N, GROUP):
         p_v = ()
-        p_in = ()
-        p_out = ()
+        p_g = ()
         dots = ()
         weights = ()
         for k in tl.static_range(GROUP):
             n = tl.minimum(n0 + k, N - 1)
             p_v = p_v + (row_pointer(table, n, t, D, like, VECTOR),)
-            p_in = p_in + (row_pointer(table, N + n, t, D, grad, VECTOR),)
-            p_out = p_out + (row_pointer(table, 2 * N + n, t, D, grad, VECTOR),)
+            p_g = p_g + (row_pointer(table, N + n, t, D, grad, VECTOR),)
             for s in tl.static_range(S):
                 dots = dots + (tl.zeros([BD // 8], tl.float32),)
                 weights = weights + (tl.load(p + n * PS + s),)
@@ -176,12 +175,12 @@ def _mix_backward(
                 if FRESH:
                     g = g + (tl.zeros([BD], tl.float32),)
                 else:
-                    g = g + (tl.load(p_in[k] + o_d, mask=m, other=0.0).to(tl.float32),)
+                    g = g + (tl.load(p_g[k] + o_d, mask=m, other=0.0).to(tl.float32),)
             grown = ()
             for s in tl.static_range(S):
                 d = tl.load(douts[s] + o_d, mask=o_d < D, other=0.0).to(tl.float32)
                 if REBUILD:
-                    first = row_pointer(table, 3 * N + 1, t, D, grad, VECTOR)
+                    first = row_pointer(table, 2 * N + 1, t, D, grad, VECTOR)
                     tl.store(first + o_d, (w_0 * d).to(grad.dtype.element_ty), mask=(o_d < D) & (n0 == 0))
                 shared = ()
                 for k in tl.static_range(GROUP):
@@ -192,7 +191,7 @@ def _mix_backward(
             dots = grown
             for k in tl.static_range(GROUP):
                 m = (o_d < D) & (n0 + k < N)
-                tl.store(p_out[k] + o_d, g[k].to(grad.dtype.element_ty), mask=m)
+                tl.store(p_g[k] + o_d, g[k].to(grad.dtype.element_ty), mask=m)
         for k in tl.static_range(GROUP):
             parts = ()
             for s in tl.static_range(SP):
@@ -206,7 +205,9 @@ def _mix_backward(
         tl.store(dz - 1 + o_s, given * (1.0 - w_0) - delta)
         delta = given
     if HAS_LSE:
-        delta -= tl.load(dlse + (s0 + o_s) * M + t, mask=o_s < S, other=0.0)
+        m = (o_s < S) & (s0 + o_s >= unasked)
+        dlse = tl.load(table + 2 * N + PS + s0 + o_s - unasked, mask=m, other=0).to(tl.pointer_type(tl.float32))
+        delta -= tl.load(dlse + t, mask=m, other=0.0)
     tl.debug_barrier()
     for n in range(N):
         w = tl.load(p + n * PS + o_s, mask=o_s < S, other=0.0)
@@ -222,21 +223,21 @@ def _floor_power(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
-def _outputs(sources, z, norm_weight, eps, exact):
+def _outputs(sources, scores, norm_weight, eps, exact):
     shape, dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
     normed = norm_weight is not None
     x = torch.empty(shape, dtype=dtype, device=device) if normed else None
     rstd = torch.empty(shape[:-1], dtype=torch.float32, device=device) if normed else None
-    queries = z.shape[-1]
+    queries = scores[0].shape[-1]
     out = torch.empty(queries - normed, *shape, dtype=torch.float32 if exact else dtype, device=device)
     lse = torch.empty(queries, *shape[:-1], dtype=torch.float32, device=device)
-    return x, rstd, out, lse, torch.empty(z.shape, dtype=torch.float32, device=device)
+    return x, rstd, out, lse, torch.empty(*shape[:-1], len(sources), queries, dtype=torch.float32, device=device)
 
 
 @writer(_outputs)
 def mix(
     sources: Sequence[Tensor],
-    z: Tensor,
+    scores: Sequence[Tensor],
     norm_weight: Tensor | None,
     eps: float,
     exact: bool,
@@ -246,16 +247,17 @@ def mix(
     lse: Tensor,
     p: Tensor,
 ) -> None:
-    """N sources (..., D) and scores (..., N, S) to: the first output normed, its 1/rms, the outputs (S, ..., D),
-    their log-sum-exp (S, ...) and the weights (..., N, S). With `norm_weight` the outputs lack the first; without,
-    there is no normed one and no 1/rms. exact: the outputs in fp32."""
+    """N sources (..., D) and their scores, (..., N, S) in fp32 in parts (..., n, S), to: the first output normed, its
+    1/rms, the outputs (S, ..., D), their log-sum-exp (S, ...) and the weights (..., N, S). With `norm_weight` the
+    outputs lack the first; without, there is no normed one and no 1/rms. exact: the outputs in fp32."""
     launches["mix"] += 1
     rows, width = rows_of(sources[0])
-    count, queries = z.shape[-2:]
+    count, queries = p.shape[-2:]
     narrow, first = power_of_2(queries), p if x is None else x
-    grid = (ceil_div(rows, 32),)
-    launch(_softmax, grid, (z, p, lse), (rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
-    table = address_table(sources)
+    grid, addresses = (ceil_div(rows, 32),), addresses_of(sources)
+    placed = [*map(_at_even_distances, scores)]
+    table = address_table([*addresses, *_first_tokens(placed)], sources[0].device)
+    launch(_softmax, grid, (table, p, lse), (rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
     for s, now in _chunks(queries, MAX_QUERIES):
         normed = norm_weight is not None and s == 0
         shift = s - (norm_weight is not None and s > 0)
@@ -266,7 +268,7 @@ def mix(
             "NORM": normed,
             "BD": block,
             "ONE": block >= width,
-            "VECTOR": vectorised(width, *sources),
+            "VECTOR": vectorised(sources[0], addresses),
         }
         args = (
             table,
@@ -280,58 +282,50 @@ def mix(
         launch(_mix, (rows,), args, (rows, count, queries, width, eps), constants, num_warps=warps)
 
 
-def join(pieces: Sequence[Tensor]) -> Tensor | None:
-    """torch.cat(pieces, -2) of scores (..., 1, S) without gradients, each the columns of a tensor that has fewer by the
-    same number than the one before; None for others. torch.cat takes 19 us for 8192 tokens, as long as two passes."""
-    first, steps = pieces[0], max(1, len(pieces) - 1)
-    rows, queries = first.numel() // first.shape[-1], first.shape[-1]
-    if rows < JOINED or first.dim() < 3:
-        return None
-    strides = [piece.stride(-3) for piece in pieces]
-    less = strides[0] - strides[-1]
-    even = less % steps == 0 and strides == [strides[0] - less // steps * n for n in range(len(pieces))]
-    dense = all(piece.shape[-2] == 1 and piece.stride(-1) == 1 and _one_row_axis(piece) for piece in pieces)
-    if not (even and dense):
-        return None
-    launches["join"] += 1
-    z = torch.empty(*first.shape[:-2], len(pieces), queries, dtype=first.dtype, device=first.device)
-    numbers = (rows, len(pieces), queries, strides[0], less // steps)
-    constants = {"T": 128, "SP": power_of_2(queries)}
-    launch(_join, (ceil_div(rows, 128), len(pieces)), (address_table(pieces), z), numbers, constants, num_warps=4)
-    return z
+def _at_even_distances(scores: Tensor) -> tuple[Tensor, int]:
+    """Scores (..., n, S), copied unless their queries lie side by side and tokens at one distance, over the ends of
+    rows too; and that distance. To join what is used where it lies by torch.cat would take as long as two passes."""
+    *lengths, _, _ = scores.shape
+    *strides, _, one = scores.stride()
+    axes = [axis for axis in zip(lengths, strides) if axis[0] > 1]
+    if one == 1 and all(far == near * length for (_, far), (length, near) in pairwise(axes)):
+        return scores, axes[-1][1] if axes else 0
+    return scores.contiguous(), scores.shape[-2] * scores.shape[-1]
 
 
-def _one_row_axis(piece: Tensor) -> bool:
-    """Whether the tokens of (B, T, 1, S) lie at even distances, over the ends of rows too."""
-    return all(
-        piece.stride(axis) == piece.stride(axis + 1) * piece.shape[axis + 1] or piece.shape[axis] == 1
-        for axis in range(piece.dim() - 3)
-    )
+def _first_tokens(scores: Sequence[tuple[Tensor, int]]) -> list[int]:
+    """The addresses of each source's scores for the first token, and then for the second."""
+    first, second = [], []
+    for piece, distance in scores:
+        start, step = piece.data_ptr(), 4 * piece.stride(-2)
+        first += [start + step * n for n in range(piece.shape[-2])]
+        second += [start + step * n + 4 * distance for n in range(piece.shape[-2])]
+    return first + second
 
 
-def launch_mix_backward(sources, p, douts, dlse, gradients, whole, dz, first, *, fresh: bool) -> None:
+def launch_mix_backward(sources, p, douts, dlses, gradients, whole, dz, first, *, fresh: bool) -> None:
     """Adds dv to `gradients` (fresh: writes it there), and writes dz (..., N, S) and, with `whole`, the gradient
     `first` of the source that was not kept."""
-    assert whole is None or (dlse is None and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
+    assert whole is None or (not dlses and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
     launches["mix_backward"] += 1
     rows, width = rows_of(sources[0])
     queries, warps = p.shape[-1], 1 if width <= 512 else 2  # narrow: a fifth faster on an H200
     made = [] if whole is None else [first]
-    table = address_table([*sources, *gradients, *gradients, *douts, *made])
-    vector = vectorised(width, *sources, *gradients, *douts, *made)
+    addresses = addresses_of([*sources, *gradients, *douts, *made])
+    table = address_table([*addresses, *addresses_of(dlses)], p.device)
+    vector = vectorised(sources[0], addresses)
     for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
         constants = {
             "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": fresh and s == 0,
-            "HAS_LSE": dlse is not None, "BD": 256 * warps, "GROUP": min(GROUP, len(sources)),
+            "HAS_LSE": len(dlses) > 0, "BD": 256 * warps, "GROUP": min(GROUP, len(sources)),
             "VECTOR": vector, "REBUILD": whole is not None,
         }  # fmt: skip
-        args = (table, p, p if dlse is None else dlse, dz, p if whole is None else whole)
-        args += (sources[0], gradients[0], douts[0])
-        numbers = (rows, len(sources), queries, width, s)
+        args = (table, p, dz, p if whole is None else whole, sources[0], gradients[0], douts[0])
+        numbers = (rows, len(sources), queries, width, s, queries - len(dlses))
         launch(_mix_backward, (rows,), args, numbers, constants, num_warps=warps)
 
 
-def _gradients(sources, p, douts, dlse, exact, whole):
+def _gradients(sources, p, douts, dlses, exact, whole):
     dtype = torch.float32 if exact else sources[0].dtype
     first = None if whole is None else torch.empty_like(sources[0], dtype=dtype)
     return torch.empty_like(p), first, [torch.empty_like(source, dtype=dtype) for source in sources]
@@ -342,22 +336,22 @@ def mix_backward(
     sources: Sequence[Tensor],
     p: Tensor,
     douts: Sequence[Tensor],
-    dlse: Tensor | None,
+    dlses: Sequence[Tensor],
     exact: bool,
     whole: Tensor | None,
     dz: Tensor,
     first: Tensor | None,
     gradients: Sequence[Tensor],
 ) -> None:
-    """dz, and the gradients of the sources. exact: these in fp32.
+    """dz, and the gradients of the sources. exact: these in fp32. `dlses`: (...) each, of the last so many queries.
 
     `whole`: for one query, <dout, out> of each token (...): then the first of the sources that were mixed is not among
     `sources`, and its gradient is `first`.
     """
-    launch_mix_backward(sources, p, douts, dlse, gradients, whole, dz, first, fresh=True)
+    launch_mix_backward(sources, p, douts, dlses, gradients, whole, dz, first, fresh=True)
 
 
-def _gradients_besides(sources, p, douts, dlse, gradients, whole):
+def _gradients_besides(sources, p, douts, dlses, gradients, whole):
     return torch.empty_like(p), None if whole is None else torch.empty_like(gradients[0])
 
 
@@ -366,11 +360,11 @@ def mix_backward_(
     sources: Sequence[Tensor],
     p: Tensor,
     douts: Sequence[Tensor],
-    dlse: Tensor | None,
+    dlses: Sequence[Tensor],
     gradients: Sequence[Tensor],
     whole: Tensor | None,
     dz: Tensor,
     first: Tensor | None,
 ) -> None:
     """As `mix_backward`, adding into `gradients` in place."""
-    launch_mix_backward(sources, p, douts, dlse, gradients, whole, dz, first, fresh=False)
+    launch_mix_backward(sources, p, douts, dlses, gradients, whole, dz, first, fresh=False)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.ops.triton.launch import address_table, launch, launches
+from headwater.ops.triton.launch import address_table, addresses_of, launch, launches
 from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import INTERPRETED, add2, power_of_2, processors, row_pointer, rows_of, vectorised
 
@@ -101,16 +101,16 @@ def read(
     """The read (..., D); the last source with `y` added, if there is one; the weights (N, ...), if asked for."""
     launches["read"] += 1
     rows, width = rows_of(sources[0])
-    block = power_of_2(width)
+    block, addresses = power_of_2(width), addresses_of(sources)
     args = (
-        address_table(sources), x if y is None else y, query, query if key_weight is None else key_weight,
+        address_table(addresses, x.device), x if y is None else y, query, query if key_weight is None else key_weight,
         query if norm_weight is None else norm_weight, x, x if summed is None else summed,
         query if weights is None else weights,
     )  # fmt: skip
     numbers = (rows, len(sources), width, eps, norm_eps)
     constants = {
         "PENDING": y is not None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
-        "WEIGHTS": with_weights, "BD": block, "VECTOR": vectorised(width, *sources), "TOGETHER": not INTERPRETED,
+        "WEIGHTS": with_weights, "BD": block, "VECTOR": vectorised(x, addresses), "TOGETHER": not INTERPRETED,
     }  # fmt: skip
     few = rows < 4 * processors(x.device)  # too few programs to fill the device: spread each over more warps
     launch(_read, (rows,), args, numbers, constants, num_warps=max(1, min(16, block // (512 if few else 2048))))

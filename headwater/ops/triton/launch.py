@@ -19,30 +19,49 @@ from .tiles import INTERPRETED, ceil_div
 
 launches: Counter[str] = Counter()  # how often each operator ran its kernels; the routing tests read it
 
-CHUNK = 16  # addresses written by one launch
+CHUNK = 32  # addresses written by one launch
 MAX_INT32 = 2**31 - 1
 
 
-# Where the tensors begin makes no difference here, and views of them may begin anywhere.
-@triton.jit(do_not_specialize=["start"], do_not_specialize_on_alignment=[f"a{n}" for n in range(16)])
-def _write_addresses(table, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, start):
+# Addresses are numbers here, of whatever type and wherever they point. One is above 2^31, and so passed as int64.
+@triton.jit(do_not_specialize=[f"a{n}" for n in range(CHUNK)] + ["start"])
+def _write_addresses(
+    table, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15,
+    a16, a17, a18, a19, a20, a21, a22, a23, a24, a25, a26, a27, a28, a29, a30, a31, start,
+):  # fmt: skip
     p = table + start
-    tl.store(p + 0, a0.to(tl.int64))
-    tl.store(p + 1, a1.to(tl.int64))
-    tl.store(p + 2, a2.to(tl.int64))
-    tl.store(p + 3, a3.to(tl.int64))
-    tl.store(p + 4, a4.to(tl.int64))
-    tl.store(p + 5, a5.to(tl.int64))
-    tl.store(p + 6, a6.to(tl.int64))
-    tl.store(p + 7, a7.to(tl.int64))
-    tl.store(p + 8, a8.to(tl.int64))
-    tl.store(p + 9, a9.to(tl.int64))
-    tl.store(p + 10, a10.to(tl.int64))
-    tl.store(p + 11, a11.to(tl.int64))
-    tl.store(p + 12, a12.to(tl.int64))
-    tl.store(p + 13, a13.to(tl.int64))
-    tl.store(p + 14, a14.to(tl.int64))
-    tl.store(p + 15, a15.to(tl.int64))
+    tl.store(p + 0, a0)
+    tl.store(p + 1, a1)
+    tl.store(p + 2, a2)
+    tl.store(p + 3, a3)
+    tl.store(p + 4, a4)
+    tl.store(p + 5, a5)
+    tl.store(p + 6, a6)
+    tl.store(p + 7, a7)
+    tl.store(p + 8, a8)
+    tl.store(p + 9, a9)
+    tl.store(p + 10, a10)
+    tl.store(p + 11, a11)
+    tl.store(p + 12, a12)
+    tl.store(p + 13, a13)
+    tl.store(p + 14, a14)
+    tl.store(p + 15, a15)
+    tl.store(p + 16, a16)
+    tl.store(p + 17, a17)
+    tl.store(p + 18, a18)
+    tl.store(p + 19, a19)
+    tl.store(p + 20, a20)
+    tl.store(p + 21, a21)
+    tl.store(p + 22, a22)
+    tl.store(p + 23, a23)
+    tl.store(p + 24, a24)
+    tl.store(p + 25, a25)
+    tl.store(p + 26, a26)
+    tl.store(p + 27, a27)
+    tl.store(p + 28, a28)
+    tl.store(p + 29, a29)
+    tl.store(p + 30, a30)
+    tl.store(p + 31, a31)
 
 
 # A compiled kernel's own `run`, and what it expects, is a private part of Triton: seen on 3.6, with NVIDIA's GPUs.
@@ -149,16 +168,20 @@ def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps: int, 
     ) from shortage
 
 
-def address_table(tensors: Sequence[Tensor]) -> Tensor:
-    """The addresses of `tensors` in an int64 tensor on their device.
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [*map(_address, tensors)]
+
+
+def address_table(addresses: Sequence[int], device: torch.device) -> Tensor:
+    """The addresses in an int64 tensor on a device.
 
     Kernels look sources up in it, so that their number is neither capped nor compiled in. The addresses ride in a
     launch's arguments, which a CUDA graph records; a host copy would not be.
     """
-    count = len(tensors)
-    table = torch.empty(ceil_div(count, CHUNK) * CHUNK, dtype=torch.int64, device=tensors[0].device)
-    for start in range(0, count, CHUNK):
-        chunk = list(tensors[start : start + CHUNK])
-        chunk += [tensors[0]] * (CHUNK - len(chunk))
-        launch(_write_addresses, (1,), (table, *chunk), (start,), {}, num_warps=1)
+    count = len(addresses)
+    whole = ceil_div(count, CHUNK) * CHUNK
+    table = torch.empty(whole, dtype=torch.int64, device=device)
+    padded = [*addresses] + [addresses[0]] * (whole - count)
+    for start in range(0, whole, CHUNK):
+        launch(_write_addresses, (1,), (table,), (*padded[start : start + CHUNK], start), {}, num_warps=1)
     return table

@@ -3,6 +3,7 @@
 
 import functools
 import operator
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -60,10 +61,10 @@ def rows_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.numel() // tensor.shape[-1], tensor.shape[-1]
 
 
-def vectorised(width: int, *tensors: Tensor) -> bool:
-    """Rows start at 16-byte boundaries, so loads can be 16 bytes wide."""
-    size = min(map(Tensor.element_size, tensors))  # a power of two: what holds for the smallest holds for all
-    return (width * size) % 16 == 0 and functools.reduce(operator.or_, map(Tensor.data_ptr, tensors)) % 16 == 0
+def vectorised(like: Tensor, addresses: Iterable[int]) -> bool:
+    """Whether rows of `like` and of tensors at these addresses, of its type or a wider one, start at 16-byte
+    boundaries, so that loads can be 16 bytes wide."""
+    return (like.shape[-1] * like.element_size()) % 16 == 0 and functools.reduce(operator.or_, addresses) % 16 == 0
 
 
 @functools.cache  # which CUDA's own does not: 5 us a call
