@@ -197,7 +197,7 @@ def _backward(args, gather, norm_eps, *flags: bool) -> None:
 
 def _outputs(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
     total = None if partial is None else torch.empty_like(y)
-    return torch.empty_like(y), total, torch.empty((3, *y.shape[:-1]), dtype=torch.float32, device=y.device)
+    return torch.empty_like(y), total, lse.new_empty(3, *lse.shape)
 
 
 @writer(_outputs)

@@ -224,14 +224,12 @@ def _floor_power(value: int) -> int:
 
 
 def _outputs(sources, scores, norm_weight, eps, exact):
-    shape, dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
-    normed = norm_weight is not None
-    x = torch.empty(shape, dtype=dtype, device=device) if normed else None
-    rstd = torch.empty(shape[:-1], dtype=torch.float32, device=device) if normed else None
-    queries = scores[0].shape[-1]
-    out = torch.empty(queries - normed, *shape, dtype=torch.float32 if exact else dtype, device=device)
-    lse = torch.empty(queries, *shape[:-1], dtype=torch.float32, device=device)
-    return x, rstd, out, lse, torch.empty(*shape[:-1], len(sources), queries, dtype=torch.float32, device=device)
+    source, score, normed = sources[0], scores[0], norm_weight is not None
+    tokens, queries = source.shape[:-1], score.shape[-1]
+    x = torch.empty_like(source) if normed else None
+    rstd = score.new_empty(tokens) if normed else None
+    out = (score if exact else source).new_empty(queries - normed, *source.shape)
+    return x, rstd, out, score.new_empty(queries, *tokens), score.new_empty(*tokens, len(sources), queries)
 
 
 @writer(_outputs)

@@ -145,8 +145,8 @@ def _columns(tensor: Tensor, q: int) -> Tensor:
 
 
 def _scores(source, folded, eps):
-    like = {"dtype": torch.float32, "device": source.device}
-    return torch.empty(*source.shape[:-1], len(folded), **like), torch.empty(source.shape[:-1], **like)
+    tokens = source.shape[:-1]
+    return folded.new_empty(*tokens, len(folded)), folded.new_empty(tokens)
 
 
 @writer(_scores)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Launching: kernels by address, with as little of the host's time as can be, and tables of source addresses."""
 
-import functools
+import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def launch(
     addresses, name = [*map(_address, tensors)], id(kernel)  # to hash a kernel takes a lock
     _, own = _numbers_fixed.get(name) or _find_fixed(kernel, len(tensors))
     key = (name, index, num_warps, num_stages, own(numbers), *constants.values(), *map(_dtype, tensors))
-    if functools.reduce(operator.or_, addresses) & 15:
+    if math.gcd(16, *addresses) != 16:
         key += tuple(address & 15 == 0 for address in addresses)
     if numbers and max(numbers) > MAX_INT32:  # which are passed as int64
         key += tuple(number > MAX_INT32 for number in numbers)
