@@ -61,6 +61,7 @@ class Residual(nn.Module, ABC):
     derived: tuple[str, ...] = ()  # options whose default depends on the network; a saved spec names their values
     kinds: tuple[str, ...] = ()  # of its sublayers, where `build` was told
     weight_gain: float = 1.0  # by which a model scales value, MLP and output weights at initialisation
+    fused: bool = False  # True: reads and writes are kernels, or next to nothing: compiling them gains little
     takes_zero: bool = True  # False: outputs of zero have no gradient that one could use; a model starts none there
 
     def __init__(self, dim: int, sublayers: int) -> None:

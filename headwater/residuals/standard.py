@@ -34,6 +34,7 @@ class StandardResidual(StreamResidual):
     """
 
     at_start = "exact"
+    fused = True
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         return (state[0] + y,)

@@ -161,8 +161,8 @@ class TrainSettings:
     device: str = "auto"
     """auto is cuda where there is one, else cpu."""
     compile: Literal["auto", "none", "layers", "model"] | bool = "auto"
-    """layers: what a sublayer does, once for all of a kind, in seconds; model: the whole, in a minute. auto is layers
-    on a GPU, else none."""
+    """layers: what a sublayer does, once for all of a kind, in seconds; model: the whole, in a minute or two. auto on a
+    GPU is layers, but the model in runs of 2000 steps or more with a residual that has no kernels; else none."""
     graph: bool = True
     """On a GPU, capture a step as a CUDA graph, where that can be done: the host then costs nothing."""
     checkpoint_activations: bool = False

@@ -43,6 +43,7 @@ from headwater.train.optim import build_optimizers
 from headwater.train.results import SUMMARY, TrainResult
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
+LONG = 2000  # steps, in which a minute or two of compiling the whole model pays
 
 
 @dataclass(kw_only=True)
@@ -159,7 +160,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         forward=forward,
         hidden=hidden,
         on_device=on_device,
-        compiled=compile_mode(config, device, alone=ranks.alone),
+        compiled=compile_mode(config, whole, device if ranks.alone else None),
         pipeline=pipeline,
         optimizers=optimizers,
         train=train,
@@ -324,7 +325,7 @@ def wrap(model: Decoder, config: Config, device: torch.device) -> tuple[Forward,
     """Recomputation and compilation are applied from outside, in this order; the model knows of neither. Returns the
     model, and the model without its head."""
     recompute_activations(model, config)
-    mode = compile_mode(config, device, alone=True)
+    mode = compile_mode(config, model, device)
     if mode == "layers":
         model.compile_layers(dynamic=False)
     if mode == "model":
@@ -336,7 +337,7 @@ def prepare_part(model: Decoder, config: Config) -> None:
     """Among ranks each attention and MLP is compiled by itself, before FSDP2 wraps it: a graph over all of them would
     break at the hooks that fetch weights, and at every hop of a pipeline."""
     recompute_activations(model, config)
-    if compile_mode(config, None, alone=False) != "none":
+    if compile_mode(config, model, None) != "none":
         for body in bodies(model):
             body.compile()
 
@@ -346,14 +347,17 @@ def recompute_activations(model: Decoder, config: Config) -> None:
         model.around = functools.partial(recompute, use_reentrant=False, preserve_rng_state=False)
 
 
-def compile_mode(config: Config, device: torch.device | None, *, alone: bool) -> str:
-    """none, layers or model. Older configurations say true for the whole model, and false."""
+def compile_mode(config: Config, model: Decoder, device: torch.device | None) -> str:
+    """none, layers or model; `device` is None among ranks. Older configurations say true for the whole model, and
+    false."""
     asked = config.train.compile
     if isinstance(asked, bool):
         return "model" if asked else "none"
     if asked != "auto":
         return asked
-    return "layers" if alone and device is not None and device.type == "cuda" else "none"
+    if device is None or device.type != "cuda":
+        return "none"
+    return "layers" if model.residual.fused or config.train.steps < LONG else "model"
 
 
 def save(run: Run) -> Path:

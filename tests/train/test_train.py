@@ -36,7 +36,7 @@ from headwater.train.loop import accumulate, evaluate, train, update, windows_of
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.optim import build_optimizers, learning_rate, set_learning_rate
 from headwater.train.results import TrainResult
-from headwater.train.run import begin, save
+from headwater.train.run import begin, compile_mode, save
 
 
 class PowerCut(BaseException):
@@ -283,6 +283,24 @@ def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     compiled = train(tiny(tmp_path, steps=4, compile=True), tmp_path / "compiled")
     assert compiled.loss == pytest.approx(plain.loss, rel=1e-4)
+
+
+def test_what_is_compiled_unless_one_says(tmp_path):
+    """The whole model, where a residual has no kernels and the run is long enough; nothing on a CPU or among ranks."""
+    gpu, short = torch.device("cuda"), TrainSettings(steps=1999)
+    specs = ("standard", "attnres-block", "attnres-full", "attnres-full:weights=sigmoid", "denseformer", "mhc", "ddl")
+    models = {
+        spec: Decoder(ModelConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, residual=spec)) for spec in specs
+    }
+    for settings, whole in ((short, ()), (replace(short, steps=2000), specs[3:])):
+        config = replace(tiny(tmp_path), train=settings)
+        modes = {spec: compile_mode(config, model, gpu) for spec, model in models.items()}
+        assert modes == {spec: "model" if spec in whole else "layers" for spec in specs}
+        assert {compile_mode(config, model, None) for model in models.values()} == {"none"}
+        assert {compile_mode(config, model, torch.device("cpu")) for model in models.values()} == {"none"}
+        for asked, mode in {"none": "none", "layers": "layers", "model": "model", True: "model", False: "none"}.items():
+            asking = replace(config, train=replace(settings, compile=asked))
+            assert compile_mode(asking, models["mhc"], None) == mode
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
