@@ -99,9 +99,9 @@ class Residual(nn.Module, ABC):
         Returns (..., D), or three of them for query, key and value where the residual routes them apart; and a state.
         Raises ValueError if the state is not one that read `i` takes.
         """
-        self.check(state, "read", i)
         if torch.compiler.is_compiling():
             return self._read(state, i, norm)
+        self.check(state, "read", i)
         watcher = _watcher_of(self)
         x, state = self._read(state, i, norm) if watcher is None else watcher.read(self, state, i, norm)
         return x, Placed(state, "write", i)
@@ -109,9 +109,9 @@ class Residual(nn.Module, ABC):
     def write(self, state: State, i: int, y: Tensor) -> State:
         """The state after sublayer `i` produced `y`, (..., D). Raises ValueError if the state is not the one that read
         `i` returned, or `y` is no tensor of that width."""
-        self.check(state, "write", i)
         if torch.compiler.is_compiling():
             return self._write(state, i, y)
+        self.check(state, "write", i)
         self._check_width(y, "write", i)
         watcher = _watcher_of(self)
         state = self._write(state, i, y) if watcher is None else watcher.write(self, state, i, y)
@@ -119,15 +119,16 @@ class Residual(nn.Module, ABC):
 
     def end(self, state: State, norm: Norm | None = None) -> Tensor:
         """What the output head sees, (..., D), after the last write; `norm` is the network's final norm."""
-        self.check(state, "read", self.sublayers)
         if torch.compiler.is_compiling():
             return self._end(state, norm)
+        self.check(state, "read", self.sublayers)
         watcher = _watcher_of(self)
         return self._end(state, norm) if watcher is None else watcher.end(self, state, norm)
 
     def weights(self, state: State, i: int) -> Tensor:
         """Depth weights of read `i` over what the state holds, (N, ..., H); `i == sublayers` is the final read."""
-        self.check(state, "read", i)
+        if not torch.compiler.is_compiling():
+            self.check(state, "read", i)
         return self._weights(state, i)
 
     def settle(self, state: State, i: int) -> State:
@@ -198,9 +199,8 @@ class Residual(nn.Module, ABC):
         return {place: frozenset(map(len, layouts)) for place, layouts in self.layouts.items()}
 
     def check(self, state: State, verb: Next, i: int) -> None:
-        """Raise ValueError unless `state` may stand before read or write `i`; the message names what is expected."""
-        if torch.compiler.is_compiling():
-            return
+        """Raise ValueError unless `state` may stand before read or write `i`; the message names what is expected. Never
+        compiled."""
         place = (verb, i)
         wrong = state.next != place if isinstance(state, Placed) else isinstance(state, Tensor)
         if wrong or len(state) not in self._lengths.get(place, ()):

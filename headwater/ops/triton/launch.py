@@ -111,7 +111,7 @@ def launch(
     if math.gcd(16, *addresses) != 16:
         key += tuple(address & 15 == 0 for address in addresses)
     if numbers and max(numbers) > MAX_INT32:  # which are passed as int64
-        key += tuple(number > MAX_INT32 for number in numbers)
+        key += tuple([number > MAX_INT32 for number in numbers])
     found = _compiled.get(key)
     if found is None:
         compiled, constants = launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
