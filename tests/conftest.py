@@ -82,12 +82,30 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("dist", "no") != "no":
         return  # this process gives tests out to others, and needs no torch for that
+    gc.disable()  # nothing that is imported until tests run is garbage: looking for some takes two seconds of thirteen
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else inductor tries in a new process whether vectors can be compiled
     import torch
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
+        if hasattr(config, "workerinput"):
+            fork_server_of_a_worker(config)
         if importlib.util.find_spec("triton"):
             interpreter.speed_up()
+
+
+def fork_server_of_a_worker(config):
+    """Of `make test`: every file is imported there anyway. Here it has imported nothing of the tests yet, and what
+    processes of the server print is kept for the test that starts them."""
+    from processes import fork_the_server
+
+    os.environ["HF_HUB_OFFLINE"] = "1"  # which is read at import, like the above
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
+    try:
+        fork_the_server()
+    finally:
+        capture.suspend_global_capture()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -100,20 +118,9 @@ def pytest_collection_modifyitems(config, items):
         items[:] = items[mine::shares]
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Nothing that is imported meanwhile is garbage: looking for some takes two seconds of thirteen."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
-
-
 def pytest_collection_finish():
     from processes import spare_collector
 
-    gc.collect()
     spare_collector()
 
 

@@ -1,7 +1,12 @@
 """New processes of Python without the seconds that importing torch and transformers takes."""
 
+import faulthandler
 import gc
+import importlib
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import runpy
 import sys
@@ -29,6 +34,7 @@ def spare_collector() -> None:
     time; it leaves that alone from here on, and comes more rarely for the rest."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def fork_server() -> ForkServerContext:
@@ -36,6 +42,37 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
+
+
+def fork_the_server() -> None:
+    """The fork server is a fork of this process, as it is now, instead of a new one that imports the same once more."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    fork_server()
+    multiprocessing.resource_tracker.ensure_running()
+    begin, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork_instead
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = begin
+
+
+def fork_instead(path: bytes, command: list[str], kept: Sequence[int]) -> int:
+    """`python -c PROGRAM` with these files and the standard ones open, without a new interpreter."""
+    if process := os.fork():
+        return process
+    try:
+        spare_collector()
+        faulthandler.disable()  # pytest's, which writes to a file that is closed here
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        first = 3
+        for file in sorted(kept):
+            os.closerange(first, file)
+            first = file + 1
+        os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+        exec(command[-1], {"__name__": "__main__"})
+    finally:
+        os._exit(0)
 
 
 def start(

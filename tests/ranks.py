@@ -26,10 +26,12 @@ def spawn(world: int, job: Callable[..., None], *arguments: Any, minutes: int = 
             raise TimeoutError(f"{world} ranks did not end in {minutes} minutes")
 
 
-def torchrun(log: Path, *arguments: str) -> ForkServerProcess:
-    """torchrun itself, writing to `log`. It and its workers are forks of a process that has imported torch already; a
-    worker runs its script to the end instead of calling sys.exit(0)."""
-    process = fork_server().Process(target=launch, args=(log, ["--run-path", "--start-method", "fork", *arguments]))
+def torchrun(log: Path, *arguments: str, fork: bool = True) -> ForkServerProcess:
+    """torchrun itself, writing to `log`: a fork of a process that has imported torch already. With `fork` its workers
+    are so, too, and run their script to the end instead of calling sys.exit(0); else it starts them as it does for a
+    user, as new processes."""
+    forks = ["--run-path", "--start-method", "fork"] if fork else []
+    process = fork_server().Process(target=launch, args=(log, [*forks, *arguments]))
     process.start()
     return process
 

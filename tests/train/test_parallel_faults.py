@@ -156,18 +156,13 @@ if code := main(sys.argv[1:]):
 """
 
 
-def under_torchrun(config: Config, out: Path, act: str, *options: str, command: bool = False) -> tuple[int | None, str]:
-    """The run, whose second rank does something to itself or to torchrun at its fourth step: exit code and messages.
-    With `command` all of them are started as a user starts them, which takes four times as long."""
+def under_torchrun(config: Config, out: Path, act: str, *options: str, fork: bool = True) -> tuple[int | None, str]:
+    """The run, whose second rank does something to itself or to torchrun at its fourth step: exit code and messages."""
     script = out.with_suffix(".py")
     script.write_text(ACTS.replace("ACT", act))
     arguments = [*ONE_MACHINE, *options, str(script), *flags(config, out)]
-    if command:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*TORCHRUN, *arguments], capture_output=True, text=True, env=environment, timeout=240)
-        return done.returncode, done.stderr
     log = out.with_suffix(".log")
-    agent = torchrun(log, *arguments)
+    agent = torchrun(log, *arguments, fork=fork)
     return wait_for(agent, 240), log.read_text()
 
 
@@ -243,7 +238,7 @@ def test_sigterm_commits_and_ends_within_thirty_seconds(tmp_path, async_save):
     out = tmp_path / "run"
     act = "os.kill(os.getppid(), signal.SIGTERM)"
     config = settings(tmp_path, steps=20_000, save_every=20_000, async_save=async_save)
-    code, messages = under_torchrun(config, out, act, command=not async_save)
+    code, messages = under_torchrun(config, out, act, fork=async_save)
     assert code == 1
     assert "stopped by SIGTERM after step" in messages, messages
     (saved,) = checkpoint.checkpoints(out / "checkpoints")
