@@ -7,6 +7,11 @@ import torch
 from headwater.ops import attend_blocks, depth_attention, merge_partial
 from headwater.ops.depth import reference as two_phase
 
+# A graph of an earlier run is no answer: its key is of PyTorch's operators, and says nothing about what ours do.
+INDUCTOR = {"fx_graph_cache": False}
+# All of inductor but the C++ in which it would join PyTorch's own operators, and which takes a compiler seconds.
+UNFUSED = {"fallback_by_default": True}
+
 
 def draw(count, dim, tokens, dtype, device, seed=0, scale=1.0):
     generator = torch.Generator(device).manual_seed(seed)

@@ -22,7 +22,7 @@ from headwater.train.monitor.interrupts import PARENT
 PRELOADED = (
     "headwater.train.loop",
     "headwater.cli",
-    "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.run",
     "pytest",
     "transformers.models.llama.modeling_llama",

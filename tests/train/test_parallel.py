@@ -202,12 +202,13 @@ def one_case(config: Config, out: Path, steps: int) -> None:
 
 def work(jobs: list[tuple[Case, Config, Path]]) -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # every layer shares the graphs of the first
-    if not EVERYTHING:  # the same graphs, of which inductor would take a minute to make machine code
-        compiled = torch.nn.Module.compile
-        torch.nn.Module.compile = lambda module: compiled(module, backend="aot_eager", fullgraph=True)
+    compiled = torch.nn.Module.compile
     pipeline.trace_states = trace_once(pipeline.trace_states)
     for case, config, out in jobs:
         torch.compiler.reset()  # each is a run of its own
+        if not EVERYTHING:  # the same graphs, of which inductor would take a minute to make machine code
+            backend = "aot_eager" if "tensor" in case.layout else "eager"  # the backward is traced beside collectives
+            torch.nn.Module.compile = functools.partialmethod(compiled, backend=backend, fullgraph=True)
         with precise() if case.muon == "fp32" else nullcontext():
             one_case(config, out, case.steps)
 
