@@ -73,7 +73,7 @@ class Rotary(nn.Module):
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each channel pair (c, c + head_dim / 2) of x, (B, H, T, head_dim), by its position's angle. Pairs swap by a
-    flip, whose gradient is a flip: that of two halves put together is compiled to a kernel many times slower."""
+    flip, whose gradient is one too, in one kernel."""
     cos, sin = (table.to(x.dtype).unsqueeze(-2) for table in rotary)  # (T, 1, head_dim / 2)
     pairs = x.unflatten(-1, (2, -1))
     return (pairs * cos + pairs.flip(-2) * torch.cat((-sin, sin), dim=-2)).flatten(-2)
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         """Queries, keys and values, (B, T, heads times head_dim) each."""
         if isinstance(x, tuple):
             return self.query(x[0]), self.key(x[1]), self.value(x[2])
-        q, k, v = project_together(x, self.query, self.key, self.value)
+        q, k, v = project_together(x, self.query, self.key, self.value, whole_gradient=True)
         return q, k, v
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:

@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinymodels import model_of, tokens_of
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
 from headwater.models.draw import Draw
 from headwater.models.generate import generate
+from headwater.models.projection import Split
 from headwater.models.sampling import Sampling
 from headwater.residuals import names
 
@@ -102,6 +104,22 @@ def test_attention_is_its_formula():
                 out[t, h] = (keys @ q / 8**0.5).softmax(0) @ values
         y, _ = attention(x, rotary)
     torch.testing.assert_close(y[0], out.flatten(1) @ attention.output.weight.T, atol=1e-5, rtol=1e-5)
+
+
+def test_parts_of_a_product_are_put_together_by_one_node():
+    """What a GPU does with queries, keys and values: the same gradient, and the compiler does not look into it."""
+    x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+
+    def gradient(x, split):
+        parts = split(x, [5, 3, 2])
+        return torch.autograd.grad(sum((part * part.sin()).sum() for part in parts[:2]), x)[0]
+
+    traced = make_fx(lambda x: gradient(x, Split.apply))(x)
+    wanted = gradient(x, lambda x, sizes: x.split(sizes, -1))
+    for found in (gradient(x, Split.apply), traced(x), gradient(x, torch.compile(Split.apply, backend="aot_eager"))):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    targets = [str(node.target) for node in traced.graph.nodes]
+    assert targets.count("headwater.join_parts.default") == 1 and "aten.cat.default" not in targets
 
 
 @pytest.mark.parametrize(("wide", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
