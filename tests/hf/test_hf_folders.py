@@ -212,7 +212,7 @@ def test_the_layout_of_a_folder_is_known_where_it_is_the_tables(plain, tmp_path)
 
 
 REMOTE = """
-import builtins, gc, importlib.abc, sys
+import builtins, gc, importlib.abc, os, sys
 gc.disable()  # nothing that is imported is garbage
 class Without(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -229,6 +229,7 @@ for name in sys.argv[1:]:
     with torch.no_grad():
         long = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
         save_file({"logits": model(rows).logits, "words": model.generate(rows, **long)}, f"{name}/found.safetensors")
+os._exit(0)  # taking all that is imported apart takes a second
 """
 
 
