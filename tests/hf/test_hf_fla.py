@@ -244,21 +244,21 @@ def assert_read_alike(model_type, mixers_run_here, **options):
     with torch.no_grad():
         expected = theirs(ids).logits
         assert expected.std() > 0.1
-        allowed = max(1e-4, 2 * its_ways_differ(theirs, ids))
-        torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=allowed)
+        apart = (ours(ids).logits - expected).abs() - 1e-4 * expected.abs()
+        assert (apart <= torch.clamp(4 * last_bits_matter(theirs, ids), min=1e-4)).all(), apart.amax(-1)
     return theirs, ours
 
 
-def its_ways_differ(model, ids):
-    """How far its logits with its fused read are from those with its own reference of it: a norm behind a sum that
-    nearly vanishes makes much of the last bit."""
-    from fla.ops.attnres import naive_attnres
-
-    expected = model(ids).logits
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (sys.modules[type(model).__module__], sys.modules["fla.models.modeling_utils"]):
-            patch.setattr(module, "fused_attnres", naive_attnres)
-        return float((model(ids).logits - expected).abs().max())
+def last_bits_matter(model, ids):
+    """How far a token's logits move, (B, T, 1), when each number of the embedding does by its last bit, the most of
+    eight draws: a norm behind a sum that nearly vanishes makes much of that, whoever computes it."""
+    embedding = model.get_input_embeddings().weight
+    expected, before, moved = model(ids).logits, embedding.clone(), []
+    for _ in range(8):
+        embedding.copy_(before * (1 + torch.finfo(before.dtype).eps * torch.randn_like(before).sign()))
+        moved.append((model(ids).logits - expected).abs().amax(-1, keepdim=True))
+    embedding.copy_(before)
+    return torch.stack(moved).amax(0)
 
 
 @pytest.mark.usefixtures("without_flash")
