@@ -5,10 +5,10 @@
 
 Each is timed right after as many steps of its own that do not count, and every round begins with another arm: a GPU's
 clock follows what ran before. An arm is a residual as `headwater train` runs it by default (CUDA graph, layers
-compiled); `standard/model` compiles the whole plain model instead, and the better of the two is what others are
-measured against. `fla-attnres` is Block Attention Residuals over fla's operator, which reads every source at every
-sublayer, in the same decoder. `fla-kda` is fla's own KDA model, as wide and deep as ours with dense MLPs of the
-experts' active width, in a loop of its own.
+compiled); NAME/model compiles the whole model instead, which is the default of long runs with residuals that have no
+kernels. The better of the two plain ones is what others are measured against. `fla-attnres` is Block Attention
+Residuals over fla's operator, which reads every source at every sublayer, in the same decoder. `fla-kda` is fla's own
+KDA model, as wide and deep as ours with dense MLPs of the experts' active width, in a loop of its own.
 `--cold` measures the first step in a fresh process with empty caches. An arm whose first loss is not that of the plain
 residual shows no speed: at the start all of these predict nearly alike.
 
@@ -47,7 +47,7 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {  # model, windows a step
 }
 PLAIN = ("standard", "standard/model")
 ARMS = (*PLAIN, "attnres-block", "attnres-full", "fla-attnres")
-RIVALS = ("denseformer", "mhc", "hyper-connections", "deepcrossattention", "ddl")
+RIVALS = tuple(f"{name}/model" for name in ("denseformer", "mhc", "hyper-connections", "deepcrossattention", "ddl"))
 DEFAULT = {
     "50m": (*ARMS, *RIVALS),
     "342m": (*PLAIN, "attnres-block"),
