@@ -14,7 +14,8 @@ from headwater.residuals import Layout, Norm, Residual, State, apply_norm, regis
 class EmbeddingSkipResidual(Residual):
     """x_i = h_i + a_i e;  h_{i+1} = h_i + f_i(x_i): every read also sees the embedding e.
 
-    At initialisation: a_i = `start` = 0, the plain residual. Cost: one parameter a read; the state holds 2 D.
+    `start`: a_i at the start. At initialisation: zero, the plain residual. Cost: one parameter a read; the state
+    holds 2 D.
     """
 
     def __init__(self, dim: int, sublayers: int, *, start: float = 0.0) -> None:

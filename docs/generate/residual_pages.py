@@ -59,8 +59,8 @@ def page(name: str, row: Row) -> str:
     sections = [
         f"# {name}",
         typeset(known.formula),
-        described(known.build),
         f"## Use it\n\n{usage(name)}",
+        f"## In words\n\n{described(known.build)}",
         f"## Options\n\n{options(name)}",
         f"## At the start\n\n{STARTS[row.at_start]}",
         f"## Cost\n\n{costs(name, row)}",
@@ -99,9 +99,13 @@ def options(name: str) -> str:
     found = options_of(name)[1]
     if not found:
         return "None."
-    lines = [f"| `{option.name}` | `{option.default}` | {option.takes} |" for option in found]
+    lines = [
+        f"| `{option.name}` | `{option.default}` | {option.takes} | {option.meaning.replace('<', '&lt;')} |"
+        for option in found
+    ]
     first = f"`{name}:{found[0].name}=...`"
-    return f"Options follow the name: {first}.\n\n| option | default | takes |\n|---|---|---|\n" + "\n".join(lines)
+    head = "| option | default | takes | means |\n|---|---|---|---|\n"
+    return f"Options follow the name: {first}.\n\n{head}" + "\n".join(lines)
 
 
 def costs(name: str, row: Row) -> str:

@@ -79,7 +79,8 @@ def print_options(specs: Iterable[str]) -> None:
         cls, options = options_of(name)
         console.print(f"\n[bold]{name}[/]: {escape(_paragraphs(cls))}", soft_wrap=True)
         for option in options:
-            console.print(f"  {option.name}={option.default}  {option.takes}", markup=False)
+            said = ": ".join(filter(None, (option.takes, option.meaning)))
+            console.print(f"  {option.name}={option.default}  {said}", markup=False, soft_wrap=True)
         if not options:
             console.print("  no options")
 

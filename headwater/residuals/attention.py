@@ -81,17 +81,18 @@ FULL = "h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding v_0 an
 class AttentionResidual(Residual):
     """h_i = sum_n softmax_n(<q_i, RMSNorm(b_n)>) b_n over the embedding b_0, finished block sums b_n, the running sum.
 
-    A block is `block` sublayers whose outputs are summed; block=1 is Full Attention Residuals (every output a source).
+    `block`: sublayers whose outputs are summed to one source; 1 is Full Attention Residuals, every output a source.
     At initialisation: queries are zero, so a read is the mean of its sources, which is the plain residual up to a
     positive scale that the reader's pre-norm cancels. A read of one source is that source and has no parameters.
     Cost: 2 D parameters a read; the state holds one tensor per source; reads move N + 1 passes each.
 
     Options, after the paper's ablation: `query` static, or projected from the normed newest source (D x D a read,
-    zero at start); `weights` softmax, sigmoid, or static scalars (1/N at start); `key_norm`; `heads` over channel
-    groups; `window`: only the embedding and the newest `window` sources are kept; `key_dim`: low-rank keys, the last
-    so many channels of a source (arXiv 2607.09694), values stay whole; `key_weight`: whether the keys' norm has one;
-    `start`: queries are drawn with this standard deviation, zero unless given. `scale` of a query: one; root,
-    1 / sqrt(D); width, 1 / D; or gain, a learned number, zero at start, times a query of length one, which is drawn.
+    zero at start); `weights` softmax, sigmoid, or static scalars (1/N at start); `key_norm`: whether keys are normed;
+    `heads`: groups of channels, each with weights of its own; `window`: only the embedding and so many newest sources
+    are kept; `key_dim`: low-rank keys, the last so many channels of a source (arXiv 2607.09694), values stay whole;
+    `key_weight`: whether the keys' norm has a weight; `start`: queries are drawn with this standard deviation, zero
+    unless given; `scale` of a query: one, root (1 / sqrt(D)), width (1 / D), or gain, a learned number, zero at start,
+    times a query of length one, which is drawn.
     How it is computed: `backend` as in `headwater.depth_attention`; `schedule` auto (in two phases where kernels run,
     else read by read), one-pass, or two-phase (with backend=reference over the plain operators, on any device).
     Attention Residuals, arXiv 2603.15031.

@@ -27,7 +27,7 @@ class HighwayResidual(StreamResidual):
 
     `gate` scalar (one gate a token) or channel (one per channel). W starts at zero. `start` mean: biases give
     g_i = 1 / (i + 2), so a read is the mean of its sources, the plain residual up to a scale that the reader's
-    pre-norm cancels. `start` carry: bias -2, different from the plain residual.
+    pre-norm cancels; carry: bias -2, different from the plain residual.
     Every row of the mixing matrix sums to one. Cost: D + 1 parameters a sublayer (D^2 + D per channel), no extra state.
     Highway networks, arXiv 1505.00387, in the pre-norm form of arXiv 2603.15031.
     """

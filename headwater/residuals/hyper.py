@@ -27,7 +27,8 @@ class Connection(nn.Module):
 class HyperConnectionsResidual(StreamsResidual):
     """x = sum_j p_j X_j;  X'_j = sum_i R_ij X_i + b_j f(x): n streams, each coefficient learned.
 
-    `form` static: constants. dynamic: each coefficient is a constant plus s tanh(W RMSNorm(X_j)), s = 0.01.
+    `streams`: n, how many. `form` static: constants; dynamic: each coefficient is a constant plus s tanh(W
+    RMSNorm(X_j)), s = 0.01.
     At initialisation: p is one-hot on stream i mod n, b = 1, R = I, W = 0: every stream is the plain residual, and the
     sum of n equal streams is it up to the scale n that the final norm cancels.
     Left out: the paper's sqrt(n) on output projections, whose direction is ambiguous, and a norm weight, which W

@@ -16,8 +16,9 @@ from .registry import register
 class HyperAttentionResidual(Residual):
     """x = sum_j p_j X_j + sum_n softmax_n(<q_i, RMSNorm(b_n)>) b_n;  X'_j = sum_i R_ij X_i + b_j f(x).
 
-    The streams X of `hyper-connections` (`streams`, `form`), and the sources of `attnres-block` (`block`; 1 is Full)
-    beside them: both are kept as they are, a sublayer and the head read their sum, and both take in what it writes.
+    The streams X of `hyper-connections` and the sources of `attnres-block` beside them: both are kept as they are, a
+    sublayer and the head read their sum, and both take in what it writes. `streams`: how many; `form` of their
+    coefficients: static or dynamic; `block`: sublayers whose outputs are summed to one source, 1 is Full.
     Nobody has published this; that the two reads are added, as Delta Attention Residuals adds its own to the plain
     stream, is our choice, and what makes the file small.
     At initialisation: the plain residual and the mean of its terms, so it is that up to a scale.

@@ -31,11 +31,11 @@ class Balance(nn.Module):
 class LaurelResidual(Residual):
     """h_{i+1} = a_i f_i(h_i) + b_i h_i + B_i A_i sum_{j<k} c_{ij} h_{i-j}.
 
-    `form` low-rank (a = b = 1, k = 1), previous (a = b = 1, the last k = `states` states), weighted (no low-rank map,
-    (a, b) = 2 softmax(logits)) or weighted-low-rank.
+    `form` low-rank (a = b = 1, k = 1), previous (a = b = 1, the last k states), weighted (no low-rank map,
+    (a, b) = 2 softmax(logits)) or weighted-low-rank. `rank`: r of B (D x r) and A (r x D). `states`: k, with previous.
     At initialisation: B is zero and the logits are equal, so it is the plain residual. The paper's weighted form has
     no factor two, which makes every step halve the stream; with it, equal logits are weights of one.
-    Cost: 2 r D parameters a sublayer, r = `rank`; `previous` stores k states. LAuReL, arXiv 2411.07501.
+    Cost: 2 r D parameters a sublayer; previous stores k states. LAuReL, arXiv 2411.07501.
     """
 
     at_start = "exact"

@@ -62,10 +62,12 @@ class ConstrainedResidual(StreamsResidual):
 class MHCResidual(ConstrainedResidual):
     """x = sigmoid(a) X;  X' = Sinkhorn(exp(C)) X + 2 sigmoid(b) f(x), with a, b, C linear in RMSNorm(vec X).
 
-    `iterations` Sinkhorn steps in fp32, columns then rows. The paper gives 0.01 scales and no more; `start` is ours:
-    identity: W = 0, pre biased to stream i mod n (+1, others -1), post one, res near the identity. Streams stay equal,
-    so it is the plain residual up to a scale; the bias of pre is what lets them part. uniform: W random, biases zero
-    (Megatron-LM), near that but not equal. biased: post is biased as pre is (the mhc-lite repository), different.
+    `streams`: n, how many. `iterations`: Sinkhorn steps in fp32, columns then rows. Of the start the paper
+    gives scales of 0.01 and no more. `start` identity: W = 0, pre biased to stream i mod n (+1, others -1), post
+    one, res near the identity; uniform: W random, biases zero (Megatron-LM); biased: post is biased as pre is (the
+    mhc-lite repository).
+    At initialisation: with identity streams stay equal, so it is the plain residual up to a scale, and the bias of pre
+    is what lets them part; uniform is near that but not equal, biased different.
     Cost: (n^2 + 2 n)(n D + 1) + 3 parameters a sublayer; the state holds n D. mHC, arXiv 2512.24880.
     """
 
@@ -89,9 +91,9 @@ class MHCResidual(ConstrainedResidual):
 class MHCLiteResidual(ConstrainedResidual):
     """x = sigmoid(a) X;  X' = (sum_r softmax(c)_r P_r) X + 2 sigmoid(b) f(x), over all n! permutations P_r.
 
-    Doubly stochastic exactly, without iterations. a, b, c are linear in RMSNorm(vec X), times 0.01 at start. `start`
-    as for `mhc`: identity (the identity permutation 0, others -8, post one) is the plain residual up to a scale;
-    biased is the authors' repository; uniform has random W and zero biases.
+    Doubly stochastic exactly, without iterations. a, b, c are linear in RMSNorm(vec X), times 0.01 at start.
+    `streams`: n, how many. `start` identity (the identity permutation 0, others -8, post one), the plain residual
+    up to a scale; biased, the authors' repository; uniform, random W and zero biases.
     Cost: (n! + 2 n)(n D + 1) + 3 parameters a sublayer; the state holds n D. mHC-lite, arXiv 2601.05732.
     """
 

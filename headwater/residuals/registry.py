@@ -12,6 +12,7 @@ from .base import Residual
 from .plugins import absence, is_own, load_entry_points
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+COMMON = {"eps": "added to the mean square in its norms"}  # options that need no sentence in every docstring
 R = TypeVar("R", bound=type[Residual])
 
 
@@ -100,28 +101,41 @@ def entry(name: str) -> Entry:
 
 
 class Option(NamedTuple):
-    """An option of a residual, as one writes it: `name=default`, and in words what it takes."""
+    """An option of a residual, as one writes it: `name=default`; in words what it takes, and what it means."""
 
     name: str
     default: str
     takes: str
+    meaning: str
 
 
 def options_of(name: str) -> tuple[type[Residual], list[Option]]:
     """The class behind a registered `name`, and the options that are left to the user.
 
-    Returns (class, options), each option with its name, its default as one writes it, and in words what it takes.
+    Returns (class, options), each option with its name, its default as one writes it, in words what it takes, and what
+    the class's docstring says of it: what follows the option's name in backticks, up to the end of the sentence or the
+    next option after a semicolon.
     Raises ValueError for a name that is not registered.
 
     for option in options_of("attnres-block")[1]:
-        print(f"{option.name}={option.default}: {option.takes}")
+        print(f"{option.name}={option.default}: {option.meaning}")
     """
     known = entry(name)
     defaults = inspect.signature(known.build).parameters
     return known.build, [
-        Option(key, _spell(defaults[key].default), " or ".join(_describe(choice) for choice in _choices(kind)))
+        Option(
+            key,
+            _spell(defaults[key].default),
+            " or ".join(_describe(choice) for choice in _choices(kind)),
+            _meaning(key, known.build.__doc__ or ""),
+        )
         for key, kind in known.options.items()
     ]
+
+
+def _meaning(option: str, said: str) -> str:
+    found = re.search(rf"`{option}`[:,]? (.+?)(?:[.;] `|\.(?: [A-Z]|$))", " ".join(said.split()))
+    return found[1] if found else COMMON.get(option, "")
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:

@@ -39,10 +39,10 @@ def window_weights(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
 class DepthWindowResidual(Residual):
     """x_i = h_i + O_i sum_j softmax_j(<Q_i n_i, K_j n_j> / sqrt(W)) V_j n_j;  h_{i+1} = x_i + f_i(x_i).
 
-    j runs over the last K = `window` states, the current one included; n_j = RMSNorm(h_j); W = `width` of queries, keys
-    and values (D / 4 unless given). `maps` state: state j makes its key and value once, with its own matrices, for all
-    reads. reader: read i makes them with its own, K_i n_j and V_i n_j, as the paper writes it. shared: one Q, K, V and
-    O for all depths, which is short attention along the depth to the letter.
+    n_j = RMSNorm(h_j). `window`: j runs over the last so many states, the current one included. `width`: W of queries,
+    keys and values, D / 4 unless given. `maps` state: state j makes its key and value once, with its own matrices, for
+    all reads; reader: read i makes them with its own, K_i n_j and V_i n_j, as the paper writes it; shared: one Q, K, V
+    and O for all depths, which is short attention along the depth to the letter.
     The paper leaves open how the read enters and how it starts; here it is added to the stream through O.
     At initialisation: O = 0, the plain residual exactly. The first read has one source and no query of its own.
     Cost: 4 W D parameters a sublayer (in all, shared); the state holds the stream and K keys and values of width W;

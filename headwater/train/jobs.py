@@ -29,6 +29,7 @@ from headwater.train.results import SUMMARY, TrainResult
 from headwater.train.sharing import shared_gpu
 
 POLL_SECONDS = 0.2
+STARTING_SECONDS = 60  # at most: to compile takes that long
 PROGRESS = re.compile(r"step \d+(/\d+|:) ")
 
 
@@ -64,12 +65,24 @@ class Active:
     task: TaskID
     log_start: int
     """Where in the log this attempt begins."""
+    began: float
+    """On the clock of files."""
+
+    @property
+    def starting(self) -> bool:
+        """Whether it has recorded no step yet; one that rarely does is taken to be under way after a while."""
+        metrics = self.job.folder / "metrics.jsonl"
+        recorded = metrics.exists() and metrics.stat().st_mtime >= self.began
+        return not recorded and time.time() < self.began + STARTING_SECONDS
 
 
 def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, seconds: float = math.inf) -> list[str]:
     """Keep `jobs` processes busy until every run has ended, or for so many seconds: then none is started any more, and
     those under way are asked to save and end. Returns what to say about those that failed; `go_on` is the command that
-    continues, for whoever interrupts it."""
+    continues, for whoever interrupts it.
+
+    Runs that share a GPU start one after another, each when the one before has recorded a step. Started together they
+    would end together too, wave after wave, and the GPU would wait while all of them compile."""
     deadline = time.monotonic() + seconds
     waiting = [job for job in runs if not job.finished]
     running: list[Active] = []
@@ -83,11 +96,12 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
         total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
-                while waiting and len(running) < jobs:
+                while waiting and len(running) < jobs and not (environment and any(run.starting for run in running)):
                     job = waiting.pop(0)
                     task = tasks.add(job.label, job.steps, note="starting")
                     start = job.log.stat().st_size if job.log.exists() else 0
-                    running.append(Active(job, launch(job, jobs, environment), task, start))
+                    began = time.time()
+                    running.append(Active(job, launch(job, jobs, environment), task, start, began))
                 time.sleep(POLL_SECONDS)
                 for active in list(running):
                     show(active, tasks)

@@ -27,7 +27,7 @@ from test_contract import (
 )
 
 from headwater.analyze.table import start_class
-from headwater.residuals import build, names
+from headwater.residuals import StandardResidual, build, names, options_of, registry
 
 SPECS = [
     "highway:gate=channel",
@@ -193,3 +193,31 @@ def test_a_wrong_option_says_what_is_allowed(spec, message):
 def test_kinds_must_name_every_sublayer():
     with pytest.raises(ValueError, match="kinds must name each of the 8 sublayers, got 2 names"):
         build("denseformer", 16, 8, kinds=("attention", "mlp"))
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_option_says_what_it_means(name):
+    missing = [option.name for option in options_of(name)[1] if not option.meaning]
+    assert not missing
+
+
+def test_a_meaning_is_what_the_docstring_says_after_the_name(monkeypatch):
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    @registry.register("talkative")
+    class Talkative(StandardResidual):
+        """h + f.
+
+        `rate`: how much, 0.5 at
+        most. `kind` one (a, b) or other; `more` of it. Then `rate` again, and `end`: the last.
+        """
+
+        def __init__(
+            self, dim, sublayers, *, rate: float = 0.5, kind: str = "one", more: int = 1, silent: int = 2, end: int = 0
+        ):
+            super().__init__(dim, sublayers)
+
+    found = {option.name: option.meaning for option in options_of("talkative")[1]}
+    assert found == {
+        "rate": "how much, 0.5 at most", "kind": "one (a, b) or other", "more": "of it", "silent": "", "end": "the last"
+    }  # fmt: skip

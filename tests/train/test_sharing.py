@@ -2,9 +2,12 @@
 
 import os
 import subprocess
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from headwater.train import jobs, sharing
 from headwater.train.sharing import shared_gpu
@@ -76,3 +79,33 @@ def test_runs_get_its_environment(tmp_path, monkeypatch):
     jobs.launch(job, 2, {"CUDA_MPS_PIPE_DIRECTORY": "here"})
     assert seen["CUDA_MPS_PIPE_DIRECTORY"] == "here"
     assert seen["OMP_NUM_THREADS"] == str(max(1, os.cpu_count() // 2))
+
+
+PROCESS = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "began").write_text(str(time.time()))
+time.sleep(0.6)
+(folder / "metrics.jsonl").write_text("{}")
+(folder / "recorded").write_text(str(time.time()))
+time.sleep(1.5)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_runs_that_share_a_gpu_start_when_the_one_before_has_recorded_a_step(shared, tmp_path, monkeypatch):
+    runs = [jobs.Job(label=name, folder=tmp_path / name, arguments=(), steps=1) for name in "abc"]
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(jobs, "shared_gpu", lambda *_: nullcontext({"MPS": "on"} if shared else {}))
+    monkeypatch.setattr(jobs, "launch", lambda job, *_: started(job.folder))
+    assert len(jobs.run_all(runs, 2, Console(quiet=True), go_on="")) == 3  # all fail, and end none of the others
+    a, b, c = ({name: float((job.folder / name).read_text()) for name in ("began", "recorded")} for job in runs)
+    assert (b["began"] > a["recorded"]) is shared
+    assert b["began"] < a["recorded"] + 1.4 < c["began"]  # beside the first, and the third only when that has ended
+
+
+def started(folder):
+    folder.mkdir()
+    (folder / "log.txt").touch()
+    return subprocess.Popen([sys.executable, "-S", "-c", PROCESS, str(folder)])
