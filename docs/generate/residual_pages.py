@@ -60,7 +60,7 @@ def page(name: str, row: Row) -> str:
         f"# {name}",
         typeset(known.formula),
         f"## Use it\n\n{usage(name)}",
-        f"## In words\n\n{described(known.build)}",
+        f"## In words\n\n{described(name)}",
         f"## Options\n\n{options(name)}",
         f"## At the start\n\n{STARTS[row.at_start]}",
         f"## Cost\n\n{costs(name, row)}",
@@ -72,9 +72,14 @@ def page(name: str, row: Row) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def described(cls: type) -> str:
-    """The docstring after its formula: a paragraph for what starts with a label, papers as links."""
-    text = " ".join("\n".join(inspect.cleandoc(cls.__doc__ or "").splitlines()[1:]).split())
+def described(name: str) -> str:
+    """The docstring after its formula: a paragraph for what starts with a label, papers as links. Sentences on options
+    are left to their table."""
+    known = entry(name)
+    text = " ".join("\n".join(inspect.cleandoc(known.build.__doc__ or "").splitlines()[1:]).split())
+    listed = "|".join((*known.options, *known.fixed)) or "-"
+    sentences = re.split(r"(?<=\.) (?=[A-Z`])", text)
+    text = " ".join(line for line in sentences if not re.match(rf"(?:(?:Options|How it is)[^`]*)?`(?:{listed})`", line))
     text = re.sub(r"(?<=\.) (?=(At initialisation|Cost|Left out|Options, |How it is computed)\b)", "\n\n", text)
     text = re.sub(r"^(At initialisation|Cost|Left out|How it is computed):", r"**\1.**", text, flags=re.M)
     return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text.replace("<", "&lt;"))
