@@ -81,8 +81,8 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
     those under way are asked to save and end. Returns what to say about those that failed; `go_on` is the command that
     continues, for whoever interrupts it.
 
-    Runs that share a GPU start one after another, each when the one before has recorded a step. Started together they
-    would end together too, wave after wave, and the GPU would wait while all of them compile."""
+    Of runs that share a GPU at most half are starting at a time, which is until they have recorded a step. Started
+    together they would end together too, wave after wave, and the GPU would wait while all of them compile."""
     deadline = time.monotonic() + seconds
     waiting = [job for job in runs if not job.finished]
     running: list[Active] = []
@@ -96,7 +96,7 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
         total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
-                while waiting and len(running) < jobs and not (environment and any(run.starting for run in running)):
+                while waiting and len(running) < jobs and not (environment and half_start(running, jobs)):
                     job = waiting.pop(0)
                     task = tasks.add(job.label, job.steps, note="starting")
                     start = job.log.stat().st_size if job.log.exists() else 0
@@ -116,6 +116,10 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
             done = sum(job.finished for job in runs)
             raise interruption.error(f"{done} of {len(runs)} runs", go_on)
     return failures
+
+
+def half_start(running: Sequence[Active], jobs: int) -> bool:
+    return sum(active.starting for active in running) >= max(1, jobs // 2)
 
 
 def launch(job: Job, jobs: int, shared: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:

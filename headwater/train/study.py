@@ -12,9 +12,10 @@
     "train.seed" = [0, 1, 2]
     tokens_per_parameter = 20                          # instead of train.steps; of the parameters of the layers
 
-A run's folder is named after what the lists gave it. Its weights are dropped when it is finished, unless the file says
-`keep_weights = true`: metrics, settings and summary stay, which is what reports and fits are made of. Runs side by side
-on one GPU compute at the same time where NVIDIA's MPS is installed (sharing.py), else in turns.
+The first seed of every arm is run before the second of any, so that a study cut off has whole pairs. A run's folder is
+named after what the lists gave it. Its weights are dropped when it is finished, unless the file says `keep_weights =
+true`: metrics, settings and summary stay, which is what reports and fits are made of. Runs side by side on one GPU
+compute at the same time where NVIDIA's MPS is installed (sharing.py), else in turns.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def read_recipe(path: Path) -> Recipe:
                 raise UserError(f"{path}: two runs would share the folder {folder}:\n  {listing}")
             if config not in runs.values():  # tables may overlap, in whatever order they name their settings
                 runs[folder] = config
+    runs = dict(sorted(runs.items(), key=lambda item: item[1].train.seed))  # else in the file's order
     return Recipe(str(name), runs, jobs, keep)
 
 

@@ -5,7 +5,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from headwater.train.comparison import expand, job_of, plan, slug, try_out
 from headwater.train.config import load_file
 from headwater.train.data.dataset import prepare
 from headwater.train.files import locked, write_json
-from headwater.train.jobs import Active, Job, conclude, launch, record_company, side_by_side
+from headwater.train.jobs import Active, Job, conclude, launch, record_company, run_all, side_by_side
 from headwater.train.monitor.interrupts import PARENT
 from headwater.train.monitor.progress import Tasks
 from headwater.train.table import draw, spread, tabulate
@@ -276,6 +278,29 @@ def test_the_cause_of_a_failed_run_is_told_whole(tmp_path, said, code, cause):
     assert re.search(cause, message, re.DOTALL)
     assert f"exit code {code}" in message
     assert "earlier" not in message
+
+
+def test_of_runs_that_share_a_gpu_half_are_starting_at_a_time(tmp_path, monkeypatch):
+    """Seven short jobs, four at a time: each says when it was started, and when it records a step."""
+    started, most = [], []
+    writes = "import pathlib,sys,time; time.sleep(0.4); pathlib.Path(sys.argv[1]).write_text('step'); time.sleep(0.3)"
+
+    def begin(job, *_):
+        job.folder.mkdir()
+        started.append(job.folder / "metrics.jsonl")
+        most.append(sum(not path.exists() for path in started))
+        return subprocess.Popen([sys.executable, "-c", writes, str(started[-1])])
+
+    monkeypatch.setattr("headwater.train.jobs.launch", begin)
+    monkeypatch.setattr("headwater.train.jobs.conclude", lambda active, tasks: [])
+    for shared, expected in (({"a GPU": "shared"}, 2), ({}, 4)):
+        monkeypatch.setattr("headwater.train.jobs.shared_gpu", lambda *_, shared=shared: nullcontext(shared))
+        started.clear(), most.clear()
+        folder = tmp_path / str(expected)
+        folder.mkdir()
+        runs = [Job(label=str(n), folder=folder / str(n), arguments=(), steps=1) for n in range(7)]
+        assert run_all(runs, 4, Console(quiet=True), go_on="") == []
+        assert (len(started), max(most)) == (7, expected)
 
 
 def test_runs_of_one_seed_see_the_same_batches(tmp_path, monkeypatch):

@@ -58,13 +58,13 @@ def test_a_recipe_is_the_product_of_its_lists(recipe):
     )
     recipe.write_text(text)
     plan = read_recipe(recipe)
-    assert list(plan.runs) == [
+    assert list(plan.runs) == [  # one seed of all before the next
         "residual-standard-seed-0",
-        "residual-standard-seed-1",
         "residual-attnres-block_block=2-seed-0",
-        "residual-attnres-block_block=2-seed-1",
         "lr-0.1-tokens_per_parameter-20",
         "lr-1-tokens_per_parameter-20",
+        "residual-standard-seed-1",
+        "residual-attnres-block_block=2-seed-1",
     ]
     first, last = plan.runs["residual-attnres-block_block=2-seed-1"], plan.runs["lr-1-tokens_per_parameter-20"]
     assert (first.model.residual, first.train.seed, first.train.steps) == ("attnres-block:block=2", 1, 4)
