@@ -2,7 +2,8 @@
 
 Sublayers come in spans. When a span opens, all its queries read the finished sources at once (phase 1), and each of its
 reads then merges what the span itself has produced so far (phase 2): the running sum of a block, or, for Full Attention
-Residuals, the span's own outputs. Scores are computed when a source is finished, for every later query, in one pass.
+Residuals, the span's own outputs. Scores of a source are computed for every later query in one pass: when an output is
+written in full, of a block's sum by the read that opens the next one.
 
 A pipeline stage has the queries of its own reads alone: it takes over the sources as they are (`adopt`), scores them
 for its queries, and hands sources on (`settle`).
@@ -32,10 +33,11 @@ class Span(NamedTuple):
     each finished span: for each span to come a tensor (..., sources, its reads). `folded`: query times key weight of R
     reads, (R, D).
     `waiting`, what the reads left in this span will take: for each, the last one first, phase 1's output (..., D), its
-    log-sum-exp (...), and of a block the folded query (D,). Before a block's phase 1: the folded queries alone.
+    log-sum-exp (...), and of a block the folded query (D,).
     `own`, what the span produced: of a block, the sum but for the newest output (if there is an older one), and the
-    newest output; in full, each output, then for each read left in this span the score of each output (..., 1, 1), then
-    of each output the scores for later spans (..., 1, Q).
+    newest output, until the next block opens (before the first, the embedding); in full, each output, then for each
+    read left in this span the score of each output (..., 1, 1), then of each output the scores for later spans
+    (..., 1, Q).
     """
 
     sources: Tensors
@@ -65,8 +67,8 @@ class Counts(NamedTuple):
     def layout(self) -> Layout:
         numbered = {"source": self.sources, "scores": self.scores}
         names = [f"{name} {n}" for name, count in numbered.items() for n in range(count)]
-        kinds = ("out", "lse", "query")[: self.waiting // self.left] if self.left else ("query",)
-        waiting = [f"{kind} {n}" for n in reversed(range(self.waiting // len(kinds))) for kind in kinds]
+        kinds = ("out", "lse", "query")[: self.waiting // max(1, self.left)]
+        waiting = [f"{kind} {n}" for n in reversed(range(self.left)) for kind in kinds]
         return (*names, "queries", *waiting, *(f"own {n}" for n in range(self.own)))
 
 
@@ -105,23 +107,22 @@ class TwoPhase:
     def _counts(self, i: int, next_read: int) -> Counts:
         """Before read i, or, with next_read = i + 1, before write i, when read i has taken its part away."""
         into, reading = self._into(i), next_read == i
-        sources = 1 + (i - into if self.full else self._done(i))
         left = max(0, self._span_end(i) - next_read) if into or not reading else 0
+        scored = self._scored(i, reading)
+        groups = scored - max(0, self._scored(self.first, True) - 1)
+        scores = groups * len(self.reads_to_come[next_read])
         if self.full:
-            waiting, own = 2 * left, into * (left + 2)
-        else:
-            waiting = 3 * left if into or not reading else self._rows(i)
-            own = min(into, 1 if i == self.first or not reading else 2)
-        groups = 1 + self._done(i) - self._done(self.first)
-        return Counts(sources, groups * len(self.reads_to_come[next_read]), waiting, own, left)
+            return Counts(1 + i - into, scores, 2 * left, into * (left + 2), left)
+        newest = 1 if i == self.first else min(2, (i - 1) % self.span + 1)
+        return Counts(scored, scores, 3 * left, newest if reading else min(into, 1), left)
+
+    def _scored(self, i: int, reading: bool) -> int:
+        """Spans finished before read or write `i`, the embedding as one, that have scores: a block has once the next
+        one opened."""
+        return 1 + self._done(i) - (reading and not self.full and self._into(i) == 0)
 
     def _reads_of(self, start: int) -> int:
         return 1 if start == self.sublayers else self._span_end(start) - start
-
-    def _rows(self, start: int) -> int:
-        """How many queries the reads of the block take that opens at read `start`, after its first: all, if it has any
-        read here."""
-        return 0 if self.full or start >= self.last else self._reads_of(start) - 1
 
     def _into(self, i: int) -> int:
         """How many sublayers of its span come before read `i`."""
@@ -136,7 +137,8 @@ class TwoPhase:
         return min((i // self.span + 1) * self.span, self.sublayers, self.last)
 
     def operators(self) -> Any:
-        """The module that has `score`, `mix` and `merge`: the kernels, or with the same signatures their references."""
+        """The module that has `score`, `mix`, `open_block` and `merge`: the kernels, or with the same signatures their
+        references."""
         if self.reference:
             return reference
         from headwater.ops.depth import autograd
@@ -160,31 +162,27 @@ class TwoPhase:
         return Span(state[:n], state[n:scored], state[scored], state[scored + 1 : own], state[own:])
 
     def begin(self, x: Tensor, folded: Tensor) -> State:
-        return self._finish(Span((), (), folded), x.contiguous(), self.first).pack()
+        x = x.contiguous()
+        if not self.full:
+            return Span((), (), folded, (), (x,)).pack()
+        x, folded, scores = self._score(x, folded, self.first, self.reads_to_come[self.first])
+        return Span((x,), scores, folded).pack()
 
     def enter(self, x: Tensor, folded: Tensor) -> State:
         """The state before write 0, if read 0 was `x` itself: what each query finds in one source is that source."""
-        span = self._finish(Span((), (), folded), x.contiguous(), 0)
-        asked, *later = span.scores
+        x, folded, (asked, *later) = self._score(x.contiguous(), folded, 0, self.reads_to_come[0])
         lses = asked.squeeze(-2)[..., 1:].movedim(-1, 0).contiguous().unbind(0)
-        waiting = self._wait(span.sources * len(lses), lses, span.waiting)
-        return Span(span.sources, tuple(later), span.folded, waiting).pack()
+        waiting = self._wait((x,) * len(lses), lses, folded[1 : 1 + len(lses)].unbind(0))
+        return Span((x,), tuple(later), folded, waiting).pack()
 
-    def _finish(self, span: Span, source: Tensor, i: int) -> Span:
-        """One more finished source, scored for the reads of all spans that open at read `i` or later, the next one."""
-        source, folded, scores, queries = self._score(source, span.folded, i, self.reads_to_come[i], self._rows(i))
-        return Span((*span.sources, source), (*span.scores, *scores), folded, queries)
-
-    def _score(
-        self, source: Tensor, folded: Tensor, i: int, sizes: Sequence[int], rows: int = 0
-    ) -> tuple[Tensor, Tensor, Tensors, Tensors]:
-        """The source again, `folded` again, scores (..., 1, size) for so many reads each from read `i` on, and the
-        queries of the `rows` reads after it; a stage may have no read left that would ask."""
+    def _score(self, source: Tensor, folded: Tensor, i: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensors]:
+        """The source again, `folded` again, and scores (..., 1, size) for so many reads each from read `i` on; a stage
+        may have no read left that would ask."""
         start = i - self.first
         if start == len(folded):
             none = source.new_empty(*source.shape[:-1], 1, 0, dtype=torch.float32)
-            return source, folded, (none,) * len(sizes), ()
-        return self.operators().score(source, folded, self.eps, start=start, sizes=sizes, rows=rows)
+            return source, folded, (none,) * len(sizes)
+        return self.operators().score(source, folded, self.eps, start=start, sizes=sizes)
 
     def _wait(self, outs: Tensors, lses: Tensors, queries: Tensors) -> Tensors:
         """What the reads left in a span will take, the last one's first."""
@@ -195,17 +193,16 @@ class TwoPhase:
         """The state before read `first` from its sources alone, (..., D) each, the running sum of a block last."""
         counts = self.table["read", self.first]
         plain = [source.contiguous() for source in state]
-        own, left = plain[counts.sources :], counts.left
-        sizes = [*([left] if own else []), *self.reads_to_come[self.first]]
+        own, left, inside = plain[counts.sources :], counts.left, self._into(self.first) > 0
+        sizes = [*([left] if inside else []), *self.reads_to_come[self.first]]
         sources, scored = [], []
         for source in plain[: counts.sources]:
-            source, folded, scores, _ = self._score(source, folded, self.first, sizes)
+            source, folded, scores = self._score(source, folded, self.first, sizes)
             sources.append(source)
             scored.append(scores)
         scores = tuple(torch.cat(pieces, -2) for pieces in zip(*scored, strict=True))
-        if not own:
-            queries = folded[1 : 1 + self._rows(self.first)].unbind(0)
-            return Span(tuple(sources), scores, folded, queries).pack()
+        if not inside:
+            return Span(tuple(sources), scores, folded, (), tuple(own)).pack()
         asked, *later = scores
         outs, lses, again = self.operators().mix(sources, (asked,)) if left else ((), (), sources)
         span = Span(tuple(again), tuple(later), folded, self._wait(outs, lses, folded[:left].unbind(0)))
@@ -223,14 +220,10 @@ class TwoPhase:
     def write(self, state: State, i: int, y: Tensor) -> State:
         dtype = state[0].dtype
         y = (y if y.dtype == dtype else y.to(dtype)).contiguous()  # asked first: `to` takes the host 10 us for nothing
-        ends = i % self.span == self.span - 1 or i == self.sublayers - 1
-        if not ends and not self.full:
-            return (*state, y)
-        span = self.unpack(state, "write", i)
         if not self.full:
-            return self._finish(span, span.own[0] + y if span.own else y, i + 1).pack()
-        span = self._absorb(span, y, i + 1)
-        if not ends:
+            return (*state, y)
+        span = self._absorb(self.unpack(state, "write", i), y, i + 1)
+        if i % self.span < self.span - 1 and i < self.sublayers - 1:
             return span.pack()
         count = i % self.span + 1
         outputs, scored = span.own[:count], span.own[count:]
@@ -244,7 +237,7 @@ class TwoPhase:
         left = len(span.waiting) // 2
         before = len(span.own) // (left + 2)
         sizes = [*[1] * left, len(span.folded) - (i - self.first) - left]
-        y, folded, scores, _ = self._score(y, span.folded, i, sizes)
+        y, folded, scores = self._score(y, span.folded, i, sizes)
         groups = [span.own[k * before : (k + 1) * before] for k in range(left + 2)]
         own = chain.from_iterable((*group, new) for group, new in zip(groups, (y, *scores), strict=True))
         return Span(span.sources, span.scores, folded, span.waiting, tuple(own))
@@ -254,16 +247,25 @@ class TwoPhase:
         span = self.unpack(state, "read", i)
         if self.full:
             return (*span.sources, *span.own[: self._into(i)])
-        return (*span.sources, sum(span.own[1:], span.own[0])) if span.own else span.sources
+        return (*span.sources, sum(span.own[1:], span.own[0]))
 
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        spans = len(self.reads_to_come[i])
-        later = tuple(piece for n, piece in enumerate(span.scores) if n % spans)
+        sizes, spans = self.reads_to_come[i], len(self.reads_to_come[i])
+        pieces, later = span.scores[::spans], tuple(piece for n, piece in enumerate(span.scores) if n % spans)
         weight, eps = folded_norm(norm)
-        ends = i == self.sublayers  # after the final read nobody takes sources from here
-        outs, lses, sources = self.operators().mix(span.sources, span.scores[::spans], weight, eps, thread=not ends)
-        waiting = self._wait(outs[1:], lses[1:], span.waiting)
-        state = Span(sources or span.sources, later, span.folded, waiting).pack()
+        thread = i < self.sublayers  # after the final read nobody takes sources from here
+        operators, folded, queries = self.operators(), span.folded, ()
+        if self.full:
+            outs, lses, sources = operators.mix(span.sources, pieces, weight, eps, thread=thread)
+            lses = lses[1:]
+        else:
+            *partial, y = span.own
+            outs, lses, queries, folded, sources, scores = operators.open_block(
+                y, partial[0] if partial else None, folded, span.sources, pieces, weight, eps,
+                eps=self.eps, start=i - self.first, sizes=sizes, thread=thread,
+            )  # fmt: skip
+            later += scores
+        state = Span(sources or span.sources, later, folded, self._wait(outs[1:], lses, queries)).pack()
         return outs[0] if weight is not None else apply_norm(norm, outs[0]), state
 
     def _merge_sum(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:

@@ -73,7 +73,7 @@ def test_two_phases_have_it_too(backend):
 def scored(ops, sources, query, key):
     """The sources again, and the scores of each, (..., 1, 1)."""
     results = [ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources]
-    return [source for source, *_ in results], [scores for _, _, (scores,), _ in results]
+    return [source for source, *_ in results], [scores for _, _, (scores,) in results]
 
 
 @pytest.mark.parametrize("opens", [True, False])

@@ -197,20 +197,26 @@ def test_two_sources_may_share_one_gradient(compiled):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-5)
 
 
-def test_queries_threaded_twice_may_share_one_gradient():
+@pytest.mark.parametrize("opens", [True, False])
+def test_queries_threaded_twice_may_share_one_gradient(opens):
+    """By a source that is scored, and by the read that opens a block, which hands the next read its query."""
     torch.manual_seed(0)
-    leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(2)]
-    folded, weight = (torch.randn(3, 16) * 0.3).requires_grad_(), torch.randn(3, 16)
+    leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(3)]
+    folded, weight = (torch.randn(4, 16) * 0.3).requires_grad_(), torch.randn(4, 16)
 
     def loss(ops):
-        (_, fa, za, (qa,)), (_, fb, zb, (qb,)) = (
-            ops.score(leaf, folded * 1.0, 1e-6, start=1, sizes=(1, 1), rows=1) for leaf in leaves
-        )
+        y, partial, source = leaves
+        asked = {"eps": 1e-6, "start": 1, "sizes": (2, 1)}
+        _, fa, za = ops.score(source, folded * 1.0, **asked)
+        given = (y, None if opens else partial, folded * 1.0, (source,), za[:1])
+        outs, lses, (query,), fb, sources, zb = ops.open_block(*given, **asked)
         shared = fa + fb  # one gradient for both
-        return (shared.square() * weight).sum() + sum(z.square().sum() for z in za + zb) + (qa * qb * weight[0]).sum()
+        results = (*outs, *lses, *sources, *za, *zb)
+        return (shared.square() * weight).sum() + sum(t.square().sum() for t in results) + (query * weight[0]).sum()
 
-    expected = torch.autograd.grad(loss(two_phase), [*leaves, folded])
-    for mine, other in zip(torch.autograd.grad(loss(autograd), [*leaves, folded]), expected, strict=True):
+    wanted = [*(leaves[::2] if opens else leaves), folded]
+    expected = torch.autograd.grad(loss(two_phase), wanted)
+    for mine, other in zip(torch.autograd.grad(loss(autograd), wanted), expected, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 

@@ -1,8 +1,9 @@
-"""The kernels under autograd: `score`, `mix`, `merge`. Importing this needs triton; `routing` decides when to.
+"""The kernels under autograd: `score`, `mix`, `open_block`, `merge`. Importing this needs triton; `routing` decides
+when to.
 
-Sources are threaded: `score` and `mix` return each source again, and the next read takes the returned one; `score`
-threads the queries too. Gradients then form a chain instead of a sum: a read's backward receives what later reads have
-gathered for a source, in the buffer that the later read's backward made, and adds its own share to it in place.
+Sources are threaded: `score`, `mix` and `open_block` return each source again, and the next read takes the returned
+one; queries are threaded too. Gradients then form a chain instead of a sum: a read's backward receives what later reads
+have gathered for a source, in the buffer that the later read's backward made, and adds its own share to it in place.
 
 Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark, and a gradient without
 the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied. Assumed: no tensor
@@ -12,6 +13,7 @@ else uses, which are nearly all. (The backend "aot_eager" makes them.)
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from .score import score as score_op
 from .score import score_backward, score_backward_
 
 _MARK = "_headwater_buffer"
+
+Tensors = tuple[Tensor, ...]
 
 
 class _Forgetful:
@@ -82,71 +86,69 @@ def _optional(name: str, value: Tensor | None) -> Tensor | None:
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, folded: Tensor, eps: float, start: int, sizes: Sequence[int], rows: int
+        ctx: Any, source: Tensor, folded: Tensor, eps: float, start: int, sizes: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        queries = folded[start:] if start else folded
-        z, rstd = score_op(source, queries, eps)
+        z, rstd = score_op(source, folded[start:] if start else folded, eps)
         ctx.start, ctx.sizes = start, sizes
         ctx.save_for_backward(source, folded, z, rstd)
         ctx.set_materialize_grads(False)
-        pieces = z.unsqueeze(-2).split(sizes, -1)
-        asked = queries[1 : 1 + rows].unbind(0) if rows else ()
-        return (source.view_as(source), folded.view_as(folded), *pieces, *asked)
+        return (source.view_as(source), folded.view_as(folded), *z.unsqueeze(-2).split(sizes, -1))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, df: Tensor | None, *rest: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, df: Tensor | None, *pieces: Tensor | None) -> tuple[Any, ...]:
         _first_order()
-        pieces, asked = rest[: len(ctx.sizes)], rest[len(ctx.sizes) :]
-        scored, merged = _any(pieces), _any(asked)
-        if not scored and not merged:
-            return gradient, df, None, None, None, None
+        if all(piece is None for piece in pieces):
+            return gradient, df, None, None, None
         source, folded, z, rstd = ctx.saved_tensors
-        df = torch.zeros_like(folded) if df is None else _to_add_to(df)
-        share = df[ctx.start :]
-        if merged:
-            filled = [folded.new_zeros(folded.shape[1:]) if d is None else d for d in asked]
-            share[1 : 1 + len(asked)].add_(torch.stack(filled))
-        if scored:
-            dz = _joined_columns(pieces, ctx.sizes, z)
-            gradient, found = _score_into(source, folded[ctx.start :], z, rstd, dz, gradient)
-            share.add_(found)
-        return gradient, _own(df), None, None, None, None
-
-
-def _any(gradients: Sequence[Tensor | None]) -> bool:
-    return any(gradient is not None for gradient in gradients)
-
-
-def _joined_columns(pieces: Sequence[Tensor | None], sizes: Sequence[int], z: Tensor) -> Tensor:
-    """Gradients (..., Q) of scores from those of their parts, (..., 1, size) each."""
-    filled = [z.new_zeros(*z.shape[:-1], 1, n) if d is None else d for d, n in zip(pieces, sizes)]
-    return filled[0].contiguous() if len(filled) == 1 else torch.cat(filled, -1)
+        gradient, df = _score_into(source, folded, z, rstd, ctx.start, ctx.sizes, pieces, gradient, df)
+        return gradient, df, None, None, None
 
 
 def _score_into(
-    source: Tensor, queries: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor | None
+    source: Tensor,
+    folded: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    start: int,
+    sizes: Sequence[int],
+    pieces: Sequence[Tensor | None],
+    gradient: Tensor | None,
+    df: Tensor | None,
+    asked: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor]:
-    """The source's gradient, what later reads gathered for it included, and that of the queries."""
+    """The gradients of a source and of all queries, what later reads gathered for them in `gradient` and `df` included.
+
+    `pieces`: those of the scores for the queries from `start` on, (..., 1, size) each; `asked`: those of the queries
+    after that one, from reads that took them.
+    """
+    filled = [z.new_zeros(*z.shape[:-1], 1, n) if d is None else d for d, n in zip(pieces, sizes)]
+    dz = filled[0].contiguous() if len(filled) == 1 else torch.cat(filled, -1)
+    df = torch.zeros_like(folded) if df is None else _to_add_to(df)
+    queries, share = (folded[start:], df[start:]) if start else (folded, df)
+    if any(d is not None for d in asked):
+        rows = [folded.new_zeros(folded.shape[1:]) if d is None else d for d in asked]
+        share[1 : 1 + len(asked)].add_(torch.stack(rows))
     if gradient is not None and (torch.compiler.is_compiling() or _owned(gradient)):
         gradient = _to_add_to(gradient)
-        (df,) = score_backward_(source, queries, z, rstd, dz, gradient)
+        (found,) = score_backward_(source, queries, z, rstd, dz, gradient)
     else:  # none, or one that is not ours: written anew, which is less than to copy it and add
         gradient = None if gradient is None else gradient.contiguous()
-        gradient, df = score_backward(source, queries, z, rstd, dz, gradient)
-    return _own(gradient), df
+        gradient, found = score_backward(source, queries, z, rstd, dz, gradient)
+    share.add_(found)
+    return _own(gradient), _own(df)
 
 
 def score(
-    source: Tensor, folded: Tensor, eps: float, *, start: int = 0, sizes: Sequence[int] | None = None, rows: int = 0
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The source and the fp32 queries `folded` (R, D), to be read in their place; the source's logits for the queries
-    from `start` on, in pieces (..., 1, size), one by default; and the `rows` queries after `start`, (D,) each.
+    source: Tensor, folded: Tensor, eps: float, *, start: int = 0, sizes: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The source and the fp32 queries `folded` (R, D), to be read in their place; and the source's logits for the
+    queries from `start` on, in pieces (..., 1, size), one by default.
 
-    Queries are threaded too: those of a block and their scores add to one buffer of gradients, in place.
+    Queries are threaded too: the scores of all sources add to one buffer of gradients, in place.
     """
     sizes = [len(folded) - start] if sizes is None else sizes
-    source, folded, *rest = apply(_Score, source, folded, eps, start, sizes, rows)
-    return source, folded, tuple(rest[: len(sizes)]), tuple(rest[len(sizes) :])
+    source, folded, *pieces = apply(_Score, source, folded, eps, start, sizes)
+    return source, folded, tuple(pieces)
 
 
 class _Mix(torch.autograd.Function):
@@ -168,26 +170,38 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _first_order()
-        p, *saved = ctx.saved_tensors
-        queries = ctx.queries
+        queries, nothing = ctx.queries, (None,) * 5
         douts, dlses, later = gradients[:queries], gradients[queries : 2 * queries], gradients[2 * queries :]
-        sources = saved[3:] if ctx.normed else saved
-        dg, along = None, None
-        if ctx.normed and douts[0] is not None:
-            x, rstd, norm_weight = saved[:3]
-            exact = queries == 1  # as plain PyTorch: a read by itself takes its shares from dh in fp32
-            dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, ctx.norm_eps, exact)
-            douts = (dh, *douts[1:])
-        nothing = (None,) * 5
-        if ctx.rebuild and along is None:  # this read was not used
+        if ctx.rebuild and douts[0] is None:  # this read was not used
             return (None, *nothing, *(None for _ in ctx.sizes), None, *later)
-        filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
-        asked: list[Tensor] = []
-        if not ctx.rebuild:  # no one sees that of a rebuilt read
-            first = next((n for n, d in enumerate(dlses) if d is not None), queries)
-            asked = [p.new_zeros(p.shape[:-2]) if d is None else d.contiguous() for d in dlses[first:]]
-        dz, dsources = _gather_into(sources, p, filled, asked, later, along if ctx.rebuild else None)
+        dg, dz, dsources = _mix_into(ctx.saved_tensors, ctx.normed, ctx.norm_eps, ctx.rebuild, douts, dlses, later)
         return (dg, *nothing, *dz.split(ctx.sizes, -2), *dsources)
+
+
+def _mix_into(
+    saved: Sequence[Tensor],
+    normed: bool,
+    norm_eps: float,
+    rebuild: bool,
+    douts: Sequence[Tensor | None],
+    dlses: Sequence[Tensor | None],
+    later: Sequence[Tensor | None],
+) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+    """The gradients of the norm's weight, of the scores, and of the sources, what later reads gathered included, from
+    what a read over them saved: its weights, with a norm its output, 1/rms and weight, and the sources."""
+    p, *saved = saved
+    dg, along, sources = None, None, saved[3:] if normed else saved
+    if normed and douts[0] is not None:
+        x, rstd, norm_weight = saved[:3]
+        exact = len(douts) == 1  # as plain PyTorch: a read by itself takes its shares from dh in fp32
+        dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, norm_eps, exact)
+        douts = (dh, *douts[1:])
+    filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
+    asked: list[Tensor] = []
+    if not rebuild:  # no one sees that of a rebuilt read
+        first = next((n for n, d in enumerate(dlses) if d is not None), len(dlses))
+        asked = [p.new_zeros(p.shape[:-2]) if d is None else d.contiguous() for d in dlses[first:]]
+    return dg, *_gather_into(sources, p, filled, asked, later, along if rebuild else None)
 
 
 def _gather_into(
@@ -251,14 +265,101 @@ def _mix(
     rebuild: bool = False,
     thread: bool = True,
 ) -> tuple[Tensor, ...]:
-    dtype, count = sources[0].dtype, len(pieces)
+    weight, exact = _inside(norm_weight, sources[0].dtype, pieces[0].shape[-1])
+    options = (norm_eps, rebuild and weight is not None, exact, thread)
+    first, *rest = apply(_Mix, weight, *options, len(pieces), *pieces, *sources)
+    return (_outside(first, weight, norm_weight, norm_eps, sources[0].dtype), *rest)
+
+
+# fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it unrounded.
+def _inside(norm_weight: Tensor | None, dtype: torch.dtype, queries: int) -> tuple[Tensor | None, bool]:
+    """The weight of a norm that the kernel applies, and whether outputs are to leave it in fp32."""
     if norm_weight is None or dtype != torch.float16:
-        options = (rebuild and norm_weight is not None, False, thread)
-        return apply(_Mix, norm_weight, norm_eps, *options, count, *pieces, *sources)
-    # fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it unrounded.
-    exact = pieces[0].shape[-1] == 1
-    first, *rest = apply(_Mix, None, norm_eps, False, exact, thread, count, *pieces, *sources)
-    return (rms_norm(first.float(), norm_weight, norm_eps).to(dtype), *rest)
+        return norm_weight, False
+    return None, queries == 1
+
+
+def _outside(
+    first: Tensor, inside: Tensor | None, norm_weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> Tensor:
+    if inside is norm_weight:
+        return first
+    return rms_norm(first.float(), norm_weight, eps).to(dtype)
+
+
+class _Open(torch.autograd.Function):
+    """`_Score` of what a block summed to, then `_Mix` for the next block, in one node: eager, each node and each tensor
+    that passes between two takes the host some microseconds."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        y, partial, folded, norm_weight, eps, norm_eps, exact, thread, start, sizes, count, *tensors = args  # see _Mix
+        source = y if partial is None else partial + y
+        z, scale = score_op(source, folded[start:] if start else folded, eps)
+        own, *later = z.unsqueeze(-2).split(sizes, -1)
+        pieces, sources = (*tensors[:count], own), (*tensors[count:], source)
+        x, rstd, out, lse, p = mix_op(sources, pieces, norm_weight, norm_eps, exact)
+        ctx.normed, ctx.norm_eps, ctx.opens = norm_weight is not None, norm_eps, partial is None
+        ctx.start, ctx.sizes, ctx.shares = start, sizes, [piece.shape[-2] for piece in pieces]
+        ctx.save_for_backward(folded, z, scale, p, *((x, rstd, norm_weight) if ctx.normed else ()), *sources)
+        ctx.set_materialize_grads(False)
+        outs = ((x,) if ctx.normed else ()) + out.unbind(0)
+        if not thread:
+            return outs
+        asked = folded[start + 1 : start + sizes[0]].unbind(0)
+        again = [v.view_as(v) for v in (folded, *tensors[count:])]
+        return (*outs, *lse.unbind(0)[1:], *asked, *again, y.view_as(y) if partial is None else source, *later)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _first_order()
+        folded, z, scale, *saved = ctx.saved_tensors
+        reads, count = ctx.sizes[0], sum(ctx.shares)
+        douts, dlses, asked, rest = _cut(gradients, reads, reads - 1, reads - 1)
+        df, *later = rest or (None,) * (1 + count)
+        dg, dz, dsources = _mix_into(saved, ctx.normed, ctx.norm_eps, False, douts, (None, *dlses), later[:count])
+        *given, own = dz.split(ctx.shares, -2)
+        pieces, (*again, gradient) = (own, *later[count:]), dsources
+        gradient, df = _score_into(saved[-1], folded, z, scale, ctx.start, ctx.sizes, pieces, gradient, df, asked)
+        return (gradient, None if ctx.opens else gradient, df, dg, *[None] * 7, *given, *again)
+
+
+def _cut(tensors: tuple[Any, ...], *sizes: int) -> list[tuple[Any, ...]]:
+    """The first so many, the next so many, ..., and the rest."""
+    ends = [0, *accumulate(sizes), len(tensors)]
+    return [tensors[start:end] for start, end in pairwise(ends)]
+
+
+def open_block(
+    y: Tensor,
+    partial: Tensor | None,
+    folded: Tensor,
+    sources: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    *,
+    eps: float,
+    start: int,
+    sizes: Sequence[int],
+    thread: bool = True,
+) -> tuple[Tensors, Tensors, Tensors, Tensor, Tensors, Tensors]:
+    """The reads of a block over all sources, after `y` joined `partial`, the sum of the block before (None: y is it).
+
+    That sum becomes a source: it is scored for the queries of `folded` (R, D) from `start` on, sizes[0] of them this
+    block's, and mixed with the other `sources` by `pieces`, their scores for this block, as in `mix`.
+    Returns outputs as `mix` does; of the reads after the first the log-sum-exps and the queries (D,); the queries and
+    the sources again; and the new one's scores for later blocks, (..., 1, size) each. thread=False: outputs alone.
+    """
+    reads = sizes[0]
+    weight, exact = _inside(norm_weight, y.dtype, reads)
+    options = (eps, norm_eps, exact, thread, start, sizes, len(pieces))
+    first, *rest = apply(_Open, y, partial, folded, weight, *options, *pieces, *sources)
+    made = (_outside(first, weight, norm_weight, norm_eps, y.dtype), *rest)
+    if not thread:
+        return made, (), (), folded, (), ()
+    outs, lses, queries, (folded,), again, scores = _cut(made, reads, reads - 1, reads - 1, 1, len(sources) + 1)
+    return outs, lses, queries, folded, again, scores
 
 
 class _Merge(torch.autograd.Function):

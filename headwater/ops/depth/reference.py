@@ -26,6 +26,8 @@ from torch import Tensor
 
 from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm
 
+Tensors = tuple[Tensor, ...]
+
 
 def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The vector that a source's direction is multiplied with: query times key weight, in `dtype`."""
@@ -124,15 +126,14 @@ def merge_partial(
 
 
 def score(
-    source: Tensor, folded: Tensor, eps: float, *, start: int = 0, sizes: Sequence[int] | None = None, rows: int = 0
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The source and the fp32 queries `folded` (R, D), to be read in their place; the source's logits for the queries
-    from `start` on, in pieces (..., 1, size), one by default; and the `rows` queries after `start`, (D,) each."""
+    source: Tensor, folded: Tensor, eps: float, *, start: int = 0, sizes: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The source and the fp32 queries `folded` (R, D), to be read in their place; and the source's logits for the
+    queries from `start` on, in pieces (..., 1, size), one by default."""
     v, queries = source.to(accumulation_dtype(source.dtype)), folded[start:]
     with full_precision(v):
         z = (v @ queries.to(v.dtype).T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    pieces = z.unsqueeze(-2).split([len(queries)] if sizes is None else list(sizes), -1)
-    return source, folded, pieces, queries[1 : 1 + rows].unbind(0)
+    return source, folded, z.unsqueeze(-2).split([len(queries)] if sizes is None else list(sizes), -1)
 
 
 def mix(
@@ -159,6 +160,27 @@ def mix(
         z.logsumexp(-2).unbind(-1),
         tuple(sources) if thread else (),
     )
+
+
+def open_block(
+    y: Tensor,
+    partial: Tensor | None,
+    folded: Tensor,
+    sources: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    *,
+    eps: float,
+    start: int,
+    sizes: Sequence[int],
+    thread: bool = True,
+) -> tuple[Tensors, Tensors, Tensors, Tensor, Tensors, Tensors]:
+    """`score` of the block that `y` ends, then `mix` for the next one's sizes[0] reads: outputs; of the reads after the
+    first log-sum-exps and queries; the queries and, to `thread` them, the sources again; scores for later blocks."""
+    source, folded, scores = score(y if partial is None else partial + y, folded, eps, start=start, sizes=sizes)
+    outs, lses, again = mix((*sources, source), (*pieces, scores[0]), norm_weight, norm_eps, thread=thread)
+    return outs, lses[1:], folded[start + 1 : start + sizes[0]].unbind(0), folded, again, scores[1:]
 
 
 def merge_outputs(
