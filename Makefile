@@ -15,9 +15,8 @@ TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/t
 
 KILLS ?= 100
 
-# A file's tests share its fixtures, so a process gets whole files; those that take longest come first (tests/conftest.py).
-# Three processes on two cores: some tests wait, for a process of theirs or a browser.
-TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder --durations 15 -m 'not faults and not alone'
+# Three forks on two cores: some tests wait, for a process of theirs or a browser (tests/together.py).
+TOGETHER := --processes 3 --durations 15 -m 'not faults and not alone'
 
 .PHONY: demo docs test test-crash test-faults test-gpu test-hf test-planted test-torch lint format clean
 
@@ -77,7 +76,7 @@ test-hf: $(INSTALLED)
 # Tracing, autocast, saving and sharding are what changes between releases. A wheel built with CUDA brings its libraries as
 # dependencies, which are not installed here: pip has to find a CPU wheel, or the import fails.
 test-torch: $(INSTALLED)
-	$(call on_releases,torch,$(TORCH),-n 2 --dist loadfile $(TORCH_TESTS:%=tests/%.py))
+	$(call on_releases,torch,$(TORCH),--processes 2 $(TORCH_TESTS:%=tests/%.py))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ CHROMIUM = next(
 )
 
 
-# Files that take longest, in that order; `make test` gives them out one by one, and none must be left for the end.
+# Files that take longest, in that order; none must be left for the end of `make test`.
 LONGEST = (
     "train/test_parallel.py",
     "residuals/test_residuals_compile.py",
@@ -76,36 +76,26 @@ LONGEST = (
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, help="runs that test_crash.py kills in each way; `make test-crash`")
+    parser.addoption("--processes", type=int, default=0, help="forks of this process in which tests run; `make test`")
     parser.addoption("--share", help="2/8: the third of eight shares of the chosen tests; `make test-gpu`")
 
 
 def pytest_configure(config):
-    if config.getoption("dist", "no") != "no":
-        return  # this process gives tests out to others, and needs no torch for that
     gc.disable()  # nothing that is imported until tests run is garbage: looking for some takes two seconds of thirteen
+    if config.getoption("--processes"):
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA bears no fork once it has been asked for devices
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else inductor tries in a new process whether vectors can be compiled
     import torch
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
-        if hasattr(config, "workerinput"):
-            fork_server_of_a_worker(config)
+        if config.getoption("--processes"):
+            from processes import fork_the_server
+
+            os.environ["HF_HUB_OFFLINE"] = "1"  # which is read at import, like the above
+            fork_the_server()  # which has imported nothing of the tests yet
         if importlib.util.find_spec("triton"):
             interpreter.speed_up()
-
-
-def fork_server_of_a_worker(config):
-    """Of `make test`: every file is imported there anyway. Here it has imported nothing of the tests yet, and what
-    processes of the server print is kept for the test that starts them."""
-    from processes import fork_the_server
-
-    os.environ["HF_HUB_OFFLINE"] = "1"  # which is read at import, like the above
-    capture = config.pluginmanager.getplugin("capturemanager")
-    capture.resume_global_capture()
-    try:
-        fork_the_server()
-    finally:
-        capture.suspend_global_capture()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -122,6 +112,16 @@ def pytest_collection_finish():
     from processes import spare_collector
 
     spare_collector()
+
+
+def pytest_runtestloop(session):
+    processes = session.config.getoption("--processes")
+    if processes and not session.testsfailed and not session.config.option.collectonly:
+        import together
+
+        together.run(session, processes)
+        return True
+    return None
 
 
 @pytest.fixture(scope="session")

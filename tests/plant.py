@@ -154,7 +154,7 @@ def run_tests(tree: Path, tests: Sequence[str], options: Sequence[str], result: 
     os.dup2(silence, 2)
     recorder = Recorder()
     # A test that measures time fails on a busy machine, fault or no fault.
-    options = [*options, "-m", "not alone", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = [*options, "-m", "not alone", "-q", "-p", "no:cacheprovider"]
     options += ["--basetemp", str(tree.parent / "basetemp")]
     code = int(pytest.main([*options, *tests], plugins=[recorder]))
     result.write_text(json.dumps({"code": code, **vars(recorder)}), encoding="utf-8")

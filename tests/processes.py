@@ -11,8 +11,10 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO
 
@@ -46,8 +48,9 @@ def fork_server() -> ForkServerContext:
 
 def fork_the_server() -> None:
     """The fork server is a fork of this process, as it is now, instead of a new one that imports the same once more."""
-    for name in PRELOADED:
-        importlib.import_module(name)
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns of what it imports itself
+        for name in PRELOADED:
+            importlib.import_module(name)
     fork_server()
     multiprocessing.resource_tracker.ensure_running()
     begin, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork_instead
@@ -55,6 +58,31 @@ def fork_the_server() -> None:
         multiprocessing.forkserver.ensure_running()
     finally:
         multiprocessing.util.spawnv_passfds = begin
+
+
+def keep_the_server() -> None:
+    """In a fork of the process that forked the server, which is no child of this one: whether it lives is not asked."""
+    server = multiprocessing.forkserver._forkserver
+    if server._forkserver_pid:
+        server.ensure_running = multiprocessing.resource_tracker.ensure_running
+
+
+class Printing:
+    """`job`, for a process of the server, which then prints where this one prints."""
+
+    def __init__(self, job: Callable[..., None]) -> None:
+        self.job = job
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return print_there, (self.job, DupFd(1), DupFd(2))
+
+
+def print_there(job: Callable[..., None], *streams: object) -> Callable[..., None]:
+    for number, stream in enumerate(streams, start=1):
+        file = stream.detach()
+        os.dup2(file, number)
+        os.close(file)
+    return job
 
 
 def fork_instead(path: bytes, command: list[str], kept: Sequence[int]) -> int:

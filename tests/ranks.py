@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from processes import fork_server, spare_collector
+from processes import Printing, fork_server, spare_collector
 
 
 def spawn(world: int, job: Callable[..., None], *arguments: Any, minutes: int = 5) -> None:
     """`job(*arguments)` in `world` processes at once; an error in one of them, or no end in time, is raised."""
     fork_server()
     arguments = (world, free_port(), job, arguments)
-    context = torch.multiprocessing.start_processes(enter, arguments, world, join=False, start_method="forkserver")
+    context = torch.multiprocessing.start_processes(
+        Printing(enter), arguments, world, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + 60 * minutes
     while not context.join(timeout=5):
         if time.monotonic() > deadline:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from processes import fork_server, start
+from processes import Printing, fork_server, start
 from ranks import enter, free_port
 from tinyrun import fingerprint, flags, tiny
 
@@ -36,7 +36,9 @@ class Processes:
         else:
             port = free_port()
             jobs = [(enter, (rank, self.world, port, train, (self.config, out))) for rank in range(self.world)]
-        self.all = [self.context.Process(target=job, args=args, kwargs={"resume": resume}) for job, args in jobs]
+        self.all = [
+            self.context.Process(target=Printing(job), args=args, kwargs={"resume": resume}) for job, args in jobs
+        ]
         for process in self.all:
             process.start()
 
@@ -127,7 +129,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     step = int(saved.name.removeprefix("step-"))
     assert fingerprint(out)["metrics"][-1]["step"] == step
 
-    again = fork_server().Process(target=main, args=(["train", "--out", str(out), "--resume"],))
+    again = fork_server().Process(target=Printing(main), args=(["train", "--out", str(out), "--resume"],))
     again.start()
     try:
         wait_for_steps(out, again.is_alive, beyond=step)
