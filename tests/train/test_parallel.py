@@ -57,7 +57,9 @@ STEPS = 20 if EVERYTHING else 8
 PLAIN = ("attnres-block:block=3", "hyper-connections")  # without the cache: a state of sources, and of streams
 OTHERS = ("ddl", "mhc", "muddformer")  # a state per value channel, of several streams, of all sources with three reads
 SHORT = {2: ("shard", "tensor"), 4: ()}  # for the other residuals, one step
-TWICE = {"tensor-replicate"}  # what tensor-shard and pipeline-replicate show, each for its part
+# What others show: tensor-shard and pipeline-replicate, each for its part; and the cases of Muon, whose embeddings and
+# norms have AdamW.
+TWICE = {"tensor-replicate", "replicate-shard", "tensor-shard"}
 
 MUON = {
     "fp32": ((2, "tensor"), (4, "replicate-shard"), (4, "interleaved-shard"), (4, "tensor-shard")),
@@ -112,7 +114,7 @@ def cases() -> list[Case]:
             chosen = [layout for layout in layouts if EVERYTHING or layout not in TWICE]
             found += [Case(world, residual, layout) for layout in chosen if whole or layout in SHORT[world]]
     found += [Case(2, residual, "uneven", cache=False) for residual in RESIDUALS if EVERYTHING or residual in PLAIN]
-    found += [Case(4, "hyper-connections", "interleaved-shard"), Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
+    found += [Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
     others = [name for name in names() if name not in RESIDUALS and (EVERYTHING or name in OTHERS)]
     found += [Case(2, "hyper-connections", "uneven")]
     found += [
@@ -123,6 +125,7 @@ def cases() -> list[Case]:
     for muon, pairs in MUON.items():
         found += [Case(world, RESIDUALS[2], layout, muon=muon) for world, layout in pairs]
     if EVERYTHING:
+        found += [Case(4, "hyper-connections", "interleaved-shard")]
         deep = ((2, "shard"), (4, "tensor-shard"), (4, "tensor-pipeline"))
         found += [Case(world, RESIDUALS[2], layout, compile=True, recompute=True) for world, layout in deep]
         found += [Case(4, RESIDUALS[2], layout, compile=True) for layout in ("tensor-shard", "tensor-pipeline")]
