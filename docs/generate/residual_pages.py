@@ -16,6 +16,7 @@ from headwater.analyze.runs import read_runs
 from headwater.analyze.table import Row, residual_table
 from headwater.residuals import entry, options_of
 from headwater.residuals.formulas import FORMULAS
+from headwater.stats import Paired, pair
 
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = ROOT / "docs" / "explanation" / "implementations.md"
@@ -156,7 +157,7 @@ def study(name: str) -> str:
     link = f"[All of it](../../{STUDY[0]})." if STUDY else "The study is in `studies/attention-residuals`."
     if not rows:
         return ""
-    head = ["recipe", "runs", "seeds", "bits per byte", "loss, against the plain residual"]
+    head = ["recipe", "runs", "seeds", "bits per byte", "against the plain residual"]
     columns = 5 if any(row[-1] for row in rows) else 4  # no run of the plain residual has all the same settings
     lines = [f"| {' | '.join(row[:columns])} |" for row in (head, ["---"] * 5, *rows)]
     return "## In the study\n\n" + "\n".join(lines) + f"\n\n{link}"
@@ -176,9 +177,11 @@ def groups() -> list[tuple[str, Group]]:
 
 
 def difference(group: Group) -> str:
-    paired = group.difference()
-    if paired is None:
-        return "" if group.baseline is None else "the baseline"
+    plain = group.baseline
+    if plain is None or plain is group:
+        return "" if plain is None else "the baseline"
+    values = pair(group.by_seed("bits_per_byte"), plain.by_seed("bits_per_byte"))
+    paired = Paired(values, group.comparisons)
     return f"{paired.stat.text(sign='+')}, {paired.verdict}"
 
 

@@ -5,16 +5,20 @@ A difference is taken seed by seed (equal seeds saw equal data in equal order) a
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import accumulate
 from typing import Any
 
 from headwater.analyze.runs import Record, RecordedRun, number
+from headwater.models import ModelConfig
 from headwater.stats import LOWER, Paired, Stat, pair, summarize
 
 BASELINE = "standard"
 # Settings that may differ inside a group: they say where and how a run was carried out, not what was computed.
 INCIDENTAL = {"seed", "device", "cache", "log_every", "eval_every", "depth_every", "save_every", "keep"}
+INCIDENTAL |= {"compile", "graph"}
+DEFAULTS = {one.name: one.default for one in fields(ModelConfig) if one.default is not MISSING}
+UNFELT = {BASELINE: {"optim.query_lr"}}  # settings of what a residual does not have
 DEPTH_LISTS = {"output": "output_norm", "read": "read_norm", "gradient": "gradient_norm", "entropy": "entropy"}
 DEPTH_LISTS["experts"] = "expert_load_cv"  # of models that have some
 
@@ -104,8 +108,9 @@ def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> l
 
 
 def beyond(one: Group, other: Group) -> list[str]:
-    """The settings in which two groups differ, but for those that make their arms."""
+    """The settings in which two groups differ, but for those that make their arms, or that `one` does not feel."""
     named = {key for group in (one, other) for run in group.runs for key in run.switches}
+    named |= UNFELT.get(one.residual, set())
     return [key for key in differing([one.settings, other.settings]) if key not in named]
 
 
@@ -113,8 +118,8 @@ def flatten(config: Record, prefix: str = "") -> dict[str, str]:
     """Settings by dotted name, without the residual itself and what is incidental."""
     flat: dict[str, str] = {}
     for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
+        if isinstance(value, dict):  # a run from before there was a setting did what its default does
+            flat |= flatten(DEFAULTS | value if key == "model" else value, f"{prefix}{key}.")
         elif key != "residual" and key not in INCIDENTAL:
             flat[prefix + key] = str(value)
     return flat

@@ -29,6 +29,14 @@ ASSETS = HERE.parent.parent / "docs" / "assets"
 BASELINE = "standard"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
 BY_DEPTH = (("outputs", "output_norm"), ("what is read", "read_norm"), ("gradients", "gradient_norm"))
+# Losses of the paper's table of ablations and of its sweep of block sizes, at 436 million active parameters.
+PAPER = {
+    "standard": 1.766, "denseformer": 1.767, "mhc": 1.747, "attnres-full": 1.737, "attnres-block": 1.746,
+    "attnres-full:query=projected": 1.731, "attnres-full:weights=static": 1.749, "attnres-full:weights=sigmoid": 1.741,
+    "attnres-full:key_norm=false": 1.743, "attnres-full:window=8": 1.764, "attnres-block:block=2": 1.746,
+    "attnres-block:block=4": 1.746, "attnres-block:block=8": 1.748, "attnres-block:block=16": 1.753,
+    "attnres-block:block=24": 1.757,
+}  # fmt: skip
 MAPPED = 8e-3  # the learning rate whose depth weights are drawn
 Runs = list[RecordedRun]
 
@@ -95,18 +103,44 @@ def noise(runs: Runs) -> str:
 
 def beside_plain(runs: Runs) -> str:
     """Mean and spread of each arm, and the paired difference."""
+    return grid(COLUMNS, [row for _, row in _beside_plain(runs)])
+
+
+COLUMNS = ["", "seeds", "bits per byte", "standard deviation", "difference", "95 % interval", ""]
+
+
+def _beside_plain(runs: Runs) -> list[tuple[float, list[str]]]:
+    """For each arm the mean of its differences, and its row."""
     arms = {_arm(group[0]): by_seed(group) for group in grouped(runs, "model.residual", "model.shortswa").values()}
     rows = []
     for arm, scores in arms.items():
-        stat, cells = summarize(list(scores.values())), ["", "", ""]
+        stat, cells, apart = summarize(list(scores.values())), ["", "", ""], 0.0
         assert stat is not None
         if arm != BASELINE and (differences := pair(scores, arms[BASELINE])):
             paired = Paired(differences)
-            cells = [signed(paired.mean), _range(paired.interval), paired.verdict]
+            apart, cells = paired.mean, [signed(paired.mean), _range(paired.interval), paired.verdict]
         spread = "-" if stat.spread is None else f"{stat.spread:.4f}"
-        rows.append([f"`{arm}`", str(stat.count), f"{stat.mean:.4f}", spread, *cells])
-    head = ["", "seeds", "bits per byte", "standard deviation", "difference", "95 % interval", ""]
-    return grid(head, rows)
+        rows.append((apart, [f"`{arm}`", str(stat.count), f"{stat.mean:.4f}", spread, *cells]))
+    return rows
+
+
+def ablations(runs: Runs) -> str:
+    """First every residual as it is, then the options of Attention Residuals: the lowest first, beside the paper's."""
+    plain = next(float(row[2]) for _, row in _beside_plain(runs) if row[0] == f"`{BASELINE}`")
+    rows = []
+    for apart, row in sorted(_beside_plain(runs)):
+        arm = row[0].strip("`")
+        ours = "" if arm == BASELINE else percent(apart / plain)
+        theirs = "" if arm == BASELINE or arm not in PAPER else percent(PAPER[arm] / PAPER[BASELINE] - 1)
+        rows.append([*row[:5], ours, theirs, *row[5:]])
+    head = [*COLUMNS[:5], "of plain", "paper's", *COLUMNS[5:]]
+    options = [row for row in rows if re.match("`attnres-(full|block)", row[0])]
+    others = [row for row in rows if row not in options or ":" not in row[0]]
+    return grid(head, others) + "\nOptions of Attention Residuals:\n\n" + grid(head, options)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:+.1f} %".replace("-", "−")
 
 
 def _arm(run: RecordedRun) -> str:
@@ -307,7 +341,7 @@ def cost(found: dict[str, Runs]) -> str:
 
 TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": noise, "rates": rates, "query": query, "transfer": transfer, "scaling": scaling,
-    "ablations": beside_plain, "dynamics": dynamics, "hybrid": rates,
+    "ablations": ablations, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
 MEASURED = {"importance": importance, "hops": hops}  # not by `headwater study`, but by scripts of their own
 RECIPES = {"dynamics": ("noise", "dynamics")}  # whose runs a table takes, if not those of its name alone

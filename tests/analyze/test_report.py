@@ -15,7 +15,7 @@ from headwater.analyze import report
 from headwater.analyze.groups import curves, group_runs, smooth, thin
 from headwater.analyze.matrix import write_matrix
 from headwater.analyze.report import make_page, write_report
-from headwater.analyze.runs import find_order, find_runs, read_run
+from headwater.analyze.runs import find_order, find_runs, read_run, read_runs
 from headwater.errors import UserError
 
 
@@ -250,6 +250,28 @@ def test_runs_with_other_settings_are_told_apart(tmp_path):
     assert "Settings differ beyond the residual: optim.lr." in visible(
         write_report(folders, tmp_path / "r.html").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "value", "judged"),
+    [
+        ("optim", "query_lr", 0.1, True),  # the plain residual has no queries
+        ("train", "compile", "model", True),
+        ("model", "depth_start", True, True),  # the default, which older runs do not name
+        ("model", "depth_start", False, False),
+        ("optim", "lr", 0.1, False),
+    ],
+)
+def test_settings_that_a_baseline_does_not_feel_do_not_part_an_arm_from_it(tmp_path, section, setting, value, judged):
+    folders = [make_run(tmp_path / residual, residual) for residual in ("standard", "attnres-full")]
+    path = folders[1] / "config.json"
+    config = json.loads(path.read_text())
+    config[section][setting] = value
+    path.write_text(json.dumps(config))
+    _, arm = group_runs(read_runs(folders))
+    assert (arm.difference() is not None) == judged
+    _, plain = group_runs(read_runs(folders), order=("attnres-full",))  # whose queries feel their rate
+    assert (plain.difference() is not None) == (judged and setting != "query_lr")
 
 
 def test_an_arm_with_a_switch_of_the_model_is_judged_against_the_baseline(tmp_path):
