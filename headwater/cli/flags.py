@@ -224,6 +224,8 @@ class StudyFlags(PluginFlags):
     """Folder of the study; by default runs/ and its name."""
     minutes: float = math.inf
     """Start no run after them, and save those under way: the next call goes on."""
+    whole: bool = False
+    """Start no run that would not end by then, going by the longest so far: for a machine whose disk is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ def study(argv: list[str]) -> None:
     flags = parse(StudyFlags, argv, study)
     from headwater.train.study import study as run
 
-    run(flags.recipe, flags.out, minutes=flags.minutes)
+    run(flags.recipe, flags.out, minutes=flags.minutes, whole=flags.whole)
 
 
 def plan(argv: list[str]) -> None:

@@ -76,10 +76,13 @@ class Active:
         return not recorded and time.time() < self.began + STARTING_SECONDS
 
 
-def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, seconds: float = math.inf) -> list[str]:
+def run_all(
+    runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, seconds: float = math.inf, whole: bool = False
+) -> list[str]:
     """Keep `jobs` processes busy until every run has ended, or for so many seconds: then none is started any more, and
-    those under way are asked to save and end. Returns what to say about those that failed; `go_on` is the command that
-    continues, for whoever interrupts it.
+    those under way are asked to save and end; `whole`: none is started that would not end by then, going by the longest
+    so far. Returns what to say about those that failed; `go_on` is the command that continues, for whoever interrupts
+    it.
 
     Of runs that share a GPU at most half are starting at a time, which is until they have recorded a step. Started
     together they would end together too, wave after wave, and the GPU would wait while all of them compile."""
@@ -87,7 +90,7 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
     waiting = [job for job in runs if not job.finished]
     running: list[Active] = []
     failures: list[str] = []
-    side_by_side = min(jobs, len(waiting))
+    side_by_side, longest = min(jobs, len(waiting)), 0.0
     with (
         Interruption() as interruption,
         shared_gpu(side_by_side, console.print) as environment,
@@ -96,7 +99,10 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
         total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
-                while waiting and len(running) < jobs and not (environment and half_start(running, jobs)):
+                late = whole and time.monotonic() + longest > deadline
+                if late and not running:
+                    break
+                while waiting and not late and len(running) < jobs and not (environment and half_start(running, jobs)):
                     job = waiting.pop(0)
                     task = tasks.add(job.label, job.steps, note="starting")
                     start = job.log.stat().st_size if job.log.exists() else 0
@@ -107,6 +113,7 @@ def run_all(runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, sec
                     show(active, tasks)
                     if active.process.poll() is not None:
                         running.remove(active)
+                        longest = max(longest, time.time() - active.began)
                         tasks.remove(active.task)
                         tasks.update(total, len(runs) - len(waiting) - len(running))
                         failures += conclude(active, tasks)

@@ -66,7 +66,12 @@ class StudyResult:
 
 
 def study(
-    recipe: str | Path, out: str | Path | None = None, *, minutes: float = math.inf, progress: bool = True
+    recipe: str | Path,
+    out: str | Path | None = None,
+    *,
+    minutes: float = math.inf,
+    whole: bool = False,
+    progress: bool = True,
 ) -> StudyResult:
     """Run what is missing of a study; what `headwater study` calls.
 
@@ -74,6 +79,8 @@ def study(
         recipe: a TOML file: `name`, settings that all runs share under [config], tables [[runs]] with lists of others.
         out: folder of the study, by default runs/ and its name. `headwater report` and `headwater scaling` take it.
         minutes: no run is started after them, and those under way are saved: the next call goes on from there.
+        whole: start no run that would not end in those minutes, going by the longest so far: for a machine whose disk
+            is lost.
         progress: show how far the runs are.
 
     Returns a `StudyResult`. Raises `headwater.errors.UserError` for a file that does not fit, for a folder whose runs
@@ -92,7 +99,7 @@ def study(
         for job, config in zip(jobs, plan.runs.values(), strict=True):
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
         console.print(describe(standing(out, jobs, plan)), highlight=False, soft_wrap=True)
-        failures = run_all(jobs, plan.jobs, console, go_on=go_on, seconds=60 * minutes)
+        failures = run_all(jobs, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
         if not plan.keep_weights:
             for job in jobs:
                 if job.finished:
