@@ -68,6 +68,30 @@ def test_a_kernel_is_compiled_by_the_public_way_and_then_run_by_address(kernel):
     assert (second, grid, arguments) == ("direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2))
 
 
+def prepared(kernel):
+    return launching.Launch(kernel, (5,), (5, 8), {"BD": 8}, num_warps=4, num_stages=2)
+
+
+def test_a_prepared_launch_keeps_the_kernel(kernel):
+    ready, (x, y) = prepared(kernel), torch.zeros(2, 4)
+    for _ in range(4):
+        ready(x, y)
+    assert [way[0] for way in kernel.ways] == ["public", "direct", "direct", "direct"]
+    assert kernel.ways[1] == kernel.ways[3] == ("direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2))
+    kernel.pre_run_hooks.append(print)
+    ready(x, y)
+    assert kernel.ways[-1][0] == "public"
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(9)[1:].view(2, 4)])
+def test_a_prepared_launch_keeps_it_for_these_types_and_whole_addresses_alone(kernel, other):
+    ready, tensors = prepared(kernel), torch.zeros(2, 4)
+    for given in (tensors, tensors, tensors, other, other, other, tensors):
+        ready(*given)
+    assert [way[0] for way in kernel.ways] == ["public", "direct", "direct"] * 2 + ["direct"]
+    assert [way[2][0] for way in kernel.ways[-2:]] == [other.data_ptr(), tensors.data_ptr()]
+
+
 def test_a_kernel_may_take_tensors_alone(kernel):
     kernel.arg_names = ("x", "y", "BD", "STAGES")
     kernel.params = [kernel.params[place] for place in (0, 1, 4, 5)]
@@ -176,15 +200,24 @@ def test_another_device_is_made_the_current_one(kernel, monkeypatch):
             current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(launching, "current_stream", lambda index: 77 if current[-1] == index else 0)
     start(kernel)
     start(kernel)
     assert [way[0] for way in kernel.ways] == ["public", "direct"]
+    ready, tensors = prepared(kernel), torch.zeros(2, 4)
+    with Device(-1):
+        ready(*tensors)
+    ready(*tensors)
+    assert [way[0] for way in kernel.ways[2:]] == ["direct", "direct"]
     assert current == [0]
+
+
+HOW = ("launch", "Launch")
 
 
 def launched(tree):
     """Kernels that a file launches: their names, the numbers and tensors they take, and what they do not specialise."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch"]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in HOW]
     names = {ast.unparse(call.args[0]) for call in calls}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and function.name in names:

@@ -12,15 +12,16 @@ what the one before has just written, and what the next one will read first, is 
 """
 
 import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.ops.triton.launch import launch, launches
+from headwater.ops.triton.launch import Launch, launches
 from headwater.ops.triton.registration import writer
-from headwater.ops.triton.tiles import INTERPRETED, add3, ceil_div, power_of_2, processors, rows_of
+from headwater.ops.triton.tiles import INTERPRETED, add3, ceil_div, power_of_2, processors
 
 from .mix import gain
 
@@ -170,29 +171,38 @@ def _gather(
         tl.store(dg + o_d, tl.sum(gg, 0).to(dg.dtype.element_ty), mask=m_d)
 
 
-def _warps(width: int) -> int:
-    return max(1, min(16, power_of_2(width) // 256))
+@functools.lru_cache(1024)
+def _forward(shape: torch.Size, eps: float, norm_eps: float, opens: bool, key: bool, norm: bool) -> Launch:
+    """One program a token."""
+    *tokens, width = shape
+    wide = power_of_2(width)
+    constants = {"OPENS": opens, "KEY": key, "NORM": norm, "BD": wide}
+    warps = max(1, min(16, wide // 256))
+    return Launch(_merge, (math.prod(tokens),), (width, eps, norm_eps), constants, num_warps=warps)
 
 
 @functools.lru_cache(1024)
-def _plan(rows: int, width: int, device: torch.device, given: bool, out: bool, merge: bool, key: bool, norm: bool):
-    """Of a backward: programs and warps for the pass over tokens, its constants, and those of the sum of partials."""
-    wide = power_of_2(width)
+def _backward(
+    shape: torch.Size, device: torch.device, eps: float, given: bool, out: bool, merge: bool, key: bool, norm: bool
+) -> tuple[int, Launch, Launch]:
+    """The pass over tokens on a fixed number of programs, that number, and the sum of their partials."""
+    *tokens, width = shape
+    rows, wide = math.prod(tokens), power_of_2(width)
     programs = min(rows, max(1, PER_PROCESSOR * 2048 // wide) * processors(device))
     flags = {"MERGE": merge, "KEY": key, "NORM": norm}
     constants = {"GIVEN": given, "OUT": out} | flags | {"BD": wide, "TOGETHER": not INTERPRETED}
-    return programs, max(1, min(16, wide // PER_WARP)), constants, flags | {"BD": 16, "BP": 256}
+    options = {"num_warps": max(1, min(16, wide // PER_WARP)), "num_stages": STAGES}
+    over_tokens = Launch(_merge_backward, (programs,), (rows, width, eps), constants, **options)
+    of_sum = flags | {"BD": 16, "BP": 256}
+    return programs, over_tokens, Launch(_gather, (ceil_div(width, 16),), (programs, width), of_sum, num_warps=8)
 
 
-def _backward(args, gather, norm_eps, *flags: bool) -> None:
-    """The pass over tokens on a fixed number of programs, then the sum of their partials."""
+def _launch_backward(args, gather, norm_eps, *flags: bool) -> None:
     dx = args[0]
-    rows, width = rows_of(dx)
-    programs, warps, constants, of_sum = _plan(rows, width, dx.device, *flags)
-    parts = torch.empty(programs, 2, width, dtype=torch.float32, device=dx.device)
-    numbers = (rows, width, norm_eps)
-    launch(_merge_backward, (programs,), (*args, parts), numbers, constants, num_warps=warps, num_stages=STAGES)
-    launch(_gather, (ceil_div(width, 16),), (parts, *gather), (programs, width), of_sum, num_warps=8)
+    programs, over_tokens, sum_up = _backward(dx.shape, dx.device, norm_eps, *flags)
+    parts = torch.empty(programs, 2, dx.shape[-1], dtype=torch.float32, device=dx.device)
+    over_tokens(*args, parts)
+    sum_up(parts, *gather)
 
 
 def _outputs(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps):
@@ -217,15 +227,11 @@ def merge(
 ) -> None:
     """The read, the block's new sum (none without `partial`: it is y itself), and per token 1/rms, logit, 1/rms(h)."""
     launches["merge"] += 1
-    rows, width = rows_of(y)
-    key = query if key_weight is None else key_weight
-    args = (y, y if partial is None else partial, out, lse, query, key, query if norm_weight is None else norm_weight)
-    constants = {
-        "OPENS": partial is None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
-        "BD": power_of_2(width),
-    }  # fmt: skip
-    args += (x if total is None else total, x, stats)
-    launch(_merge, (rows,), args, (width, eps, norm_eps), constants, num_warps=_warps(width))
+    flags = (partial is None, key_weight is not None, norm_weight is not None)
+    _forward(y.shape, eps, norm_eps, *flags)(
+        y, y if partial is None else partial, out, lse, query, query if key_weight is None else key_weight,
+        query if norm_weight is None else norm_weight, x if total is None else total, x, stats,
+    )  # fmt: skip
 
 
 def _gradients(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, stats, norm_eps):
@@ -263,7 +269,7 @@ def merge_backward(
     )  # fmt: skip
     gather = (query, key, dquery, dquery if dkey is None else dkey, dquery if dg is None else dg)
     flags = (dtotal is not None, out is not None, True, key_weight is not None, norm_weight is not None)
-    _backward(args, gather, norm_eps, *flags)
+    _launch_backward(args, gather, norm_eps, *flags)
 
 
 def _gradients_of_norm(dx, x, norm_weight, rstd, norm_eps, exact):
@@ -287,4 +293,4 @@ def norm_backward(
     exact: dh in fp32."""
     launches["norm_backward"] += 1
     args = (dx, dx, x, x, x, rstd, dg, dg, norm_weight, rstd, rstd, dh, dh, along)
-    _backward(args, (dg, dg, dg, dg, dg), norm_eps, False, False, False, False, True)
+    _launch_backward(args, (dg, dg, dg, dg, dg), norm_eps, False, False, False, False, True)

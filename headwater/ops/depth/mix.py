@@ -11,6 +11,7 @@ Backward: one or two warps own a token and take four sources at once, so that th
 times, from cache; the S * N dot products are summed per thread first, and exchanged once per source.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.ops.triton.launch import address_table, addresses_of, launch, launches
+from headwater.ops.triton.launch import Launch, address_table, addresses_of, launches
 from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import ceil_div, power_of_2, row_pointer, rows_of, vectorised
 
@@ -223,6 +224,19 @@ def _floor_power(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
+@functools.lru_cache(1024)
+def _forward(rows: int, width: int, count: int, queries: int, eps: float, norm: bool, vector: bool):
+    """The softmax, and the sums with the first of the queries that each launch of them serves."""
+    numbers, sums = (rows, count, queries), []
+    softmax = Launch(_softmax, (ceil_div(rows, 32),), numbers, {"T": 32, "SP": power_of_2(queries)}, num_warps=4)
+    for s, now in _chunks(queries, MAX_QUERIES):
+        block = min(power_of_2(width), max(128, _floor_power(16384 // now)))
+        warps = min(8, power_of_2(max(ceil_div(now * block, 1536), ceil_div(block, 1024))))
+        constants = {"S": now, "NORM": norm and s == 0, "BD": block, "ONE": block >= width, "VECTOR": vector}
+        sums.append((s, Launch(_mix, (rows,), (*numbers, width, eps), constants, num_warps=warps)))
+    return softmax, sums
+
+
 def _outputs(sources, scores, norm_weight, eps, exact):
     source, score, normed = sources[0], scores[0], norm_weight is not None
     tokens, queries = source.shape[:-1], score.shape[-1]
@@ -249,35 +263,25 @@ def mix(
     1/rms, the outputs (S, ..., D), their log-sum-exp (S, ...) and the weights (..., N, S). With `norm_weight` the
     outputs lack the first; without, there is no normed one and no 1/rms. exact: the outputs in fp32."""
     launches["mix"] += 1
-    rows, width = rows_of(sources[0])
     count, queries = p.shape[-2:]
-    narrow, first = power_of_2(queries), p if x is None else x
-    grid, addresses = (ceil_div(rows, 32),), addresses_of(sources)
+    norm, addresses = norm_weight is not None, addresses_of(sources)
     placed = [*map(_at_even_distances, scores)]
     table = address_table([*addresses, *_first_tokens(placed)], sources[0].device)
-    launch(_softmax, grid, (table, p, lse), (rows, count, queries), {"T": 32, "SP": narrow}, num_warps=4)
-    for s, now in _chunks(queries, MAX_QUERIES):
-        normed = norm_weight is not None and s == 0
-        shift = s - (norm_weight is not None and s > 0)
-        block = min(power_of_2(width), max(128, _floor_power(16384 // now)))
-        warps = min(8, power_of_2(max(ceil_div(now * block, 1536), ceil_div(block, 1024))))
-        constants = {
-            "S": now,
-            "NORM": normed,
-            "BD": block,
-            "ONE": block >= width,
-            "VECTOR": vectorised(sources[0], addresses),
-        }
-        args = (
+    vector = vectorised(sources[0], addresses)
+    softmax, sums = _forward(*rows_of(sources[0]), count, queries, eps, norm, vector)
+    softmax(table, p, lse)
+    first = p if x is None else x
+    for s, mixed in sums:
+        shift = s - (norm and s > 0)
+        mixed(
             table,
             p.view(-1)[s:] if s else p,
             sources[0],
             (out[shift:] if shift else out) if out.numel() else first,
             first,
             p if rstd is None else rstd,
-            norm_weight if norm_weight is not None and normed else p,
+            norm_weight if norm_weight is not None and s == 0 else p,
         )
-        launch(_mix, (rows,), args, (rows, count, queries, width, eps), constants, num_warps=warps)
 
 
 def _at_even_distances(scores: Tensor) -> tuple[Tensor, int]:
@@ -301,26 +305,31 @@ def _first_tokens(scores: Sequence[tuple[Tensor, int]]) -> list[int]:
     return first + second
 
 
+@functools.lru_cache(1024)
+def _backward(rows: int, width: int, count: int, queries: int, dlses: int, fresh: bool, vector: bool, rebuild: bool):
+    """A launch for every so many queries."""
+    warps, made = 1 if width <= 512 else 2, []  # narrow: a fifth faster on an H200
+    for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
+        constants = {
+            "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": fresh and s == 0,
+            "HAS_LSE": dlses > 0, "BD": 256 * warps, "GROUP": min(GROUP, count), "VECTOR": vector, "REBUILD": rebuild,
+        }  # fmt: skip
+        numbers = (rows, count, queries, width, s, queries - dlses)
+        made.append(Launch(_mix_backward, (rows,), numbers, constants, num_warps=warps))
+    return made
+
+
 def launch_mix_backward(sources, p, douts, dlses, gradients, whole, dz, first, *, fresh: bool) -> None:
     """Adds dv to `gradients` (fresh: writes it there), and writes dz (..., N, S) and, with `whole`, the gradient
     `first` of the source that was not kept."""
     assert whole is None or (not dlses and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
     launches["mix_backward"] += 1
-    rows, width = rows_of(sources[0])
-    queries, warps = p.shape[-1], 1 if width <= 512 else 2  # narrow: a fifth faster on an H200
     made = [] if whole is None else [first]
     addresses = addresses_of([*sources, *gradients, *douts, *made])
     table = address_table([*addresses, *addresses_of(dlses)], p.device)
-    vector = vectorised(sources[0], addresses)
-    for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
-        constants = {
-            "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": fresh and s == 0,
-            "HAS_LSE": len(dlses) > 0, "BD": 256 * warps, "GROUP": min(GROUP, len(sources)),
-            "VECTOR": vector, "REBUILD": whole is not None,
-        }  # fmt: skip
-        args = (table, p, dz, p if whole is None else whole, sources[0], gradients[0], douts[0])
-        numbers = (rows, len(sources), queries, width, s, queries - len(dlses))
-        launch(_mix_backward, (rows,), args, numbers, constants, num_warps=warps)
+    options = (len(dlses), fresh, vectorised(sources[0], addresses), whole is not None)
+    for gather in _backward(*rows_of(sources[0]), len(sources), p.shape[-1], *options):
+        gather(table, p, dz, p if whole is None else whole, sources[0], gradients[0], douts[0])
 
 
 def _gradients(sources, p, douts, dlses, exact, whole):

@@ -11,12 +11,14 @@ For bf16 sources each query is split into a high and a low part of bf16 beforeha
 straight from memory.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.ops.triton.launch import launch, launches
+from headwater.ops.triton.launch import Launch, launches
 from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import ceil_div, half, power_of_2, processors, rows_of, split
 
@@ -144,6 +146,22 @@ def _columns(tensor: Tensor, q: int) -> Tensor:
     return tensor[..., q:] if q else tensor
 
 
+@functools.lru_cache(1024)
+def _forward(rows: int, width: int, count: int, eps: float, halves: bool, device: torch.device):
+    """The split of queries, where there is one, and the scores of every so many of them."""
+    tile, channels, warps, stages, run = FORWARD if halves else FORWARD_WIDE
+    while tile > LEAST_TOKENS and 2 * ceil_div(rows, tile) < processors(device):
+        tile //= 2  # 8192 tokens in tiles of 128 would leave half of an H200 idle
+    numbers, made = count * width, []
+    splits = Launch(_split, (ceil_div(numbers, 1024),), (numbers,), {"B": 1024}, num_warps=4) if halves else None
+    for q in range(0, count, MAX_QUERIES):
+        now = min(count - q, MAX_QUERIES)
+        constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": halves}
+        grid, options = (ceil_div(rows, tile),), {"num_warps": warps, "num_stages": stages}
+        made.append((q, Launch(_score, grid, (rows, width, now, count, eps), constants, **options)))
+    return splits, made
+
+
 def _scores(source, folded, eps):
     tokens = source.shape[:-1]
     return folded.new_empty(*tokens, len(folded)), folded.new_empty(tokens)
@@ -154,48 +172,47 @@ def score(source: Tensor, folded: Tensor, eps: float, z: Tensor, rstd: Tensor) -
     """`source` (..., D) and `folded` (Q, D) fp32 to logits `z` (..., Q) and 1/rms (...), both fp32."""
     launches["score"] += 1
     rows, width = rows_of(source)
-    count = len(folded)
-    tile, channels, warps, stages, run = FORWARD if half(source) else FORWARD_WIDE
-    while tile > LEAST_TOKENS and 2 * ceil_div(rows, tile) < processors(source.device):
-        tile //= 2  # 8192 tokens in tiles of 128 would leave half of an H200 idle
-    if half(source):
-        parts = torch.empty(2 * count, width, dtype=source.dtype, device=source.device)
-        launch(_split, (ceil_div(count * width, 1024),), (folded, parts), (count * width,), {"B": 1024}, num_warps=4)
+    splits, made = _forward(rows, width, len(folded), eps, half(source), source.device)
+    if splits is not None:
+        parts = torch.empty(2 * len(folded), width, dtype=source.dtype, device=source.device)
+        splits(folded, parts)
         folded = parts
+    for q, scores in made:
+        scores(source, _rows(folded, q), _columns(z, q), rstd)
+
+
+@functools.lru_cache(1024)
+def _backward(rows: int, width: int, count: int, given: bool, halves: bool, device: torch.device):
+    """Ranges of tokens, and of every so many queries the first, how many, those padded, and what is launched."""
+    tile, channels, warps, stages, waves = BACKWARD
+    columns = ceil_div(width, channels)
+    ranges = max(1, min(ceil_div(rows, tile), waves * processors(device) // columns))
+    tokens = ceil_div(ceil_div(rows, ranges), tile) * tile
+    ranges, made = ceil_div(rows, tokens), []
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
-        constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": half(source)}
-        args, numbers = (source, _rows(folded, q), _columns(z, q), rstd), (rows, width, now, count, eps)
-        launch(_score, (ceil_div(rows, tile),), args, numbers, constants, num_warps=warps, num_stages=stages)
+        shared = {"QP": _padded(now), "HALF": halves}
+        prepare = Launch(_prepare, (ceil_div(rows, 32),), (rows, width, now, count), {"T": 32} | shared, num_warps=4)
+        constants = {"HAS_G": given or q > 0, "T": tile, "BD": channels} | shared
+        options = {"num_warps": warps, "num_stages": stages}
+        spread = Launch(_score_backward, (columns, ranges), (rows, width, now, tokens), constants, **options)
+        made.append((q, now, _padded(now), prepare, spread))
+    return ranges, made
 
 
 def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df) -> None:
     """Writes gradient + dv to `out` (which may be `gradient` itself), and df."""
     launches["score_backward"] += 1
-    rows, width = rows_of(source)
-    count = len(folded)
-    tile, channels, warps, stages, waves = BACKWARD
-    columns = ceil_div(width, channels)
-    ranges = max(1, min(ceil_div(rows, tile), waves * processors(source.device) // columns))
-    tokens = ceil_div(ceil_div(rows, ranges), tile) * tile
-    ranges = ceil_div(rows, tokens)
-    halves = half(source)
-    pull = torch.empty(rows, dtype=torch.float32, device=source.device)
-    for q in range(0, count, MAX_QUERIES):
-        now = min(count - q, MAX_QUERIES)
-        wide = _padded(now)
-        split_dtype = source.dtype if halves else torch.float32
-        high = torch.empty(rows, wide, dtype=split_dtype, device=source.device)
+    (rows, width), count, halves = rows_of(source), len(folded), half(source)
+    ranges, made = _backward(rows, width, count, gradient is not None, halves, source.device)
+    pull = rstd.new_empty(rows)
+    for q, now, wide, prepare, spread in made:
+        high = torch.empty(rows, wide, dtype=source.dtype if halves else torch.float32, device=source.device)
         low = torch.empty_like(high) if halves else high
-        constants = {"T": 32, "QP": wide, "HALF": halves}
-        args = (_columns(z, q), _columns(dz, q), rstd, high, low, pull)
-        launch(_prepare, (ceil_div(rows, 32),), args, (rows, width, now, count), constants, num_warps=4)
-        parts = torch.empty(ranges, now, width, dtype=torch.float32, device=source.device)
+        prepare(_columns(z, q), _columns(dz, q), rstd, high, low, pull)
+        parts = rstd.new_empty(ranges, now, width)
         given = gradient if q == 0 else out
-        constants = {"HAS_G": given is not None, "T": tile, "BD": channels, "QP": wide, "HALF": halves}
-        args = (source, _rows(folded, q), high, low, pull, source if given is None else given, out, parts)
-        grid, numbers = (columns, ranges), (rows, width, now, tokens)
-        launch(_score_backward, grid, args, numbers, constants, num_warps=warps, num_stages=stages)
+        spread(source, _rows(folded, q), high, low, pull, source if given is None else given, out, parts)
         torch.sum(parts, 0, out=df if now == count else df[q : q + now])
 
 

@@ -93,18 +93,18 @@ def launch(
     *,
     num_warps: int,
     num_stages: int = 1,
-) -> None:
+) -> tuple | None:
     """kernel[grid](*tensors, *numbers, **constants), at a fraction of the cost on the host once it has been compiled.
 
     Triton binds and specialises every argument at every launch. Here the compiled kernel is kept under what it has been
     specialised for, and called by address: types, whether addresses are multiples of 16, constants, and of the numbers
     those that the kernel does not declare `do_not_specialize`. Lengths are declared so: they may vary as they like.
-    The host is what bounds an eager forward pass, so this counts microseconds.
+    The host is what bounds an eager forward pass, so this counts microseconds. Returns the kernel, if it was kept.
     """
     index = tensors[0].get_device()
     if INTERPRETED or index != current_device():
         _launch_elsewhere(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
-        return
+        return None
     addresses, name = [*map(_address, tensors)], id(kernel)  # to hash a kernel takes a lock
     _, own = _numbers_fixed.get(name) or _find_fixed(kernel, len(tensors))
     key = (name, index, num_warps, num_stages, own(numbers), *constants.values(), *map(_dtype, tensors))
@@ -120,15 +120,46 @@ def launch(
             _compiled.clear()
         parts = (compiled.run, compiled.function, compiled.packed_metadata) if DIRECT else (None, None, None)
         _compiled[key] = (constants, rest, *parts)
-        return
+        return None
     fitting, rest, run, function, metadata = found
-    # someone may want to see this launch: a profiler, by a chain of hooks, or a hook before runs of this kernel
-    before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    if run is None or getattr(before, "calls", before) or getattr(after, "calls", after) or kernel.pre_run_hooks:
+    if run is None or _hooked(kernel):
         kernel[grid](*tensors, *numbers, **fitting, num_warps=num_warps)
-        return
+        return None
     ones = (1,) * (3 - len(grid))
     run(*grid, *ones, current_stream(index), function, metadata, None, None, None, *addresses, *numbers, *rest)
+    return found
+
+
+def _hooked(kernel) -> bool:
+    """Whether someone wants to see launches: a profiler, by a chain of hooks, or a hook before runs of this kernel."""
+    before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after) or kernel.pre_run_hooks)
+
+
+class Launch:
+    """`launch` with all arguments but the tensors, which a call takes: what does not depend on them is done once.
+
+    Operators keep one for each shape they meet, which spares the host half of what `launch` does every time.
+    """
+
+    def __init__(self, kernel, grid, numbers, constants, *, num_warps: int, num_stages: int = 1) -> None:
+        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        self.kept: dict[tuple, tuple] = {}  # by device and types, for addresses that are multiples of 16
+
+    def __call__(self, *tensors: Tensor) -> None:
+        index, addresses = tensors[0].get_device(), [*map(_address, tensors)]
+        key, aligned = (index, *map(_dtype, tensors)), math.gcd(16, *addresses) == 16
+        found = self.kept.get(key)
+        if found is None or not aligned or index != current_device() or _hooked(self.kernel):
+            compiled = launch(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
+            if compiled is not None and aligned:
+                _, rest, run, function, metadata = compiled
+                grid = (*self.grid, *(1,) * (3 - len(self.grid)))
+                self.kept[key] = (run, grid, function, metadata, (*self.numbers, *rest))
+            return
+        run, grid, function, metadata, rest = found
+        run(*grid, current_stream(index), function, metadata, None, None, None, *addresses, *rest)
 
 
 def _launch_elsewhere(kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int) -> None:
