@@ -139,7 +139,7 @@ def _hooked(kernel) -> bool:
 class Launch:
     """`launch` with all arguments but the tensors, which a call takes: what does not depend on them is done once.
 
-    Operators keep one for each shape they meet, which spares the host half of what `launch` does every time.
+    Operators keep one for each shape they meet, which spares the host a third of a launch.
     """
 
     def __init__(self, kernel, grid, numbers, constants, *, num_warps: int, num_stages: int = 1) -> None:
