@@ -15,8 +15,9 @@ TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/t
 
 KILLS ?= 100
 
-# Three forks on two cores: some tests wait, for a process of theirs or a browser (tests/together.py).
-TOGETHER := --processes 3 --durations 15 -m 'not faults and not alone'
+# Three forks on two cores: some tests wait, for a process of theirs or a browser (tests/together.py). pytest's plugin for
+# logging costs a test a millisecond, where a thousand loggers are known, and nobody asks for caplog.
+TOGETHER := --processes 3 -p no:logging --durations 15 -m 'not faults and not alone'
 
 .PHONY: demo docs test test-crash test-faults test-gpu test-hf test-planted test-torch lint format clean
 
