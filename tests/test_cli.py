@@ -471,8 +471,8 @@ def test_a_resumed_run_has_the_settings_that_it_began_with(tmp_path, called):
 
 def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monkeypatch, called):
     arguments = called(study_module, "study")
-    assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3"]) == 0
-    assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0}
+    assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
+    assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0, "whole": True}
 
     arguments, drawn = called(scaling_module, "scaling_of", []), called(scaling_module, "write_plot", tmp_path)
     assert main(["scaling", "a", "b", "--baseline", "rezero"]) == 0

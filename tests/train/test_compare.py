@@ -5,9 +5,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +25,7 @@ from headwater.train.comparison import expand, job_of, plan, slug, try_out
 from headwater.train.config import load_file
 from headwater.train.data.dataset import prepare
 from headwater.train.files import locked, write_json
-from headwater.train.jobs import Active, Job, conclude, launch, record_company, run_all, side_by_side
+from headwater.train.jobs import Active, Job, conclude, launch, record_company, side_by_side
 from headwater.train.monitor.interrupts import PARENT
 from headwater.train.monitor.progress import Tasks
 from headwater.train.table import draw, spread, tabulate
@@ -278,44 +276,6 @@ def test_the_cause_of_a_failed_run_is_told_whole(tmp_path, said, code, cause):
     assert re.search(cause, message, re.DOTALL)
     assert f"exit code {code}" in message
     assert "earlier" not in message
-
-
-@pytest.fixture
-def short_jobs(tmp_path, monkeypatch):
-    """Jobs whose processes record a step after 0.4 seconds, and end after 0.7; and how many had been starting when each
-    was started, itself included."""
-    started, most = [], []
-    writes = "import pathlib,sys,time; time.sleep(0.4); pathlib.Path(sys.argv[1]).write_text('step'); time.sleep(0.3)"
-
-    def begin(job, *_):
-        job.folder.mkdir()
-        started.append(job.folder / "metrics.jsonl")
-        most.append(sum(not path.exists() for path in started))
-        return subprocess.Popen([sys.executable, "-c", writes, str(started[-1])])
-
-    monkeypatch.setattr("headwater.train.jobs.launch", begin)
-    monkeypatch.setattr("headwater.train.jobs.conclude", lambda active, tasks: [])
-    return [Job(label=str(n), folder=tmp_path / str(n), arguments=(), steps=1) for n in range(7)], most
-
-
-@pytest.mark.parametrize(("shared", "expected"), [({"a GPU": "shared"}, 2), ({}, 4)])
-def test_of_runs_that_share_a_gpu_half_are_starting_at_a_time(short_jobs, monkeypatch, shared, expected):
-    monkeypatch.setattr("headwater.train.jobs.shared_gpu", lambda *_: nullcontext(shared))
-    runs, most = short_jobs
-    assert run_all(runs, 4, Console(quiet=True), go_on="") == []
-    assert (len(most), max(most)) == (7, expected)
-
-
-def test_no_run_is_started_that_would_not_end_in_time(short_jobs, monkeypatch):
-    """Once it is known how long one takes; without `whole`, runs are started until the time is over, and cut off."""
-    runs, most = short_jobs
-    stopped = []
-    monkeypatch.setattr("headwater.train.jobs.stop", lambda running: stopped.append(len(running)))
-    run_all(runs, 1, Console(quiet=True), go_on="", seconds=2.4, whole=True)
-    assert 1 <= len(most) <= 3
-    assert stopped == [0]
-    run_all(runs[len(most) :], 1, Console(quiet=True), go_on="", seconds=0.5)
-    assert stopped == [0, 1]
 
 
 def test_runs_of_one_seed_see_the_same_batches(tmp_path, monkeypatch):

@@ -105,6 +105,35 @@ def test_runs_that_share_a_gpu_start_when_the_one_before_has_recorded_a_step(sha
     assert b["began"] < a["recorded"] + 1.4 < c["began"]  # beside the first, and the third only when that has ended
 
 
+def test_of_four_that_share_a_gpu_two_may_be_starting(tmp_path, monkeypatch):
+    runs = [jobs.Job(label=name, folder=tmp_path / name, arguments=(), steps=1) for name in "abcd"]
+    starting = []
+
+    def launch(job, *_):
+        starting.append(1 + sum(run.folder.exists() and not (run.folder / "recorded").exists() for run in runs))
+        return started(job.folder)
+
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(jobs, "shared_gpu", lambda *_: nullcontext({"MPS": "on"}))
+    monkeypatch.setattr(jobs, "launch", launch)
+    jobs.run_all(runs, 4, Console(quiet=True), go_on="")
+    assert (len(starting), max(starting)) == (4, 2)
+
+
+def test_no_run_is_started_that_would_not_end_in_time(tmp_path, monkeypatch):
+    """Once it is known how long one takes: without `whole`, the next is started, and cut off."""
+    cut_off = []
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(jobs, "launch", lambda job, *_: started(job.folder))
+    monkeypatch.setattr(jobs, "stop", lambda running: cut_off.append([active.job.label for active in running]))
+    for whole in (True, False):
+        folder = tmp_path / str(whole)
+        folder.mkdir()
+        runs = [jobs.Job(label=name, folder=folder / name, arguments=(), steps=1) for name in "abc"]
+        jobs.run_all(runs, 1, Console(quiet=True), go_on="", seconds=3.6, whole=whole)
+    assert cut_off == [[], ["b"]]
+
+
 def started(folder):
     folder.mkdir()
     (folder / "log.txt").touch()
