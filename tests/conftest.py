@@ -31,6 +31,7 @@ LONGEST = (
     "hf/test_hf_architectures.py",
     "train/test_parallel_checkpoints.py",
     "hf/test_hf_verify.py",
+    "train/test_sharing.py",
     "train/test_experts.py",
     "test_site.py",
     "residuals/test_residuals_options.py",
@@ -71,6 +72,7 @@ LONGEST = (
     "analyze/test_scaling.py",
     "train/test_loggers.py",
     "hf/test_hf_kimi.py",
+    "train/test_study.py",
 )
 
 
