@@ -44,6 +44,25 @@ def test_a_merge_without_a_norm_does_not_rebuild_its_input_from_a_rounded_output
     assert worst(two_phases, 2, 100, 1, torch.float16, "cpu", seed=11) <= 1
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("operators", [autograd, two_phase])
+def test_a_small_sum_with_nearly_all_of_the_weight_is_not_rounded_like_what_it_replaces(operators, keep):
+    """Ten thousand times smaller than the output of phase 1; the norm behind makes both alike, and errors with them."""
+    torch.manual_seed(0)
+    y, out, query, weight = 1e-4 * torch.randn(4, 40), torch.randn(4, 40), torch.randn(40), torch.ones(40)
+    normed = y * y.square().mean(-1, keepdim=True).rsqrt()
+    lse = normed @ query - torch.tensor([18.0, 15.0, 12.0, 8.0])
+    seed, results = torch.randn(4, 40), []
+    for dtype, merge_by in ((torch.float64, two_phase.merge), (torch.float32, operators.merge)):
+        leaves = [t.to(dtype).requires_grad_() for t in (y, out, lse, query, weight)]
+        p, o, z, f, g = leaves
+        options = {"keep": keep} if merge_by is autograd.merge else {}
+        x, _ = merge_by(p, None, o, z, f, None, g, eps=1e-12, norm_eps=1e-12, **options)
+        results.append([x, *torch.autograd.grad(x, (p, o), seed.to(dtype))])
+    for truth, found in zip(*results, strict=True):
+        assert error(found, truth) < 2e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_sum_of_a_block_passes_its_own_gradient_on(dtype):
     assert worst(growing, 3, 100, 3, dtype, "cpu") <= 1

@@ -29,7 +29,7 @@ def project(
 ) -> Tensor:
     """Linear maps of what a sublayer reads.
 
-        h = x, or with `merge` its out + sigmoid(<folded, x> / rms(x) - lse) (x - out);   n = h / rms(h) * weight
+        h = x, or with `merge` (1 - b) out + b x, b = sigmoid(<folded, x> / rms(x) - lse);   n = h / rms(h) * weight
         y = [W_1 n, W_2 n, ...], or gated silu(W_1 n) * (W_2 n);   y += add
 
     Arguments:

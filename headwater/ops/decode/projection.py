@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
-from headwater.ops.triton.tiles import ceil_div, power_of_2, processors
+from headwater.ops.triton.tiles import ceil_div, power_of_2, processors, shares
 
 from .reading import Merge, Norm
 
@@ -81,10 +81,10 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def _share(pp, pf, oo, op, lse, D, eps, key_eps):
-    """b and rstd(h), from the sums of P P, P f, o o and o P."""
-    b = tl.sigmoid(pf / tl.sqrt(pp / D + key_eps) - lse)
-    hh = (1 - b) * (1 - b) * oo + 2 * b * (1 - b) * op + b * b * pp
-    return b, 1.0 / tl.sqrt(hh / D + eps)
+    """1 - b, b and rstd(h), from the sums of P P, P f, o o and o P."""
+    a, b = shares(pf / tl.sqrt(pp / D + key_eps) - lse)
+    hh = a * a * oo + 2 * a * b * op + b * b * pp
+    return a, b, 1.0 / tl.sqrt(hh / D + eps)
 
 
 @triton.jit
@@ -138,9 +138,9 @@ def _one(
                 acc_uo += b_u * b_o
     b_y, b_u = tl.sum(acc, 1), tl.sum(acc_u, 1)
     if MERGE:
-        b, r = _share(tl.sum(pp), tl.sum(pf), tl.sum(oo), tl.sum(op), tl.load(lse), K, eps, key_eps)
-        b_y = r * (b * b_y + (1 - b) * tl.sum(acc_o, 1))
-        b_u = r * (b * b_u + (1 - b) * tl.sum(acc_uo, 1))
+        a, b, r = _share(tl.sum(pp), tl.sum(pf), tl.sum(oo), tl.sum(op), tl.load(lse), K, eps, key_eps)
+        b_y = r * (b * b_y + a * tl.sum(acc_o, 1))
+        b_u = r * (b * b_u + a * tl.sum(acc_uo, 1))
     elif NORM:
         r = 1.0 / tl.sqrt(tl.sum(pp) / K + eps)
         b_y *= r
@@ -184,8 +184,8 @@ def _stream(
         b_f = tl.load(f + o_k, mask=m_k, other=0.0)
         b_l = tl.load(lse)  # before the sum, which it would wait for
         pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4)  # at once: the warps meet once
-        b, r = _share(pp, pf, oo, op, b_l, K, eps, key_eps)
-        h = (b_o + b[:, None] * (h - b_o)) * r[:, None]
+        a, b, r = _share(pp, pf, oo, op, b_l, K, eps, key_eps)
+        h = (a[:, None] * b_o + b[:, None] * h) * r[:, None]
     else:
         h = h / tl.sqrt(tl.sum(h * h) / K + eps)
     h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32)  # here: registers are what is scarce
@@ -261,8 +261,8 @@ def _normed(
         b_f = tl.load(f + o_d, mask=m, other=0.0)
         b_l = tl.load(lse + t)
         pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 0, _add4)
-        b, r = _share(pp, pf, oo, op, b_l, D, eps, key_eps)
-        h = b_o + b * (h - b_o)
+        a, b, r = _share(pp, pf, oo, op, b_l, D, eps, key_eps)
+        h = a * b_o + b * h
     else:
         r = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
     tl.store(y + t * D + o_d, (h * r * b_g).to(y.dtype.element_ty), mask=m)

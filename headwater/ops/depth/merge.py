@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Phase 2 in one kernel: add the sublayer's output to the block's sum, merge it with phase 1's output, RMSNorm.
 
-    P = partial + y;  r = 1 / rms(P);  z = r <f, P>;  b = sigmoid(z - lse);  h = out + b (P - out);  x = h / rms(h) * g
+    P = partial + y;  r = 1 / rms(P);  z = r <f, P>;  b = sigmoid(z - lse);  h = (1 - b) out + b P;  x = h / rms(h) * g
     ds = b (dh.P - dh.h);  dP += b dh + ds r (f - (z r / D) P);  dout = (1 - b) dh;  dlse = -ds;  df = sum_t ds r P
 with f = query * key_weight. The backward never sees `out`: h comes back as x rms(h) / g (see `gain` for weights of
 zero), and dh.h = eps / rms(h)^2 <dx g, h / rms(h)>, since a normed vector does not feel its input's length.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headwater.ops.triton.launch import Launch, launches
 from headwater.ops.triton.registration import writer
-from headwater.ops.triton.tiles import INTERPRETED, add3, ceil_div, power_of_2, processors
+from headwater.ops.triton.tiles import INTERPRETED, add3, ceil_div, power_of_2, processors, shares
 
 from .mix import gain
 
@@ -61,7 +61,8 @@ def _merge(
         b_f *= tl.load(key + o_d, mask=m, other=0.0).to(tl.float32)
     r = 1.0 / tl.sqrt(tl.sum(b_p * b_p, 0) / D + eps)
     z = tl.sum(b_p * b_f, 0) * r
-    h = b_o + tl.sigmoid(z - tl.load(lse + t)) * (b_p - b_o)
+    a, b = shares(z - tl.load(lse + t))
+    h = a * b_o + b * b_p
     tl.store(stats + t, r)
     tl.store(stats + M + t, z)
     if NORM:
@@ -99,14 +100,14 @@ def _merge_backward(
         row = t * D + o_d
         b_dx = tl.load(dx + row, mask=m, other=0.0).to(tl.float32)
         b_p = tl.zeros([BD], tl.float32)
-        b = 0.0
+        a, b = 1.0, 0.0
         if MERGE:
             b_p = tl.load(total + row, mask=m, other=0.0).to(tl.float32)
             z = tl.load(stats + M + t)
-            b = tl.sigmoid(z - tl.load(lse + t))
+            a, b = shares(z - tl.load(lse + t))
         if OUT:
             b_h = tl.load(out + row, mask=m, other=0.0).to(tl.float32)
-            b_h += b * (b_p - b_h)
+            b_h = a * b_h + b * b_p
         else:
             b_h = tl.load(x + row, mask=m, other=0.0).to(tl.float32)
         if NORM:
@@ -126,7 +127,7 @@ def _merge_backward(
             along *= norm_eps * r * r
         else:
             along, past, between = _sum3(b_dx * b_h, b_dx * b_p, b_h * b_p, TOGETHER)
-        tl.store(dout + row, ((1.0 - b) * b_dx).to(dout.dtype.element_ty), mask=m)
+        tl.store(dout + row, (a * b_dx).to(dout.dtype.element_ty), mask=m)
         if MERGE:
             ds = b * (past - along)
             r = tl.load(stats + t)

@@ -13,7 +13,7 @@ In two phases (algorithm 1): queries are parameters, so all S queries of a block
 and each sublayer then only merges the block's running sum P into what its query already found:
 
     phase 1:  out_s, lse_s = softmax attention of query s over the N finished blocks         (S, ..., D), (S, ...)
-    phase 2:  b = sigmoid(<query_s, key(P)> - lse_s);   h = out_s + b * (P - out_s)           (..., D)
+    phase 2:  b = sigmoid(<query_s, key(P)> - lse_s);   h = (1 - b) * out_s + b * P           (..., D)
 
 This equals one softmax over the N + 1 sources. Passes over a (tokens x D) tensor per sublayer: phase 1 N/S reads and
 one write, phase 2 two reads and one write. fp32 throughout (fp64 stays fp64), one downcast at return; lse stays fp32.
@@ -118,8 +118,8 @@ def merge_partial(
     folded = fold(query, key_weight, dtype)
     with full_precision(p):
         logit = (p @ folded) * torch.rsqrt(p.square().mean(-1) + eps)  # (...)
-    share = torch.sigmoid(logit - lse.to(dtype)).unsqueeze(-1)
-    merged = o + share * (p - o)
+    share = (logit - lse.to(dtype)).unsqueeze(-1)
+    merged = torch.sigmoid(-share) * o + torch.sigmoid(share) * p  # not o + b (p - o): p may be far smaller than o
     if norm_weight is not None:
         merged = rms_norm(merged, norm_weight, eps)
     return merged.to(partial.dtype)

@@ -30,6 +30,13 @@ INTERPRETED = isinstance(add2, InterpretedFunction)
 
 
 @triton.jit
+def shares(z):
+    """Of two sources whose logits are 0 and z. Not 1 - b, nor out + b (P - out): where one has nearly all of the weight
+    and is by far the smaller, what it has would be rounded as coarsely as the other."""
+    return tl.sigmoid(-z), tl.sigmoid(z)
+
+
+@triton.jit
 def add3(a0, a1, a2, b0, b1, b2):
     return a0 + b0, a1 + b1, a2 + b2
 
