@@ -23,6 +23,8 @@ from headwater.residuals.base import Read, apply_norm
 from headwater.residuals.formulas import formula_of
 from headwater.train.arms import parse_arm
 
+from .measure import captured
+
 ARMS = ("eager", "compiled", "formula")
 SHAPE = {"dim": 512, "heads": 8, "kv_heads": 8, "mlp_dim": 1408, "vocab_size": 512}
 
@@ -83,21 +85,24 @@ def step_of(model: Decoder, arm: str, tokens: Tensor) -> Callable[[], Tensor]:
     return step
 
 
-def measure(step: Callable[[], Tensor], device: str, repeats: int, before: int) -> dict[str, float]:
-    """Median, p20 and p80; peak memory above what the process held `before` anything was built."""
-    loss = step().item()
-    synchronize(device)
+def measure(step: Callable[[], Any], device: str, repeats: int, before: int) -> dict[str, float]:
+    """Median, p20 and p80; peak memory above what the process held `before` anything was built. A GPU replays the step
+    as a CUDA graph, as `headwater train` does: the host's time varies by a third between processes."""
+    loss, run, peak = step().item(), step, 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = torch.cuda.max_memory_allocated()
+        run = captured(step)
     seconds = []
     for _ in range(repeats):
+        synchronize(device)
         start = time.perf_counter()
-        step()
+        run()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     seconds.sort()
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident
+    peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     at = {name: 1e3 * seconds[len(seconds) * share // 10] for name, share in (("p20", 2), ("ms", 5), ("p80", 8))}
     return {**at, "peak_mib": peak / 2**20, "loss": loss}
 

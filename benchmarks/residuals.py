@@ -4,10 +4,11 @@
     python -m benchmarks.residuals --residuals standard mhc ddl --repeats 2
     python -m benchmarks.residuals --duality --no-rule --parallel 1      # local mixing along the sequence or the depth
 
-12 layers, width 512; forward and backward. Arms: `eager`, our decoder as it is; `compiled`, our decoder under
-torch.compile; `formula`, the residual's plain formula (headwater/residuals/formulas.py) in the same decoder under
-torch.compile. The better of the first two may take 1.5 times the last one. Every residual has its formula compiled
-apart from its class, so the comparison can fail for each of them; for `standard` it shows the noise.
+12 layers, width 512; forward and backward, on a GPU replayed as a CUDA graph. Arms: `eager`, our decoder as it is;
+`compiled`, our decoder under torch.compile; `formula`, the residual's plain formula (headwater/residuals/formulas.py)
+in the same decoder under torch.compile. The better of the first two may take 1.5 times the last one. Every residual has
+its formula compiled apart from its class, so the comparison can fail for each of them; for `standard` it shows the
+noise.
 
 `--parallel` processes prepare at once (a core each), and one at a time measures. A GPU runs all arms at 12 layers
 unless --rule-layers says otherwise. A CPU compares at 2: compiling twelve takes minutes for each residual there. Rows
