@@ -205,7 +205,7 @@ def accumulate(run, number):
     if number == 4 and count == "0":
         if rank == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(3)  # long enough for the other machine to ask for a restart, which is then not counted here
+        time.sleep(6)  # long enough for the other machine to ask for a restart, which is then not counted here
     if number == 5:
         (run.folder / f"restarts-of-{rank}").write_text(count)
     return real(run, number)
