@@ -36,6 +36,7 @@ def archive(folder, recipe, runs):
             section, key = name.split(".")
             config[section][key] = value
         summary = {"bits_per_byte": score, "flops_per_token": 10, "tokens": further.get("model.dim", 1) * 1000}
+        summary["parameters"] = 1000 + 10 * len(further)
         (run / "config.json").write_text(json.dumps({**config, "train": {"seed": seed}}))
         (run / "metrics.jsonl").write_text("")
         if score is not None:
@@ -76,7 +77,17 @@ def test_arms_that_differ_in_what_is_around_the_residual_are_told_apart(page, tm
     with page.unpacked(tmp_path) as found:
         text = page.TABLES["ablations"](found["ablations"])
     assert "| `standard` | 2 | 1.5500 |" in text
-    assert "| `standard+shortswa=4` | 2 | 1.4500 | 0.0707 | −0.1000 |" in text
+    assert "| `standard+shortswa=4` | 2 | 1.4500 | 0.0707 | −0.1000 | −6.5 % |  | +1.0 % |" in text
+
+
+def test_ablations_are_sorted_and_stand_beside_the_papers(page, tmp_path):
+    scores = {"standard": 1.5, "mhc": 1.6, "attnres-full": 1.35, "attnres-full:window=8": 1.4}
+    archive(tmp_path, "ablations", [(arm, 0, score, {}) for arm, score in scores.items()])
+    with page.unpacked(tmp_path) as found:
+        residuals, options = page.ablations(found["ablations"]).split("Options of Attention Residuals:")
+    assert re.findall(r"^\| `(.+?)`", residuals, re.M) == ["attnres-full", "standard", "mhc"]
+    assert re.findall(r"^\| `(.+?)`", options, re.M) == ["attnres-full", "attnres-full:window=8"]
+    assert "| +0.1000 | +6.7 % | −1.1 % |" in residuals  # of the paper's losses: 1.747 beside 1.766
 
 
 def test_each_arm_is_beside_the_plain_residual_at_its_own_best_rate(page, tmp_path):

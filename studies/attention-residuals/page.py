@@ -127,13 +127,16 @@ def _beside_plain(runs: Runs) -> list[tuple[float, list[str]]]:
 def ablations(runs: Runs) -> str:
     """First every residual as it is, then the options of Attention Residuals: the lowest first, beside the paper's."""
     plain = next(float(row[2]) for _, row in _beside_plain(runs) if row[0] == f"`{BASELINE}`")
+    parameters = {_arm(run): int(run.summary["parameters"]) for run in runs if run.summary}
     rows = []
     for apart, row in sorted(_beside_plain(runs)):
         arm = row[0].strip("`")
-        ours = "" if arm == BASELINE else percent(apart / plain)
-        theirs = "" if arm == BASELINE or arm not in PAPER else percent(PAPER[arm] / PAPER[BASELINE] - 1)
-        rows.append([*row[:5], ours, theirs, *row[5:]])
-    head = [*COLUMNS[:5], "of plain", "paper's", *COLUMNS[5:]]
+        cells = ["", "", ""]
+        if arm != BASELINE:
+            theirs = percent(PAPER[arm] / PAPER[BASELINE] - 1) if arm in PAPER else ""
+            cells = [percent(apart / plain), theirs, percent(parameters[arm] / parameters[BASELINE] - 1)]
+        rows.append([*row[:5], *cells, *row[5:]])
+    head = [*COLUMNS[:5], "of plain", "paper's", "parameters", *COLUMNS[5:]]
     options = [row for row in rows if re.match("`attnres-(full|block)", row[0])]
     others = [row for row in rows if row not in options or ":" not in row[0]]
     return grid(head, others) + "\nOptions of Attention Residuals:\n\n" + grid(head, options)
