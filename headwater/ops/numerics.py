@@ -1,6 +1,7 @@
 """Numerics that several operators share: sums in fp32 (fp64 stays fp64), whatever autocast says."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -14,6 +15,12 @@ def full_precision(x: Tensor) -> torch.autocast:
     norms would return fp32."""
     kind = x.device.type  # asking torch whether a device has autocast breaks the graph before torch 2.13
     return torch.autocast("cpu" if kind == "meta" else kind, enabled=False)
+
+
+def shares(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns 1 - b and b = sigmoid(z), the weights of two sources whose logits are 0 and z; they and their gradients
+    are as exact as z. Of a b that has rounded to one, 1 - b is zero, and so is sigmoid's own gradient, b (1 - b)."""
+    return F.logsigmoid(-z).exp(), F.logsigmoid(z).exp()
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -6,8 +6,10 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from headwater.ops.numerics import shares
+
 from .base import State, hold
-from .numerics import project_normed, wide
+from .numerics import combine, project_normed, wide
 from .registry import register
 from .standard import StreamResidual
 
@@ -51,8 +53,8 @@ class HighwayResidual(StreamResidual):
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
         gate = cast(Gate, self.gates[str(i)])
-        g = hold((project_normed(h, gate.weight) + wide(gate.bias)).sigmoid())
-        return (torch.lerp(wide(h), wide(y), g.expand_as(h)).to(h.dtype),)
+        kept, new = shares(project_normed(h, gate.weight) + wide(gate.bias))
+        return (combine((h, y), (hold(kept), hold(new))),)
 
     def flops_per_token(self) -> int:
         gates = sum(cast(Gate, gate).weight.numel() for gate in self.gates.values())

@@ -63,6 +63,23 @@ def test_a_small_sum_with_nearly_all_of_the_weight_is_not_rounded_like_what_it_r
         assert error(found, truth) < 2e-6
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("operators", [autograd, two_phase])
+def test_where_a_sum_has_nearly_all_of_the_weight_its_logit_s_gradient_keeps_its_digits(operators, normed):
+    """b (1 - b) <dh, P - out>: of a b that rounds to one, 1 - b is nothing; <dh, P> and <dh, h> differ by as little."""
+    torch.manual_seed(0)
+    p, out, query, weight = torch.randn(4, 40), torch.randn(4, 40), torch.randn(40), torch.ones(40)
+    lse = (p * p.square().mean(-1, keepdim=True).rsqrt()) @ query - torch.tensor([8.0, 12.0, 16.0, 20.0])
+    seed, results = torch.randn(4, 40), []
+    for dtype, merge_by in ((torch.float64, two_phase.merge), (torch.float32, operators.merge)):
+        leaf = lse.to(dtype).requires_grad_()
+        given = [t.to(dtype) for t in (query, weight)]
+        options = {"keep": True} if merge_by is autograd.merge else {}
+        x, _ = merge_by(p.to(dtype), None, out.to(dtype), leaf, given[0], None, given[1] if normed else None, **options)
+        results.append(torch.autograd.grad(x, leaf, seed.to(dtype))[0])
+    torch.testing.assert_close(results[1].double(), results[0], rtol=2e-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_sum_of_a_block_passes_its_own_gradient_on(dtype):
     assert worst(growing, 3, 100, 3, dtype, "cpu") <= 1

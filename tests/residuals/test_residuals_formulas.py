@@ -287,6 +287,21 @@ def test_defaults_stay_what_saved_models_mean_by_them(name):
     assert " ".join(f"{p.name}={p.default!r}" for p in keywords) == DEFAULTS[cls.__name__]
 
 
+@pytest.mark.parametrize("bias", [8.0, 12.0, 16.0])
+def test_a_highway_s_gate_that_is_nearly_one_lets_through_as_much_as_it_says(bias):
+    """Beside an output ten thousand times smaller than the stream, 1 - g decides what is left; and g learns by it."""
+    torch.manual_seed(0)
+    sources, seed, results = (torch.randn(4, DIM), 1e-4 * torch.randn(4, DIM)), torch.randn(4, DIM), []
+    for dtype in (torch.float64, torch.float32):
+        residual = build("highway", DIM, 1).to(dtype)
+        residual.gates["0"].bias.data.fill_(bias)
+        leaves = [source.to(dtype).requires_grad_() for source in sources]
+        read = residual.end(residual.write(residual.read(residual.begin(leaves[0]), 0)[1], 0, leaves[1]))
+        results.append([read, *torch.autograd.grad(read, (*leaves, residual.gates["0"].bias), seed.to(dtype))])
+    for truth, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double() / truth.abs().max(), truth / truth.abs().max(), rtol=0, atol=4e-6)
+
+
 def test_laurel_starts_with_the_paper_s_down_matrix():
     down = build("laurel:rank=3", DIM, 2).low_rank["0"].down
     expected = torch.tensor([[float(c % 3 == r) for c in range(DIM)] for r in range(3)]) / (3 * DIM) ** 0.5

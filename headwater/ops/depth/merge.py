@@ -4,7 +4,8 @@
     P = partial + y;  r = 1 / rms(P);  z = r <f, P>;  b = sigmoid(z - lse);  h = (1 - b) out + b P;  x = h / rms(h) * g
     ds = b (dh.P - dh.h);  dP += b dh + ds r (f - (z r / D) P);  dout = (1 - b) dh;  dlse = -ds;  df = sum_t ds r P
 with f = query * key_weight. The backward never sees `out`: h comes back as x rms(h) / g (see `gain` for weights of
-zero), and dh.h = eps / rms(h)^2 <dx g, h / rms(h)>, since a normed vector does not feel its input's length.
+zero), and dh.h = eps / rms(h)^2 <dx g, h / rms(h)>, since a normed vector does not feel its input's length. Where `out`
+is kept, ds = b (1 - b) dh.(P - out): dh.P and dh.h are nearly the same where b is near one.
 
 Passes over (tokens x D): forward 3 reads, 2 writes; backward 4 reads, 2 writes. df and dg: one partial per program,
 then a sum; no atomics. Tokens go from the last to the first: matrix products go from the first to the last, so that
@@ -106,10 +107,12 @@ def _merge_backward(
             z = tl.load(stats + M + t)
             a, b = shares(z - tl.load(lse + t))
         if OUT:
-            b_h = tl.load(out + row, mask=m, other=0.0).to(tl.float32)
-            b_h = a * b_h + b * b_p
+            b_o = tl.load(out + row, mask=m, other=0.0).to(tl.float32)
+            b_h = a * b_o + b * b_p
+            b_q = b_p - b_o
         else:
             b_h = tl.load(x + row, mask=m, other=0.0).to(tl.float32)
+            b_q = b_p
         if NORM:
             if MERGE:
                 r = tl.load(stats + 2 * M + t)
@@ -121,15 +124,18 @@ def _merge_backward(
                 b_h *= undo  # both: the normed input, h r
             dg += b_dx * b_h
             b_dx *= b_g
-            along, past, between = _sum3(b_dx * b_h, b_dx * b_p, b_h * b_p, TOGETHER)
+            along, past, between = _sum3(b_dx * b_h, b_dx * b_q, b_h * b_q, TOGETHER)
             b_dx = (b_dx - b_h * (along / D)) * r
             past = (past - between * (along / D)) * r
             along *= norm_eps * r * r
         else:
-            along, past, between = _sum3(b_dx * b_h, b_dx * b_p, b_h * b_p, TOGETHER)
+            along, past, between = _sum3(b_dx * b_h, b_dx * b_q, b_h * b_q, TOGETHER)
         tl.store(dout + row, (a * b_dx).to(dout.dtype.element_ty), mask=m)
         if MERGE:
-            ds = b * (past - along)
+            if OUT:
+                ds = a * b * past
+            else:
+                ds = b * (past - along)
             r = tl.load(stats + t)
             b_d = b * b_dx + ds * r * (b_f - b_p * (r * z / D))
             if GIVEN:

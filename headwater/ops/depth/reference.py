@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm
+from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm, shares
 
 Tensors = tuple[Tensor, ...]
 
@@ -118,8 +118,8 @@ def merge_partial(
     folded = fold(query, key_weight, dtype)
     with full_precision(p):
         logit = (p @ folded) * torch.rsqrt(p.square().mean(-1) + eps)  # (...)
-    share = (logit - lse.to(dtype)).unsqueeze(-1)
-    merged = torch.sigmoid(-share) * o + torch.sigmoid(share) * p  # not o + b (p - o): p may be far smaller than o
+    rest, share = shares((logit - lse.to(dtype)).unsqueeze(-1))
+    merged = rest * o + share * p  # not o + b (p - o): p may be far smaller than o
     if norm_weight is not None:
         merged = rms_norm(merged, norm_weight, eps)
     return merged.to(partial.dtype)
