@@ -56,6 +56,21 @@ def test_one_row_that_is_too_wide_to_stay(sizes, gated, way, device, monkeypatch
     check_projection(sizes, gated, False, 1, way, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("batch", "added"), [(1, False), (3, False), (1, True)], ids=["stay", "few", "one by one"])
+def test_a_sum_that_nearly_vanishes_is_normed_by_what_is_left(batch, added, device):
+    """Its square as |out|^2 + 2 <out, x> + |x|^2 would have no digits left, and may be negative: NaN behind a root."""
+    x, weight = numbers(batch, 72, device=device, scale=100.0), numbers(40, 72, device=device)
+    left = 0.02 * numbers(batch, 72, device=device, seed=5)
+    zeros = torch.zeros(72, device=device)
+    merge = Merge(left - x, torch.zeros(batch, device=device), zeros, 1e-6)  # x and out have half of the weight each
+    add = torch.zeros(batch, 40, device=device) if added else None
+    found = project(x, [weight], norm=Norm(zeros + 1, 1e-6), merge=merge, add=add, backend="triton").double()
+    h = (merge.out.double() + x) / 2
+    want = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() @ weight.double().T
+    assert (found - want).norm() < 1e-2 * want.norm()  # the last digits of x and out alone are 1e-3
+
+
 def check_projection(sizes, gated, added, batch, way, device):
     width = 72  # no power of two
     x = numbers(batch, width, device=device)

@@ -80,11 +80,13 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def _share(pp, pf, oo, op, lse, D, eps, key_eps):
-    """1 - b, b and rstd(h), from the sums of P P, P f, o o and o P."""
+def _share(pp, pf, oo, op, lse, D, key_eps):
+    """1 - b, b and the sum of h h, from the sums of P P, P f, o o and o P; and whether o and P nearly cancel, where the
+    squares of h must be summed themselves: of their difference rounding leaves little, and may make it negative."""
     a, b = shares(pf / tl.sqrt(pp / D + key_eps) - lse)
-    hh = a * a * oo + 2 * a * b * op + b * b * pp
-    return a, b, 1.0 / tl.sqrt(hh / D + eps)
+    apart = a * a * oo + b * b * pp
+    hh = apart + 2 * a * b * op
+    return a, b, hh, hh < apart / 16
 
 
 @triton.jit
@@ -138,7 +140,16 @@ def _one(
                 acc_uo += b_u * b_o
     b_y, b_u = tl.sum(acc, 1), tl.sum(acc_u, 1)
     if MERGE:
-        a, b, r = _share(tl.sum(pp), tl.sum(pf), tl.sum(oo), tl.sum(op), tl.load(lse), K, eps, key_eps)
+        a, b, hh, cancels = _share(tl.sum(pp), tl.sum(pf), tl.sum(oo), tl.sum(op), tl.load(lse), K, key_eps)
+        if cancels:
+            squares = tl.zeros([1, BK], tl.float32)
+            for c in tl.static_range(0, K, BK):
+                o_c = c + o_k[None, :]
+                h = b * tl.load(x + o_c, mask=o_c < K, other=0.0).to(tl.float32)
+                h += a * tl.load(out + o_c, mask=o_c < K, other=0.0).to(tl.float32)
+                squares += h * h
+            hh = tl.sum(squares)
+        r = 1.0 / tl.sqrt(hh / K + eps)
         b_y = r * (b * b_y + a * tl.sum(acc_o, 1))
         b_u = r * (b * b_u + a * tl.sum(acc_uo, 1))
     elif NORM:
@@ -184,8 +195,11 @@ def _stream(
         b_f = tl.load(f + o_k, mask=m_k, other=0.0)
         b_l = tl.load(lse)  # before the sum, which it would wait for
         pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4)  # at once: the warps meet once
-        a, b, r = _share(pp, pf, oo, op, b_l, K, eps, key_eps)
-        h = (a[:, None] * b_o + b[:, None] * h) * r[:, None]
+        a, b, hh, cancels = _share(pp, pf, oo, op, b_l, K, key_eps)
+        h = a[:, None] * b_o + b[:, None] * h
+        if tl.max(cancels.to(tl.int32), 0) > 0:
+            hh = tl.sum(h * h, 1)
+        h = h / tl.sqrt(hh / K + eps)[:, None]
     else:
         h = h / tl.sqrt(tl.sum(h * h) / K + eps)
     h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32)  # here: registers are what is scarce
@@ -261,8 +275,11 @@ def _normed(
         b_f = tl.load(f + o_d, mask=m, other=0.0)
         b_l = tl.load(lse + t)
         pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 0, _add4)
-        a, b, r = _share(pp, pf, oo, op, b_l, D, eps, key_eps)
+        a, b, hh, cancels = _share(pp, pf, oo, op, b_l, D, key_eps)
         h = a * b_o + b * h
+        if cancels:
+            hh = tl.sum(h * h, 0)
+        r = 1.0 / tl.sqrt(hh / D + eps)
     else:
         r = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
     tl.store(y + t * D + o_d, (h * r * b_g).to(y.dtype.element_ty), mask=m)
