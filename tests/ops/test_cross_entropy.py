@@ -63,6 +63,32 @@ def test_extreme_logits_stay_finite(backend):
     torch.testing.assert_close(ours.double(), exact(x, weight, targets)[1], rtol=1e-5, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("lead", [8.0, 16.0, 30.0])
+def test_a_token_that_is_all_but_certain_keeps_its_digits(lead, backend):
+    """Its loss, and softmax - 1, are what the others have: not what rounding leaves of a difference."""
+    torch.manual_seed(0)
+    targets, one = torch.tensor([0, 3, 39, 5], device=DEVICE), torch.eye(40, device=DEVICE)
+    x = (torch.randn(4, 40, device=DEVICE) + lead * one[targets]).bfloat16().float()  # which tf32 leaves as it is
+    x.requires_grad_()
+    others = x.detach().double().softmax(-1) * (1 - one[targets])
+    rest = others.sum(-1)
+    losses = token_losses(x, one, targets, backend=backend)
+    (found,) = torch.autograd.grad(4 * linear_cross_entropy(x, one, targets, backend=backend), x)
+    torch.testing.assert_close(losses.double(), -torch.log1p(-rest), rtol=1e-5, atol=0)
+    tolerance = 1e-5 if not GPU else 2e-3  # tf32 products
+    torch.testing.assert_close(found.double(), others - rest[:, None] * one[targets], rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_logit_that_overflowed_is_no_certainty(backend):
+    x, one = torch.zeros(2, 5, device=DEVICE), torch.eye(5, device=DEVICE, dtype=torch.float16)
+    x[0, 3], x[1, 3] = 60000.0, 1.0
+    losses = token_losses(x.half(), 2 * one, torch.tensor([3, 3], device=DEVICE), backend=backend)
+    assert losses.isnan().tolist() == [True, False]
+
+
 def test_logits_of_all_tokens_are_never_there_at_once(monkeypatch):
     from headwater.ops.cross_entropy import operators
 

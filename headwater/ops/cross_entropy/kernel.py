@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Cross entropy of rows of logits in one launch; the gradient takes the logits' place.
 
-    loss = log sum_v exp(z_v) - z_target;   z_v <- scale (exp(z_v) / sum_v exp(z_v) - [v = target])       z (M, V)
+    d = log sum_{v != target} exp(z_v) - z_target;   loss = log(1 + exp d)                                z (M, V)
+    z_v <- scale exp(z_v - z_target - loss);   z_target <- -scale sigmoid(d), which is softmax - 1 without a difference
 
 A program owns a row: one read for the running maximum and sum, one more (from cache) and one write for the gradient.
 """
@@ -26,21 +27,26 @@ def _cross_entropy(z, targets, losses, V, scale, GRADIENT: tl.constexpr, BV: tl.
     top = tl.full([BV], float("-inf"), tl.float32)
     total = tl.zeros([BV], tl.float32)
     for start in range(0, V, BV):
-        b_z = tl.load(p_z + start + o_v, mask=start + o_v < V, other=float("-inf")).to(tl.float32)
+        others = (start + o_v < V) & (start + o_v != target)
+        b_z = tl.load(p_z + start + o_v, mask=others, other=float("-inf")).to(tl.float32)
         new = tl.maximum(tl.maximum(top, b_z), -1e30)
         total = total * tl.exp(top - new) + tl.exp(b_z - new)
         top = new
     highest = tl.max(top, 0)
     total_all = tl.sum(total * tl.exp(top - highest), 0)
-    lse = highest + tl.log(total_all)
-    at_target = tl.load(p_z + target).to(tl.float32)
-    tl.store(losses + row, lse - at_target)
+    own = tl.load(p_z + target).to(tl.float32)
+    behind = highest + tl.log(total_all) - own
+    ratio = tl.exp(-tl.abs(behind))
+    one = 1.0 + ratio  # log(one) alone would have the digits of a ratio that was rounded beside 1
+    loss = tl.maximum(behind, 0.0) + tl.where(one == 1.0, ratio, tl.log(one) * (ratio / tl.maximum(one - 1.0, 1e-8)))
+    loss = tl.where(own < float("inf"), loss, float("nan"))  # not zero: a logit that has overflowed is no certainty
+    tl.store(losses + row, loss)
     if GRADIENT:
         tl.debug_barrier()
         for start in range(0, V, BV):
             m = start + o_v < V
             b_z = tl.load(p_z + start + o_v, mask=m, other=float("-inf")).to(tl.float32)
-            b_g = (tl.exp(b_z - lse) - tl.where(start + o_v == target, 1.0, 0.0)) * scale
+            b_g = tl.where(start + o_v == target, -tl.sigmoid(behind), tl.exp(b_z - (own + loss))) * scale
             tl.store(p_z + start + o_v, b_g.to(z.dtype.element_ty), mask=m)
 
 
