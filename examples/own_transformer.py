@@ -16,10 +16,12 @@ import headwater
 class Attention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.inner, self.outer = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.heads, self.outer = heads, nn.Linear(dim, dim)
+        self.inner = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.inner(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+    def forward(self, x: Tensor | tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        reads = x if isinstance(x, tuple) else (x, x, x)  # muddformer reads for query, key and value apart
+        q, k, v = (f(read).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, read in zip(self.inner, reads))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.outer(y.transpose(1, 2).flatten(2))
 
@@ -48,8 +50,7 @@ if __name__ == "__main__":
     model = Transformer(sys.argv[1] if len(sys.argv) > 1 else "attnres-block:block=2")
     optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=3e-3, weight_decay=0.1, query_lr=0.1))
     for step in range(1, 101):
-        half = torch.randint(16, (16, 8))
-        tokens = torch.cat((half, half), 1)
+        tokens = torch.randint(16, (16, 8)).repeat(1, 2)
         losses = nn.functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
         optimizer.zero_grad()
         losses.mean().backward()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from processes import Forked
 from ranks import torchrun
 
@@ -42,6 +43,12 @@ def test_it_is_short(path):
 def test_own_transformer_learns_to_copy(run):
     last = re.findall(r"repeated half (\S+)", run("own_transformer.py"))[-1]
     assert float(last) < 0.5
+
+
+@pytest.mark.parametrize("residual", registry.names())
+def test_own_transformer_takes_any_residual(residual):
+    network = runpy.run_path(str(EXAMPLES / "own_transformer.py"))["Transformer"](residual)
+    assert network(torch.zeros(2, 8, dtype=torch.long)).shape == (2, 8, 16)
 
 
 @pytest.mark.slow

@@ -85,8 +85,10 @@ def scaling(argv: list[str]) -> None:
 def inspect(argv: list[str]) -> None:
     """Look inside a model as it reads a prompt: one HTML page, or --serve it with a prompt box."""
     flags = parse(InspectFlags, argv, inspect)
-    if not 1 <= len(flags.models) <= 2 or flags.top < 1:
-        raise UserError(f"inspect takes one model or two, and --top at least 1; got {len(flags.models)}, {flags.top}")
+    if not 1 <= len(flags.models) <= 2:
+        raise UserError(f"give one model or two, as in `headwater inspect runs/first`; got {len(flags.models)}")
+    if flags.top < 1:
+        raise UserError(f"--top must be at least 1, got {flags.top}")
     check_device(flags.device)
     from headwater.analyze.inspector import Inspection
     from headwater.analyze.inspector import inspect as run

@@ -228,7 +228,9 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     mine.write_text("my notes")
     for words, said in (
         ([one, one, one], "one model or two"),
-        ([one, "--top", "0"], "--top at least 1"),
+        ([], "headwater inspect runs/first"),
+        ([one, "--top", "0"], "--top must be at least 1"),
+        ([one, "--serve", "--port", "99999"], "port 99999"),
         ([one, "--prompt", "a"], "two tokens at least"),
         ([tmp_path / "none"], "not a folder"),
         ([one, "--out", mine], "is no web page"),

@@ -124,6 +124,7 @@ def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, found, wri
     assert "Read 3, before MLP" in page.locator("#grid .panel").nth(1).inner_text()
     assert page.locator(".sources tbody tr").count() == 4
     assert page.locator(".sources tr.chosen th").inner_text() == "A0"
+    assert page.evaluate("[0.14, 4, -0.2, 0.0004].map(inColumn)") == ["0.140", "4.00", "−0.200", "4.00e−4"]
     place = found.pairs.index((3, 1))
     said = page.locator("#without .verdict").inner_text()
     assert "output of sublayer 0, attention, at read 3 alone" in said
@@ -179,9 +180,10 @@ def test_weight_against_effect_has_every_pair(visit, found, written):
 
 
 def test_two_models_side_by_side(visit, found, tmp_path):
-    other = look("denseformer")
+    found, other = replace(found, name="mine"), look("denseformer:period=2", name="yours")
     page = visit(found.save(tmp_path / "two.html", other))
     assert page.locator("#grid canvas").count() == page.locator("#says table").count() == 2
+    assert page.locator("#grid .title small").all_inner_texts() == [one.residual for one in (found, other)]
     page.locator('#tokens button[data-token="3"]').click()
     page.mouse.click(*cell(page, 4, 2, model=1))
     verdicts = page.locator("#without .verdict").all_inner_texts()

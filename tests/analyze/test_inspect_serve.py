@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import socket
+import struct
 import threading
 from functools import partial
 
@@ -10,6 +12,7 @@ from tinymodels import model_of
 
 import headwater
 from headwater.analyze.inspector.serve import LONGEST, InspectorServer
+from headwater.errors import UserError
 from headwater.train.data.tokenizer import ByteTokenizer
 
 PROMPT = "hello you"
@@ -94,6 +97,37 @@ def test_a_prompt_that_does_not_fit_is_told_why(server):
         assert words in json.loads(answer)["error"]
 
 
+def test_a_port_that_is_taken_is_named(server):
+    with pytest.raises(UserError, match=f"port {server.server_port}"):
+        InspectorServer(server.look, PROMPT, server.server_port)
+
+
+def test_a_page_that_is_closed_while_the_model_runs_is_no_error(server, monkeypatch, capfd):
+    asked, gone, ended = threading.Event(), threading.Event(), threading.Event()
+    look, shutdown = server.look, server.shutdown_request
+
+    def slow(prompt):
+        asked.set()
+        gone.wait(30)
+        return look(prompt)
+
+    def shut(request):
+        shutdown(request)
+        ended.set()
+
+    monkeypatch.setattr(server, "look", slow)
+    monkeypatch.setattr(server, "shutdown_request", shut)
+    body = json.dumps({"prompt": PROMPT})
+    with socket.create_connection(("127.0.0.1", server.server_port)) as client:
+        head = f"POST /{server.token}/inspect HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert asked.wait(30)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+    gone.set()
+    assert ended.wait(30)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.browser
 def test_the_page_asks_its_model_and_nobody_else(server, visit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -103,6 +137,9 @@ def test_the_page_asks_its_model_and_nobody_else(server, visit, tmp_path, monkey
     page.locator("#prompt button").click()
     page.locator("#asked", has_text="11 tokens").wait_for()
     assert page.locator("#tokens button").count() == 12
+    page.locator("#words").fill("by a key")
+    page.locator("#words").press("Control+Enter")
+    page.locator("#asked", has_text="8 tokens").wait_for()
     page.locator('#tokens button[data-token="3"]').click()
     assert "After token 3" in page.locator("#summary").inner_text()
     assert list(tmp_path.iterdir()) == []

@@ -40,7 +40,10 @@ class InspectorServer(ThreadingHTTPServer):
         self.page = make_page(look(prompt), served=True)
         self.look, self.lock = look, Lock()
         self.token = secrets.token_urlsafe(24)
-        super().__init__(("127.0.0.1", port), _Handler)
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"port {port} of 127.0.0.1 cannot be had ({error}): give another, or 0") from None
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
 
     @property
@@ -105,8 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        try:
+            self.end_headers()
+            self.wfile.write(body)
+        except ConnectionError:
+            self.close_connection = True  # the page was closed or loaded again while the model ran
 
     def log_message(self, format: str, *args: Any) -> None:
         """Prompts are nobody's business."""

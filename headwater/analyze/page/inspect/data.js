@@ -68,7 +68,7 @@ const readName = (model, read) => (read < model.depth ? `Read ${read}, before ${
 const sourceName = (model, source) => (source ? `output of sublayer ${source - 1}, ${kindOf(model.kinds[source - 1])[1]}` : "embedding");
 const sourceLetter = (model, source) => (source ? letterOf(model.kinds[source - 1]) : make("span", { class: "kindletter c0" }, "e"));
 const swatch = (model) => make("i", { class: `key ${model.look}` });
-const panelTitle = (model) => make("p", { class: "title" }, swatch(model), make("code", {}, ...parts(clip(model.name, 80))));
+const panelTitle = (model, ...more) => make("p", { class: "title" }, swatch(model), make("code", {}, ...parts(clip(model.name, 80))), ...more);
 const percent = (p) => (p === null || p === undefined ? "—" : p < 0.001 ? "<0.1 %" : `${minus((100 * p).toPrecision(p < 0.0995 ? 2 : 3))} %`);
 const nats = (value) => (value === null || value === undefined ? "—" : Math.abs(value) < 0.0005 ? "0.000" : `${value > 0 ? "+" : ""}${minus(value.toFixed(3))}`);
 

@@ -4,13 +4,15 @@ const TITLES = { share: "share of the row", weight: "weight as applied", effect:
 const cellsOf = (model, read) => ({ share: sharesOf, weight: weightsOf, effect: effectsOf }[state.value](model, read));
 const shownModels = () => models.filter((model) => state.value !== "effect" || model.removedAt);
 
+const residualOf = (model) => (model.residual === model.name ? [] : [" ", make("small", {}, ...parts(clip(model.residual, 80)))]);  // by default it is the name
+
 function drawGrid() {
   const every = shownModels().flatMap((model) => Array.from({ length: model.depth + 1 }, (_, read) => known(cellsOf(model, read))).flat());
   // The largest hundredth would fade the rest: the first reads have few sources and so large weights.
   const sizes = every.map(Math.abs).sort((a, b) => a - b), top = sizes.at(-1) || 1, hundredth = sizes[Math.floor(sizes.length * 0.99)] || top;
   const most = hundredth < 0.9 * top ? hundredth : top, paint = painter(most);
   drawScale(TITLES[state.value], most, most < top, every.some((value) => value < 0), paint);
-  const grids = models.map((model) => make("div", { class: "panel" }, panelTitle(model), make("div", { class: "map" }), ...(model.meaning ? [make("p", { class: "caption" }, model.meaning)] : [])));
+  const grids = models.map((model) => make("div", { class: "panel" }, panelTitle(model, ...residualOf(model)), make("div", { class: "map" }), ...(model.meaning ? [make("p", { class: "caption" }, model.meaning)] : [])));
   const tables = models.map((model) => make("div", { class: "panel" }));
   host("grid").replaceChildren(...grids, ...tables);
   models.forEach((model, i) => { drawMap(grids[i].querySelector(".map"), model, paint); drawSources(tables[i], model); });

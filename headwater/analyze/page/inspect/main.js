@@ -102,6 +102,7 @@ if (data.served) {
   host("prompt").hidden = false;
   host("words").value = tokens.map((at) => data.texts[at]).join("");
   host("prompt").addEventListener("submit", ask);
+  host("words").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) host("prompt").requestSubmit(); });
 }
 addEventListener("hashchange", () => { readAddress(); draw(); });
 let width = innerWidth;

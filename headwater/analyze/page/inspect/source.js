@@ -1,5 +1,8 @@
 // The chosen read taken apart, source by source; and what the model says without the chosen source.
 
+// Three digits, trailing zeros too, since they stand one below the other.
+const inColumn = (value) => (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e3 ? minus(value.toPrecision(3)) : short(value, 3));
+
 function drawSources(where, model) {
   const read = Math.min(state.read, model.depth), weights = weightsOf(model, read), shares = sharesOf(model, read), here = effectsOf(model, read);
   const widest = Math.max(...shares.map(Math.abs)) || 1, spoken = chosen() !== null;
@@ -9,7 +12,7 @@ function drawSources(where, model) {
     const bar = make("i", { class: "weightbar" });
     Object.assign(bar.style, { width: `${(54 * Math.abs(shares[source])) / widest}px`, background: `var(${weight < 0 ? "--c2" : "--c1"})` });
     const number = (value, ...inside) => make("td", value === null ? {} : { "data-value": value }, ...inside);
-    const row = make("tr", source === state.source ? { class: "chosen" } : {}, make("th", { scope: "row", "data-value": source }, name), number(weight, bar, make("span", {}, short(weight, 3))),
+    const row = make("tr", source === state.source ? { class: "chosen" } : {}, make("th", { scope: "row", "data-value": source }, name), number(weight, bar, make("span", {}, inColumn(weight))),
       ...(here ? [number(here[source], nats(here[source]))] : []), ...(model.removed ? [number(effectOf(model, source), nats(effectOf(model, source)))] : []),
       ...(spoken ? [make("td", { class: "words" }, ...topOf(model.sources, source).slice(0, 2).flatMap(({ place }) => [tokenNode(place), " "]))] : []));
     row.addEventListener("click", () => pick({ source }));
