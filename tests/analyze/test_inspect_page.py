@@ -291,6 +291,12 @@ def test_downloads_hold_what_is_shown(visit, found, written):
     assert saved["grid", "PNG"].startswith(b"\x89PNG")
     assert b"<circle" in saved["scatter", "SVG"]
     assert len(saved["lens", "CSV"].decode().splitlines()) >= 1 + 2 * 5 * 5
+    page.locator("#tokens .every").click()
+    with page.expect_download() as download:
+        page.locator('[data-save="lens"] button', has_text="CSV").click()
+    said = list(csv.DictReader(io.StringIO(download.value.path().read_text())))
+    assert len(said) == LENGTH * 2 * 5 * 5  # over all tokens there is no average of words: each token's are there
+    assert float(said[-1]["probability"]) == pytest.approx(found.sources.probabilities[-1, -1, -1].item(), abs=1e-5)
     everything = json.loads(saved["page", "JSON"])
     assert everything["models"][0]["loss"] == pytest.approx(found.loss.tolist(), abs=1e-5)
 

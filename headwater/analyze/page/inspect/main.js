@@ -49,8 +49,9 @@ const gridRows = () => [["model", "token", "read", "source", "weight", "loss_wit
   return weights.map((weight, source) => [model.name, place(), read, source, weight, effects ? effects[source] : null]);
 }).flat())];
 const scatterRows = () => [["model", "token", "read", "source", "share", "loss_without_it"], ...models.flatMap((model) => pointsOf(model).map(({ read, source, x, y }) => [model.name, place(), read === null ? "all" : read, source, x, y]))];
-const lensRows = () => [["model", "token", "part", "depth", "rank", "says", "probability"], ...models.flatMap((model) => [["read", model.reads], ["source", model.sources]].flatMap(([name, top]) =>
-  Array.from({ length: model.depth + 1 }, (_, i) => topOf(top, i).map(({ place: at, p }, rank) => [model.name, place(), name, i, rank, data.texts[at], p])).flat()))];
+const tokensShown = () => (chosen() === null ? [...tokens.keys()] : [chosen()]);  // what is said has no average
+const lensRows = () => [["model", "token", "part", "depth", "rank", "says", "probability"], ...models.flatMap((model) => tokensShown().flatMap((token) => [["read", model.reads], ["source", model.sources]].flatMap(([name, top]) =>
+  Array.from({ length: model.depth + 1 }, (_, i) => topOf(top, i, token).map(({ place: at, p }, rank) => [model.name, token, name, i, rank, data.texts[at], p])).flat())))];
 const sizeRows = () => [["model", "token", "depth", "read", "source"], ...models.flatMap((model) => Array.from({ length: model.depth + 1 }, (_, i) => [model.name, place(), i, pickOne(model.readSize, i, tokens.length), pickOne(model.sourceSize, i, tokens.length)]))];
 function everything() {
   const lists = (value) => (ArrayBuffer.isView(value) ? [...value] : Array.isArray(value) ? value.map(lists) : value && typeof value === "object" ? Object.fromEntries(Object.entries(value).map(([key, item]) => [key, lists(item)])) : value);
