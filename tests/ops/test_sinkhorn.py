@@ -45,6 +45,19 @@ def test_the_number_of_iterations_is_exact(iterations):
     assert (sinkhorn(draw(4), iterations) - by_division(draw(4), iterations + 1)).abs().max() > 1e-9
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("lead", [8.0, 16.0, 30.0])
+@pytest.mark.parametrize("device", DEVICES)
+def test_near_a_permutation_the_gradient_is_not_what_rounding_leaves_of_a_difference(device, lead, backend):
+    """exp(-8) beside 1 is where mHC starts."""
+    pytest.importorskip("triton", reason="the kernel needs triton")
+    logits = (draw(4) / 2 + lead * torch.eye(4)[[2, 0, 3, 1]]).float()
+    truth = value_and_gradient(by_division, logits.double())
+    found = value_and_gradient(lambda x, i: sinkhorn(x, i, backend=backend), logits.to(device))
+    for mine, exact in zip(found, truth, strict=True):
+        assert ((mine.cpu() - exact).norm(dim=(-2, -1)) < 3e-5 * exact.norm(dim=(-2, -1))).all()
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_is_as_good_as_the_reference(n, device):

@@ -60,6 +60,7 @@ def _backward(
     b_c = tl.load(history + o_v + (2 * ITERATIONS - 2) * n, mask=m_v, other=0.0)
     b_r = tl.load(history + o_v + (2 * ITERATIONS - 1) * n, mask=m_v, other=0.0)
     b_g = tl.load(gradient + offset, mask=m, other=0.0)
+    b_g -= (tl.sum(b_g * b_k * b_c[:, None, :], 2) * b_r)[:, :, None]  # see `centred` of the reference
     b_dk = b_r[:, :, None] * b_g * b_c[:, None, :]
     b_dr = tl.sum(b_g * b_k * b_c[:, None, :], 2)
     b_dc = tl.sum(b_g * b_k * b_r[:, :, None], 1)

@@ -32,13 +32,19 @@ def forward(logits: Tensor, iterations: int) -> Tensor:
     return (rows.unsqueeze(1) * kernel * columns).permute(2, 0, 1).contiguous()
 
 
+def centred(gradient: Tensor, matrix: Tensor) -> Tensor:
+    """The gradient less each row's mean by its weights. The last division makes rows sum to one, so that a number for a
+    whole row changes nothing; near a permutation it is nearly all that there is, and drowns what does."""
+    return gradient - (gradient * matrix).sum(1, keepdim=True)
+
+
 def backward(logits: Tensor, gradient: Tensor, iterations: int) -> Tensor:
     """The gradient of the logits, through every iteration."""
     kernel = exponentials(logits)
     history = scalings(kernel, iterations)
     slopes = history.square().neg_()  # of a reciprocal
     columns, rows = history[-2:]
-    gradient = gradient.permute(1, 2, 0)
+    gradient = centred(gradient.permute(1, 2, 0), rows.unsqueeze(1) * kernel * columns)
     total = rows.unsqueeze(1) * gradient * columns  # gradient of K
     product = gradient * kernel
     to_rows, to_columns = (product * columns).sum(1), (product * rows.unsqueeze(1)).sum(0)
