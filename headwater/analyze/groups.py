@@ -15,8 +15,9 @@ from headwater.stats import LOWER, Paired, Stat, pair, summarize
 
 BASELINE = "standard"
 # Settings that may differ inside a group: they say where and how a run was carried out, not what was computed.
-INCIDENTAL = {"seed", "device", "cache", "log_every", "eval_every", "depth_every", "save_every", "keep"}
-INCIDENTAL |= {"compile", "graph"}
+INCIDENTAL = {
+    "seed", "device", "cache", "compile", "graph", "log_every", "eval_every", "depth_every", "save_every", "keep",
+}  # fmt: skip
 DEFAULTS = {one.name: one.default for one in fields(ModelConfig) if one.default is not MISSING}
 UNFELT = {BASELINE: {"optim.query_lr"}}  # settings of what a residual does not have
 DEPTH_LISTS = {"output": "output_norm", "read": "read_norm", "gradient": "gradient_norm", "entropy": "entropy"}

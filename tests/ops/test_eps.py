@@ -106,9 +106,11 @@ def test_a_mix_and_a_span_of_outputs_have_the_read_s(backend):
 
 def test_decoding_by_the_kernel_has_both():
     pytest.importorskip("triton", reason="the kernel needs triton")
+    from headwater.ops.depth import alone
+
     sources, query, key, norm = (t.detach() if isinstance(t, torch.Tensor) else t for t in draw(3))
     with torch.no_grad():
         y = torch.full((2, 12), 0.2)
         given = ([*sources[:-1], sources[-1] - y], y, query, key, norm)
-        read, _ = operators("triton").decode_read(*given, eps=EPS, norm_eps=NORM_EPS)
+        read, _ = alone.decode_read(*given, eps=EPS, norm_eps=NORM_EPS)
     torch.testing.assert_close(read.double(), formula(sources, query, key, norm, NORM_EPS))

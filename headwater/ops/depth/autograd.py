@@ -26,7 +26,6 @@ from .merge import merge as merge_op
 from .merge import merge_backward, norm_backward
 from .mix import mix as mix_op
 from .mix import mix_backward, mix_backward_
-from .read import read as read_op
 from .score import score as score_op
 from .score import score_backward, score_backward_
 
@@ -66,21 +65,21 @@ def _to_add_to(gradient: Tensor) -> Tensor:
     return gradient if _owned(gradient) else gradient.clone(memory_format=torch.contiguous_format)
 
 
-def _first_order() -> None:
+def first_order() -> None:
     """Raise where a backward is to be differentiated: the kernels would leave the second derivative out in silence."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("the kernels have no second derivative: pass backend='reference' for create_graph=True")
 
 
-def _vector(name: str, value: Tensor) -> Tensor:
+def vector(name: str, value: Tensor) -> Tensor:
     """Kernels take queries and weights by address: one vector for all tokens, its numbers side by side."""
     if value.dim() != 1:
         raise ValueError(f"backend='triton' takes one {name} for all tokens, (D,), got {tuple(value.shape)}")
     return value.contiguous()
 
 
-def _optional(name: str, value: Tensor | None) -> Tensor | None:
-    return None if value is None else _vector(name, value)
+def optional(name: str, value: Tensor | None) -> Tensor | None:
+    return None if value is None else vector(name, value)
 
 
 class _Score(torch.autograd.Function):
@@ -96,7 +95,7 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, df: Tensor | None, *pieces: Tensor | None) -> tuple[Any, ...]:
-        _first_order()
+        first_order()
         if all(piece is None for piece in pieces):
             return gradient, df, None, None, None
         source, folded, z, rstd = ctx.saved_tensors
@@ -169,7 +168,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _first_order()
+        first_order()
         queries, nothing = ctx.queries, (None,) * 5
         douts, dlses, later = gradients[:queries], gradients[queries : 2 * queries], gradients[2 * queries :]
         if ctx.rebuild and douts[0] is None:  # this read was not used
@@ -312,7 +311,7 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _first_order()
+        first_order()
         folded, z, scale, *saved = ctx.saved_tensors
         reads, count = ctx.sizes[0], sum(ctx.shares)
         douts, dlses, asked, rest = _cut(gradients, reads, reads - 1, reads - 1)
@@ -389,7 +388,7 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
-        _first_order()
+        first_order()
         if dx is None:
             return (dtotal, None if ctx.opens else dtotal, *[None] * 8)
         x, total, kept, lse, query, key_weight, norm_weight, stats = ctx.saved_tensors
@@ -418,105 +417,6 @@ def merge(
     The backward undoes the norm to find its input, whose rounding it then carries; `keep` keeps `out` alive instead.
     """
     partial = None if partial is None else partial.contiguous()
-    y, out, lse, query = y.contiguous(), out.contiguous(), lse.contiguous(), _vector("query", query)
-    key_weight, norm_weight = _optional("key weight", key_weight), _optional("norm weight", norm_weight)
+    y, out, lse, query = y.contiguous(), out.contiguous(), lse.contiguous(), vector("query", query)
+    key_weight, norm_weight = optional("key weight", key_weight), optional("norm weight", norm_weight)
     return apply(_Merge, y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)
-
-
-class _Attend(torch.autograd.Function):
-    """Score and mix in one node, for callers that keep no scores: gradients stay in fp32 until the last downcast."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        folded, norm_weight, eps, *sources = args  # as in _Mix
-        scores, rstds = zip(*(score_op(source, folded, eps) for source in sources))
-        z = torch.stack(scores, -2)
-        x, rstd, out, lse, p = mix_op(sources, (z,), norm_weight, eps, False)
-        ctx.eps, ctx.count, ctx.normed = eps, len(sources), norm_weight is not None
-        ctx.save_for_backward(folded, norm_weight, rstd, p, *sources, *scores, *rstds)
-        ctx.set_materialize_grads(False)
-        return (x if ctx.normed else out.new_empty(0)), out, lse, z
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _first_order()
-        dx, dout, dlse, dz_given = gradients
-        folded, norm_weight, rstd, p, *rest = ctx.saved_tensors
-        count = ctx.count
-        sources, scores, rstds = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        queries, dg = p.shape[-1], None
-        douts = [torch.zeros_like(sources[0], dtype=torch.float32) for _ in range(queries)]
-        if dout is not None:
-            douts[ctx.normed :] = dout.float().contiguous().unbind(0)
-        if ctx.normed and dx is not None:
-            douts[0], dg = _norm_backward(dx, rstd, norm_weight, ctx.eps, sources, scores)
-        dlses = () if dlse is None else dlse.contiguous().unbind(0)
-        dz, _, dsources = mix_backward(sources, p, douts, dlses, True, None)
-        dz = dz if dz_given is None else dz + dz_given
-        df = torch.zeros_like(folded)
-        results = []
-        for source, z, r, slope, gradient in zip(sources, scores, rstds, dz.unbind(-2), dsources):
-            made, share = score_backward(source, folded, z, r, slope.contiguous(), gradient)
-            results.append(made)
-            df += share
-        return df, dg, None, *results
-
-
-def _norm_backward(
-    dx: Tensor, rstd: Tensor, weight: Tensor, eps: float, sources: Sequence[Tensor], scores: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """dh and the weight's gradient. h is mixed again in fp32: undoing the norm would bring its output's rounding in."""
-    h = mix_op(sources, (torch.stack([z[..., :1] for z in scores], -2),), None, eps, True)[2][0]
-    normed, d = h * rstd.unsqueeze(-1), dx.float()
-    dg = (d * normed).flatten(0, -2).sum(0).to(weight.dtype)
-    d = d * weight.float()
-    return (d - normed * (d * normed).mean(-1, keepdim=True)) * rstd.unsqueeze(-1), dg
-
-
-def fold(queries: Tensor, key_weights: Tensor | None) -> Tensor:
-    return queries.float() if key_weights is None else queries.float() * key_weights.float()
-
-
-def attend_blocks(
-    sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    contiguous = [source.contiguous() for source in sources]
-    return _Attend.apply(fold(queries, key_weights).contiguous(), None, eps, *contiguous)[1:3]
-
-
-def depth_attention(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    key_weight: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    return_weights: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    query, contiguous = _vector("query", query), [source.contiguous() for source in sources]
-    key_weight, norm_weight = _optional("key weight", key_weight), _optional("norm weight", norm_weight)
-    inputs = [*sources, query, *(t for t in (key_weight, norm_weight) if t is not None)]
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        x, _, weights = read_op(contiguous, None, query, key_weight, norm_weight, eps, eps, return_weights)
-        return (x, weights.unsqueeze(-1)) if return_weights else x
-    folded = fold(query, key_weight).unsqueeze(0)
-    x, out, _, z = _Attend.apply(folded, norm_weight, eps, *contiguous)
-    x = out[0] if norm_weight is None else x
-    return (x, z.softmax(-2).movedim(-2, 0)) if return_weights else x
-
-
-def decode_read(
-    sources: Sequence[Tensor],
-    y: Tensor,
-    query: Tensor,
-    key_weight: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    norm_eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*sources, y, query)):
-        raise ValueError("decode_read has no backward: call it under torch.no_grad(), or use depth_attention")
-    query, contiguous = _vector("query", query), [source.contiguous() for source in sources]
-    key_weight, norm_weight = _optional("key weight", key_weight), _optional("norm weight", norm_weight)
-    x, summed, _ = read_op(contiguous, y.contiguous(), query, key_weight, norm_weight, eps, norm_eps, False)
-    return x, summed

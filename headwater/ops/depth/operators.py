@@ -1,6 +1,6 @@
 """Attention over depth, for callers: arguments are checked here, and a kernel or its reference runs.
 
-`reference` has the mathematics; `autograd` the kernels under the same names; `routing` decides between them.
+`reference` has the mathematics; `autograd` and `alone` the kernels by the same names; `routing` decides between them.
 """
 
 from collections.abc import Sequence
@@ -68,9 +68,9 @@ def depth_attention(
     """
     check_sources(sources, query, heads, key_weight=key_weight, norm_weight=norm_weight)
     if use_triton(backend, *sources, heads=heads) and (query.dim() == 1 or backend == "triton"):
-        from . import autograd
+        from . import alone
 
-        return autograd.depth_attention(sources, query, key_weight, norm_weight, eps, return_weights)
+        return alone.depth_attention(sources, query, key_weight, norm_weight, eps, return_weights)
     mixed, weights = reference.depth_attention(sources, query, key_weight, norm_weight, eps, heads)
     return (mixed, weights) if return_weights else mixed
 
@@ -94,9 +94,9 @@ def attend_blocks(
     """
     check_sources(sources, queries, heads=1)
     if use_triton(backend, *sources):
-        from . import autograd
+        from . import alone
 
-        return autograd.attend_blocks(sources, queries, key_weights, eps)
+        return alone.attend_blocks(sources, queries, key_weights, eps)
     return reference.attend_blocks(sources, queries, key_weights, eps)
 
 
@@ -151,9 +151,9 @@ def decode_read(
     """
     check_sources((*sources, y), query, heads=1, key_weight=key_weight, norm_weight=norm_weight)
     if use_triton(backend, *sources, y):
-        from . import autograd
+        from . import alone
 
-        return autograd.decode_read(sources, y, query, key_weight, norm_weight, eps=eps, norm_eps=eps)
+        return alone.decode_read(sources, y, query, key_weight, norm_weight, eps=eps, norm_eps=eps)
     last = sources[-1] + y
     return reference.depth_attention((*sources[:-1], last), query, key_weight, norm_weight, eps)[0], last
 
