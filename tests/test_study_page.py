@@ -171,8 +171,8 @@ def test_growth_with_depth_is_the_last_quarter_over_the_first(page):
         )
     ]
     for run in runs:
-        run.config = {"model": {"residual": "standard", "dim": 8, "layers": 2}}
-    assert "| 8 | 2 | `standard` | 2 | 5.0000 ± 1.4142 | 3.0000 ± 0.0000 | 0.5000 ± 0.0000 |" in page.dynamics(runs)
+        run.config = {"model": {"residual": "standard", "dim": 8, "layers": 2}, "optim": {"lr": 0.004}}
+    assert "| 8 | 2 | 0.004 | `standard` | 2 | 5.0000 ± 1.4142 | 3.0000 ± 0.0000 | 0.5000 ± 0.0000 |" in page.dynamics(runs)
 
 
 def test_every_recipe_names_arms_that_exist():
@@ -245,8 +245,24 @@ def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     ]
     archive(tmp_path, "scaling", runs)
     with page.unpacked(tmp_path) as found:
-        row = next(line for line in page.scaling(found["scaling"]).splitlines() if "attnres" in line)
+        *sizes, row = [line for line in page.scaling(found["scaling"]).splitlines() if "attnres" in line]
+        two = [run for run in found["scaling"] if run.config["model"]["dim"] < 100]
+        assert page.scaling(two).endswith("The curves need a third size.\n")
     assert row.count("2.00 (2.00 to 2.00)") == 4
+    assert sizes[0] == "| `attnres-block` | 2 | 1.7071 | 0.0000 | −0.2929 | −0.2929 to −0.2929 | lower |"
+    assert len(sizes) == 4
+
+
+def test_tables_take_the_runs_of_other_recipes_that_are_at_the_settled_rate(page, tmp_path):
+    rates = [("standard", 0, score, {"model.dim": 128, "optim.lr": lr}) for lr, score in ((8e-3, 1.5), (1.1e-2, 1.4))]
+    archive(tmp_path, "rates", rates)
+    archive(tmp_path, "scaling", [("standard", 0, 1.3, {"model.dim": 256, "optim.lr": 6e-3})])
+    text = "<!-- scaling:begin -->\n<!-- scaling:end -->"
+    with page.unpacked(tmp_path) as found:
+        made = page.filled(text, found)
+    assert "1.4000" in made
+    assert "1.3000" in made
+    assert "1.5000" not in made
 
 
 def test_what_has_not_run_says_so(page, tmp_path):

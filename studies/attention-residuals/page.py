@@ -37,7 +37,8 @@ PAPER = {
     "attnres-block:block=4": 1.746, "attnres-block:block=8": 1.748, "attnres-block:block=16": 1.753,
     "attnres-block:block=24": 1.757,
 }  # fmt: skip
-MAPPED = 8e-3  # the learning rate whose depth weights are drawn
+MAPPED = 8e-3  # the learning rate whose depth weights are drawn, and of whose runs the table of magnitudes takes more
+RULE = {128: 1.1e-2, 192: 8e-3, 256: 6e-3, 384: 4e-3}  # README.md's learning rates of the scaling, by width
 Runs = list[RecordedRun]
 
 
@@ -258,12 +259,12 @@ def _best_of(runs: Runs) -> dict[tuple[int, str], Runs]:
 
 def dynamics(runs: Runs) -> str:
     """How much larger numbers are at the end of the depth than at its start, after the last step."""
-    head = ["width", "layers", "", "seeds", *(words for words, _ in BY_DEPTH)]
+    head = ["width", "layers", "rate", "", "seeds", *(words for words, _ in BY_DEPTH)]
     rows = []
-    for (width, layers, arm), group in grouped(runs, "model.dim", "model.layers", "model.residual").items():
+    for key, group in grouped(runs, "model.dim", "model.layers", "optim.lr", "model.residual").items():
         last = [run.depth[-1] for run in group if run.depth]
         cells = [str(summarize([growth(record[key]) for record in last])) for _, key in BY_DEPTH]
-        rows.append([str(width), str(layers), f"`{arm}`", str(len(last)), *cells])
+        rows.append([*(f"{number:g}" for number in key[:3]), f"`{key[3]}`", str(len(last)), *cells])
     return grid(head, rows)
 
 
@@ -282,7 +283,17 @@ def transfer(runs: Runs) -> str:
 
 
 def scaling(runs: Runs) -> str:
-    """The fits, and what compute each arm saves at each of the baseline's budgets."""
+    """The arms at each size, and from three on the fits, and what compute each saves at each of the baseline's
+    budgets."""
+    sizes = grouped(runs, "model.dim", "model.layers", "optim.lr")
+    tables = [
+        f"Width {width}, {layers} layers, learning rate {rate:g}:\n\n{beside_plain(group)}\n"
+        for (width, layers, rate), group in sizes.items()
+    ]
+    return "".join(tables) + (fits(runs) if len(sizes) > 2 else "The curves need a third size.\n")
+
+
+def fits(runs: Runs) -> str:
     found = compare_scaling(points_of(runs), BASELINE)
     budgets = sorted(next(iter(found)).multipliers)
     rows = []
@@ -347,7 +358,11 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "ablations": ablations, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
 MEASURED = {"importance": importance, "hops": hops}  # not by `headwater study`, but by scripts of their own
-RECIPES = {"dynamics": ("noise", "dynamics")}  # whose runs a table takes, if not those of its name alone
+# Which runs of which recipes a table takes, if not all of those of its name alone.
+TAKES: dict[str, dict[str, Callable[[RecordedRun], bool]]] = {
+    "dynamics": {"noise": bool, "rates": lambda run: setting(run, "optim.lr") == MAPPED, "dynamics": bool},
+    "scaling": {"rates": lambda run: setting(run, "optim.lr") == RULE[setting(run, "model.dim")], "scaling": bool},
+}
 
 
 def pictures(found: dict[str, Runs]) -> dict[Path, str]:
@@ -423,7 +438,8 @@ def filled(text: str, found: dict[str, Runs]) -> str:
         if name == "cost":
             made = cost(found)
         elif name in TABLES:
-            runs = [run for recipe in RECIPES.get(name, (name,)) for run in found.get(recipe, [])]
+            takes = TAKES.get(name, {name: bool})
+            runs = [run for recipe, wanted in takes.items() for run in found.get(recipe, []) if wanted(run)]
             made = (TABLES[name](finished(runs)) if finished(runs) else "Not run yet.\n") + left_out(runs)
         elif name in MEASURED:
             measured = measured_in(HERE / "runs", name)
