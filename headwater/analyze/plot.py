@@ -75,9 +75,9 @@ def lines_of(points: Mapping[str, Mapping[float, Sequence[float]]]) -> list[Line
 
 
 def picture(panels: Sequence[Panel | Map], label: str) -> str:
-    """Panels side by side; maps, which are square and small, three in a row."""
+    """Panels two in a row; maps, which are square and small, three."""
     wide, high = (MAP, MAP) if isinstance(panels[0], Map) else (_width(panels), HIGH)
-    columns = 3 if isinstance(panels[0], Map) else len(panels)
+    columns = min(3 if isinstance(panels[0], Map) else 2, len(panels))
     rows = -(-len(panels) // columns)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide * columns} {high * rows}" '
