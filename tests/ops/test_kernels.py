@@ -330,7 +330,7 @@ def test_under_autocast_a_bf16_stream_meets_fp32_weights(spec):
 
 @pytest.mark.parametrize("spec", ["attnres-block:block=3,backend=triton", "attnres-full:backend=triton"])
 def test_the_schedule_of_training_is_as_exact(spec):
-    assert worst_of(spec, 40, 2, torch.float32, "cpu") <= 1
+    assert worst_of(spec, 40, 2, torch.float32, "cpu", draws=1) <= 1
 
 
 @pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
