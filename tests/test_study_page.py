@@ -172,7 +172,9 @@ def test_growth_with_depth_is_the_last_quarter_over_the_first(page):
     ]
     for run in runs:
         run.config = {"model": {"residual": "standard", "dim": 8, "layers": 2}, "optim": {"lr": 0.004}}
-    assert "| 8 | 2 | 0.004 | `standard` | 2 | 5.0000 ± 1.4142 | 3.0000 ± 0.0000 | 0.5000 ± 0.0000 |" in page.dynamics(runs)
+    assert "| 8 | 2 | 0.004 | `standard` | 2 | 5.0000 ± 1.4142 | 3.0000 ± 0.0000 | 0.5000 ± 0.0000 |" in page.dynamics(
+        runs
+    )
 
 
 def test_every_recipe_names_arms_that_exist():

@@ -74,11 +74,12 @@ def grouped_results(backend, ends, rest=False):
 @pytest.mark.parametrize("ends", [[10, 20, 30, 40], [0, 40, 40, 40], [0, 0, 0, 40], [3, 3, 39, 40]])
 def test_grouped_products_are_the_plain_ones(ends):
     """torch's grouped product runs on a CPU too, where it is slow."""
-    for grouped, loop in zip(grouped_results("grouped", ends), grouped_results("loop", ends)):
-        torch.testing.assert_close(grouped, loop, atol=1e-5, rtol=1e-5)
+    for other in ("grouped", "copied"):
+        for mine, loop in zip(grouped_results(other, ends), grouped_results("loop", ends)):
+            torch.testing.assert_close(mine, loop, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["loop", "grouped"])
+@pytest.mark.parametrize("backend", ["loop", "grouped", "copied"])
 def test_rows_of_nobody_give_zeros(backend):
     y, d_x, d_weight = grouped_results(backend, [5, 5, 20, 25], rest=True)
     assert not y[25:].any()
@@ -93,7 +94,7 @@ def test_rows_of_nobody_give_zeros(backend):
     [
         ({"weight": torch.zeros(4, 6, 7)}, r"got \(40, 8\), \(4, 6, 7\) and \(4,\)"),
         ({"ends": torch.zeros(4)}, "ends be int32"),
-        ({"backend": "cutlass"}, "'auto', 'loop' or 'grouped', got 'cutlass'"),
+        ({"backend": "cutlass"}, "'auto', 'loop', 'grouped' or 'copied', got 'cutlass'"),
     ],
 )
 def test_grouped_products_name_what_does_not_fit(change, message):

@@ -186,6 +186,7 @@ MODELS = {
 }
 
 
+@pytest.mark.filterwarnings("error:decoding is not captured")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=gpu) for kind in MODELS])
 def test_replayed_tokens_are_the_tokens(kind, exact):
     """Greedy, on the GPU, in fp32: each time from the first token on, step by step, and as a graph; alone too."""
