@@ -10,36 +10,22 @@ PyTorch's own.
 
 import argparse
 import cProfile
-import os
 import pstats
 import time
-from types import SimpleNamespace
 
 import torch
 
 from benchmarks.arms import Stack, fill
-from headwater.ops.depth import autograd
-from headwater.ops.triton import launch as launching
+from benchmarks.kernels import without_driver
 
-assert autograd, "imported before the next line: the kernels are real ones, and yet tensors on a CPU are taken"
-os.environ["TRITON_INTERPRET"] = "1"
 TOKENS, WIDTH, SUBLAYERS, STEPS = 8, 64, 48, 40
 SPECS = ("standard", "attnres-block:block=6,backend=triton", "attnres-full:backend=triton")
 calls = 0
 
 
-def without_driver() -> None:
-    def run(*_: object) -> None:
-        global calls
-        calls += 1
-
-    def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages):
-        run()
-        stages = {"STAGES": num_stages} if "STAGES" in kernel.arg_names else {}
-        return SimpleNamespace(run=run, function=None, packed_metadata=None), constants | stages
-
-    launching.DIRECT, launching.launch_that_fits = True, launch_that_fits
-    launching.current_device, launching.current_stream = lambda: -1, lambda index: 0
+def count(*_: object) -> None:
+    global calls
+    calls += 1
 
 
 def measure(spec: str, profile: bool) -> tuple[float, float, float]:
@@ -72,7 +58,7 @@ if __name__ == "__main__":
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("specs", nargs="*", default=SPECS)
     options = parser.parse_args()
-    without_driver()
+    without_driver(count, count)
     for spec in options.specs:
         forward, backward, launches = measure(spec, options.profile)
         print(
