@@ -154,6 +154,7 @@ def test_the_published_config():
     }  # fmt: skip
     ours, named = ModelConfig.from_dict(kimi_settings(config)), ModelConfig.named("kimi-linear-48b")
     assert ours.kinds == named.kinds
+    assert ours.context == 1048576  # no tables of positions grow with it
     with torch.device("meta"):
         shapes = [{n: p.shape for n, p in Decoder(c).named_parameters()} for c in (ours, named)]
     assert shapes[0] == shapes[1]

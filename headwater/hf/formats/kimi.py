@@ -143,7 +143,7 @@ def kimi_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": heads,
         "mlp_dim": config["intermediate_size"],
-        "context": min(_named(config, "model_max_length", "max_position_embeddings", default=4096), 4096),
+        "context": _named(config, "model_max_length", "max_position_embeddings", default=4096),
         "tie_embeddings": config.get("tie_word_embeddings", False),
         "norm_eps": eps,
         "pattern": write_pattern(names),
