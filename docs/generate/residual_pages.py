@@ -160,7 +160,8 @@ def study(name: str) -> str:
     head = ["recipe", "runs", "seeds", "bits per byte", "against the plain residual"]
     columns = 5 if any(row[-1] for row in rows) else 4  # no run of the plain residual has all the same settings
     lines = [f"| {' | '.join(row[:columns])} |" for row in (head, ["---"] * 5, *rows)]
-    return "## In the study\n\n" + "\n".join(lines) + f"\n\n{link}"
+    words = "Verdicts are such that all of a recipe hold together; the study's page judges each arm by itself."
+    return "## In the study\n\n" + "\n".join(lines) + f"\n\n{words} {link}"
 
 
 @cache

@@ -97,10 +97,8 @@ def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> l
     ordered = sorted(groups.values(), key=lambda group: place.get(group.residual, len(place)))
     for group in ordered:
         twins = [other for other in ordered if other.residual == group.residual]
-        keys = differing([twin.settings for twin in twins])
-        group.label = ", ".join(
-            [group.residual, *(f"{key.split('.')[-1]} {group.settings.get(key, 'unset')}" for key in keys[:2])]
-        )
+        keys = telling([twin.settings for twin in twins])
+        group.label = ", ".join([group.residual, *(words_of(key, group.settings) for key in keys)])
         group.baseline = next((g for g in ordered if g.residual == baseline and not beyond(g, group)), None)
     judged = sum(1 for group in ordered if (found := group.difference()) is not None and len(found.values) > 1)
     for group in ordered:
@@ -129,6 +127,21 @@ def flatten(config: Record, prefix: str = "") -> dict[str, str]:
 def differing(settings: list[dict[str, str]]) -> list[str]:
     keys = sorted({key for each in settings for key in each})
     return [key for key in keys if len({each.get(key) for each in settings}) > 1]
+
+
+def telling(settings: list[dict[str, str]]) -> list[str]:
+    """As few settings as tell these apart: none that goes with others, as heads do with width."""
+    keys: list[str] = []
+    for key in differing(settings):
+        known, more = ({tuple(each.get(k) for k in some) for each in settings} for some in (keys, [*keys, key]))
+        if len(more) > len(known):
+            keys.append(key)
+    return keys
+
+
+def words_of(key: str, settings: dict[str, str]) -> str:
+    name, value = key.split(".")[-1], settings.get(key, "unset")
+    return f"no {name}" if value == "None" else f"{name} {value}"
 
 
 def points(rows: list[Record], key: str = "loss") -> Points:

@@ -12,7 +12,7 @@ import pytest
 from runfolder import make_comparison, make_run
 
 from headwater.analyze import report
-from headwater.analyze.groups import curves, group_runs, smooth, thin
+from headwater.analyze.groups import curves, group_runs, smooth, telling, thin, words_of
 from headwater.analyze.matrix import write_matrix
 from headwater.analyze.report import make_page, write_report
 from headwater.analyze.runs import find_order, find_runs, read_run, read_runs
@@ -241,6 +241,18 @@ def test_a_run_that_stopped_is_not_just_unfinished(tmp_path):
     assert "1 step was left out of training (1 not finite), at step 6" in words
     assert "unreadable" not in words
     assert "nfinished" not in words
+
+
+def test_labels_say_what_tells_groups_apart_and_no_more():
+    """Heads go with the width; what is left are rates, which must not be cut off."""
+    settings = [
+        {"model.dim": dim, "model.heads": heads, "model.window": "None", "optim.lr": lr}
+        for dim, heads, lr in (("8", "1", "0.1"), ("8", "1", "0.2"), ("16", "2", "0.1"), ("16", "2", "0.2"))
+    ]
+    assert telling(settings) == ["model.dim", "optim.lr"]
+    assert telling([{"a": "1", "b": x, "c": y} for x, y in (("1", "1"), ("1", "2"), ("2", "1"))]) == ["b", "c"]
+    assert telling(settings[:1]) == []
+    assert [words_of(key, settings[0]) for key in ("model.window", "optim.lr")] == ["no window", "lr 0.1"]
 
 
 def test_runs_with_other_settings_are_told_apart(tmp_path):
