@@ -161,6 +161,17 @@ def test_lines_of_a_picture_are_called_what_they_are(page, spread):
     assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-6)
 
 
+def test_panels_come_two_in_a_row(page):
+    panel = page.Panel("bits", "rate", page.lines_of({"standard": {1: [1.0], 2: [2.0]}}))
+    sizes = []
+    for count in (1, 2, 4):
+        *_, wide, high = ElementTree.fromstring(page.picture([panel] * count, "a label")).get("viewBox").split()
+        sizes.append((int(wide), int(high)))
+    (wide, high), two, four = sizes
+    assert two == (2 * wide, high)
+    assert four == (2 * wide, 2 * high)
+
+
 def test_growth_with_depth_is_the_last_quarter_over_the_first(page):
     assert page.growth([1, 3, 100, 100, 100, 100, 5, 7]) == 3
     runs = [

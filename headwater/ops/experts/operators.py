@@ -66,17 +66,18 @@ def _fake_product(x: Tensor, weight: Tensor, ends: Tensor, rest: bool, backend: 
 def experts_product(x: Tensor, weight: Tensor, ends: Tensor, rest: bool, backend: str) -> Tensor:
     """x (N, D), weight (E, F, D) of any strides to (N, F)."""
     if backend != "loop":
-        places = torch.arange(len(x), device=x.device)
-        if backend == "grouped":
-            y = F.grouped_mm(x, weight.mT, offs=ends)
-        else:
-            expert = torch.searchsorted(ends, places, right=True).clamp_max(len(weight) - 1)
-            y = torch.bmm(weight[expert], x[:, :, None])[:, :, 0]
-        return y.where(places[:, None] < ends[-1], 0) if rest else y
+        y = F.grouped_mm(x, weight.mT, offs=ends) if backend == "grouped" else _by_copies(x, weight, ends)
+        return y.where(torch.arange(len(y), device=y.device)[:, None] < ends[-1], 0) if rest else y
     y = (x.new_zeros if rest else x.new_empty)(x.shape[0], weight.shape[1])
     for e, rows in enumerate(spans(ends)):
         torch.mm(x[rows], weight[e].T, out=y[rows])
     return y
+
+
+def _by_copies(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of nobody take the last expert's."""
+    expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True).clamp_max(len(weight) - 1)
+    return torch.bmm(weight[expert], x[:, :, None])[:, :, 0]
 
 
 def _fake_outer(gradient: Tensor, x: Tensor, ends: Tensor, backend: str) -> Tensor:
