@@ -33,7 +33,9 @@ from headwater.models.fused import FusedStep
 from headwater.ops.cross_entropy import linear_cross_entropy
 from headwater.ops.decode import exponentials, likeliest, project
 from headwater.ops.depth import depth_attention
+from headwater.ops.rotary import rotate_joined
 from headwater.ops.sinkhorn import sinkhorn
+from headwater.ops.swiglu import swiglu
 from headwater.ops.triton import launch as launching
 
 from .arms import Stack
@@ -111,6 +113,16 @@ def balance(streams: int) -> None:
     sinkhorn(torch.randn(4, streams, streams, requires_grad=True), 20, backend="triton").sum().backward()
 
 
+def gate(width: int, dtype: torch.dtype) -> None:
+    swiglu(torch.randn(4, 2 * width, dtype=dtype, requires_grad=True), backend="triton").sum().backward()
+
+
+def turn(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    joined = torch.randn(2, 4, (heads + 2 * kv_heads) * head_dim, dtype=dtype, requires_grad=True)
+    tables = torch.randn(4, head_dim // 2), torch.randn(4, head_dim // 2)
+    sum(part.sum() for part in rotate_joined(joined, tables, heads, kv_heads, backend="triton")).backward()  # type: ignore[union-attr]
+
+
 @torch.no_grad()
 def decode(spec: str, rows: int, dtype: torch.dtype) -> None:
     shape = {"dim": 256, "layers": 3, "heads": 4, "kv_heads": 2, "mlp_dim": 704, "qk_norm": True}
@@ -130,6 +142,10 @@ def run_everything() -> None:
     train("attnres-full:window=8", 512, torch.bfloat16)
     lose(1000, torch.bfloat16)
     balance(4)
+    for width, dtype in ((344, torch.bfloat16), (1024, torch.bfloat16), (1024, torch.float32), (123, torch.float32)):
+        gate(width, dtype)
+    for head_dim, dtype in ((64, torch.bfloat16), (96, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
+        turn(6, 6 if head_dim == 64 else 2, head_dim, dtype)
     for rows in (1, 3, 40):
         decode("attnres-block:block=3", rows, torch.bfloat16)
     likeliest(torch.randn(2, 1000), backend="triton")

@@ -3,6 +3,8 @@
 from contextlib import contextmanager
 
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from headwater.ops import attend_blocks, depth_attention, merge_partial
 from headwater.ops.depth import reference as two_phase
@@ -111,6 +113,42 @@ def rows(result, here, tokens):
 
 def measured(ours, plain, truth):
     return torch.stack([(value.double() - truth).square().sum() for value in (ours, plain, 2 * truth)]).cpu()
+
+
+def results(function, x, dtype):
+    """Outputs of a function of one tensor, and its gradient, for the same random gradients of the outputs."""
+    leaf = x.to(dtype).detach().requires_grad_()
+    outputs, generator = function(leaf), torch.Generator(x.device).manual_seed(9)
+    seeds = [torch.randn(o.shape, generator=generator, device=x.device).to(x.dtype) for o in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaf, [s.to(o.dtype) for s, o in zip(seeds, outputs)])]
+
+
+def excess(function, x):
+    """max over outputs and the gradient of  error / (2 * plain PyTorch's error + 1e-6); at most 1 is allowed.
+    `function(x, backend)`; unwritten memory is NaN."""
+    with poisoned():
+        ours = results(lambda x: function(x, "triton"), x, x.dtype)
+    plain = results(lambda x: function(x, "reference"), x, x.dtype)
+    truth = results(lambda x: function(x, "reference"), x, torch.float64)
+    assert all(mine.dtype == other.dtype and mine.shape == other.shape for mine, other in zip(ours, plain, strict=True))
+    return max(
+        ((mine - exact).norm() / (2 * (other - exact).norm() + 1e-6 * exact.norm())).item()
+        for mine, other, exact in zip(ours, plain, truth, strict=True)
+    )
+
+
+def compiled_nodes(function, x):
+    """Results of a compiled function as `results` gives them, and the operators of its graphs, forward and backward."""
+    nodes = []
+
+    def note(graph, _):
+        nodes.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(function, backend=aot_autograd(fw_compiler=note), fullgraph=True)
+    found = results(compiled, x, x.dtype)
+    torch._dynamo.reset()
+    return found, *nodes
 
 
 @contextmanager

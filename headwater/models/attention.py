@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwater.ops.rotary import rotate, rotate_joined, split_heads
+from headwater.ops.routing import Backend
 from headwater.residuals import Read
 
 from .config import ModelConfig
 from .norm import RMSNorm
-from .projection import project_together
+from .projection import project_joined
 from .window import window_attention
 
 
@@ -71,22 +73,18 @@ class Rotary(nn.Module):
         return self.cos[places][:, None], self.sin[places][:, None]  # (B, 1, T, head_dim / 2)
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each channel pair (c, c + head_dim / 2) of x, (B, H, T, head_dim), by its position's angle. Pairs swap by a
-    flip, whose gradient is one too, in one kernel."""
-    cos, sin = (table.to(x.dtype).unsqueeze(-2) for table in rotary)  # (T, 1, head_dim / 2)
-    pairs = x.unflatten(-1, (2, -1))
-    return (pairs * cos + pairs.flip(-2) * torch.cat((-sin, sin), dim=-2)).flatten(-2)
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention, over all earlier tokens or a window of them. Takes one input, or separate query,
     key and value inputs; `mixes_values`: also the values of the network's first attention."""
+
+    backend: Backend = "auto"
+    """Of the rotation, where one product makes queries, keys and values, and no norm is between."""
 
     def __init__(self, config: ModelConfig, window: int | None = None, mixes_values: bool = False) -> None:
         super().__init__()
         self.window = window
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.qk_norm = config.qk_norm
         self.query = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
         self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
@@ -103,14 +101,10 @@ class Attention(nn.Module):
         first_values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the values of the tokens given."""
-        q, k, v = self._project(x)
-        q = q.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, T, d)
-        k = k.unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
-        v = v.unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        q, k, v = self._turned(x, rotary, cached=cache is not None)
         if self.value_mix is not None and first_values is not None:
             first_share, own_share = self.value_mix.to(v.dtype)
             v = first_share * first_values + own_share * v
-        q, k = rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary)
         y = self._attend_cached(q, k, v, cache)
         return self.output(y.transpose(1, 2).flatten(2)), v
 
@@ -118,12 +112,19 @@ class Attention(nn.Module):
         """The weights that a residual may ask to start smaller, besides the output's."""
         return (self.value.weight,)
 
-    def _project(self, x: Read) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (B, T, heads times head_dim) each."""
+    def _turned(self, x: Read, rotary: tuple[Tensor, Tensor], cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned by their positions, and values, (B, heads, T, d) each."""
+        parts = self._project(x)
+        if len(parts) == 1 and not (self.qk_norm or cached):
+            return rotate_joined(parts[0], rotary, self.heads, self.kv_heads, backend=self.backend)
+        q, k, v = split_heads(parts, (self.heads, self.kv_heads, self.kv_heads))
+        return rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary), v
+
+    def _project(self, x: Read) -> tuple[Tensor, ...]:
+        """Queries, keys and values, (B, T, heads times head_dim) each, or in one tensor side by side."""
         if isinstance(x, tuple):
             return self.query(x[0]), self.key(x[1]), self.value(x[2])
-        q, k, v = project_together(x, self.query, self.key, self.value, whole_gradient=True)
-        return q, k, v
+        return project_joined(x, self.query, self.key, self.value)
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
         """(B, H, T, d): of the tokens given, over themselves and those that the cache has seen."""

@@ -1,13 +1,18 @@
 """SwiGLU: the feed-forward sublayer."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwater.ops.routing import Backend
+from headwater.ops.swiglu import swiglu
+
 from .config import ModelConfig
-from .projection import project_together
+from .projection import project_joined
 
 
 class SwiGLU(nn.Module):
+    backend: Backend = "auto"
+    """Of what is between the products, where one product makes gate and up."""
+
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         """`width`: hidden channels, if not the configuration's."""
         super().__init__()
@@ -21,5 +26,4 @@ class SwiGLU(nn.Module):
         return self.gate.weight, self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project_together(x, self.gate, self.up)
-        return self.output(F.silu(gate) * up)
+        return self.output(swiglu(*project_joined(x, self.gate, self.up), backend=self.backend))

@@ -13,8 +13,8 @@ from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
 from headwater.models.draw import Draw
 from headwater.models.generate import generate
-from headwater.models.projection import Split
 from headwater.models.sampling import Sampling
+from headwater.ops.joined import Split
 from headwater.residuals import names
 
 
