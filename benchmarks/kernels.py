@@ -140,6 +140,12 @@ def run_everything() -> None:
     for dim, dtype in ((512, torch.bfloat16), (123, torch.float32)):
         train("attnres-block:block=3", dim, dtype)
     train("attnres-full:window=8", 512, torch.bfloat16)
+    for spec, dim, dtype in (
+        ("mhc:streams=4", 512, torch.bfloat16),
+        ("mhc:streams=8", 384, torch.bfloat16),
+        ("hyper-connections:streams=3", 123, torch.float32),
+    ):
+        train(spec, dim, dtype)
     lose(1000, torch.bfloat16)
     balance(4)
     for width, dtype in ((344, torch.bfloat16), (1024, torch.bfloat16), (1024, torch.float32), (123, torch.float32)):

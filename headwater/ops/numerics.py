@@ -17,6 +17,27 @@ def full_precision(x: Tensor) -> torch.autocast:
     return torch.autocast("cpu" if kind == "meta" else kind, enabled=False)
 
 
+def wide(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear map in full precision, also under autocast: gates read off small differences of a large stream."""
+    x = wide(x)
+    with full_precision(x):
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """weight RMSNorm(x). The norm is one scalar, so it multiplies the result: the normed x is neither made nor kept."""
+    return project(x, weight) * rms_scale(x, eps)
+
+
+def rms_scale(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """What RMSNorm multiplies x by, (..., 1)."""
+    return torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
+
+
 def shares(z: Tensor) -> tuple[Tensor, Tensor]:
     """Returns 1 - b and b = sigmoid(z), the weights of two sources whose logits are 0 and z; they and their gradients
     are as exact as z. Of a b that has rounded to one, 1 - b is zero, and so is sigmoid's own gradient, b (1 - b)."""

@@ -5,7 +5,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from .numerics import project_normed, wide
+from headwater.ops.routing import Backend
+
+from .numerics import wide
 from .registry import register
 from .streams import StreamsResidual
 
@@ -28,7 +30,7 @@ class HyperConnectionsResidual(StreamsResidual):
     """x = sum_j p_j X_j;  X'_j = sum_i R_ij X_i + b_j f(x): n streams, each coefficient learned.
 
     `streams`: n, how many. `form` static: constants; dynamic: each coefficient is a constant plus s tanh(W
-    RMSNorm(X_j)), s = 0.01.
+    RMSNorm(X_j)), s = 0.01. `backend` of reads and writes as in `headwater.depth_attention`.
     At initialisation: p is one-hot on stream i mod n, b = 1, R = I, W = 0: every stream is the plain residual, and the
     sum of n equal streams is it up to the scale n that the final norm cancels.
     Left out: the paper's sqrt(n) on output projections, whose direction is ambiguous, and a norm weight, which W
@@ -38,9 +40,15 @@ class HyperConnectionsResidual(StreamsResidual):
     """
 
     def __init__(
-        self, dim: int, sublayers: int, *, streams: int = 4, form: Literal["dynamic", "static"] = "dynamic"
+        self,
+        dim: int,
+        sublayers: int,
+        *,
+        streams: int = 4,
+        form: Literal["dynamic", "static"] = "dynamic",
+        backend: Backend = "auto",
     ) -> None:
-        super().__init__(dim, sublayers, streams=streams)
+        super().__init__(dim, sublayers, streams=streams, backend=backend)
         if streams < 1:
             raise ValueError(f"streams must be at least 1, got {streams}")
         self.at_start = "exact" if streams == 1 else "scaled"
@@ -48,15 +56,18 @@ class HyperConnectionsResidual(StreamsResidual):
             {str(i): Connection(dim, streams, i % streams, form == "dynamic") for i in range(sublayers)}
         )
 
-    def coefficients(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    def projection(self, i: int) -> tuple[Tensor, float] | None:
+        weight = cast(Connection, self.connections[str(i)]).dynamic
+        return None if weight is None else (weight, 1e-6)
+
+    def gates(self, z: Tensor | None, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
         connection = cast(Connection, self.connections[str(i)])
         shape = x.shape[:-2]
         dtype = wide(x).dtype
         post, pre, res = (p.to(dtype) for p in (connection.post, connection.pre, connection.res.mT))
-        if connection.dynamic is None or connection.post_scale is None or connection.mix_scale is None:
+        if z is None or connection.post_scale is None or connection.mix_scale is None:
             return pre.expand(*shape, -1), post.expand(*shape, -1), res.expand(*shape, -1, -1)
-        dynamic = project_normed(x, connection.dynamic).tanh()  # (..., n, n + 2)
-        dynamic_post, dynamic_pre, dynamic_res = dynamic.split((1, 1, self.streams), dim=-1)
+        dynamic_post, dynamic_pre, dynamic_res = z.tanh().split((1, 1, self.streams), dim=-1)
         post = post + connection.post_scale.to(dtype) * dynamic_post.squeeze(-1)
         pre = pre + connection.mix_scale.to(dtype) * dynamic_pre.squeeze(-1)
         return pre, post, res + connection.mix_scale.to(dtype) * dynamic_res.mT

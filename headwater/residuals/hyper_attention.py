@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headwater.ops.routing import Backend
+
 from .attention import AttentionResidual
 from .base import Layout, Next, Norm, Residual, State, apply_norm
 from .hyper import HyperConnectionsResidual
@@ -18,7 +20,8 @@ class HyperAttentionResidual(Residual):
 
     The streams X of `hyper-connections` and the sources of `attnres-block` beside them: both are kept as they are, a
     sublayer and the head read their sum, and both take in what it writes. `streams`: how many; `form` of their
-    coefficients: static or dynamic; `block`: sublayers whose outputs are summed to one source, 1 is Full.
+    coefficients: static or dynamic; `block`: sublayers whose outputs are summed to one source, 1 is Full; `backend` of
+    both as in `headwater.depth_attention`.
     Nobody has published this; that the two reads are added, as Delta Attention Residuals adds its own to the plain
     stream, is our choice, and what makes the file small.
     At initialisation: the plain residual and the mean of its terms, so it is that up to a scale.
@@ -37,10 +40,11 @@ class HyperAttentionResidual(Residual):
         streams: int = 4,
         form: Literal["dynamic", "static"] = "dynamic",
         block: int | None = None,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__(dim, sublayers)
-        self.stream_part = HyperConnectionsResidual(dim, sublayers, streams=streams, form=form)
-        self.depth_part = AttentionResidual(dim, sublayers, block=block)
+        self.stream_part = HyperConnectionsResidual(dim, sublayers, streams=streams, form=form, backend=backend)
+        self.depth_part = AttentionResidual(dim, sublayers, block=block, backend=backend)
         self.block = self.depth_part.block
 
     def layout(self, i: int) -> Layout:

@@ -1,15 +1,17 @@
 """Manifold-constrained Hyper-Connections: stream mixing is kept doubly stochastic, by Sinkhorn or by construction."""
 
+from abc import abstractmethod
 from itertools import permutations
 from math import factorial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from headwater.ops import sinkhorn
+from headwater.ops.routing import Backend
 
-from .numerics import project, project_normed, wide
+from .numerics import project
 from .registry import register
 from .streams import StreamsResidual
 
@@ -34,25 +36,40 @@ class Mapping(nn.Module):
         post = one if start == "biased" else torch.zeros(streams)
         self.bias.data.copy_(torch.cat((one, post, res_bias)))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x (..., n, D), normed over all n D numbers of a token."""
-        logits = project_normed(x.flatten(-2), self.weight, eps=1e-20)  # (..., 2 n + mixtures)
-        parts = zip(logits.split(self.sizes, -1), self.bias.split(self.sizes), self.scale, strict=True)
+    def forward(self, z: Tensor) -> tuple[Tensor, ...]:
+        """z (..., 2 n + mixtures), the products of `weight` with a token's n D numbers, normed together."""
+        parts = zip(z.split(self.sizes, -1), self.bias.split(self.sizes), self.scale, strict=True)
         return tuple(scale.to(part.dtype) * part + bias.to(part.dtype) for part, bias, scale in parts)
 
 
 class ConstrainedResidual(StreamsResidual):
-    def __init__(self, dim: int, sublayers: int, *, streams: int, mixtures: int, res_bias: Tensor, start: Start):
-        super().__init__(dim, sublayers, streams=streams)
+    def __init__(
+        self,
+        dim: int,
+        sublayers: int,
+        *,
+        streams: int,
+        mixtures: int,
+        res_bias: Tensor,
+        start: Start,
+        backend: Backend,
+    ) -> None:
+        super().__init__(dim, sublayers, streams=streams, backend=backend)
         self.at_start = "scaled" if start == "identity" else "different"
         self.mappings = nn.ModuleDict(
             {str(i): Mapping(dim, streams, mixtures, res_bias, i % streams, start) for i in range(sublayers)}
         )
 
-    def gates(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """pre and post, and the logits of res."""
-        pre, post, res = cast(Mapping, self.mappings[str(i)])(wide(x))
-        return pre.sigmoid(), 2 * post.sigmoid(), res
+    def projection(self, i: int) -> tuple[Tensor, float]:
+        return cast(Mapping, self.mappings[str(i)]).weight, 1e-20
+
+    def gates(self, z: Tensor | None, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, res = cast(Mapping, self.mappings[str(i)])(z)
+        return pre.sigmoid(), 2 * post.sigmoid(), self.mixture(res)
+
+    @abstractmethod
+    def mixture(self, logits: Tensor) -> Tensor:
+        """A doubly stochastic matrix (..., n, n) of each token, from logits (..., mixtures)."""
 
     def coefficient_products(self) -> int:
         return sum(cast(Mapping, mapping).weight.numel() for mapping in self.mappings.values())
@@ -65,26 +82,33 @@ class MHCResidual(ConstrainedResidual):
     `streams`: n, how many. `iterations`: Sinkhorn steps in fp32, columns then rows. Of the start the paper
     gives scales of 0.01 and no more. `start` identity: W = 0, pre biased to stream i mod n (+1, others -1), post
     one, res near the identity; uniform: W random, biases zero (Megatron-LM); biased: post is biased as pre is (the
-    mhc-lite repository).
+    mhc-lite repository). `backend` of reads and writes as in `headwater.depth_attention`.
     At initialisation: with identity streams stay equal, so it is the plain residual up to a scale, and the bias of pre
     is what lets them part; uniform is near that but not equal, biased different.
     Cost: (n^2 + 2 n)(n D + 1) + 3 parameters a sublayer; the state holds n D. mHC, arXiv 2512.24880.
     """
 
     def __init__(
-        self, dim: int, sublayers: int, *, streams: int = 4, iterations: int = 20, start: Start = "identity"
+        self,
+        dim: int,
+        sublayers: int,
+        *,
+        streams: int = 4,
+        iterations: int = 20,
+        start: Start = "identity",
+        backend: Backend = "auto",
     ) -> None:
         if streams < 2:
             raise ValueError(f"streams must be at least 2, since one stream has nothing to mix with, got {streams}")
         if iterations < 1:
             raise ValueError(f"iterations must be at least 1, got {iterations}")
         near_identity = FAR * (1 - torch.eye(streams)).flatten()
-        super().__init__(dim, sublayers, streams=streams, mixtures=streams**2, res_bias=near_identity, start=start)
+        options: Any = {"mixtures": streams**2, "res_bias": near_identity, "start": start, "backend": backend}
+        super().__init__(dim, sublayers, streams=streams, **options)
         self.iterations = iterations
 
-    def coefficients(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, logits = self.gates(x, i)
-        return pre, post, sinkhorn(logits.unflatten(-1, (self.streams, self.streams)), self.iterations)
+    def mixture(self, logits: Tensor) -> Tensor:
+        return sinkhorn(logits.unflatten(-1, (self.streams, self.streams)), self.iterations)
 
 
 @register("mhc-lite")
@@ -93,22 +117,30 @@ class MHCLiteResidual(ConstrainedResidual):
 
     Doubly stochastic exactly, without iterations. a, b, c are linear in RMSNorm(vec X), times 0.01 at start.
     `streams`: n, how many. `start` identity (the identity permutation 0, others -8, post one), the plain residual
-    up to a scale; biased, the authors' repository; uniform, random W and zero biases.
+    up to a scale; biased, the authors' repository; uniform, random W and zero biases. `backend` of reads and writes as
+    in `headwater.depth_attention`.
     Cost: (n! + 2 n)(n D + 1) + 3 parameters a sublayer; the state holds n D. mHC-lite, arXiv 2601.05732.
     """
 
     permutations: Tensor
 
-    def __init__(self, dim: int, sublayers: int, *, streams: int = 4, start: Start = "identity") -> None:
+    def __init__(
+        self,
+        dim: int,
+        sublayers: int,
+        *,
+        streams: int = 4,
+        start: Start = "identity",
+        backend: Backend = "auto",
+    ) -> None:
         if not 2 <= streams <= 5:
             raise ValueError(f"streams must lie between 2 and 5, since all n! permutations are mixed, got {streams}")
         count = factorial(streams)
         identity_first = FAR * (1 - torch.eye(count)[0])
-        super().__init__(dim, sublayers, streams=streams, mixtures=count, res_bias=identity_first, start=start)
+        options: Any = {"mixtures": count, "res_bias": identity_first, "start": start, "backend": backend}
+        super().__init__(dim, sublayers, streams=streams, **options)
         matrices = torch.stack([torch.eye(streams)[list(order)] for order in permutations(range(streams))])
         self.register_buffer("permutations", matrices.flatten(1).T.contiguous(), persistent=False)  # (n n, n!)
 
-    def coefficients(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, logits = self.gates(x, i)
-        res = project(logits.softmax(-1), self.permutations)
-        return pre, post, res.unflatten(-1, (self.streams, self.streams))
+    def mixture(self, logits: Tensor) -> Tensor:
+        return project(logits.softmax(-1), self.permutations).unflatten(-1, (self.streams, self.streams))

@@ -3,31 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.ops.numerics import accumulation_dtype, full_precision
+from headwater.ops.numerics import project, project_normed, rms_scale, wide
 
-
-def wide(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x.dtype))
-
-
-def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear map in full precision, also under autocast: gates read off small differences of a large stream."""
-    x = wide(x)
-    with full_precision(x):
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """weight RMSNorm(x). The norm is one scalar, so it multiplies the result: the normed x is neither made nor kept."""
-    return project(x, weight) * rms_scale(x, eps)
-
-
-def rms_scale(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """What RMSNorm multiplies x by, (..., 1)."""
-    return torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
+__all__ = ["combine", "project", "project_normed", "rms_scale", "wide"]
 
 
 def combine(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -2,30 +2,16 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from headwater.ops.numerics import full_precision
+from headwater.ops.routing import Backend
+from headwater.ops.streams import project_streams, read_streams, write_streams
+from headwater.ops.streams.operators import Factors
 
-from .base import Layout, Next, Norm, Residual, State, apply_norm, hold
-from .numerics import wide
-
-
-def mix_streams(weights: Tensor, x: Tensor) -> Tensor:
-    """weights (..., m, n) @ x (..., n, D), both fp32 or wider.
-
-    On a GPU a batched product, one pass. PyTorch's batched product on a CPU calls a matrix product a token, and its
-    compiler does not fuse it: a running sum over the n streams is several times faster there.
-    """
-    if x.is_cuda and not torch.compiler.is_compiling():
-        with full_precision(x):
-            return weights @ x
-    columns, streams = weights.unsqueeze(-1).unbind(-2), x.unsqueeze(-3).unbind(-2)  # (..., m, 1), (..., 1, D)
-    total = columns[0] * streams[0]
-    for column, stream in zip(columns[1:], streams[1:], strict=True):
-        total = torch.addcmul(total, column, stream)
-    return total
+from .base import Layout, Next, Norm, Residual, State, apply_norm, hold, weights_held
 
 
 class StreamsResidual(Residual):
@@ -34,15 +20,36 @@ class StreamsResidual(Residual):
     State: one tensor (..., n, D). Streams sit beside the channels, not in the batch: a token's n D numbers are
     contiguous, so coefficients of all streams are one matrix product, and a batch can be split as it is.
     Between read and write, the state also holds the small `post` and `res`, so that they are computed once.
+    `backend`: of reads, writes and what coefficients are made of, as in `headwater.depth_attention`.
     """
 
-    def __init__(self, dim: int, sublayers: int, *, streams: int) -> None:
+    def __init__(self, dim: int, sublayers: int, *, streams: int, backend: Backend) -> None:
         super().__init__(dim, sublayers)
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got '{backend}'")
         self.streams = streams
+        self.backend: Backend = backend
 
     @abstractmethod
+    def projection(self, i: int) -> tuple[Tensor, float] | None:
+        """What coefficients of sublayer i are made of: weights (Q, n D) for a token's streams normed together, or (Q,
+        D) for each by itself, and the norm's eps. None: constants."""
+
+    @abstractmethod
+    def gates(self, z: Tensor | None, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """pre (..., n), post (..., n) and res (..., n, n) of sublayer i in fp32, for x (..., n, D) and its products `z`
+        with those weights, (..., Q) or (..., n, Q)."""
+
     def coefficients(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """pre (..., n), post (..., n) and res (..., n, n) of sublayer i in fp32, for x (..., n, D)."""
+        """pre, post and res of sublayer i."""
+        return self.gates(self._project(x, i)[0], x, i)
+
+    def _project(self, x: Tensor, i: int) -> tuple[Tensor | None, Tensor, Factors | None]:
+        found = self.projection(i)
+        return (None, x, None) if found is None else project_streams(x, *found, backend=self._now())
+
+    def _now(self) -> Backend:
+        return "reference" if weights_held() else self.backend
 
     def layout(self, i: int) -> Layout:
         return ("streams",)
@@ -54,15 +61,14 @@ class StreamsResidual(Residual):
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.dim),)
 
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        (x,) = state
-        pre, post, res = (hold(c) for c in self.coefficients(x, i))
-        h = mix_streams(pre.unsqueeze(-2), wide(x)).squeeze(-2).to(x.dtype)
+        z, x, factors = self._project(state[0], i)
+        pre, post, res = (hold(c) for c in self.gates(z, x, i))
+        h = read_streams(x, pre, factors, backend=self._now())
         return apply_norm(norm, h), (x, post, res)
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         x, post, res = state
-        mixed = mix_streams(res, wide(x))
-        return (torch.addcmul(mixed, post.unsqueeze(-1), wide(y).unsqueeze(-2)).to(x.dtype),)
+        return (write_streams(x, y, post, res, backend=self._now()),)
 
     def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, state[0].sum(-2))

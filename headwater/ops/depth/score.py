@@ -7,6 +7,8 @@
 Passes over (tokens x D): forward one read; backward two reads and one write, the gradient that reads of the source have
 gathered included. The products with Q queries run on the matrix units; a program owns a tile of tokens (forward) or a
 tile of channels and a range of tokens (backward), so that df needs no atomics: one partial per range, then a sum.
+A source may be S parallel streams of D / S channels, read besides as h_t = sum_s p_ts v_ts (see `ops.streams`): the
+backward adds what that leaves, p_ts dh_t, from its two factors.
 For bf16 sources each query is split into a high and a low part of bf16 beforehand, once: the matrix units take both
 straight from memory.
 """
@@ -25,6 +27,7 @@ from headwater.ops.triton.tiles import ceil_div, half, power_of_2, processors, r
 # Tokens and channels of a tile, warps, stages, tiles summed by the matrix units; in bf16, and otherwise.
 FORWARD, FORWARD_WIDE = (128, 64, 4, 3, 2), (64, 128, 4, 3, 1)
 BACKWARD = (64, 128, 4, 3, 2)  # tokens and channels of a tile, warps, stages, programs a multiprocessor
+STREAMS_BACKWARD, STREAMS_BACKWARD_WIDE = (64, 64, 4, 3, 2), (32, 32, 4, 3, 2)  # with a read besides
 LEAST_TOKENS = 32  # of a tile, down to which it shrinks for a GPU to have work everywhere
 MAX_QUERIES = 64  # per launch; more queries read the source again
 
@@ -96,12 +99,17 @@ def _prepare(z, dz, rstd, high, low, pull, M, D, Q, ZQ, T: tl.constexpr, QP: tl.
 
 @triton.jit(do_not_specialize=["M", "Q", "tokens"])
 def _score_backward(
-    v, f, high, low, pull, g_in, g_out, df, M, D, Q, tokens,
+    v, f, high, low, pull, g_in, g_out, df, dh, p, M, W, Q, tokens,
     HAS_G: tl.constexpr, T: tl.constexpr, BD: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr,
+    STREAMS: tl.constexpr, SHARED: tl.constexpr, HAS_H: tl.constexpr,
 ):  # fmt: skip
-    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    # STREAMS: of W channels each, in a row; a tile has one. SHARED: so many rows are the streams of one read.
+    D = W * STREAMS
+    stream = tl.program_id(0) % STREAMS
+    o_w = tl.program_id(0) // STREAMS * BD + tl.arange(0, BD)
+    o_d = stream * W + o_w
     o_q = tl.arange(0, QP)
-    m_d = o_d < D
+    m_d = o_w < W
     m_q = o_q < Q
     b_f = tl.load(f + o_q[:, None] * D + o_d[None, :], mask=m_q[:, None] & m_d[None, :], other=0.0)
     if HALF:
@@ -117,6 +125,9 @@ def _score_backward(
         g = -tl.load(pull + o_t, mask=m_t, other=0.0)[:, None] * b_v.to(tl.float32)
         if HAS_G:
             g += tl.load(g_in + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
+        if HAS_H:
+            b_dh = tl.load(dh + (o_t // SHARED)[:, None] * W + o_w[None, :], mask=m_td, other=0.0).to(tl.float32)
+            g += tl.load(p + o_t * STREAMS + stream, mask=m_t, other=0.0)[:, None] * b_dh
         if HALF:
             b_low = tl.load(low + o_t[:, None] * QP + o_q[None, :], mask=m_t[:, None], other=0.0)
             g = tl.dot(b_high, b_f, g)
@@ -182,29 +193,39 @@ def score(source: Tensor, folded: Tensor, eps: float, z: Tensor, rstd: Tensor) -
 
 
 @functools.lru_cache(1024)
-def _backward(rows: int, width: int, count: int, given: bool, halves: bool, device: torch.device):
-    """Ranges of tokens, and of every so many queries the first, how many, those padded, and what is launched."""
-    tile, channels, warps, stages, waves = BACKWARD
-    columns = ceil_div(width, channels)
+def _backward(
+    rows: int, width: int, count: int, given: bool, halves: bool, streams: int, shared: int, device: torch.device
+):
+    """Ranges of tokens, and of every so many queries the first, how many, those padded, and what is launched. Where a
+    row has `streams`, or several rows are streams of one (`shared`), their read's gradient is added."""
+    of_streams = STREAMS_BACKWARD if halves else STREAMS_BACKWARD_WIDE
+    tile, channels, warps, stages, waves = of_streams if shared else BACKWARD
+    columns = streams * ceil_div(width // streams, channels)
     ranges = max(1, min(ceil_div(rows, tile), waves * processors(device) // columns))
     tokens = ceil_div(ceil_div(rows, ranges), tile) * tile
     ranges, made = ceil_div(rows, tokens), []
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
-        shared = {"QP": _padded(now), "HALF": halves}
-        prepare = Launch(_prepare, (ceil_div(rows, 32),), (rows, width, now, count), {"T": 32} | shared, num_warps=4)
-        constants = {"HAS_G": given or q > 0, "T": tile, "BD": channels} | shared
+        both = {"QP": _padded(now), "HALF": halves}
+        prepare = Launch(_prepare, (ceil_div(rows, 32),), (rows, width, now, count), {"T": 32} | both, num_warps=4)
+        read = {"STREAMS": streams, "SHARED": max(1, shared), "HAS_H": shared > 0 and q == 0}
+        constants = {"HAS_G": given or q > 0, "T": tile, "BD": channels} | both | read
         options = {"num_warps": warps, "num_stages": stages}
-        spread = Launch(_score_backward, (columns, ranges), (rows, width, now, tokens), constants, **options)
+        numbers = (rows, width // streams, now, tokens)
+        spread = Launch(_score_backward, (columns, ranges), numbers, constants, **options)
         made.append((q, now, _padded(now), prepare, spread))
     return ranges, made
 
 
-def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df) -> None:
-    """Writes gradient + dv to `out` (which may be `gradient` itself), and df."""
+def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df, read=None) -> None:
+    """Writes gradient + dv to `out` (which may be `gradient` itself), and df. `read`: dh (..., D / S) and p (..., n) in
+    fp32, of n streams read to one h, of which a row of the source has S."""
     launches["score_backward"] += 1
     (rows, width), count, halves = rows_of(source), len(folded), half(source)
-    ranges, made = _backward(rows, width, count, gradient is not None, halves, source.device)
+    dh, p = (source, rstd) if read is None else read
+    streams = width // dh.shape[-1]
+    shared = 0 if read is None else p.shape[-1] // streams
+    ranges, made = _backward(rows, width, count, gradient is not None, halves, streams, shared, source.device)
     pull = rstd.new_empty(rows)
     for q, now, wide, prepare, spread in made:
         high = torch.empty(rows, wide, dtype=source.dtype if halves else torch.float32, device=source.device)
@@ -212,7 +233,7 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df) -> Non
         prepare(_columns(z, q), _columns(dz, q), rstd, high, low, pull)
         parts = rstd.new_empty(ranges, now, width)
         given = gradient if q == 0 else out
-        spread(source, _rows(folded, q), high, low, pull, source if given is None else given, out, parts)
+        spread(source, _rows(folded, q), high, low, pull, source if given is None else given, out, parts, dh, p)
         torch.sum(parts, 0, out=df if now == count else df[q : q + now])
 
 

@@ -1,0 +1,81 @@
+"""n parallel streams X of a token, for callers: a kernel or its reference runs.
+
+    z = weight (r X),  r = 1 / rms(X), of all n D numbers of a token or of each stream's D by itself       X (..., n, D)
+    h = sum_j pre_j X_j;   X'_i = sum_j res_ij X_j + post_i y,  where pre, post and res come from z        h, y (..., D)
+    dX_j = sum_i res_ij dX'_i + pre_j dh + (r sum_q dz_q weight_q - r^2 (sum_q dz_q z_q / count) X)_j
+
+In passes over a (tokens x D) tensor, with n = 4 as an example:
+
+    forward    project  n            4      backward    write    3 n + 2    14    X, dX', y; dX, dy
+               read     n + 1        5                  read     n + 1       5    X, dh; sums of dpre alone
+               write    2 n + 1      9                  project  3 n + 1    13    X, dX, dh; dX
+               in all   4 n + 2     18                  in all   7 n + 4    32
+
+X has three consumers, whose gradients autograd would add: 4 n of a write's and a read's own, and 6 n of two sums.
+Instead `project_streams` returns the streams again, for the write to take, so that the write's gradient reaches it; and
+what the read leaves, pre_j dh, reaches it as these two factors (see `autograd`). Its backward then makes the whole.
+"""
+
+from torch import Tensor
+
+from headwater.ops.routing import DTYPES, Backend, use_triton
+
+from . import reference
+
+MAX_STREAMS = 8  # a program of the kernels has a tile of each in registers
+
+
+Factors = tuple[Tensor, Tensor]  # stand-ins, whose gradients are dh (..., D) and pre (..., n): see `autograd`
+
+
+def takes_streams(x: Tensor, backend: Backend) -> bool:
+    """Whether kernels take these streams (..., n, D). Raises ValueError where they are asked for and cannot."""
+    fits = x.shape[-2] <= MAX_STREAMS
+    if backend == "triton" and not fits:
+        raise ValueError(f"backend='triton' takes up to {MAX_STREAMS} streams, got {tuple(x.shape)}")
+    return fits and use_triton(backend, x)
+
+
+def project_streams(
+    x: Tensor, weight: Tensor, eps: float, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor, Factors | None]:
+    """Products of normed streams with a few rows of weights, from which coefficients are made.
+
+    Arguments:
+        x: (..., n, D).
+        weight: (Q, n D), for all numbers of a token, normed together; or (Q, D), for each stream, normed by itself.
+        eps: of the norm.
+        backend: as in `depth_attention`; kernels take up to 8 streams.
+
+    Returns the products, (..., Q) or (..., n, Q) in fp32 (fp64 of fp64); the streams again, which `read_streams` and
+    `write_streams` are to take in their place; and what `read_streams` is to be given with them, once.
+    """
+    if takes_streams(x, backend):
+        from . import autograd
+
+        return autograd.project_streams(x, weight, eps)
+    return reference.project_streams(x, weight, eps), x, None
+
+
+def read_streams(x: Tensor, pre: Tensor, factors: Factors | None = None, *, backend: Backend = "auto") -> Tensor:
+    """h = sum_j pre_j X_j, (..., D) in the dtype of `x` (..., n, D); `pre` (..., n) in fp32.
+
+    `factors`: of the projection that gave these streams; None where there was none.
+    """
+    if factors is not None or takes_streams(x, backend):
+        from . import autograd
+
+        return autograd.read_streams(x, pre, factors)
+    return reference.read_streams(x, pre)
+
+
+def write_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """X'_i = sum_j res_ij X_j + post_i y, (..., n, D) in the dtype of `x`.
+
+    Arguments: `x` (..., n, D), `y` (..., D), `post` (..., n) and `res` (..., n, n) in fp32; `backend` as above.
+    """
+    if y.dtype in DTYPES and takes_streams(x, backend):
+        from . import autograd
+
+        return autograd.write_streams(x, y, post, res)
+    return reference.write_streams(x, y, post, res)
