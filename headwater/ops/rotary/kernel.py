@@ -14,11 +14,11 @@ WARPS = 2
 
 
 @triton.jit
-def _angles(cos, sin, R, T, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr):
+def _angles(cos, sin, M, T, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr):
     """Tokens (BT, 1) and pairs (1, BP) of this program, their mask, and the tables' rows."""
     o_r = (tl.program_id(0) * BT + tl.arange(0, BT))[:, None]
     o_p = tl.arange(0, BP)[None, :]
-    m = (o_r < R) & (o_p < P)
+    m = (o_r < M) & (o_p < P)
     o_t = o_r % T * P + o_p
     b_cos = tl.load(cos + o_t, mask=m, other=0.0).to(tl.float32)
     b_sin = tl.load(sin + o_t, mask=m, other=0.0).to(tl.float32)
@@ -39,20 +39,20 @@ def _turn(source, target, m, b_cos, b_sin, COUNT: tl.constexpr, P: tl.constexpr,
         tl.store(target + h * 2 * P + P, b_r, mask=m)
 
 
-@triton.jit(do_not_specialize=["R", "T"])
+@triton.jit(do_not_specialize=["M", "T"])
 def _rotary(
-    joined, cos, sin, out, R, T, ALL: tl.constexpr, H: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr
+    joined, cos, sin, out, M, T, ALL: tl.constexpr, H: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    o_r, o_p, m, b_cos, b_sin = _angles(cos, sin, R, T, P, BP, BT)
+    o_r, o_p, m, b_cos, b_sin = _angles(cos, sin, M, T, P, BP, BT)
     _turn(joined + o_r * (ALL * 2 * P) + o_p, out + o_r * (H * 2 * P) + o_p, m, b_cos, b_sin, H, P, True)
 
 
-@triton.jit(do_not_specialize=["R", "T"])
+@triton.jit(do_not_specialize=["M", "T"])
 def _rotary_backward(
-    dq, dk, dv, cos, sin, out, R, T,
+    dq, dk, dv, cos, sin, out, M, T,
     H: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    o_r, o_p, m, b_cos, b_sin = _angles(cos, sin, R, T, P, BP, BT)
+    o_r, o_p, m, b_cos, b_sin = _angles(cos, sin, M, T, P, BP, BT)
     o_q, o_k = o_r * (H * 2 * P) + o_p, o_r * (KV * 2 * P) + o_p
     p_out = out + o_r * ((H + 2 * KV) * 2 * P) + o_p
     _turn(dq + o_q, p_out, m, b_cos, -b_sin, H, P, True)

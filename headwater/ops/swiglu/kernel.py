@@ -15,19 +15,19 @@ WARPS = 4
 
 
 @triton.jit
-def _tile(R, W: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _tile(M, W: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Tokens (BR, 1) and channels (1, BC) of this program, neighbours along the channels first, and their mask."""
     place = tl.program_id(0)
     across: tl.constexpr = (W + BC - 1) // BC
     o_r = (place // across * BR + tl.arange(0, BR))[:, None]
     o_c = (place % across * BC + tl.arange(0, BC))[None, :]
-    return o_r.to(tl.int64), o_c, (o_r < R) & (o_c < W)
+    return o_r.to(tl.int64), o_c, (o_r < M) & (o_c < W)
 
 
 # W is a constant so that a width as 344, no multiple of 16, still is known for one of 8: for loads of 16 bytes.
-@triton.jit(do_not_specialize=["R"])
-def _swiglu(joined, out, R, W: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    o_r, o_c, m = _tile(R, W, BR, BC)
+@triton.jit(do_not_specialize=["M"])
+def _swiglu(joined, out, M, W: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    o_r, o_c, m = _tile(M, W, BR, BC)
     p_g = joined + o_r * (2 * W) + o_c
     b_g = tl.load(p_g, mask=m, other=0.0).to(tl.float32)
     b_u = tl.load(p_g + W, mask=m, other=0.0).to(tl.float32)
@@ -35,9 +35,9 @@ def _swiglu(joined, out, R, W: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr)
     tl.store(out + o_r * W + o_c, b_y.to(out.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["R"])
-def _swiglu_backward(joined, gradient, out, R, W: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    o_r, o_c, m = _tile(R, W, BR, BC)
+@triton.jit(do_not_specialize=["M"])
+def _swiglu_backward(joined, gradient, out, M, W: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    o_r, o_c, m = _tile(M, W, BR, BC)
     p_g = joined + o_r * (2 * W) + o_c
     b_g = tl.load(p_g, mask=m, other=0.0).to(tl.float32)
     b_u = tl.load(p_g + W, mask=m, other=0.0).to(tl.float32)
