@@ -11,7 +11,7 @@ In passes over a (tokens x D) tensor, with n = 4 as an example:
                write    2 n + 1      9                  project  3 n + 1    13    X, dX, dh; dX
                in all   4 n + 2     18                  in all   7 n + 4    32
 
-X has three consumers, whose gradients autograd would add: 4 n of a write's and a read's own, and 6 n of two sums.
+X has three consumers. Left to autograd, each would write a gradient of its own and two sums would follow, 13 n + 3.
 Instead `project_streams` returns the streams again, for the write to take, so that the write's gradient reaches it; and
 what the read leaves, pre_j dh, reaches it as these two factors (see `autograd`). Its backward then makes the whole.
 """
