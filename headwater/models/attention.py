@@ -12,7 +12,7 @@ from headwater.residuals import Read
 
 from .config import ModelConfig
 from .norm import RMSNorm
-from .projection import project_joined
+from .projection import project_joined, project_together
 from .window import window_attention
 
 
@@ -114,17 +114,18 @@ class Attention(nn.Module):
 
     def _turned(self, x: Read, rotary: tuple[Tensor, Tensor], cached: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, turned by their positions, and values, (B, heads, T, d) each."""
-        parts = self._project(x)
+        parts = self._project(x, cached)
         if len(parts) == 1 and not (self.qk_norm or cached):
             return rotate_joined(parts[0], rotary, self.heads, self.kv_heads, backend=self.backend)
         q, k, v = split_heads(parts, (self.heads, self.kv_heads, self.kv_heads))
         return rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary), v
 
-    def _project(self, x: Read) -> tuple[Tensor, ...]:
+    def _project(self, x: Read, cached: bool) -> tuple[Tensor, ...]:
         """Queries, keys and values, (B, T, heads times head_dim) each, or in one tensor side by side."""
         if isinstance(x, tuple):
             return self.query(x[0]), self.key(x[1]), self.value(x[2])
-        return project_joined(x, self.query, self.key, self.value)
+        project = project_together if cached else project_joined
+        return project(x, self.query, self.key, self.value)
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
         """(B, H, T, d): of the tokens given, over themselves and those that the cache has seen."""

@@ -46,6 +46,7 @@ class HyperAttentionResidual(Residual):
         self.stream_part = HyperConnectionsResidual(dim, sublayers, streams=streams, form=form, backend=backend)
         self.depth_part = AttentionResidual(dim, sublayers, block=block, backend=backend)
         self.block = self.depth_part.block
+        self.fused = self.stream_part.fused and self.depth_part.fused
 
     def layout(self, i: int) -> Layout:
         return (*self.stream_part.layout(i), *self.depth_part.layout(i))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwater.ops.routing import Backend
 from headwater.ops.streams import project_streams, read_streams, write_streams
-from headwater.ops.streams.operators import Factors
+from headwater.ops.streams.operators import MAX_STREAMS, Factors
 
 from .base import Layout, Next, Norm, Residual, State, apply_norm, hold, weights_held
 
@@ -29,6 +29,7 @@ class StreamsResidual(Residual):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got '{backend}'")
         self.streams = streams
         self.backend: Backend = backend
+        self.fused = backend != "reference" and streams <= MAX_STREAMS
 
     @abstractmethod
     def projection(self, i: int) -> tuple[Tensor, float] | None:

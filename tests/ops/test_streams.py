@@ -23,6 +23,9 @@ SHAPES = [
 ]
 
 
+SIZES = [(2, 512), (4, 384), (4, 512), (4, 2048), (5, 123), (8, 640)]
+
+
 def draw(n, dim, tokens, norm, dtype, device):
     generator = torch.Generator().manual_seed(n)
 
@@ -137,8 +140,13 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("norm", ["together", "each"])
-@pytest.mark.parametrize(("n", "dim"), [(1, 100), (2, 512), (4, 384), (4, 512), (4, 2048), (5, 123), (8, 640)])
+@pytest.mark.parametrize(
+    ("n", "dim", "norm"),
+    [
+        (1, 100, "each"),  # of one stream, both are the same
+        *((n, dim, norm) for n, dim in SIZES for norm in ("together", "each")),
+    ],
+)
 def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(n, dim, norm, dtype):
     inputs, seeds = draw(n, dim, 1500, norm, dtype, "cuda")
     with poisoned():
@@ -154,21 +162,44 @@ def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(n, dim, norm, dtype):
 SHAPE = {"vocab_size": 64, "dim": 128, "layers": 3, "heads": 2, "kv_heads": 2, "mlp_dim": 256, "context": 64}
 
 
-def decoder_step(spec, dtype=torch.bfloat16):
-    """A small decoder on a GPU, and a function that returns its loss and all gradients."""
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(**SHAPE, residual=spec))
-    for p in model.residual.parameters():
-        torch.nn.init.normal_(p, std=0.1)
-    model, tokens = model.to("cuda", dtype), torch.randint(0, 64, (2, 64), device="cuda")
+DRAWS = 8  # one may flatter either side: a gradient of what hardly matters is all rounding
 
-    def run(forward=model):
-        model.zero_grad(set_to_none=True)
-        loss = forward(tokens).float().square().mean()
+
+class Step:
+    """A small decoder on a GPU; calls return its loss and all gradients, for a draw of weights and tokens."""
+
+    def __init__(self, spec, dtype=torch.bfloat16):
+        self.config = ModelConfig(**SHAPE, residual=spec)
+        self.model = Decoder(self.config).to("cuda", dtype)
+        self.forward = self.model
+
+    def draw(self, seed):
+        torch.manual_seed(seed)
+        fresh = Decoder(self.config).bfloat16()  # the same weights for every arm
+        for p in fresh.residual.parameters():
+            torch.nn.init.normal_(p, std=0.1)
+        self.model.load_state_dict(fresh.state_dict())
+        self.tokens = torch.randint(0, 64, (2, 64)).cuda()
+
+    def __call__(self):
+        self.model.zero_grad(set_to_none=True)
+        loss = self.forward(self.tokens).float().square().mean()
         loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        return [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
 
-    return run, model
+    def drawn(self, seed):
+        self.draw(seed)
+        return [t.double() for t in self()]
+
+
+def assert_as_exact(ours, spec):
+    """Over all draws together, at most twice plain PyTorch's error and a thousandth of each gradient."""
+    join = "," if ":" in spec else ":"
+    arms = ours, Step(f"{spec}{join}backend=reference"), Step(f"{spec}{join}backend=reference", torch.float64)
+    found = [zip(*(arm.drawn(seed) for arm in arms), strict=True) for seed in range(DRAWS)]
+    for several in zip(*found, strict=True):  # draws of one tensor
+        mine, other, exact = (torch.stack(some).flatten() for some in zip(*several, strict=True))
+        assert (mine - exact).norm() <= 2 * (other - exact).norm() + 1e-3 * exact.norm()
 
 
 @pytest.mark.gpu
@@ -176,22 +207,17 @@ def decoder_step(spec, dtype=torch.bfloat16):
 @pytest.mark.parametrize("spec", ["mhc", "mhc-lite:streams=3", "hyper-connections", "hyper-connections:form=static"])
 class TestAStep:
     def test_is_as_exact_as_plain_pytorchs(self, spec):
-        join = "," if ":" in spec else ":"
-        truth = decoder_step(f"{spec}{join}backend=reference", torch.float64)[0]()
-        plain = decoder_step(f"{spec}{join}backend=reference")[0]()
-        ours = decoder_step(f"{spec}{join}backend=triton")[0]()
-        for mine, other, exact in zip(ours, plain, truth, strict=True):
-            assert error(mine, exact) <= 2 * error(other, exact) + 1e-3
+        assert_as_exact(Step(spec), spec)
 
     def test_compiles_without_a_break(self, spec):
         torch.compiler.reset()
-        run, model = decoder_step(spec)
-        expected = [t.clone() for t in run()]
-        for mine, other in zip(run(torch.compile(model, fullgraph=True)), expected, strict=True):
-            assert (mine - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
+        step = Step(spec)
+        step.forward = torch.compile(step.model, fullgraph=True)
+        assert_as_exact(step, spec)
 
     def test_can_be_captured(self, spec):
-        run, _ = decoder_step(spec)
+        run = Step(spec)
+        run.draw(0)
         expected = [t.clone() for t in run()]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

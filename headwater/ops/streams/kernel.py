@@ -18,8 +18,8 @@ from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import ceil_div, power_of_2
 
 # Numbers of a stream in a tile, channels of a tile at most, warps.
-READ, WRITE = (2048, 512, 4), (2048, 512, 4)
-READ_BACKWARD, WRITE_BACKWARD = (256, 256, 1), (256, 256, 1)  # a token's sums are one warp's: they wait for no other
+READ, WRITE = (512, 512, 2), (512, 512, 2)
+READ_BACKWARD, WRITE_BACKWARD = (512, 512, 1), (256, 128, 1)  # a token's sums are one warp's: they wait for no other
 
 
 @triton.jit
