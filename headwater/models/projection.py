@@ -15,7 +15,7 @@ def project_joined(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     without gradients a copy of the weights would cost more than the products, and these are joined; so that a pass
     which is repeated with gradients goes the same way from here on.
     """
-    if not (x.is_cuda and all(type(layer) is nn.Linear for layer in layers)):
+    if not can_join(x, layers):
         return tuple(layer(x) for layer in layers)
     if are_few(x):
         return (torch.cat([layer(x) for layer in layers], -1),)
@@ -30,6 +30,10 @@ def project_together(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     if len(parts) == len(layers):
         return parts
     return parts[0].split([layer.out_features for layer in layers if isinstance(layer, nn.Linear)], -1)
+
+
+def can_join(x: Tensor, layers: tuple[nn.Module, ...]) -> bool:
+    return x.is_cuda and all(type(layer) is nn.Linear for layer in layers)
 
 
 def are_few(x: Tensor) -> bool:

@@ -1,5 +1,5 @@
-"""The decoder with the operators of joined projections, and without: one model. Here one product is asked for, which
-only a GPU takes by itself, and the interpreter runs the kernels."""
+"""The decoder with the operators of joined projections, and without: one model. Here parts are joined as
+only a GPU does by itself, and the interpreter runs the kernels."""
 
 import functools
 
@@ -26,7 +26,7 @@ def ran(before=(0, 0, 0, 0)):
 
 @pytest.fixture
 def joined(monkeypatch):
-    monkeypatch.setattr(projection, "one_product", lambda x, layers: True)
+    monkeypatch.setattr(projection, "can_join", lambda x, layers: True)
 
     def choose(backend):
         for body in (Attention, SwiGLU):
@@ -51,7 +51,7 @@ def test_a_decoder_is_the_same_with_the_kernels_and_without(joined, settings, tu
     """Their launches are those of two layers."""
     model, tokens = model_of(**settings, layers=2, scatter=True), tokens_of()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(projection, "one_product", lambda x, layers: False)
+        patch.setattr(projection, "can_join", lambda x, layers: False)
         logits, gradients = gradients_of(model, tokens)
     for backend, launched in (("reference", (0, 0, 0, 0)), ("triton", (2, 2, turns, turns))):
         joined(backend)
