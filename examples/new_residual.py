@@ -12,7 +12,7 @@ from headwater.residuals import Layout, Norm, Residual, State, apply_norm, regis
 
 @register("embedding-skip")
 class EmbeddingSkipResidual(Residual):
-    """x_i = h_i + a_i e;  h_{i+1} = h_i + f_i(x_i): every read also sees the embedding e.
+    """x_i = h_i + a_i e;  h_{i+1} = h_i + f_i(x_i): every later read also sees the embedding e.
 
     `start`: a_i at the start. At initialisation: zero, the plain residual. Cost: one parameter a read; the state
     holds 2 D.
@@ -21,7 +21,7 @@ class EmbeddingSkipResidual(Residual):
     def __init__(self, dim: int, sublayers: int, *, start: float = 0.0) -> None:
         super().__init__(dim, sublayers)
         self.at_start = "exact" if start == 0 else "different"
-        reads = range(sublayers + 1)  # the last is the output head's; keyed by read, so that pipelines can divide them
+        reads = range(1, sublayers + 1)  # the last is the output head's; by read, so that pipelines can divide them
         self.gains = nn.ParameterDict({str(i): nn.Parameter(torch.full((1,), start)) for i in reads})
 
     def layout(self, i: int) -> Layout:  # what a state holds before read i; callers' states are checked against it
@@ -32,7 +32,8 @@ class EmbeddingSkipResidual(Residual):
 
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         h, e = state
-        return apply_norm(norm, torch.addcmul(h, e, self.gains[str(i)].to(h.dtype))), state
+        x = torch.addcmul(h, e, self.gains[str(i)].to(h.dtype)) if i else h
+        return apply_norm(norm, x), state
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         return (state[0] + y, state[1])
@@ -42,7 +43,7 @@ class EmbeddingSkipResidual(Residual):
 
     def _weights(self, state: State, i: int) -> Tensor:  # of what the state holds: (tensors, ..., heads)
         ones = torch.ones(*state[0].shape[:-1], 1, device=state[0].device)
-        return torch.stack((ones, ones * self.gains[str(i)]))
+        return torch.stack((ones, ones * (self.gains[str(i)] if i else 0)))
 
 
 if __name__ == "__main__":

@@ -292,4 +292,6 @@ def test_the_residual_that_contributing_shows_keeps_the_contract(tmp_path, monke
         contract.test_bf16_reads_are_a_few_roundings_from_fp32(spec)
     residual = build(f"{name}:start=0.5", dim=16, sublayers=4)
     state = residual.begin(torch.randn(2, 3, 16))
-    assert residual.weights(state, 0)[:, 0, 0, 0].tolist() == [1.0, 0.5]
+    assert residual.weights(state, 0)[:, 0, 0, 0].tolist() == [1.0, 0.0]
+    y, state = residual.read(state, 0)
+    assert residual.weights(residual.write(state, 0, y), 1)[:, 0, 0, 0].tolist() == [1.0, 0.5]
