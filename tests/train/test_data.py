@@ -79,7 +79,7 @@ def test_the_standard_library_is_the_default_and_is_split_by_file(tmp_path):
     assert 0.01 < held_out["documents"] / (train["documents"] + held_out["documents"]) < 0.1
     assert data.manifest["split"] == "by_document"
     assert train["tokens"] == train["bytes"] + train["documents"]
-    assert "import" in data.tokenizer.decode(tokens(data, "validation")[:20000])
+    assert "import" in data.tokenizer.decode(tokens(data, "validation"))
 
 
 def test_documents_of_every_kind_of_file(tmp_path):

@@ -41,8 +41,15 @@ class _Remover(Watcher):
         x = x.clone()
         for row, (at, source) in enumerate(self.places):
             if source <= read and at in (None, read):
-                x[row] -= self.shares.of(read, source, stream).to(x.dtype)
+                x[row] = less(x[row], self.shares.of(read, source, stream).to(x.dtype))
         return x
+
+
+def less(x: Tensor, share: Tensor) -> Tensor:
+    """x - share, (T, D). A token of which only rounding is left has nothing left: a norm would make that large."""
+    rest = x - share
+    nothing = rest.norm(dim=-1, keepdim=True) <= 8 * torch.finfo(x.dtype).eps * x.norm(dim=-1, keepdim=True)
+    return rest.masked_fill(nothing, 0)
 
 
 @torch.no_grad()
