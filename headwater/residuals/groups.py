@@ -16,7 +16,7 @@ QUERY = "query"  # the name that every residual gives to the parameter with whic
 
 
 def param_groups(
-    model: nn.Module, *, lr: float, weight_decay: float = 0.1, query_lr: float = 1.0
+    model: nn.Module, *, lr: float, weight_decay: float = 0.1, query_lr: float = 0.1
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer such as `torch.optim.AdamW`, for a training loop of your own.
 
@@ -26,7 +26,8 @@ def param_groups(
             numbers for keys); an embedding, a norm or an nn.Conv1d inside of one does not.
         lr: the learning rate.
         weight_decay: of the matrices.
-        query_lr: factor on the learning rate of the residual's queries. They are the parameters called `query`, of
+        query_lr: factor on the learning rate of the residual's queries, 0.1 by default: at one, Block Attention
+            Residuals lose to the plain residual. They are the parameters called `query`, of
             attnres-block, attnres-full, delta-attnres, hyper-attnres, deepcrossattention and depth-window; other
             residuals have none.
 
@@ -37,7 +38,7 @@ def param_groups(
     Raises: ValueError for a rate, decay or factor below zero, or if something is to decay and no matrix was found;
         TypeError for what is no module, such as `model.parameters()`.
 
-        optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=3e-3, weight_decay=0.1, query_lr=0.1))
+        optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=3e-3, weight_decay=0.1))
         print([(group["name"], group["lr"]) for group in optimizer.param_groups])
     """
     if not isinstance(model, nn.Module):

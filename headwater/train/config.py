@@ -130,8 +130,9 @@ class OptimSettings:
     """AdamW's memory of their squares."""
     weight_decay: float = 0.1
     """For the matrices of the sublayers only."""
-    query_lr: float = 1.0
-    """Factor on the learning rate of the residual's queries, in residuals that have some."""
+    query_lr: float = 0.1
+    """Factor on the learning rate of the residual's queries, in residuals that have some; runs from before there was
+    one have 1. docs/results/study.md says why."""
     clip: float = 1.0
     """Largest gradient norm."""
     schedule: Literal["cosine", "wsd"] = "cosine"

@@ -9,7 +9,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.residuals import pinned
 from headwater.train.checkpoint.folder import STATE, load_model, read_state
-from headwater.train.config import Config, override
+from headwater.train.config import Config, override, with_before
 from headwater.train.data.tokenizer import Tokenizer
 from headwater.train.files import read_json
 
@@ -75,8 +75,9 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
 
 
 def settings_of(folder: Path) -> Config | None:
-    """The settings of a run or of a checkpoint that has been read; settings that are newer than it have defaults."""
+    """The settings of a run or of a checkpoint that has been read; settings that are newer than it are what it
+    did before there was a choice."""
     saved = read_state(folder)["config"] if (folder / STATE).is_file() else read_json(folder / "config.json")
     if "train" not in saved:
         return None
-    return override(Config(), {key: value for key, value in saved.items() if key != "corpus"}, str(folder))
+    return override(with_before(Config()), {key: value for key, value in saved.items() if key != "corpus"}, str(folder))

@@ -1,5 +1,7 @@
 """Every parameter is in one group, and in the right one, whatever the model."""
 
+import inspect
+
 import pytest
 import torch
 from tinyhf import tiny_model
@@ -8,6 +10,7 @@ from torch import nn
 import headwater
 from headwater import Decoder, ModelConfig, param_groups
 from headwater.residuals import names
+from headwater.train.config import OptimSettings
 
 HAVE_QUERIES = {"attnres-block", "attnres-full", "delta-attnres", "deepcrossattention", "depth-window", "hyper-attnres"}
 
@@ -97,3 +100,11 @@ def test_numbers_that_make_no_sense_and_models_without_layers_are_refused():
         param_groups(model.parameters(), lr=1.0)
     (group,) = param_groups(model, lr=1.0, weight_decay=0.0)
     assert [p.ndim for p in group["params"]] == [2, 1]
+
+
+def test_the_trainer_and_a_loop_of_ones_own_have_the_same_factor_by_default():
+    own = inspect.signature(param_groups).parameters
+    assert (own["query_lr"].default, own["weight_decay"].default) == (
+        OptimSettings().query_lr,
+        OptimSettings().weight_decay,
+    )

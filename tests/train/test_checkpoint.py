@@ -295,13 +295,13 @@ def test_a_run_from_before_the_bf16_stream_goes_on_in_fp32(run_folder):
 def test_a_run_from_before_the_factor_of_the_queries_goes_on_with_one(run_folder):
     newest = run_folder / "run" / "checkpoints" / "step-00000012"
     state = json.loads((newest / "state.json").read_text())
-    assert state["config"]["optim"].pop("query_lr") == 1.0
+    assert state["config"]["optim"].pop("query_lr") == 0.1
     (newest / "state.json").write_text(json.dumps(state))
     vouch(newest, "state.json")
     asked = config(run_folder)
     with pytest.raises(UserError, match=r"optim\.query_lr: 1\.0 there, 0\.1 asked for"):
-        train(replace(asked, optim=replace(asked.optim, query_lr=0.1)), run_folder / "run", resume=True)
-    assert train(asked, run_folder / "run", resume=True).steps == 12
+        train(asked, run_folder / "run", resume=True)
+    assert train(replace(asked, optim=replace(asked.optim, query_lr=1.0)), run_folder / "run", resume=True).steps == 12
     assert load_run(newest).config.optim.query_lr == 1.0
 
 

@@ -164,6 +164,7 @@ def test_arguments_that_ask_for_nothing_are_refused_at_the_door(tmp_path, argume
 
 def test_a_changed_corpus_is_refused(tmp_path):
     config = tiny(tmp_path)
+    config = replace(config, optim=replace(config.optim, query_lr=1.0))
     out = tmp_path / "out"
     out.mkdir()
     before = prepare(config.data).identity

@@ -197,7 +197,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
 
 def test_training_learns(tmp_path):
     config = tiny(tmp_path, steps=60, eval_every=20, log_every=60, depth_every=60, save_every=60)
-    train(replace(config, optim=replace(config.optim, lr=0.02)), tmp_path / "run")
+    train(replace(config, optim=replace(config.optim, lr=0.02, query_lr=1.0)), tmp_path / "run")
     evals = [r["bits_per_byte"] for r in fingerprint(tmp_path / "run")["metrics"] if r["kind"] == "eval"]
     assert len(evals) == 3
     assert evals[-1] < 0.7 * evals[0]
@@ -288,11 +288,13 @@ def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
 def test_what_is_compiled_unless_one_says(tmp_path):
     """The whole model, where a residual has no kernels and the run is long enough; nothing on a CPU or among ranks."""
     gpu, short = torch.device("cuda"), TrainSettings(steps=1999)
-    specs = ("standard", "attnres-block", "attnres-full", "attnres-full:weights=sigmoid", "denseformer", "mhc", "ddl")
+    fused = ("standard", "attnres-block", "attnres-full", "mhc")
+    others = ("attnres-full:weights=sigmoid", "denseformer", "mhc:backend=reference", "hyper-connections:streams=9")
+    specs = fused + others
     models = {
         spec: Decoder(ModelConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, residual=spec)) for spec in specs
     }
-    for settings, whole in ((short, ()), (replace(short, steps=2000), specs[3:])):
+    for settings, whole in ((short, ()), (replace(short, steps=2000), others)):
         config = replace(tiny(tmp_path), train=settings)
         modes = {spec: compile_mode(config, model, gpu) for spec, model in models.items()}
         assert modes == {spec: "model" if spec in whole else "layers" for spec in specs}
