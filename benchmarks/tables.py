@@ -31,16 +31,14 @@ ARMS = {
 }
 TRAINED = {
     "standard": "plain residual",
-    "standard/model": "plain residual, `--compile model`",
     "attnres-block": "**Block Attention Residuals**",
     "attnres-full": "**Full Attention Residuals**",
     "fla-attnres": "Block, each read by fla's operator",
     "denseformer/model": "DenseFormer",
     "ddl/model": "Deep Delta Learning",
-    "mhc/model": "mHC, 4 streams",
-    "hyper-connections/model": "Hyper-Connections, 4 streams",
+    "mhc": "mHC, 4 streams",
+    "hyper-connections": "Hyper-Connections, 4 streams",
     "deepcrossattention/model": "DeepCrossAttention",
-    "hyper-connections": "Hyper-Connections, 4 streams, layers compiled",
     "deepcrossattention": "DeepCrossAttention, layers compiled",
     "fla-kda": "fla's KDA model, dense, eager",
 }
@@ -212,9 +210,7 @@ def _share(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
     "duality": duality,
-    "speed": partial(
-        trained, "50m", *(f"h200-speed{more}" for more in ("", "-fla", "-hyper-connections", "-deepcrossattention"))
-    ),
+    "speed": partial(trained, "50m", *(f"h200-speed{more}" for more in ("", "-fla", "-whole", "-deepcrossattention"))),
     "larger": partial(trained, "342m", "h200-speed-342m"),
     "kimi": partial(trained, "kimi", "h200-speed-kimi"),
     "stack": stack,

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     config = Config(
         model=ModelSettings(size="nano"),
         data=DataSettings(source=tuple(sys.argv[1:2]) or ("stdlib",)),
-        optim=OptimSettings(lr=6e-3, query_lr=0.1),
+        optim=OptimSettings(lr=6e-3),
         train=TrainSettings(steps=60, batch_size=4, eval_every=20, eval_windows=16),
     )
     residuals = ["standard", "attnres-block:block=2", "denseformer"]

@@ -35,7 +35,7 @@ if __name__ == "__main__":
     print(headwater.verify(model, before, batch[:2]))
 
     hf.trainable(model)  # the queries train; hf.trainable(model, only=True) would leave the rest as it is
-    optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=1e-3, weight_decay=0.0, query_lr=0.1))
+    optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=1e-3, weight_decay=0.0))
     model.train()
     for step in range(1, 11):
         loss = model(input_ids=batch, labels=batch).loss

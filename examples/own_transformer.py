@@ -48,7 +48,7 @@ class Transformer(nn.Module):
 if __name__ == "__main__":
     torch.manual_seed(0)
     model = Transformer(sys.argv[1] if len(sys.argv) > 1 else "attnres-block:block=2")
-    optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=3e-3, weight_decay=0.1, query_lr=0.1))
+    optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=3e-3, weight_decay=0.1))
     for step in range(1, 101):
         tokens = torch.randint(16, (16, 8)).repeat(1, 2)
         losses = nn.functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")

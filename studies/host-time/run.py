@@ -1,6 +1,7 @@
 """Time of the host in an eager step, per sublayer.
 
     PYTHONPATH=. python studies/host-time/run.py [--profile] [SPEC...]
+    PYTHONPATH=. python studies/host-time/run.py --device cuda         # 256 tokens of width 256, bf16, nothing left out
 
 On a CPU: kernels are kept and launched as on a GPU, but for the driver's call at the end, which is left out, and
 tensors are small enough that PyTorch's own arithmetic hardly counts. What remains is Python, autograd and allocation,
@@ -14,6 +15,7 @@ import pstats
 import time
 
 import torch
+from torch import Tensor
 
 from benchmarks.arms import Stack, fill
 from benchmarks.kernels import without_driver
@@ -53,11 +55,39 @@ def measure(spec: str, profile: bool) -> tuple[float, float, float]:
     return min(forward) / SUBLAYERS * 1e6, min(backward) / SUBLAYERS * 1e6, (calls - before) / SUBLAYERS
 
 
+def measure_gpu(spec: str) -> tuple[float, float, float]:
+    """Microseconds a sublayer by the clock until the host has launched all: forward, backward; and until the GPU is
+    done. The lower quartile of several steps: a host has other work at times."""
+    stack = Stack(spec, 256, SUBLAYERS).to("cuda", torch.bfloat16)
+    fill(stack)
+    x, seed = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    found = [timed_step(stack, x, seed) for _ in range(STEPS)][4:]
+    return tuple(sorted(column)[len(column) // 4] / SUBLAYERS * 1e6 for column in zip(*found))  # type: ignore[return-value]
+
+
+def timed_step(stack: Stack, x: Tensor, seed: Tensor) -> tuple[float, float, float]:
+    stack.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = stack(x)
+    middle = time.perf_counter()
+    out.backward(seed)
+    end = time.perf_counter()
+    torch.cuda.synchronize()
+    return middle - start, end - middle, time.perf_counter() - start
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("specs", nargs="*", default=SPECS)
     options = parser.parse_args()
+    if options.device == "cuda":
+        for spec in (spec.replace(",backend=triton", "").replace(":backend=triton", "") for spec in options.specs):
+            forward, backward, whole = measure_gpu(spec)
+            print(f"{spec}  forward {forward:.0f}  backward {backward:.0f}  until done {whole:.0f} us a sublayer")
+        raise SystemExit
     without_driver(count, count)
     for spec in options.specs:
         forward, backward, launches = measure(spec, options.profile)
