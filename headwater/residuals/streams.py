@@ -7,6 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from headwater.ops.numerics import full_precision
 from headwater.ops.routing import Backend
 from headwater.ops.streams import project_streams, read_streams, write_streams
 from headwater.ops.streams.operators import MAX_STREAMS, Factors
@@ -72,7 +73,9 @@ class StreamsResidual(Residual):
         return (write_streams(x, y, post, res, backend=self._now()),)
 
     def _end(self, state: State, norm: Norm | None) -> Tensor:
-        return apply_norm(norm, state[0].sum(-2))
+        with full_precision(state[0]):  # under autocast a sum is in fp32, and all that follows it
+            total = state[0].sum(-2)
+        return apply_norm(norm, total)
 
     def _weights(self, state: State, i: int) -> Tensor:
         """Over the streams, (n, ..., 1)."""

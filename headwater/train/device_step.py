@@ -141,7 +141,7 @@ class DeviceStep:
     def _losses(self, windows: Tensor) -> Tensor:
         with torch.enable_grad(), half_precision(self.run.device, cached=False):
             hidden = self.run.hidden(windows[:, :-1])
-        return token_losses(hidden, self.run.whole.head.weight, windows[:, 1:])
+            return token_losses(hidden, self.run.whole.head.weight, windows[:, 1:])
 
     def _capture(self) -> None:
         """Record a micro-batch and the update. A step that cannot be captured goes on without."""

@@ -55,6 +55,20 @@ def test_in_bf16_it_errs_at_most_twice_as_much_as_plain_pytorch(backend):
         assert (mine.double() - truth).norm() <= 2 * (theirs.double() - truth).norm() + 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_under_autocast_the_head_is_as_coarse_as_any_linear_layer(backend):
+    """A final read in fp32, of streams or of an fp32 stream, is not to make the largest product fp32."""
+    x, weight, targets = case(96, 70, dim=32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours = linear_cross_entropy(x, weight, targets, backend=backend)
+        each = token_losses(x, weight, targets, backend=backend)
+    rounded = x.detach().bfloat16()
+    assert torch.equal(ours, linear_cross_entropy(rounded, weight, targets, backend=backend))
+    assert torch.equal(each, token_losses(rounded, weight, targets, backend=backend))
+    assert torch.autograd.grad(ours, x)[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_extreme_logits_stay_finite(backend):
     x, weight, targets = case(4, 9, scale=1e4)
