@@ -44,6 +44,7 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {  # model, windows a step
     "342m": ({"dim": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 2816, "context": 2048}, 8),
     "tiny": ({"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 128, "context": 64}, 4),
     "kimi": (dict(NAMED["kimi-linear-small"]), 8),  # 93 million active parameters besides the embeddings
+    **{name: (dict(shape), 32) for name, shape in NAMED.items() if name.startswith("ladder-")},  # the study's
 }
 PLAIN = ("standard", "standard/model")
 ARMS = (*PLAIN, "attnres-block", "attnres-full", "fla-attnres")
@@ -54,6 +55,7 @@ DEFAULT = {
     "kimi": ("standard", "attnres-block", "fla-kda"),
     "tiny": ("standard", "attnres-block"),
 }
+LADDER = ("standard", "attnres-block", "attnres-full", "mhc", "denseformer", "muddformer")
 VOCABULARY, ROUNDS, STEPS, GATE = 8192, 7, 10, 0.05
 
 
@@ -274,7 +276,9 @@ def report(flags: argparse.Namespace) -> None:
     found["matrix_flops"] = matrix_rate() if gpu else None
     with tempfile.TemporaryDirectory() as folder:
         for size in flags.sizes:
-            found[size] = measure(size, flags.arms or list(DEFAULT[size]), Path(folder), flags.device, flags.rounds)
+            found[size] = measure(
+                size, flags.arms or list(DEFAULT.get(size, LADDER)), Path(folder), flags.device, flags.rounds
+            )
             for arm in found[size].values():
                 if gpu and "tokens_per_second" in arm and "flops_per_token" in arm:
                     arm["utilisation"] = arm["tokens_per_second"] * arm["flops_per_token"] / found["matrix_flops"]

@@ -18,20 +18,22 @@ def test_answers_follow_the_links_that_were_told(hops):
     assert tokens.shape == (20, task.context)
     assert set(counts.flatten().tolist()) == {1, 2, 3, 4}
     for row, (line, right, count) in enumerate(zip(tokens.tolist(), answers.tolist(), counts.tolist())):
-        told, asked = line[:14], line[14:]
-        links = dict(zip(told[::2], told[1::2]))
+        told, asked = line[:7], line[7:]
+        links = dict(divmod(token, 7) for token in told)
         seen = [0]
         for _ in range(7):
             seen.append(links[seen[-1]])
         assert sorted(seen) == [0, *range(7)], f"one ring through all nodes, row {row}"
-        for number, (word, node) in enumerate(zip(asked[::2], asked[1::2])):
-            assert word == 7 + count[number] - 1
+        for number, token in enumerate(asked):
+            words, node = divmod(token, 7)
+            assert words == 7 + count[number] - 1
+            assert token < task.vocabulary
             for _ in range(count[number]):
                 node = links[node]
             assert node == right[number]
 
 
-def test_an_answer_is_read_where_its_question_ends_and_of_nodes_alone(hops):
+def test_an_answer_is_read_where_its_question_is_and_of_nodes_alone(hops):
     task = hops.Task(nodes=3, hops=2, questions=4)
     places = torch.arange(task.context).expand(1, -1)
 
@@ -40,10 +42,10 @@ def test_an_answer_is_read_where_its_question_ends_and_of_nodes_alone(hops):
             return tokens[..., None].float()
 
         def head(self, hidden):
-            return hidden * torch.ones(task.nodes + task.hops)
+            return hidden * torch.ones(task.vocabulary)
 
     found = hops.answers_of(Model(), task, places)
-    assert found[0, :, 0].tolist() == [7, 9, 11, 13]
+    assert found[0, :, 0].tolist() == [3, 4, 5, 6]
     assert found.shape == (1, 4, 3)
 
 

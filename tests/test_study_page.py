@@ -266,6 +266,32 @@ def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     assert len(sizes) == 4
 
 
+def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_path):
+    """Half the compute, at three quarters of the speed."""
+    widths = (128, 192, 256, 384)
+    runs = [
+        (arm, seed, 1 + (saved * width) ** -0.5, {"model.dim": width})
+        for arm, saved in (("standard", 1), ("attnres-block", 2), ("never-timed", 3))
+        for width in widths
+        for seed in (0, 1)
+    ]
+    archive(tmp_path, "scaling", runs)
+    sizes = ("ladder-2m", "ladder-7m", "ladder-16m", "ladder-43m")
+    rates = {"standard": 4e5, "attnres-block": 3e5}
+    speeds = {
+        size: {arm: {"tokens_per_second": rate, "peak_gib": 2.5} for arm, rate in rates.items()} for size in sizes
+    }
+    with page.unpacked(tmp_path) as found:
+        text = page.clock(found["scaling"], {**speeds, "gpu": "NVIDIA H200"})
+        pictures = page.scaling_pictures(found["scaling"], speeds)
+        assert [file.name for file in page.scaling_pictures(found["scaling"], {})] == ["study-scaling.svg"]
+    assert "| 256 | `attnres-block` | 300 | 75 % | 2.5 | 1 | 1.0442 ± 0.0000 |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| `attnres-block`"))
+    assert row.count("1.50 (1.50 to 1.50)") == 4
+    assert "never-timed" not in text
+    assert "worth so many times the seconds of standard" in pictures[page.ASSETS / "study-clock.svg"]
+
+
 def test_tables_take_the_runs_of_other_recipes_that_are_at_the_settled_rate(page, tmp_path):
     rates = [("standard", 0, score, {"model.dim": 128, "optim.lr": lr}) for lr, score in ((8e-3, 1.5), (1.1e-2, 1.4))]
     archive(tmp_path, "rates", rates)

@@ -14,7 +14,7 @@ would make too little of the spread: with two a budget, such intervals hold in 7
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,21 +194,29 @@ def _interval(value: float, draws: Sequence[float]) -> Interval:
     return Interval(value, float(low), float(high))
 
 
+def operations(run: RecordedRun) -> float | None:
+    """Of a whole run."""
+    per_token, tokens = (number((run.summary or {}).get(key)) for key in ("flops_per_token", "tokens"))
+    return None if per_token is None or tokens is None else per_token * tokens
+
+
 def points_of(
-    runs: Sequence[RecordedRun], loss: str = "bits_per_byte"
+    runs: Sequence[RecordedRun],
+    loss: str = "bits_per_byte",
+    cost: Callable[[RecordedRun], float | None] = operations,
 ) -> dict[str, dict[float, dict[int | None, float]]]:
-    """Finished runs by residual, compute (operations a token, times tokens) and seed. Budgets within 3 % count as one,
-    which is what a residual's own operations make of it: then they are not matched, and the multiplier says so.
+    """Finished runs by residual, budget (operations, or what `cost` makes of a run) and seed. Budgets within 3 % count
+    as one, which is what a residual's own operations make of it: then they are not matched, and the multiplier says so.
 
     Raises UserError for two runs of one residual, budget and seed: runs that differ in a learning rate are not seeds.
     """
     found: dict[str, dict[float, dict[int | None, float]]] = defaultdict(lambda: defaultdict(dict))
     known: dict[tuple[str, float, int | None], RecordedRun] = {}
     for run in runs:
-        per_token, tokens, value = (number((run.summary or {}).get(key)) for key in ("flops_per_token", "tokens", loss))
-        if per_token is None or tokens is None or value is None:
+        c, value = cost(run), number((run.summary or {}).get(loss))
+        if c is None or value is None:
             continue
-        budgets, c = found[run.residual], per_token * tokens
+        budgets = found[run.residual]
         near = next((b for b in budgets if abs(math.log(b / c)) < NEAR), c)
         if (other := known.setdefault((run.residual, near, run.seed), run)) is not run:
             keys = differing([flatten(each.config) for each in (other, run)])
@@ -249,8 +257,12 @@ def write_plot(found: Sequence[Scaling], baseline: str, path: Path) -> Path:
 
 
 def plot(found: Sequence[Scaling], baseline: str) -> str:
-    """SVG: the runs and the curves through them; and beside it what compute each residual is worth, with its interval,
-    where another than the baseline has curves that meet."""
+    return picture(panels_of(found, baseline), "Loss against compute, and what compute each residual is worth")
+
+
+def panels_of(found: Sequence[Scaling], baseline: str, across: str = "operations") -> list[Panel]:
+    """The runs and the curves through them; and beside it what compute each residual is worth, with its interval,
+    where another than the baseline has curves that meet. `across`: what budgets are counted in."""
     colours = colours_of([scaling.residual for scaling in found])
     curves, worth = [], []
     for scaling in found:
@@ -262,10 +274,10 @@ def plot(found: Sequence[Scaling], baseline: str) -> str:
         if name != baseline and met:
             spans = {c: (i.low, i.high) for c, i in met.items() if i.low is not None and i.high is not None}
             worth.append(Line(name, colour, {c: [i.value] for c, i in met.items()}, spans=spans))
-    panels = [Panel("bits per byte", "operations", curves, log=True, label=_power)]
+    panels = [Panel("bits per byte", across, curves, log=True, label=_power)]
     if worth:
-        panels.append(Panel(f"worth so many times the compute of {baseline}", "operations", worth, True, label=_power))
-    return picture(panels, "Loss against compute, and what compute each residual is worth")
+        panels.append(Panel(f"worth so many times the {across} of {baseline}", across, worth, True, label=_power))
+    return panels
 
 
 def _power(value: float) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 
 from headwater.analyze.plot import ARMS, Map, Panel, lines_of, picture
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
-from headwater.analyze.scaling import Interval, compare_scaling, points_of
+from headwater.analyze.scaling import Interval, compare_scaling, operations, panels_of, points_of
+from headwater.models.config import SIZES
 from headwater.stats import Paired, Stat, pair, reach, summarize
 
 HERE = Path(__file__).parent
@@ -293,8 +294,11 @@ def scaling(runs: Runs) -> str:
     return "".join(tables) + (fits(runs) if len(sizes) > 2 else "The curves need a third size.\n")
 
 
-def fits(runs: Runs) -> str:
-    found = compare_scaling(points_of(runs), BASELINE)
+Cost = Callable[[RecordedRun], float | None]
+
+
+def fits(runs: Runs, cost: Cost = operations) -> str:
+    found = compare_scaling(points_of(runs, cost=cost), BASELINE)
     budgets = sorted(next(iter(found)).multipliers)
     rows = []
     for curve in found:
@@ -309,6 +313,44 @@ def _multiplier(interval: Interval | None) -> str:
         return "-"
     reach = "one seed" if interval.low is None else f"{interval.low:.2f} to {interval.high:.2f}"
     return f"{interval.value:.2f} ({reach})"
+
+
+def alone(speeds: dict[str, Any]) -> dict[tuple[int, str], dict[str, float]]:
+    """What `benchmarks.speed` measured of each arm, by width: runs side by side do not know how fast they are."""
+    return {
+        (SIZES[size]["dim"], arm): found
+        for size, arms in speeds.items()
+        if size in SIZES
+        for arm, found in arms.items()
+        if "tokens_per_second" in found
+    }
+
+
+def seconds(measured: dict[tuple[int, str], dict[str, float]]) -> Cost:
+    """How long a run takes by itself, where its speed was measured."""
+
+    def of(run: RecordedRun) -> float | None:
+        speed = measured.get((setting(run, "model.dim"), run.residual))
+        return None if speed is None or not run.summary else run.summary["tokens"] / speed["tokens_per_second"]
+
+    return of
+
+
+def clock(runs: Runs, speeds: dict[str, Any]) -> str:
+    """Speed and memory of each arm at each size, and from three sizes on what it is worth at equal time."""
+    measured = alone(speeds)
+    cost, rows = seconds(measured), []
+    for (width, arm), group in grouped(runs, "model.dim", "model.residual").items():
+        if (speed := measured.get((width, arm))) is None:
+            continue
+        share = speed["tokens_per_second"] / measured[width, BASELINE]["tokens_per_second"]
+        cells = [f"{speed['tokens_per_second'] / 1e3:.0f}", f"{100 * share:.0f} %", f"{speed['peak_gib']:.1f}"]
+        rows.append([str(width), f"`{arm}`", *cells, f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))])
+    head = ["width", "", "thousand tokens a second", "of plain", "GiB", "seconds of a run", "bits per byte"]
+    timed = [run for run in runs if cost(run) is not None]
+    curves = len(grouped(timed, "model.dim")) > 2
+    words = "\nFits to seconds, and what an arm is worth in the plain residual's:\n\n"
+    return grid(head, rows) + (words + fits(timed, cost) if curves else "")
 
 
 def importance(measured: list[dict[str, Any]]) -> str:
@@ -375,6 +417,7 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
             panels.append(Panel(f"{words}, width {width}", "learning rate", lines, log=True))
     if panels:
         drawn[ASSETS / "study-rates.svg"] = picture(panels, "Bits per byte by learning rate")
+    drawn |= scaling_pictures(finished(taken("scaling", found)), speeds())
     recorded = [run for run in _coloured(found.get("noise", [])) if run.depth]
     if recorded:
         depths = {words: lines_of(_depths(recorded, key)) for words, key in BY_DEPTH[:2]}
@@ -384,6 +427,29 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
     if maps := [panel for arm in ARMS if arm != BASELINE for panel in maps_of(arm, recorded)]:
         drawn[ASSETS / "study-maps.svg"] = picture(maps, "Depth weights through training")
     return drawn
+
+
+def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
+    """Loss against operations; against seconds, and against memory."""
+    drawn, measured = {}, alone(speeds)
+    if len(grouped(runs, "model.dim")) > 2:
+        panels = panels_of(compare_scaling(points_of(runs), BASELINE), BASELINE)
+        drawn[ASSETS / "study-scaling.svg"] = picture(panels, "Loss against operations")
+    timed = [run for run in runs if seconds(measured)(run) is not None]
+    if len(grouped(timed, "model.dim")) > 2:
+        found = compare_scaling(points_of(timed, cost=seconds(measured)), BASELINE)
+        held: dict[str, dict[float, list[float]]] = {}
+        for (width, arm), group in grouped(timed, "model.dim", "model.residual").items():
+            held.setdefault(arm, {})[measured[width, arm]["peak_gib"]] = [*map(score, group)]
+        memory = Panel("bits per byte", "GiB", lines_of(held), log=True)
+        panels = [*panels_of(found, BASELINE, "seconds"), memory]
+        drawn[ASSETS / "study-clock.svg"] = picture(panels, "Loss against time and memory")
+    return drawn
+
+
+def speeds() -> dict[str, Any]:
+    file = HERE / "runs" / "speed.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def maps_of(arm: str, runs: Runs) -> list[Map]:
@@ -430,6 +496,12 @@ def _depths(runs: Runs, key: str) -> dict[str, dict[float, list[float]]]:
     }
 
 
+def taken(name: str, found: dict[str, Runs]) -> Runs:
+    """The runs that a table takes, with those that have no result."""
+    takes = TAKES.get(name, {name: bool})
+    return [run for recipe, wanted in takes.items() for run in found.get(recipe, []) if wanted(run)]
+
+
 def filled(text: str, found: dict[str, Runs]) -> str:
     """The page with every table as the runs have it now."""
 
@@ -437,9 +509,10 @@ def filled(text: str, found: dict[str, Runs]) -> str:
         name = match[2]
         if name == "cost":
             made = cost(found)
+        elif name == "clock":
+            made = clock(finished(taken("scaling", found)), speeds()) if speeds() else "Not measured yet.\n"
         elif name in TABLES:
-            takes = TAKES.get(name, {name: bool})
-            runs = [run for recipe, wanted in takes.items() for run in found.get(recipe, []) if wanted(run)]
+            runs = taken(name, found)
             made = (TABLES[name](finished(runs)) if finished(runs) else "Not run yet.\n") + left_out(runs)
         elif name in MEASURED:
             measured = measured_in(HERE / "runs", name)

@@ -3,13 +3,13 @@
     PYTHONPATH=. python studies/hops/run.py --residual attnres-block --seed 0 --device cuda     # one run
     PYTHONPATH=. python studies/hops/run.py --small                     # half a minute on a CPU: too short to learn it
 
-A prompt tells a random ring f of NODES nodes as pairs (x, f(x)) in random order, then asks QUESTIONS times (k, x), k
-from 1 to HOPS, k = 1 most often: the answer is f^k(x), which is to be said at x and never shown. No pair is told twice,
-so that k links need a chain of k lookups, which a decoder can only make in depth; and one ring, not several, so that x
-itself is never the answer, which would be a guess the better the more divisors k has. The loss is of the answers alone.
-Accuracy is taken on fresh prompts, by k. All arms have the same width, depth, steps and prompts; seed s draws the same
-prompts in every arm. A run is written to --out as one JSON file; studies/attention-residuals/page.py makes a table of
-those in its runs/hops.
+A prompt tells a random ring f of NODES nodes, a link (x, f(x)) a token, in random order, then asks QUESTIONS times, a
+question (k, x) a token, k from 1 to HOPS, k = 1 most often: the answer is f^k(x), which is to be said there and never
+shown. No link is told twice, so that k links need a chain of lookups, which a decoder can only make in depth; and one
+ring, not several, so that x itself is never the answer, which would be a guess the better the more divisors k has. The
+loss is of the answers alone. Accuracy is taken on fresh prompts, by k. All arms have the same width, depth, steps and
+prompts; seed s draws the same prompts in every arm. A run is written to --out as one JSON file;
+studies/attention-residuals/page.py makes a table of those in its runs/hops.
 """
 
 import argparse
@@ -47,15 +47,19 @@ class Task:
 
     @property
     def context(self) -> int:
-        return 2 * (self.nodes + self.questions)
+        return self.nodes + self.questions
+
+    @property
+    def vocabulary(self) -> int:
+        return self.nodes * (self.nodes + self.hops)
 
 
 SMALL = Task(nodes=6, hops=2, questions=6, dim=64, layers=2, steps=300, batch=64)
 
 
 def prompts(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, context), answers (B, questions) and how many links each follows. Nodes are tokens 0 to nodes - 1, and
-    k links are token nodes + k - 1."""
+    """Tokens (B, context), answers (B, questions) and how many links each follows. The link from x to y
+    is token nodes x + y, the question for k links from x token nodes (nodes + k - 1) + x."""
     device = generator.device
 
     def shuffled() -> Tensor:
@@ -63,7 +67,7 @@ def prompts(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor,
 
     ring, order = shuffled(), shuffled()
     links = torch.empty_like(ring).scatter_(1, ring, ring.roll(-1, 1))
-    told = torch.stack((order, links.gather(1, order)), -1).flatten(1)
+    told = task.nodes * order + links.gather(1, order)
     shape = (count, task.questions)
     start = torch.randint(task.nodes, shape, device=device, generator=generator)
     often = 1 / torch.arange(1, task.hops + 1, device=device)  # short chains more often: they are learned first
@@ -72,13 +76,13 @@ def prompts(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor,
     for k in range(task.hops):
         after = links.gather(1, after)
         answers = torch.where(hops == k, after, answers)
-    asked = torch.stack((task.nodes + hops, start), -1).flatten(1)
+    asked = task.nodes * (task.nodes + hops) + start
     return torch.cat((told, asked), -1), answers, hops + 1
 
 
 def answers_of(model: Any, task: Task, tokens: Tensor) -> Tensor:
     """Logits over the nodes where a question has been asked, (B, questions, nodes), in fp32."""
-    hidden = model.hidden(tokens)[:, 2 * task.nodes + 1 :: 2]
+    hidden = model.hidden(tokens)[:, task.nodes :]
     return model.head(hidden).float()[..., : task.nodes]
 
 
@@ -143,7 +147,7 @@ def run(task: Task, residual: str, seed: int, device: str) -> dict[str, Any]:
     torch.manual_seed(seed)
     shape = {"dim": task.dim, "layers": task.layers, "heads": task.dim // 32, "kv_heads": task.dim // 32}
     config = headwater.ModelConfig(
-        vocab_size=task.nodes + task.hops, mlp_dim=4 * task.dim, context=task.context, residual=residual, **shape
+        vocab_size=task.vocabulary, mlp_dim=4 * task.dim, context=task.context, residual=residual, **shape
     )
     model = headwater.Decoder(config).to(device)
     training, began, losses = Training(model, task, seed, device), time.perf_counter(), []
