@@ -73,11 +73,14 @@ def test_noise_is_told_in_pairs_with_what_more_seeds_would_tell(page, tmp_path):
 def test_arms_that_differ_in_what_is_around_the_residual_are_told_apart(page, tmp_path):
     runs = [("standard", 0, 1.5, {}), ("standard", 1, 1.6, {})]
     runs += [("standard", seed, score, {"model.shortswa": 4}) for seed, score in ((0, 1.4), (1, 1.5))]
+    runs += [(arm, 0, 1.7, {"model.depth_start": False}) for arm in ("standard", "completep")]
     archive(tmp_path, "ablations", runs)
     with page.unpacked(tmp_path) as found:
         text = page.TABLES["ablations"](found["ablations"])
     assert "| `standard` | 2 | 1.5500 |" in text
     assert "| `standard+shortswa=4` | 2 | 1.4500 | 0.0707 | −0.1000 | −6.5 % |  | +1.0 % |" in text
+    assert "| `standard+depth_start=false` | 1 | 1.7000 | - | +0.2000 |" in text
+    assert "| `completep` | 1 | 1.7000 |" in text
 
 
 def test_ablations_are_sorted_and_stand_beside_the_papers(page, tmp_path):

@@ -113,7 +113,10 @@ COLUMNS = ["", "seeds", "bits per byte", "standard deviation", "difference", "95
 
 def _beside_plain(runs: Runs) -> list[tuple[float, list[str]]]:
     """For each arm the mean of its differences, and its row."""
-    arms = {_arm(group[0]): by_seed(group) for group in grouped(runs, "model.residual", "model.shortswa").values()}
+    groups: dict[str, Runs] = defaultdict(list)
+    for run in (run for group in grouped(runs, "model.residual").values() for run in group):
+        groups[_arm(run)].append(run)
+    arms = {arm: by_seed(group) for arm, group in groups.items()}
     rows = []
     for arm, scores in arms.items():
         stat, cells, apart = summarize(list(scores.values())), ["", "", ""], 0.0
@@ -149,8 +152,11 @@ def percent(share: float) -> str:
 
 
 def _arm(run: RecordedRun) -> str:
-    tokens = setting(run, "model.shortswa")
-    return run.residual + (f"+shortswa={tokens}" if tokens else "")
+    """Its residual, and what is changed around it; completep has its start by definition."""
+    model = run.config["model"]
+    wide = model.get("depth_start") is False and run.residual != "completep"
+    around = [f"shortswa={model['shortswa']}"] * bool(model["shortswa"]) + ["depth_start=false"] * wide
+    return "+".join([run.residual, *around])
 
 
 def _range(interval: tuple[float, float] | None) -> str:
