@@ -138,12 +138,8 @@ def _launches(rows: int, n: int, iterations: int) -> tuple[int, Launch, Launch, 
     constants = {"ITERATIONS": iterations, "FLOOR": FLOOR, "N": n, "T": TOKENS}
     forward = Launch(_gate_streams, (programs,), (rows,), constants, num_warps=1)
     backward = Launch(_gate_streams_backward, (programs,), (rows,), constants, num_warps=1)
-    return (
-        programs,
-        forward,
-        backward,
-        Launch(_gate_streams_sums, (q + 3,), (programs,), {"Q": q, "B": SUMMED}, num_warps=4),
-    )
+    sums = Launch(_gate_streams_sums, (q + 3,), (programs,), {"Q": q, "B": SUMMED}, num_warps=4)
+    return programs, forward, backward, sums
 
 
 def _gating(z: Tensor, bias: Tensor, scale: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +179,7 @@ def gate_streams_backward(
     """The gradients of all that `gate_streams` takes."""
     launches["gate_streams_backward"] += 1
     rows, n = z.numel() // len(bias), streams_of(bias)
-    programs, _, backward, gather = _launches(rows, n, iterations)
+    programs, _, backward, sums = _launches(rows, n, iterations)
     parts = z.new_empty(len(bias) + 3, programs)
     backward(z, bias, scale, dpre, dpost, dres, dz, scratch(rows, iterations, n, z), parts)
-    gather(parts, dbias, dscale)
+    sums(parts, dbias, dscale)

@@ -11,15 +11,14 @@ In passes over a (tokens x D) tensor, with n = 4 as an example:
                write    2 n + 1      9                  project  3 n + 1    13    X, dX, dh; dX
                in all   4 n + 2     18                  in all   7 n + 4    32
 
-mHC makes its coefficients of z = (a, b, C) by scales s and biases, one each of pre, post and res, and of each number:
-
-    pre = sigmoid(s_1 a + bias_a);   post = 2 sigmoid(s_2 b + bias_b);   res = Sinkhorn(exp(s_3 C + bias_C))
-
-`gate_streams`, a few numbers a token and one launch each way, with a second for the sums over tokens.
-
 X has three consumers. Left to autograd, each would write a gradient of its own and two sums would follow, 13 n + 3.
 Instead `project_streams` returns the streams again, for the write to take, so that the write's gradient reaches it; and
 what the read leaves, pre_j dh, reaches it as these two factors (see `autograd`). Its backward then makes the whole.
+
+mHC makes its coefficients of z = (a, b, C), with three scales and a bias for every number, in one launch each way and a
+second for the sums over tokens (see `gates`):
+
+    pre = sigmoid(s_a a + bias_a);   post = 2 sigmoid(s_b b + bias_b);   res = Sinkhorn(exp(s_C C + bias_C))    C (n, n)
 """
 
 from torch import Tensor
