@@ -148,6 +148,7 @@ def run_everything() -> None:
         train(spec, dim, dtype)
     lose(1000, torch.bfloat16)
     balance(4)
+    balance(5)
     for width, dtype in ((344, torch.bfloat16), (1024, torch.bfloat16), (1024, torch.float32), (123, torch.float32)):
         gate(width, dtype)
     for head_dim, dtype in ((64, torch.bfloat16), (96, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):

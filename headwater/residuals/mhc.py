@@ -8,8 +8,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from headwater.ops import sinkhorn
 from headwater.ops.routing import Backend
+from headwater.ops.streams import gate_streams
+from headwater.ops.streams.reference import gate_logits
 
 from .numerics import project
 from .registry import register
@@ -36,11 +37,6 @@ class Mapping(nn.Module):
         post = one if start == "biased" else torch.zeros(streams)
         self.bias.data.copy_(torch.cat((one, post, res_bias)))
 
-    def forward(self, z: Tensor) -> tuple[Tensor, ...]:
-        """z (..., 2 n + mixtures), the products of `weight` with a token's n D numbers, normed together."""
-        parts = zip(z.split(self.sizes, -1), self.bias.split(self.sizes), self.scale, strict=True)
-        return tuple(scale.to(part.dtype) * part + bias.to(part.dtype) for part, bias, scale in parts)
-
 
 class ConstrainedResidual(StreamsResidual):
     def __init__(
@@ -64,12 +60,12 @@ class ConstrainedResidual(StreamsResidual):
         return cast(Mapping, self.mappings[str(i)]).weight, 1e-20
 
     def gates(self, z: Tensor | None, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, res = cast(Mapping, self.mappings[str(i)])(z)
-        return pre.sigmoid(), 2 * post.sigmoid(), self.mixture(res)
+        assert z is not None
+        return self.constrain(z, cast(Mapping, self.mappings[str(i)]))
 
     @abstractmethod
-    def mixture(self, logits: Tensor) -> Tensor:
-        """A doubly stochastic matrix (..., n, n) of each token, from logits (..., mixtures)."""
+    def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
+        """pre, post, and a doubly stochastic res."""
 
     def coefficient_products(self) -> int:
         return sum(cast(Mapping, mapping).weight.numel() for mapping in self.mappings.values())
@@ -107,8 +103,8 @@ class MHCResidual(ConstrainedResidual):
         super().__init__(dim, sublayers, streams=streams, **options)
         self.iterations = iterations
 
-    def mixture(self, logits: Tensor) -> Tensor:
-        return sinkhorn(logits.unflatten(-1, (self.streams, self.streams)), self.iterations)
+    def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
+        return gate_streams(z, mapping.bias, mapping.scale, self.iterations, backend=self._now())
 
 
 @register("mhc-lite")
@@ -142,5 +138,7 @@ class MHCLiteResidual(ConstrainedResidual):
         matrices = torch.stack([torch.eye(streams)[list(order)] for order in permutations(range(streams))])
         self.register_buffer("permutations", matrices.flatten(1).T.contiguous(), persistent=False)  # (n n, n!)
 
-    def mixture(self, logits: Tensor) -> Tensor:
-        return project(logits.softmax(-1), self.permutations).unflatten(-1, (self.streams, self.streams))
+    def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, res = gate_logits(z, mapping.bias, mapping.scale, mapping.sizes)
+        mixed = project(res.softmax(-1), self.permutations).unflatten(-1, (self.streams, self.streams))
+        return pre.sigmoid(), 2 * post.sigmoid(), mixed

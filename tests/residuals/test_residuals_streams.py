@@ -95,6 +95,9 @@ def test_kernels_give_the_same(spec, compiled):
     ran = launches - before
     assert ran["read_streams"] == ran["write_streams"] == ran["write_streams_backward"] == 2
     assert ran["score"] == (0 if "static" in spec else 2)
+    of_gates = 2 if spec.startswith("mhc") and "lite" not in spec else 0
+    assert ran["gate_streams"] == ran["gate_streams_backward"] == of_gates
+    assert ran["sinkhorn"] == 0
     for mine, exact in zip(found, replay(spec, tensors, torch.float64), strict=True):
         if exact is not None:
             torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Sinkhorn's iteration, forward and backward: see `operators`. A program keeps the matrices of a few tokens in
-registers. The backward runs the forward once more, which writes every c and r to a scratch of 2 I n numbers a token."""
+"""Sinkhorn's iteration on matrices of more rows than `registers` takes, forward and backward: see `operators`. A
+program has those of a few tokens, spread over its threads. The backward runs the forward once more, which writes every
+c and r to a scratch of 2 I n numbers a token."""
 
 import torch
 import triton

@@ -7,9 +7,10 @@
 mHC, arXiv 2512.24880, eq. 9. Kept as two vectors, so an iteration never forms a matrix. The backward recomputes them
 and walks back through every iteration (not through the fixed point, which finitely many have not reached): in all,
 gradients cost the logits and nothing else between forward and backward. One node for torch.compile, whose code would
-grow with the iterations; on a GPU one launch forward and two backward. fp32 (fp64 stays fp64).
+grow with the iterations; on a GPU one launch each way, above four rows two backward. fp32 (fp64 stays fp64).
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ from headwater.ops.triton.registration import operator
 from . import reference
 
 MAX_SIZE = 16  # a program of the kernel holds whole matrices
+MAX_IN_REGISTERS = 4  # a thread does
+
+
+def _kernels(logits: Tensor) -> ModuleType:
+    from . import kernel, registers
+
+    return registers if logits.shape[-1] <= MAX_IN_REGISTERS else kernel
 
 
 def _fake(logits: Tensor, iterations: int, triton: bool) -> Tensor:
@@ -31,9 +39,7 @@ def _fake(logits: Tensor, iterations: int, triton: bool) -> Tensor:
 @operator(_fake)
 def sinkhorn_forward(logits: Tensor, iterations: int, triton: bool) -> Tensor:
     if triton:
-        from . import kernel
-
-        return kernel.forward(logits.contiguous(), iterations)
+        return _kernels(logits).forward(logits.contiguous(), iterations)
     return reference.forward(logits, iterations)
 
 
@@ -44,9 +50,7 @@ def _fake_backward(logits: Tensor, gradient: Tensor, iterations: int, triton: bo
 @operator(_fake_backward)
 def sinkhorn_backward(logits: Tensor, gradient: Tensor, iterations: int, triton: bool) -> Tensor:
     if triton:
-        from . import kernel
-
-        return kernel.backward(logits.contiguous(), gradient.contiguous(), iterations)
+        return _kernels(logits).backward(logits.contiguous(), gradient.contiguous(), iterations)
     return reference.backward(logits, gradient, iterations)
 
 

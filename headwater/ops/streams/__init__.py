@@ -1,5 +1,5 @@
-"""Residuals of n parallel streams: reads, writes and the projection that coefficients come from, with their kernels."""
+"""Residuals of n parallel streams: reads, writes, and what their coefficients are made by, with their kernels."""
 
-from .operators import project_streams, read_streams, write_streams
+from .operators import gate_streams, project_streams, read_streams, write_streams
 
-__all__ = ["project_streams", "read_streams", "write_streams"]
+__all__ = ["gate_streams", "project_streams", "read_streams", "write_streams"]

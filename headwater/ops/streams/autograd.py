@@ -13,7 +13,7 @@ from torch import Tensor
 from headwater.ops.depth.autograd import apply, first_order
 from headwater.ops.depth.score import score
 
-from . import kernel
+from . import gates, kernel
 from .kernel import by_row
 
 
@@ -50,6 +50,20 @@ def _added(dx: Tensor | None, dh: Tensor | None, pre: Tensor | None) -> Tensor |
     return (read if dx is None else dx + read).to(dh.dtype)
 
 
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, bias: Tensor, scale: Tensor, iterations: int) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(z, bias, scale)
+        ctx.iterations = iterations
+        return gates.gate_streams(z, bias, scale, iterations)
+
+    @staticmethod
+    def backward(ctx: Any, dpre: Tensor, dpost: Tensor, dres: Tensor) -> tuple[Tensor | None, ...]:
+        first_order()
+        given = (dpre.contiguous(), dpost.contiguous(), dres.contiguous())
+        return *gates.gate_streams_backward(*ctx.saved_tensors, *given, ctx.iterations), None
+
+
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pre: Tensor, dh: Tensor | None, factor: Tensor | None) -> Tensor:
@@ -81,6 +95,10 @@ class _Write(torch.autograd.Function):
 def project_streams(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     z, x, dh, pre = apply(_Project, x.contiguous(), weight.float().contiguous(), eps)
     return z, x, (dh, pre)
+
+
+def gate_streams(z: Tensor, bias: Tensor, scale: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+    return apply(_Gate, z.float().contiguous(), bias.contiguous(), scale.contiguous(), iterations)
 
 
 def read_streams(x: Tensor, pre: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -14,11 +14,17 @@ In passes over a (tokens x D) tensor, with n = 4 as an example:
 X has three consumers. Left to autograd, each would write a gradient of its own and two sums would follow, 13 n + 3.
 Instead `project_streams` returns the streams again, for the write to take, so that the write's gradient reaches it; and
 what the read leaves, pre_j dh, reaches it as these two factors (see `autograd`). Its backward then makes the whole.
+
+mHC makes its coefficients of z = (a, b, C), with three scales and a bias for every number, in one launch each way and a
+second for the sums over tokens (see `gates`):
+
+    pre = sigmoid(s_a a + bias_a);   post = 2 sigmoid(s_b b + bias_b);   res = Sinkhorn(exp(s_C C + bias_C))    C (n, n)
 """
 
 from torch import Tensor
 
 from headwater.ops.routing import DTYPES, Backend, use_triton
+from headwater.ops.sinkhorn.operators import MAX_IN_REGISTERS
 
 from . import reference
 
@@ -55,6 +61,33 @@ def project_streams(
 
         return autograd.project_streams(x, weight, eps)
     return reference.project_streams(x, weight, eps), x, None
+
+
+def gate_streams(
+    z: Tensor, bias: Tensor, scale: Tensor, iterations: int, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mHC's coefficients: what a sublayer reads, what it writes, and a doubly stochastic matrix that mixes the streams.
+
+    Arguments:
+        z: (..., n^2 + 2 n), of `project_streams`: n of pre, n of post, n n of res.
+        bias: (n^2 + 2 n,).
+        scale: (3,), of pre, post and res.
+        iterations: of `sinkhorn`.
+        backend: as in `depth_attention`; above 4 streams it is that of `sinkhorn`, and PyTorch does the rest.
+
+    Returns pre (..., n), post (..., n) and res (..., n, n) in fp32 (fp64 of fp64). Raises ValueError for sizes that do
+    not fit together, no iteration, or a backend that does not run here.
+    """
+    n = reference.streams_of(bias)
+    if z.shape[-1] != len(bias) or len(bias) != n * n + 2 * n:
+        raise ValueError(f"z and bias take n^2 + 2 n numbers, got {z.shape[-1]} and {len(bias)}")
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, got {iterations}")
+    if n <= MAX_IN_REGISTERS and use_triton(backend, z):
+        from . import autograd
+
+        return autograd.gate_streams(z, bias, scale, iterations)
+    return reference.gate_streams(z, bias, scale, iterations, backend)
 
 
 def read_streams(x: Tensor, pre: Tensor, factors: Factors | None = None, *, backend: Backend = "auto") -> Tensor:

@@ -1,9 +1,19 @@
 """Streams in plain PyTorch: the mathematics is in `operators`."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from headwater.ops.numerics import full_precision, project_normed, wide
+from headwater.ops.routing import Backend
+from headwater.ops.sinkhorn import sinkhorn
+
+
+def streams_of(bias: Tensor) -> int:
+    """n of n^2 + 2 n logits."""
+    return math.isqrt(bias.shape[0] + 1) - 1
 
 
 def mix_streams(weights: Tensor, x: Tensor) -> Tensor:
@@ -24,6 +34,22 @@ def mix_streams(weights: Tensor, x: Tensor) -> Tensor:
 
 def project_streams(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return project_normed(x if weight.shape[-1] == x.shape[-1] else wide(x).flatten(-2), weight, eps)
+
+
+def gate_logits(z: Tensor, bias: Tensor, scale: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """scale z + bias of each part of z (..., sum of sizes), with a number of `scale` for each."""
+    parts = zip(z.split(sizes, -1), bias.split(sizes), scale, strict=True)
+    return [factor.to(part.dtype) * part + offset.to(part.dtype) for part, offset, factor in parts]
+
+
+def gate_streams(
+    z: Tensor, bias: Tensor, scale: Tensor, iterations: int, backend: Backend = "reference"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backend`: of Sinkhorn's iteration."""
+    n = streams_of(bias)
+    pre, post, res = gate_logits(z, bias, scale, (n, n, n * n))
+    mixed = sinkhorn(res.unflatten(-1, (n, n)), iterations, backend=backend)
+    return pre.sigmoid(), 2 * post.sigmoid(), mixed
 
 
 def read_streams(x: Tensor, pre: Tensor) -> Tensor:
