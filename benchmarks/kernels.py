@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 import headwater.ops
 from headwater.models import Decoder, ModelConfig
 from headwater.models.fused import FusedStep
+from headwater.ops.banks import mix_bank, project_source
 from headwater.ops.cross_entropy import linear_cross_entropy
 from headwater.ops.decode import exponentials, likeliest, project
 from headwater.ops.depth import depth_attention
@@ -104,6 +105,17 @@ def train(spec: str, dim: int, dtype: torch.dtype) -> None:
     stack(torch.randn(4, dim, dtype=dtype)).sum().backward()
 
 
+def sum_bank(ways: int, dim: int, dtype: torch.dtype, *tokens: int) -> None:
+    bank = [torch.randn(4, dim, dtype=dtype, requires_grad=True) for _ in range(5)]
+    down = torch.randn(48, dim)
+    for _ in range(2):  # of which the first adds to what the second gathered
+        z, newest = project_source(bank[-1], down, backend="triton")
+        weights = torch.randn(*tokens, ways, 5) + (z.mean() if tokens else 0)
+        outs, (_, *bank) = mix_bank([*bank[:-1], newest], weights, backend="triton")
+        bank.append(torch.stack(outs).sum(0))
+    bank[-1].sum().backward()
+
+
 def lose(vocabulary: int, dtype: torch.dtype) -> None:
     x, weight = (torch.randn(rows, 64, dtype=dtype, requires_grad=True) for rows in (4, vocabulary))
     linear_cross_entropy(x, weight, torch.zeros(4, dtype=torch.long), backend="triton").backward()
@@ -146,6 +158,9 @@ def run_everything() -> None:
         ("hyper-connections:streams=3", 123, torch.float32),
     ):
         train(spec, dim, dtype)
+    for ways, dim, dtype in ((4, 256, torch.bfloat16), (4, 1024, torch.bfloat16), (3, 123, torch.float32)):
+        sum_bank(ways, dim, dtype, 4)
+    sum_bank(1, 512, torch.bfloat16)
     lose(1000, torch.bfloat16)
     balance(4)
     balance(5)

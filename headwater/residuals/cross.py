@@ -71,13 +71,13 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
     def bank_size(self, m: int) -> int:
         return 1 + m if self.last is None else min(1 + m, self.last + 2)
 
-    def mix(self, bank: State, m: int) -> tuple[Read, Tensor]:
+    def mix(self, bank: State, m: int) -> tuple[Read, Tensor, State]:
         if m == 0:
-            return bank[0], bank[0]
+            return bank[0], bank[0], bank
         reads = [combine(bank, weights) for weights in self._grn(m)(bank)]
         if len(reads) == 1:
-            return reads[0], reads[0]
-        return (reads[0], reads[1], reads[2]), reads[0]
+            return reads[0], reads[0], bank
+        return (reads[0], reads[1], reads[2]), reads[0], bank
 
     def routes(self, m: int) -> bool:
         return self.separate and m > 0 and self.takes_inputs(m)

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from headwater.ops.banks import mix_bank
+from headwater.ops.routing import Backend
+
 from .base import State
 from .layerwise import LayerwiseResidual, spread
-from .numerics import combine
 from .registry import register
 
 
@@ -17,6 +19,7 @@ class DenseFormerResidual(LayerwiseResidual):
 
     X_j are layer outputs that contain their input (X_0 the embedding). `dilation`: k, the step between outputs that
     are summed. `period`: one layer in so many sums, and the others read X_m. The final read is Y of the last layer.
+    `backend` of the sums as in `headwater.depth_attention`.
     At initialisation: a is one on the newest output and zero elsewhere, so it is the plain residual exactly.
     Cost: about D(D + 3) / (2 k p) scalars for D layers; the state holds the layer outputs that a later sum reads.
     DenseFormer, arXiv 2402.02622.
@@ -25,9 +28,16 @@ class DenseFormerResidual(LayerwiseResidual):
     at_start = "exact"
 
     def __init__(
-        self, dim: int, sublayers: int, *, dilation: int = 1, period: int = 1, kinds: Sequence[str] | None = None
+        self,
+        dim: int,
+        sublayers: int,
+        *,
+        dilation: int = 1,
+        period: int = 1,
+        backend: Backend = "auto",
+        kinds: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(dim, sublayers, kinds)
+        super().__init__(dim, sublayers, kinds, backend)
         for name, value in (("dilation", dilation), ("period", period)):
             if not 1 <= value <= self.layers:
                 raise ValueError(f"{name} counts layers and must lie between 1 and {self.layers}, got {value}")
@@ -44,11 +54,13 @@ class DenseFormerResidual(LayerwiseResidual):
     def bank_size(self, m: int) -> int:
         return len(self.kept[m])
 
-    def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor]:
+    def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor, State]:
         if m not in self.chosen:
-            return bank[-1], bank[-1]
-        x = combine([bank[n] for n in self.chosen[m]], self.sums[self.key(m)].split(1))
-        return x, x
+            return bank[-1], bank[-1], bank
+        chosen, weights, thread = self.chosen[m], self.sums[self.key(m)].unsqueeze(0), m < max(self.chosen)
+        (x,), again = mix_bank([bank[n] for n in chosen], weights, thread=thread, backend=self._now())
+        held = {**dict(enumerate(bank)), **dict(zip(chosen, again))}
+        return x, x, tuple(held.values())
 
     def store(self, bank: State, output: Tensor, m: int) -> State:
         held = {**dict(zip(self.kept[m], bank, strict=True)), m + 1: output}

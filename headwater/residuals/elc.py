@@ -6,6 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from headwater.ops.banks import mix_bank
+from headwater.ops.routing import Backend
+
 from .base import State, hold
 from .layerwise import LayerwiseResidual, spread
 from .numerics import combine, rms_scale, wide
@@ -18,7 +21,8 @@ class EveryLayerCountsResidual(LayerwiseResidual):
 
     u_0 is the embedding. `variant` zero: a_m = 0 at start; base: a_m is one on the newest output, and the MLP reads t
     alone; normalized: as zero, with each layer output RMS-normalised; weighted-output: as zero, with a softmax over
-    all outputs for the final read, which is otherwise the last output.
+    all outputs for the final read, which is otherwise the last output. `backend` of the sums as in
+    `headwater.depth_attention`.
     At initialisation: different from the plain residual. Where there is one source there is no parameter.
     Cost: D(D + 1) / 2 scalars for D layers; the state holds every layer output. ELC-BERT, arXiv 2311.02265 (equations
     from its code; its post-norms and relative positions belong to its sublayers, not to the residual).
@@ -33,24 +37,26 @@ class EveryLayerCountsResidual(LayerwiseResidual):
         sublayers: int,
         *,
         variant: Literal["zero", "base", "normalized", "weighted-output"] = "zero",
+        backend: Backend = "auto",
         kinds: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(dim, sublayers, kinds)
+        super().__init__(dim, sublayers, kinds, backend)
         self.rereads_input = variant != "base"
         self.normalized = variant == "normalized"
-        reads = self.layers + 1 if variant == "weighted-output" else self.layers
+        self.last = self.layers if variant == "weighted-output" else self.layers - 1  # that has weights
         self.logits = nn.ParameterDict(
             {
                 self.key(m): nn.Parameter(torch.eye(m + 1)[-1].clone() if variant == "base" else torch.zeros(m + 1))
-                for m in range(1, reads)
+                for m in range(1, self.last + 1)
             }
         )
 
-    def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor]:
+    def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor, State]:
         if self.key(m) not in self.logits:
-            return bank[-1], bank[-1]
-        x = combine(bank, wide(self.logits[self.key(m)]).softmax(0).split(1))
-        return x, x
+            return bank[-1], bank[-1], bank
+        weights, thread = wide(self.logits[self.key(m)]).softmax(0).unsqueeze(0), m < self.last
+        (x,), bank = mix_bank(bank, weights, thread=thread, backend=self._now())
+        return x, x, bank
 
     def store(self, bank: State, output: Tensor, m: int) -> State:
         if self.normalized:
@@ -83,12 +89,12 @@ class VerticalAttentionResidual(LayerwiseResidual):
         super().__init__(dim, sublayers, kinds)
         self.logits = nn.ParameterDict({self.key(m): nn.Parameter(torch.zeros(m + 1)) for m in range(1, self.layers)})
 
-    def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor]:
+    def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor, State]:
         if self.key(m) not in self.logits:
-            return bank[-1], bank[-1]
+            return bank[-1], bank[-1], bank
         shares = wide(self.logits[self.key(m)]).softmax(0).split(1)
         x = combine(bank, [share * hold(rms_scale(u)) for share, u in zip(shares, bank, strict=True)])
-        return x, x
+        return x, x, bank
 
     def bank_weights(self, bank: State, m: int) -> Tensor:
         if self.key(m) not in self.logits:

@@ -2,11 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from .base import Layout, Next, Norm, Read, Residual, State, apply_norm
+from headwater.ops.routing import Backend
+
+from .base import Layout, Next, Norm, Read, Residual, State, apply_norm, weights_held
 
 CHANNEL_MIXERS = ("mlp", "moe")
 INPUTS = ("attention",)  # sublayers that take separate query, key and value inputs
@@ -34,7 +37,8 @@ class LayerwiseResidual(Residual):
 
     A subclass says what layer m reads from the bank (`mix`) and what the bank keeps (`store`). `keeps_input`: a
     layer's output contains its input (the stream is carried); otherwise the input and the sum of outputs are carried
-    apart, and `rereads_input` says whether later sublayers of the layer see the input too.
+    apart, and `rereads_input` says whether later sublayers of the layer see the input too. `backend`, of those that mix
+    the bank by kernels, as in `headwater.depth_attention`.
 
     A short attention before the layer's own is a lead: its output joins what the layer has read, S = H + ShortSWA(H)
     as its paper has it (arXiv 2603.16039). It reads what the layer carries; query, key and value inputs that a layer
@@ -44,8 +48,12 @@ class LayerwiseResidual(Residual):
     keeps_input: bool = True
     rereads_input: bool = True
 
-    def __init__(self, dim: int, sublayers: int, kinds: Sequence[str] | None) -> None:
+    def __init__(self, dim: int, sublayers: int, kinds: Sequence[str] | None, backend: Backend = "reference") -> None:
         super().__init__(dim, sublayers)
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got '{backend}'")
+        self.backend: Backend = backend
+        self.fused = backend != "reference"
         self.kinds = sublayer_kinds(sublayers, kinds)
         self.starts = layer_starts(self.kinds)
         self.layers = len(self.starts)
@@ -59,8 +67,9 @@ class LayerwiseResidual(Residual):
         return next((i for i in range(start, end) if self.kinds[i] not in LEADS), end)
 
     @abstractmethod
-    def mix(self, bank: State, m: int) -> tuple[Read, Tensor]:
-        """What the first sublayer of layer m sees, and the input the layer carries on. m == layers: the final read."""
+    def mix(self, bank: State, m: int) -> tuple[Read, Tensor, State]:
+        """What the first sublayer of layer m sees, the input the layer carries on, and the bank that later layers read.
+        m == layers: the final read."""
 
     @abstractmethod
     def bank_weights(self, bank: State, m: int) -> Tensor:
@@ -69,6 +78,9 @@ class LayerwiseResidual(Residual):
     def store(self, bank: State, output: Tensor, m: int) -> State:
         """The bank after layer m."""
         return (*bank, output)
+
+    def _now(self) -> Backend:
+        return "reference" if weights_held() else self.backend
 
     def key(self, m: int) -> str:
         """Name of the parameters of `mix(bank, m)`: the sublayer that reads it."""
@@ -110,11 +122,11 @@ class LayerwiseResidual(Residual):
 
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
         if i in self.boundaries:
-            x, carried = self.mix(state, self.boundaries[i])
+            x, carried, bank = self.mix(state, self.boundaries[i])
             if i in self.leads:
                 waiting = x if isinstance(x, tuple) else ()
-                return apply_norm(norm, carried), (carried, *waiting, *state)
-            return apply_norm(norm, x), (carried, *state)
+                return apply_norm(norm, carried), (carried, *waiting, *bank)
+            return apply_norm(norm, x), (carried, *bank)
         if i in self.openers:
             return self._open(state, self.openers.index(i), norm)
         if i in self.leads or self.keeps_input:

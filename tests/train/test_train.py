@@ -288,8 +288,14 @@ def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
 def test_what_is_compiled_unless_one_says(tmp_path):
     """The whole model, where a residual has no kernels and the run is long enough; nothing on a CPU or among ranks."""
     gpu, short = torch.device("cuda"), TrainSettings(steps=1999)
-    fused = ("standard", "attnres-block", "attnres-full", "mhc")
-    others = ("attnres-full:weights=sigmoid", "denseformer", "mhc:backend=reference", "hyper-connections:streams=9")
+    fused = ("standard", "attnres-block", "attnres-full", "mhc", "muddformer", "denseformer")
+    others = (
+        "attnres-full:weights=sigmoid",
+        "vertical-attention",
+        "denseformer:backend=reference",
+        "mhc:backend=reference",
+        "hyper-connections:streams=9",
+    )
     specs = fused + others
     models = {
         spec: Decoder(ModelConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, residual=spec)) for spec in specs

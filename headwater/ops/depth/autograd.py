@@ -6,8 +6,9 @@ one; queries are threaded too. Gradients then form a chain instead of a sum: a r
 have gathered for a source, in the buffer that the later read's backward made, and adds its own share to it in place.
 
 Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark, and a gradient without
-the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied. Assumed: no tensor
-hook and no `autograd.grad` on a threaded source keeps a gradient and reads it after the backward has gone on.
+the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied, and so is one that
+reaches two sources. Assumed: no tensor hook and no `autograd.grad` on a threaded source keeps a gradient and reads it
+after the backward has gone on, and a later read takes a threaded source itself, or its sum with others of the bank.
 Under torch.compile there are no marks: every gradient is copied, and inductor drops the copies of values that nothing
 else uses, which are nearly all. (The backend "aot_eager" makes them.)
 """
@@ -51,7 +52,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.forward(_Forgetful(), *args)
 
 
-def _own(gradient: Tensor) -> Tensor:
+def own(gradient: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         setattr(gradient, _MARK, True)
     return gradient
@@ -62,7 +63,17 @@ def _owned(gradient: Tensor) -> bool:
 
 
 def _to_add_to(gradient: Tensor) -> Tensor:
-    return gradient if _owned(gradient) else gradient.clone(memory_format=torch.contiguous_format)
+    if not _owned(gradient):
+        return gradient.clone(memory_format=torch.contiguous_format)
+    setattr(gradient, _MARK, False)  # it may be another source's too, where a later read took the sum of both
+    return gradient
+
+
+def gathered(later: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor] | None:
+    """Buffers to add to, of what later reads have gathered for each source; None where they have for none."""
+    if all(g is None for g in later):
+        return None
+    return [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
 
 
 def first_order() -> None:
@@ -134,7 +145,7 @@ def _score_into(
         gradient = None if gradient is None else gradient.contiguous()
         gradient, found = score_backward(source, queries, z, rstd, dz, gradient)
     share.add_(found)
-    return _own(gradient), _own(df)
+    return own(gradient), own(df)
 
 
 def score(
@@ -213,12 +224,12 @@ def _gather_into(
 ) -> tuple[Tensor, list[Tensor]]:
     """dz, and for each source its gradient from later reads plus this one's share; with `whole`, first that of the
     source that was not kept."""
-    if all(g is None for g in later):
+    made = gathered(later, sources)
+    if made is None:
         dz, first, made = mix_backward(sources, p, douts, dlses, False, whole)
     else:
-        made = [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
         dz, first = mix_backward_(sources, p, douts, dlses, made, whole)
-    return dz, [_own(g) for g in (made if first is None else [first, *made])]
+    return dz, [own(g) for g in (made if first is None else [first, *made])]
 
 
 def mix(

@@ -3,7 +3,8 @@
 
     p_ns = softmax_n(z_ns);  out_s = sum_n p_ns v_n;  lse_s = log sum_n exp(z_ns)      v_n (tokens, D), z (tokens, N, S)
     u_ns = <dout_s, v_n>;   dz_ns = p_ns (u_ns - sum_m p_ms u_ms + dlse_s);   dv_n = sum_s p_ns dout_s
-The first query's output may leave through the RMSNorm of the sublayer that opens the block.
+The first query's output may leave through the RMSNorm of the sublayer that opens the block. Weights may be given
+instead of scores (see `ops.banks`): u_ns is then the gradient of p_ns.
 
 Passes over (tokens x D): forward N reads, S writes; backward S + N reads and, into the gradient that later reads of the
 same source have begun, N reads and N writes. Forward: a program holds S sums for one token, looping over sources.
@@ -56,7 +57,13 @@ def _softmax(table, p, lse, M, N, S, T: tl.constexpr, SP: tl.constexpr):
 
 
 @triton.jit
-def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.constexpr):
+def _place(n, s, N, PS, GIVEN: tl.constexpr):
+    """Of the weight of source n for query s among a token's: (N, PS), or (PS, N) where weights are given."""
+    return s * N + n if GIVEN else n * PS + s
+
+
+@triton.jit
+def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.constexpr, GIVEN: tl.constexpr):
     """S sums over the sources of token t, for channels o_d. The next source is under way while one is used."""
     sums = ()
     for _ in tl.static_range(S):
@@ -69,26 +76,27 @@ def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.con
         p_next = row_pointer(table, tl.minimum(n + 2, N - 1), t, D, like, VECTOR)
         grown = ()
         for s in tl.static_range(S):
-            grown = grown + (sums[s] + tl.load(p + n * PS + s) * v,)
+            grown = grown + (sums[s] + tl.load(p + _place(n, s, N, PS, GIVEN)) * v,)
         sums = grown
     return sums
 
 
-@triton.jit(do_not_specialize=["M", "N", "PS"])
+@triton.jit(do_not_specialize=["M", "N", "PS", "step"])
 def _mix(
-    table, p, like, out, x, rstd, g, M, N, PS, D, eps,
+    table, p, like, out, x, rstd, g, M, N, PS, step, D, eps,
     S: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, VECTOR: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):  # fmt: skip
     # like carries the element type of the sources. out (S, M, D); with NORM the first query goes to x (M, D) instead,
-    # and out holds the other S - 1. ONE: BD >= D. Tokens go backwards, as in merge.py.
+    # and out holds the other S - 1. ONE: BD >= D. Tokens go backwards, as in merge.py; their weights are `step` apart.
     t = (M - 1 - tl.program_id(0)).to(tl.int64)
-    p += t * N * PS
+    p += t * step
     squares = tl.zeros([BD], tl.float32)
     first = tl.zeros([BD], tl.float32)
     for c in range(0, BD if ONE else D, BD):
         o_d = c + tl.arange(0, BD)
         m_d = o_d < D
-        sums = _sums(table, p, t, o_d, m_d, N, PS, D, like, S, VECTOR)
+        sums = _sums(table, p, t, o_d, m_d, N, PS, D, like, S, VECTOR, GIVEN)
         if NORM:
             first = sums[0]
             squares += first * first
@@ -101,7 +109,7 @@ def _mix(
             o_d = c + tl.arange(0, BD)
             m_d = o_d < D
             if not ONE:  # the row does not fit: sum it again from sources that are still in cache
-                first = _sums(table, p, t, o_d, m_d, N, PS, D, like, 1, VECTOR)[0]
+                first = _sums(table, p, t, o_d, m_d, N, PS, D, like, 1, VECTOR, GIVEN)[0]
             b_g = gain(tl.load(g + o_d, mask=m_d, other=1.0).to(tl.float32), x.dtype.element_ty)
             tl.store(x + t * D + o_d, (first * r * b_g).to(x.dtype.element_ty), mask=m_d)
 
@@ -129,22 +137,23 @@ def _sum_together(parts, COUNT: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.co
     return tl.sum(tl.reshape(parts[0], (WIDTH, COUNT)), 0)
 
 
-@triton.jit(do_not_specialize=["M", "N", "PS", "s0", "unasked"])
+@triton.jit(do_not_specialize=["M", "N", "PS", "step", "s0", "unasked"])
 def _mix_backward(
-    table, p, dz, whole, like, grad, dout, M, N, PS, D, s0, unasked,
+    table, p, dz, whole, like, grad, dout, M, N, PS, step, D, s0, unasked,
     S: tl.constexpr, SP: tl.constexpr, LEVELS: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
-    BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr, REBUILD: tl.constexpr,
+    BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr, REBUILD: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     # table: the addresses of N sources, N gradients to add to (FRESH: to write), all PS douts, and the dlses of all
     # queries but the first `unasked`.
     # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
     # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
+    # GIVEN: dz (M, PS, N) is u, and p is like it, or one (PS, N) for all tokens, `step` 0 apart.
     # REBUILD: one query, and before the N sources another that was not kept; `whole` (M,) is <dout, out>, from which
     # its share follows. The address of its gradient follows the dout's; p and dz have N + 1 rows.
     t = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, SP)
-    p += t * (N + REBUILD) * PS + s0
-    dz += t * (N + REBUILD) * PS + s0
+    p += t * step + _place(0, s0, N, PS, GIVEN)
+    dz += t * (N + REBUILD) * PS + _place(0, s0, N, PS, GIVEN)
     w_0 = 0.0
     if REBUILD:
         w_0 = tl.load(p)
@@ -165,7 +174,7 @@ def _mix_backward(
             p_g = p_g + (row_pointer(table, N + n, t, D, grad, VECTOR),)
             for s in tl.static_range(S):
                 dots = dots + (tl.zeros([BD // 8], tl.float32),)
-                weights = weights + (tl.load(p + n * PS + s),)
+                weights = weights + (tl.load(p + _place(n, s, N, PS, GIVEN)),)
         for c in range(0, D, BD):
             o_d = c + tl.arange(0, BD)
             v = ()
@@ -199,8 +208,9 @@ def _mix_backward(
                 parts = parts + (dots[s * GROUP + k] if s < S else tl.zeros([BD // 8], tl.float32),)
             u = _sum_together(parts, SP, LEVELS, BD // 8)
             m = (o_s < S) & (n0 + k < N)
-            delta += tl.load(p + (n0 + k) * PS + o_s, mask=m, other=0.0) * u
-            tl.store(dz + (n0 + k) * PS + o_s, u, mask=m)
+            if not GIVEN:
+                delta += tl.load(p + (n0 + k) * PS + o_s, mask=m, other=0.0) * u
+            tl.store(dz + _place(n0 + k, o_s, N, PS, GIVEN), u, mask=m)
     if REBUILD:
         given = tl.load(whole + t + o_s)
         tl.store(dz - 1 + o_s, given * (1.0 - w_0) - delta)
@@ -209,11 +219,12 @@ def _mix_backward(
         m = (o_s < S) & (s0 + o_s >= unasked)
         dlse = tl.load(table + 2 * N + PS + s0 + o_s - unasked, mask=m, other=0).to(tl.pointer_type(tl.float32))
         delta -= tl.load(dlse + t, mask=m, other=0.0)
-    tl.debug_barrier()
-    for n in range(N):
-        w = tl.load(p + n * PS + o_s, mask=o_s < S, other=0.0)
-        u = tl.load(dz + n * PS + o_s, mask=o_s < S, other=0.0)
-        tl.store(dz + n * PS + o_s, w * (u - delta), mask=o_s < S)
+    if not GIVEN:
+        tl.debug_barrier()
+        for n in range(N):
+            w = tl.load(p + n * PS + o_s, mask=o_s < S, other=0.0)
+            u = tl.load(dz + n * PS + o_s, mask=o_s < S, other=0.0)
+            tl.store(dz + n * PS + o_s, w * (u - delta), mask=o_s < S)
 
 
 def _chunks(count: int, most: int) -> list[tuple[int, int]]:
@@ -225,16 +236,40 @@ def _floor_power(value: int) -> int:
 
 
 @functools.lru_cache(1024)
-def _forward(rows: int, width: int, count: int, queries: int, eps: float, norm: bool, vector: bool):
-    """The softmax, and the sums with the first of the queries that each launch of them serves."""
-    numbers, sums = (rows, count, queries), []
-    softmax = Launch(_softmax, (ceil_div(rows, 32),), numbers, {"T": 32, "SP": power_of_2(queries)}, num_warps=4)
+def _normalise(rows: int, count: int, queries: int) -> Launch:
+    constants = {"T": 32, "SP": power_of_2(queries)}
+    return Launch(_softmax, (ceil_div(rows, 32),), (rows, count, queries), constants, num_warps=4)
+
+
+@functools.lru_cache(1024)
+def _forward(
+    rows: int, width: int, count: int, queries: int, step: int, eps: float, norm: bool, vector: bool, given: bool
+):
+    """The sums, with the first of the queries that each launch of them serves."""
+    numbers, sums = (rows, count, queries, step, width, eps), []
     for s, now in _chunks(queries, MAX_QUERIES):
         block = min(power_of_2(width), max(128, _floor_power(16384 // now)))
         warps = min(8, power_of_2(max(ceil_div(now * block, 1536), ceil_div(block, 1024))))
-        constants = {"S": now, "NORM": norm and s == 0, "BD": block, "ONE": block >= width, "VECTOR": vector}
-        sums.append((s, Launch(_mix, (rows,), (*numbers, width, eps), constants, num_warps=warps)))
-    return softmax, sums
+        sizes = {"S": now, "NORM": norm and s == 0, "BD": block, "ONE": block >= width}
+        constants = sizes | {"VECTOR": vector, "GIVEN": given}
+        sums.append((s, Launch(_mix, (rows,), numbers, constants, num_warps=warps)))
+    return sums
+
+
+def launch_mix_given(sources, weights, out) -> None:
+    """Sums of the sources by weights (..., S, N), or (S, N) for all tokens, to `out` (S, ..., D)."""
+    queries, count = weights.shape[-2:]
+    addresses = addresses_of(sources)
+    table = address_table(addresses, weights.device)
+    options = (_step(weights), 0.0, False, vectorised(sources[0], addresses), True)
+    for s, mixed in _forward(*rows_of(sources[0]), count, queries, *options):
+        share = (weights.view(-1)[s * count :], out[s:]) if s else (weights, out)
+        mixed(table, share[0], sources[0], share[1], out, weights, weights)
+
+
+def _step(weights: Tensor) -> int:
+    """Numbers from the weights of a token to those of the next: none, where all have the same."""
+    return weights.shape[-2] * weights.shape[-1] if weights.dim() > 2 else 0
 
 
 def _outputs(sources, scores, norm_weight, eps, exact):
@@ -268,10 +303,10 @@ def mix(
     placed = [*map(_at_even_distances, scores)]
     table = address_table([*addresses, *_first_tokens(placed)], sources[0].device)
     vector = vectorised(sources[0], addresses)
-    softmax, sums = _forward(*rows_of(sources[0]), count, queries, eps, norm, vector)
-    softmax(table, p, lse)
+    rows, width = rows_of(sources[0])
+    _normalise(rows, count, queries)(table, p, lse)
     first = p if x is None else x
-    for s, mixed in sums:
+    for s, mixed in _forward(rows, width, count, queries, count * queries, eps, norm, vector, False):
         shift = s - (norm and s > 0)
         mixed(
             table,
@@ -306,15 +341,19 @@ def _first_tokens(scores: Sequence[tuple[Tensor, int]]) -> list[int]:
 
 
 @functools.lru_cache(1024)
-def _backward(rows: int, width: int, count: int, queries: int, dlses: int, fresh: bool, vector: bool, rebuild: bool):
+def _backward(
+    rows: int, width: int, count: int, queries: int, step: int,
+    dlses: int, fresh: bool, vector: bool, rebuild: bool, given: bool,
+):  # fmt: skip
     """A launch for every so many queries."""
     warps, made = 1 if width <= 512 else 2, []  # narrow: a fifth faster on an H200
     for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
         constants = {
             "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": fresh and s == 0,
             "HAS_LSE": dlses > 0, "BD": 256 * warps, "GROUP": min(GROUP, count), "VECTOR": vector, "REBUILD": rebuild,
+            "GIVEN": given,
         }  # fmt: skip
-        numbers = (rows, count, queries, width, s, queries - dlses)
+        numbers = (rows, count, queries, step, width, s, queries - dlses)
         made.append(Launch(_mix_backward, (rows,), numbers, constants, num_warps=warps))
     return made
 
@@ -327,9 +366,25 @@ def launch_mix_backward(sources, p, douts, dlses, gradients, whole, dz, first, *
     made = [] if whole is None else [first]
     addresses = addresses_of([*sources, *gradients, *douts, *made])
     table = address_table([*addresses, *addresses_of(dlses)], p.device)
-    options = (len(dlses), fresh, vectorised(sources[0], addresses), whole is not None)
+    options = (
+        p.shape[-2] * p.shape[-1],
+        len(dlses),
+        fresh,
+        vectorised(sources[0], addresses),
+        whole is not None,
+        False,
+    )
     for gather in _backward(*rows_of(sources[0]), len(sources), p.shape[-1], *options):
         gather(table, p, dz, p if whole is None else whole, sources[0], gradients[0], douts[0])
+
+
+def launch_mix_given_backward(sources, weights, douts, gradients, dweights, *, fresh: bool) -> None:
+    """Of `launch_mix_given`: adds to `gradients` (fresh: writes them), and writes `dweights` (..., S, N) of tokens."""
+    addresses = addresses_of([*sources, *gradients, *douts])
+    table = address_table(addresses, weights.device)
+    options = (_step(weights), 0, fresh, vectorised(sources[0], addresses), False, True)
+    for gather in _backward(*rows_of(sources[0]), len(sources), len(douts), *options):
+        gather(table, weights, dweights, weights, sources[0], gradients[0], douts[0])
 
 
 def _gradients(sources, p, douts, dlses, exact, whole):

@@ -1,0 +1,5 @@
+"""Residuals that mix all earlier layer outputs by weights: the sums, and the projection that weights come from."""
+
+from .operators import mix_bank, project_source
+
+__all__ = ["mix_bank", "project_source"]

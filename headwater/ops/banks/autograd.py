@@ -1,0 +1,48 @@
+"""The kernels of banks under autograd. Importing this needs triton; `operators` decides when to.
+
+Sources are threaded, and gradients added to in place, as in `ops.depth.autograd`, which says when that is safe.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.ops.depth.autograd import apply, first_order, gathered, own
+
+from . import kernel
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        weights, thread, *bank = args  # not one name each: see `_Mix` of depth
+        (out,) = kernel.mix_bank(bank, weights)
+        ctx.save_for_backward(weights, *bank)
+        ctx.set_materialize_grads(False)
+        return (*out.unbind(0), *(x.view_as(x) for x in bank if thread))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        first_order()
+        weights, *bank = ctx.saved_tensors
+        ways = weights.shape[-2]
+        douts, later = gradients[:ways], gradients[ways:]
+        if all(d is None for d in douts):  # this read was not used
+            return None, None, *(later or [None] * len(bank))
+        filled = [torch.zeros_like(bank[0]) if d is None else d.contiguous() for d in douts]
+        made = gathered(later, bank)
+        if made is None:
+            dweights, made = kernel.mix_bank_backward(bank, weights, filled)
+        else:
+            (dweights,) = kernel.mix_bank_backward_(bank, weights, filled, made)
+        if weights.dim() == 2:
+            dweights = dweights.flatten(0, -3).sum(0)
+        return dweights, None, *map(own, made)
+
+
+def mix_bank(bank: Sequence[Tensor], weights: Tensor, thread: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    ways = weights.shape[-2]
+    made = apply(_Mix, weights.float().contiguous(), thread, *(x.contiguous() for x in bank))
+    return made[:ways], made[ways:] or tuple(bank)

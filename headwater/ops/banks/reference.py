@@ -1,0 +1,21 @@
+"""A bank's sums in plain PyTorch: the mathematics is in `operators`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def combine(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """sum_n weights_n * sources_n in the dtype of the sources; every weight broadcasts against a source.
+
+    One running sum instead of a stack: three passes a source and no copy of the sources.
+    """
+    total = sources[0] * weights[0]
+    for source, weight in zip(sources[1:], weights[1:], strict=True):
+        total = torch.addcmul(total, source.to(total.dtype), weight)
+    return total.to(sources[0].dtype)
+
+
+def mix_bank(bank: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(combine(bank, way.split(1, -1)) for way in weights.unbind(-2))

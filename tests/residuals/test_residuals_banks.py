@@ -1,0 +1,115 @@
+"""Residuals that mix layer outputs: their kernels against the reference, through all reads of a network."""
+
+import pytest
+import torch
+
+from headwater._torch import TorchDispatchMode
+from headwater.residuals import build
+from headwater.residuals.base import hold_weights
+
+DIM = 16
+SPECS = [
+    "muddformer",
+    "denseformer",
+    "denseformer:dilation=2",
+    "denseformer:period=2",
+    "elc-bert",
+    "elc-bert:variant=weighted-output",
+]
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
+
+
+def with_backend(spec, backend):
+    return f"{spec}{',' if ':' in spec else ':'}backend={backend}"
+
+
+def replay(spec, tensors, dtype=torch.float32, compiled=None):
+    """All reads, what the head sees, and every gradient, with sublayers that produce a part of what they read."""
+    torch.manual_seed(1)
+    residual = build(spec, DIM, len(tensors) - 1)
+    for p in residual.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    residual, leaves = residual.to(dtype), [t.to(dtype).requires_grad_() for t in tensors]
+
+    def forward(x, *outputs):
+        state, reads = residual.begin(x), []
+        for i, y in enumerate(outputs):
+            read, state = residual.read(state, i)
+            several = read if isinstance(read, tuple) else (read,)
+            reads += several
+            state = residual.write(state, i, y + 0.5 * several[-1] - 0.2 * several[0])
+        return *reads, residual.end(state)
+
+    made = (forward if compiled is None else torch.compile(forward, backend=compiled, fullgraph=True))(*leaves)
+    seeds = [torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(dtype) for k, t in enumerate(made)]
+    return [*made, *torch.autograd.grad(made, [*leaves, *residual.parameters()], seeds)]
+
+
+def draw(sublayers):
+    return torch.randn(1 + sublayers, 1, 3, DIM, generator=torch.Generator().manual_seed(0)).unbind(0)
+
+
+@pytest.mark.parametrize("compiled", [None, "aot_eager"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_kernels_give_the_same(spec, compiled):
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from headwater.ops.triton.launch import launches
+
+    torch.compiler.reset()
+    before, tensors = launches.copy(), draw(6)
+    found = replay(with_backend(spec, "triton"), tensors, compiled=compiled)
+    ran = launches - before
+    assert ran["mix_bank"] == ran["mix_bank_backward"] == {"denseformer:period=2": 1, "elc-bert": 2}.get(spec, 3)
+    assert ran["score"] == (3 if spec == "muddformer" else 0)
+    for mine, exact in zip(found, replay(spec, tensors, torch.float64), strict=True):
+        torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+class Additions(TorchDispatchMode):
+    """Counts sums of two tensors as large as the stream."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        wide = [t for t in args[:2] if isinstance(t, torch.Tensor) and t.shape[-1:] == (DIM,) and t.dim() == 3]
+        self.count += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and len(wide) == 2
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", ["muddformer", "denseformer"])
+def test_no_gradient_is_added_outside_of_the_kernels(spec):
+    """Of one more layer, as many are as of the one before: none for each source."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    counts = []
+    for sublayers in (4, 6, 8):
+        residual, (x, *outputs) = build(with_backend(spec, "triton"), DIM, sublayers), draw(sublayers)
+        state = residual.begin(x.requires_grad_())
+        for i, y in enumerate(outputs):
+            read, state = residual.read(state, i)
+            state = residual.write(state, i, (y * (sum(read) if isinstance(read, tuple) else read)))
+        out = residual.end(state)
+        with Additions() as seen:
+            out.sum().backward()
+        counts.append(seen.count)
+    assert counts[2] - counts[1] == counts[1] - counts[0] <= 2
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_mixing_matrix_is_read_off_the_reference(spec):
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from headwater.ops.triton.launch import launches
+
+    residual, before = build(with_backend(spec, "triton"), DIM, 4), sum(launches.values())
+    with hold_weights():
+        state = residual.begin(torch.randn(2, DIM))
+        for i in range(4):
+            state = residual.write(residual.read(state, i)[1], i, torch.randn(2, DIM))
+        residual.end(state)
+    assert sum(launches.values()) == before
+
+
+@pytest.mark.parametrize("spec", ["muddformer", "denseformer", "elc-bert"])
+def test_a_backend_that_there_is_not_is_refused(spec):
+    with pytest.raises(ValueError, match="backend"):
+        build(f"{spec}:backend=cuda", DIM, 2)
