@@ -204,7 +204,13 @@ def assert_as_exact(ours, spec):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("spec", ["mhc", "mhc-lite:streams=3", "hyper-connections", "hyper-connections:form=static"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("mhc", "mhc-lite:streams=3", "hyper-connections", "hyper-connections:form=static"),
+        *("muddformer", "denseformer", "elc-bert"),  # sums of a bank
+    ],
+)
 class TestAStep:
     def test_is_as_exact_as_plain_pytorchs(self, spec):
         assert_as_exact(Step(spec), spec)

@@ -38,7 +38,7 @@ class _Mix(torch.autograd.Function):
         else:
             (dweights,) = kernel.mix_bank_backward_(bank, weights, filled, made)
         if weights.dim() == 2:
-            dweights = dweights.flatten(0, -3).sum(0)
+            dweights = dweights.view(-1, *weights.shape).sum(0)
         return dweights, None, *map(own, made)
 
 

@@ -4,10 +4,10 @@
     dA^c_j = <g^c, X_j>, for weights of all tokens summed over these;   dX_j = sum_c A^c_j g^c
 
 In passes over a (tokens x D) tensor: forward N reads and C writes, backward 3 N + C: X_j, the gradient G_j that later
-layers have gathered for it, g^c; G_j + dX_j. Every layer reads the whole bank, and left to autograd it would write N
-gradients and N sums would follow: C reads and writes of each for a running sum, 6 N more. Instead `mix_bank` returns
-the bank again for the next layer to take, so that what later layers gathered reaches its backward, which adds to it.
-`project_source` does the same to the newest of them, which weights are made of: one pass forward, three backward.
+layers have gathered for it, g^c; G_j + dX_j. Left to autograd, N additions would follow a backward that writes dX_j,
+5 N + C in all. Instead `mix_bank` returns the bank again for the next layer to take, so that what later layers gathered
+reaches its backward, which adds to it. `project_source` does the same to the newest of them, which weights are made of:
+one pass forward and three backward.
 """
 
 from collections.abc import Sequence
