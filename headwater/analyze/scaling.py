@@ -29,6 +29,7 @@ from headwater.errors import UserError
 ALPHAS = np.geomspace(0.01, 2.0, 100)
 DRAWS = 1000
 NEAR = 0.03  # budgets whose logarithms differ by less are one
+SAYS = 4.0  # times the compute: an interval that reaches further is drawn to the picture's edge
 TWIN = 0.2  # and by less than this, budgets of two residuals: their own operations tell them apart
 Points = Mapping[float, Mapping[int | None, float]]  # compute to the loss of each seed
 
@@ -272,12 +273,17 @@ def panels_of(found: Sequence[Scaling], baseline: str, across: str = "operations
         curves.append(Line(name, colour, losses, [(c, scaling.fit.loss(c)) for c in places]))
         met = {c: interval for c, interval in scaling.multipliers.items() if interval is not None}
         if name != baseline and met:
-            spans = {c: (i.low, i.high) for c, i in met.items() if i.low is not None and i.high is not None}
+            spans = {c: _shown(i.low, i.high) for c, i in met.items() if i.low is not None and i.high is not None}
             worth.append(Line(name, colour, {c: [i.value] for c, i in met.items()}, spans=spans))
     panels = [Panel("bits per byte", across, curves, log=True, label=_power)]
     if worth:
         panels.append(Panel(f"worth so many times the {across} of {baseline}", across, worth, True, label=_power))
     return panels
+
+
+def _shown(low: float, high: float) -> tuple[float, float]:
+    """One that says almost nothing leaves the picture, rather than make all others flat."""
+    return low, math.inf if high > SAYS else high
 
 
 def _power(value: float) -> str:

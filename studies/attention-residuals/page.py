@@ -19,7 +19,7 @@ from typing import Any
 
 from headwater.analyze.plot import ARMS, Map, Panel, lines_of, picture
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
-from headwater.analyze.scaling import Interval, compare_scaling, operations, panels_of, points_of
+from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, panels_of, points_of
 from headwater.models.config import SIZES
 from headwater.stats import Paired, Stat, pair, reach, summarize
 
@@ -303,8 +303,14 @@ def scaling(runs: Runs) -> str:
 Cost = Callable[[RecordedRun], float | None]
 
 
+def curves(runs: Runs, cost: Cost = operations) -> list[Scaling]:
+    """Of the arms that have run at three sizes or more."""
+    points = points_of(runs, cost=cost)
+    return compare_scaling({arm: at for arm, at in points.items() if len(at) > 2}, BASELINE)
+
+
 def fits(runs: Runs, cost: Cost = operations) -> str:
-    found = compare_scaling(points_of(runs, cost=cost), BASELINE)
+    found = curves(runs, cost)
     budgets = sorted(next(iter(found)).multipliers)
     rows = []
     for curve in found:
@@ -354,9 +360,8 @@ def clock(runs: Runs, speeds: dict[str, Any]) -> str:
         rows.append([str(width), f"`{arm}`", *cells, f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))])
     head = ["width", "", "thousand tokens a second", "of plain", "GiB", "seconds of a run", "bits per byte"]
     timed = [run for run in runs if cost(run) is not None]
-    curves = len(grouped(timed, "model.dim")) > 2
     words = "\nFits to seconds, and what an arm is worth in the plain residual's:\n\n"
-    return grid(head, rows) + (words + fits(timed, cost) if curves else "")
+    return grid(head, rows) + (words + fits(timed, cost) if len(grouped(timed, "model.dim")) > 2 else "")
 
 
 def importance(measured: list[dict[str, Any]]) -> str:
@@ -439,11 +444,11 @@ def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
     """Loss against operations; against seconds, and against memory."""
     drawn, measured = {}, alone(speeds)
     if len(grouped(runs, "model.dim")) > 2:
-        panels = panels_of(compare_scaling(points_of(runs), BASELINE), BASELINE)
+        panels = panels_of(curves(runs), BASELINE)
         drawn[ASSETS / "study-scaling.svg"] = picture(panels, "Loss against operations")
     timed = [run for run in runs if seconds(measured)(run) is not None]
     if len(grouped(timed, "model.dim")) > 2:
-        found = compare_scaling(points_of(timed, cost=seconds(measured)), BASELINE)
+        found = curves(timed, seconds(measured))
         held: dict[str, dict[float, list[float]]] = {}
         for (width, arm), group in grouped(timed, "model.dim", "model.residual").items():
             held.setdefault(arm, {})[measured[width, arm]["peak_gib"]] = [*map(score, group)]

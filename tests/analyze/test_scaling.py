@@ -181,3 +181,5 @@ def test_the_plot_of_one_seed_has_no_intervals_and_none_of_an_interval_without_e
     ]
     (span,) = re.findall(r'd="M[\d.]+ ([\d.]+)V([\d.]+)"', plot(endless, "standard"))
     assert float(span[1]) == TOP
+    vague = [replace(each, multipliers={1e16: Interval(1.5, 1.2, 140.0)}) for each in endless]
+    assert plot(vague, "standard") == plot(endless, "standard")
