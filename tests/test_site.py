@@ -94,7 +94,9 @@ def test_a_residual_s_page_has_its_runs_of_the_study_and_nothing_where_there_are
         packed.add(tmp_path / "rivals", "rivals")
     monkeypatch.setattr(residual_pages, "RUNS", tmp_path)
     residual_pages.groups.cache_clear()
-    assert re.search(r"\| rivals \| `standard` \| 3 \| .* \| the baseline \|", residual_pages.study("standard"))
+    own = residual_pages.study("standard")
+    assert re.search(r"\| rivals \| `standard` \| 3 \| \d\.\d{4} ± \d\.\d{4} \|\n", own)
+    assert "against" not in own
     bits = {
         residual: [
             json.loads((tmp_path / "rivals" / "runs" / f"{residual}-{seed}" / "summary.json").read_text())[

@@ -158,7 +158,9 @@ def study(name: str) -> str:
     if not rows:
         return ""
     head = ["recipe", "runs", "seeds", "bits per byte", "against the plain residual"]
-    columns = 5 if any(row[-1] for row in rows) else 4  # no run of the plain residual has all the same settings
+    columns = (
+        5 if any(row[-1] for row in rows) else 4
+    )  # of the plain residual itself, or where none has the same settings
     lines = [f"| {' | '.join(row[:columns])} |" for row in (head, ["---"] * 5, *rows)]
     words = "Verdicts are such that all of a recipe hold together; the study's page judges each arm by itself."
     return "## In the study\n\n" + "\n".join(lines) + f"\n\n{words} {link}"
@@ -180,7 +182,7 @@ def groups() -> list[tuple[str, Group]]:
 def difference(group: Group) -> str:
     plain = group.baseline
     if plain is None or plain is group:
-        return "" if plain is None else "the baseline"
+        return ""
     values = pair(group.by_seed("bits_per_byte"), plain.by_seed("bits_per_byte"))
     paired = Paired(values, group.comparisons)
     return f"{paired.stat.text(sign='+')}, {paired.verdict}"
