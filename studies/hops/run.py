@@ -34,14 +34,14 @@ WARM = 3  # steps before one is recorded
 
 @dataclass(frozen=True)
 class Task:
-    nodes: int = 24
+    nodes: int = 16
     hops: int = 8
-    questions: int = 16
+    questions: int = 48
     dim: int = 128
-    layers: int = 12
-    steps: int = 6000
+    layers: int = 8
+    steps: int = 3000
     batch: int = 256
-    lr: float = 1e-3
+    lr: float = 2e-3
     query_lr: float = 0.1
     every: int = 100  # steps between two losses that are kept
 
