@@ -48,7 +48,7 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {  # model, windows a step
 }
 PLAIN = ("standard", "standard/model")
 ARMS = (*PLAIN, "attnres-block", "attnres-full", "fla-attnres")
-RIVALS = tuple(f"{name}/model" for name in ("denseformer", "mhc", "hyper-connections", "deepcrossattention", "ddl"))
+RIVALS = ("denseformer", "muddformer", "mhc", "hyper-connections", "deepcrossattention/model", "ddl/model")
 DEFAULT = {
     "50m": (*ARMS, *RIVALS),
     "342m": (*PLAIN, "attnres-block"),

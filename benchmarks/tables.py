@@ -35,6 +35,7 @@ TRAINED = {
     "attnres-full": "**Full Attention Residuals**",
     "fla-attnres": "Block, each read by fla's operator",
     "denseformer/model": "DenseFormer",
+    "muddformer": "MUDDFormer",
     "ddl/model": "Deep Delta Learning",
     "mhc": "mHC, 4 streams",
     "hyper-connections": "Hyper-Connections, 4 streams",
