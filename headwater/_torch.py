@@ -6,11 +6,12 @@ Each name below says why the public way is not enough. All have been seen on tor
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,40 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if _transforms_active is None or torch.compiler.is_compiling() or _transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+# To add to a gradient in place one must be alone with it, and autograd gives one to several: to the terms of a sum, to
+# the caller of `autograd.grad`. Nothing public counts them. Else: assume that another has it.
+
+_use_count: Any = getattr(Tensor, "_use_count", None)
+
+
+def alone(gradient: Tensor) -> bool:
+    """Whether a backward is the only one that has this gradient, which another backward returned. A reference that
+    Python keeps, of a hook, is not counted."""
+    return _use_count is not None and _use_count(gradient) <= _least_uses()
+
+
+class _Counted(torch.autograd.Function):
+    counts: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _Counted.counts.append(_use_count(gradient))
+        return gradient.clone()
+
+
+@functools.cache
+def _least_uses() -> int:
+    """The count of a gradient that a backward has alone: what the engine itself holds differs between releases."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, device="cpu", requires_grad=True)
+        torch.autograd.grad(_Counted.apply(_Counted.apply(x)), x)
+    return _Counted.counts[-1]
 
 
 # Dispatch. Nothing public says whether fake tensors or another mode are listening. Else: assume that one is.

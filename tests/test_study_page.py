@@ -295,6 +295,29 @@ def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_p
     assert "worth so many times the seconds of standard" in pictures[page.ASSETS / "study-clock.svg"]
 
 
+@pytest.mark.parametrize("lacks", ["runs", "speeds"])
+def test_without_the_plain_residual_at_three_sizes_there_are_rows_and_no_curves(page, tmp_path, lacks):
+    """It may have diverged at one, or not have been timed there."""
+    widths = {"ladder-2m": 128, "ladder-7m": 192, "ladder-16m": 256}
+    there = {"attnres-block": 3, "standard": 2}
+    arms = [
+        (arm, width) for arm, count in there.items() for width in [*widths.values()][: count if lacks == "runs" else 3]
+    ]
+    archive(tmp_path, "scaling", [(arm, 0, 1 + width**-0.5, {"model.dim": width}) for arm, width in arms])
+    speeds = {
+        size: {arm: {"tokens_per_second": 1e5, "peak_gib": 1.0} for arm, count in there.items() if n < count}
+        for n, size in enumerate(widths)
+    }
+    with page.unpacked(tmp_path) as found:
+        runs = found["scaling"]
+        assert page.scaling(runs).endswith("The curves need a third size.\n") == (lacks == "runs")
+        text = page.clock(runs, speeds)
+        drawn = [file.name for file in page.scaling_pictures(runs, speeds)]
+    assert "| 256 | `attnres-block` | 100 | - |" in text
+    assert "Fits" not in text
+    assert drawn == ([] if lacks == "runs" else ["study-scaling.svg"])
+
+
 def test_tables_take_the_runs_of_other_recipes_that_are_at_the_settled_rate(page, tmp_path):
     rates = [("standard", 0, score, {"model.dim": 128, "optim.lr": lr}) for lr, score in ((8e-3, 1.5), (1.1e-2, 1.4))]
     archive(tmp_path, "rates", rates)

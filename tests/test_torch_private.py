@@ -55,7 +55,7 @@ def test_what_is_missing_is_none():
 def test_every_private_part_is_there_in_this_release():
     """Not one is missing in silence on the releases that we test, but for CUDA's in a build without."""
     found = (_torch._transforms_active, _torch._dispatch_mode, _torch._foreach_mul_, _torch._foreach_norm)
-    assert None not in (*found, _torch._functional)
+    assert None not in (*found, _torch._functional, _torch._use_count)
     assert _torch.TorchDispatchMode is not _torch._FunctionMode
     for path in (
         "torch._subclasses.fake_tensor.FakeTensorMode",
@@ -85,6 +85,26 @@ def test_apply():
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.full((3,), 2.0))
     with pytest.raises(RuntimeError, match="functorch transforms"):  # not past functorch, which would be wrong
         torch.func.grad(lambda x: _torch.apply(Doubled, x).sum())(torch.ones(3))
+
+
+class Alone(Doubled):
+    found = None
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Alone.found = [module.alone(gradient) for module in (_torch, Alone.without)]
+        return gradient
+
+
+def test_alone():
+    """Without a count somebody else may have it."""
+    Alone.without = loaded_again(_torch)
+    Alone.without._use_count = None
+    x = torch.ones(3, requires_grad=True)
+    for asked, expected in ((False, [True, False]), (True, [False, False])):
+        middle = Alone.apply(x)
+        torch.autograd.grad(Doubled.apply(middle).sum(), [middle, x] if asked else x)
+        assert Alone.found == expected
 
 
 def test_traced():

@@ -121,7 +121,7 @@ def _beside_plain(runs: Runs) -> list[tuple[float, list[str]]]:
     for arm, scores in arms.items():
         stat, cells, apart = summarize(list(scores.values())), ["", "", ""], 0.0
         assert stat is not None
-        if arm != BASELINE and (differences := pair(scores, arms[BASELINE])):
+        if arm != BASELINE and (differences := pair(scores, arms.get(BASELINE, {}))):
             paired = Paired(differences)
             apart, cells = paired.mean, [signed(paired.mean), _range(paired.interval), paired.verdict]
         spread = "-" if stat.spread is None else f"{stat.spread:.4f}"
@@ -297,21 +297,23 @@ def scaling(runs: Runs) -> str:
         f"Width {width}, {layers} layers, learning rate {rate:g}:\n\n{beside_plain(group)}\n"
         for (width, layers, rate), group in sizes.items()
     ]
-    return "".join(tables) + (fits(runs) if len(sizes) > 2 else "The curves need a third size.\n")
+    return "".join(tables) + (fits(runs) or "The curves need a third size.\n")
 
 
 Cost = Callable[[RecordedRun], float | None]
 
 
 def curves(runs: Runs, cost: Cost = operations) -> list[Scaling]:
-    """Of the arms that have run at three sizes or more."""
-    points = points_of(runs, cost=cost)
-    return compare_scaling({arm: at for arm, at in points.items() if len(at) > 2}, BASELINE)
+    """Of the arms that have run at three sizes or more; none, unless the plain residual has."""
+    points = {arm: at for arm, at in points_of(runs, cost=cost).items() if len(at) > 2}
+    return compare_scaling(points, BASELINE) if BASELINE in points else []
 
 
 def fits(runs: Runs, cost: Cost = operations) -> str:
     found = curves(runs, cost)
-    budgets = sorted(next(iter(found)).multipliers)
+    if not found:
+        return ""
+    budgets = sorted(found[0].multipliers)
     rows = []
     for curve in found:
         law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
@@ -355,13 +357,15 @@ def clock(runs: Runs, speeds: dict[str, Any]) -> str:
     for (width, arm), group in grouped(runs, "model.dim", "model.residual").items():
         if (speed := measured.get((width, arm))) is None:
             continue
-        share = speed["tokens_per_second"] / measured[width, BASELINE]["tokens_per_second"]
-        cells = [f"{speed['tokens_per_second'] / 1e3:.0f}", f"{100 * share:.0f} %", f"{speed['peak_gib']:.1f}"]
+        plain, mine = measured.get((width, BASELINE)), speed["tokens_per_second"]
+        share = "-" if plain is None else f"{100 * mine / plain['tokens_per_second']:.0f} %"
+        cells = [f"{mine / 1e3:.0f}", share, f"{speed['peak_gib']:.1f}"]
         rows.append([str(width), f"`{arm}`", *cells, f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))])
     head = ["width", "", "thousand tokens a second", "of plain", "GiB", "seconds of a run", "bits per byte"]
     timed = [run for run in runs if cost(run) is not None]
     words = "\nFits to seconds, and what an arm is worth in the plain residual's:\n\n"
-    return grid(head, rows) + (words + fits(timed, cost) if len(grouped(timed, "model.dim")) > 2 else "")
+    fitted = fits(timed, cost)
+    return grid(head, rows) + (words + fitted if fitted else "")
 
 
 def importance(measured: list[dict[str, Any]]) -> str:
@@ -443,12 +447,11 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
 def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
     """Loss against operations; against seconds, and against memory."""
     drawn, measured = {}, alone(speeds)
-    if len(grouped(runs, "model.dim")) > 2:
-        panels = panels_of(curves(runs), BASELINE)
+    if found := curves(runs):
+        panels = panels_of(found, BASELINE)
         drawn[ASSETS / "study-scaling.svg"] = picture(panels, "Loss against operations")
     timed = [run for run in runs if seconds(measured)(run) is not None]
-    if len(grouped(timed, "model.dim")) > 2:
-        found = curves(timed, seconds(measured))
+    if found := curves(timed, seconds(measured)):
         held: dict[str, dict[float, list[float]]] = {}
         for (width, arm), group in grouped(timed, "model.dim", "model.residual").items():
             held.setdefault(arm, {})[measured[width, arm]["peak_gib"]] = [*map(score, group)]

@@ -130,6 +130,31 @@ def test_two_tensors_may_share_one_gradient(compiled):
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
 
 
+def test_a_gradient_that_somebody_else_has_stays_as_it_is():
+    """Another term of a sum, a read of another bank, who asks for it by autograd.grad and goes on from there."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 16, device="cuda" if GPU else "cpu", requires_grad=True) for _ in range(3)]
+    weights = torch.tensor([[0.7]], device=leaves[0].device)
+
+    def read(x, backend):
+        (y,), (again,) = mix_bank([x], weights, backend=backend)
+        return y, again.view_as(x) if backend == "reference" else again  # where it is the same tensor
+
+    def gradients(backend):
+        x, a = read(leaves[0], backend)
+        y, b = read(leaves[1], backend)
+        z, _ = read(a + b + leaves[2], backend)
+        middle, *ends = torch.autograd.grad((x + y * y + z * z).sum(), [a, *leaves])
+        x, a = read(leaves[0], backend)
+        half = a.detach().requires_grad_()
+        (given,) = torch.autograd.grad(read(half, backend)[0].square().sum(), half)
+        return [middle, *ends, *torch.autograd.grad(a, leaves[0], given, retain_graph=True), given]
+
+    for mine, its in zip(gradients("triton"), gradients("reference"), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+
+
 def test_without_gradients_the_same_kernels_run():
     pytest.importorskip("triton", reason="the kernels need triton")
     inputs, _ = draw(3, 2, 24, (2,), "each", torch.float32, "cuda" if GPU else "cpu")

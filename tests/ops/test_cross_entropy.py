@@ -69,6 +69,14 @@ def test_under_autocast_the_head_is_as_coarse_as_any_linear_layer(backend):
     assert torch.autograd.grad(ours, x)[0].dtype == torch.float32
 
 
+def test_autocast_leaves_fp64_and_shapes_without_numbers_as_they_are():
+    x, weight, targets = (t.detach().double() if t.is_floating_point() else t for t in case(5, 9))
+    plain = linear_cross_entropy(x, weight, targets, backend="reference")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert torch.equal(plain, linear_cross_entropy(x, weight, targets, backend="reference"))
+        assert linear_cross_entropy(x.to("meta"), weight.to("meta"), targets.to("meta")).shape == ()
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_extreme_logits_stay_finite(backend):
     x, weight, targets = case(4, 9, scale=1e4)

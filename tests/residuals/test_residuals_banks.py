@@ -67,21 +67,22 @@ def test_kernels_give_the_same(spec, compiled):
 
 
 class Additions(TorchDispatchMode):
-    """Counts sums of two tensors as large as the stream."""
+    """Counts sums of two tensors as large as the stream, and copies of one."""
 
-    count = 0
+    count, copies = 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         wide = [t for t in args[:2] if isinstance(t, torch.Tensor) and t.shape[-1:] == (DIM,) and t.dim() == 3]
         self.count += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and len(wide) == 2
+        self.copies += func.overloadpacket is torch.ops.aten.clone and len(wide) == 1
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("spec", ["muddformer", "denseformer"])
 def test_no_gradient_is_added_outside_of_the_kernels(spec):
-    """Of one more layer, as many are as of the one before: none for each source."""
+    """Of one more layer, as many are as of the one before: none for each source. Nor is one copied."""
     pytest.importorskip("triton", reason="the kernels need triton")
-    counts = []
+    counts, copies = [], []
     for sublayers in (4, 6, 8):
         residual, (x, *outputs) = build(with_backend(spec, "triton"), DIM, sublayers), draw(sublayers)
         state = residual.begin(x.requires_grad_())
@@ -92,6 +93,8 @@ def test_no_gradient_is_added_outside_of_the_kernels(spec):
         with Additions() as seen:
             out.sum().backward()
         counts.append(seen.count)
+        copies.append(seen.copies)
+    assert len(set(copies)) == 1
     assert counts[2] - counts[1] == counts[1] - counts[0] <= 2
 
 

@@ -29,7 +29,7 @@ def linear_cross_entropy(
 
     Arguments:
         x: (..., D), what the output head sees, in the dtype that the logits are computed in; under autocast that is
-            autocast's, as of a linear layer.
+            autocast's, as of a linear layer, unless it is fp64.
         weight: (V, D), the head's weight; rounded to the dtype of x for the products, its gradient stays as exact as
             itself.
         targets: (...), the index of the right token, 0 to V - 1.
@@ -66,8 +66,9 @@ def _rows(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             "cross entropy takes x (..., D), weight (V, D) and targets (...) of at least one token; got "
             f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    kind = x.device.type
+    if kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
     return x.flatten(0, -2).contiguous(), targets.flatten().contiguous()
 
 

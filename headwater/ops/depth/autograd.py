@@ -7,8 +7,8 @@ have gathered for a source, in the buffer that the later read's backward made, a
 
 Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark, and a gradient without
 the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied, and so is one that
-reaches two sources. Assumed: no tensor hook and no `autograd.grad` on a threaded source keeps a gradient and reads it
-after the backward has gone on, and a later read takes a threaded source itself, or its sum with others of the bank.
+others have too: a later read took the sum of a source and something else, `autograd.grad` is to return it. Assumed: no
+tensor hook on a threaded source keeps a gradient and reads it after the backward has gone on.
 Under torch.compile there are no marks: every gradient is copied, and inductor drops the copies of values that nothing
 else uses, which are nearly all. (The backend "aot_eager" makes them.)
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater._torch import alone
 from headwater._torch import apply as apply_with_gradients
 from headwater.ops.numerics import rms_norm
 
@@ -59,13 +60,15 @@ def own(gradient: Tensor) -> Tensor:
 
 
 def _owned(gradient: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and getattr(gradient, _MARK, False) and gradient.is_contiguous()
+    if torch.compiler.is_compiling() or not getattr(gradient, _MARK, False):
+        return False
+    return gradient.is_contiguous() and alone(gradient)
 
 
 def _to_add_to(gradient: Tensor) -> Tensor:
     if not _owned(gradient):
         return gradient.clone(memory_format=torch.contiguous_format)
-    setattr(gradient, _MARK, False)  # it may be another source's too, where a later read took the sum of both
+    setattr(gradient, _MARK, False)  # it may be another source's of this read, where a later one took the sum of both
     return gradient
 
 
