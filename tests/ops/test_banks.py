@@ -186,6 +186,14 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
             mix_bank(bank, wrong)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 1), (2, 4)])
+def test_a_tensor_of_another_shape_is_refused(backend, shape):
+    """A kernel would read what lies behind it."""
+    with pytest.raises(ValueError, match=r"the first is \(2, 8\), another is"):
+        mix_bank([torch.zeros(2, 8), torch.zeros(shape)], torch.ones(1, 2), backend=backend)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -120,6 +120,14 @@ def test_parameters_in_bf16_have_gradients_in_bf16():
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_coefficients_are_in_fp32_of_products_that_are_not(backend):
+    pytest.importorskip("triton", reason="the kernel needs triton")
+    (z, *parameters), _ = draw(2, 5, HERE)
+    made = gate_streams(z.bfloat16(), *parameters, 4, backend=backend)
+    assert [t.dtype for t in made] == [torch.float32] * 3
+
+
 def test_without_gradients_the_same_kernel_runs():
     pytest.importorskip("triton", reason="the kernel needs triton")
     inputs, _ = draw(4, 3, HERE)

@@ -40,6 +40,10 @@ def mix_bank(
             f"weights of {count} tensors {tuple(bank[0].shape)} are (ways, {count}), or {(*tokens, 'ways', count)}; "
             f"got {tuple(weights.shape)}"
         )
+    if wrong := [tuple(x.shape) for x in bank if x.shape != bank[0].shape]:
+        raise ValueError(
+            f"all tensors must share one shape: the first is {tuple(bank[0].shape)}, another is {wrong[0]}"
+        )
     if use_triton(backend, *bank):
         from . import autograd
 

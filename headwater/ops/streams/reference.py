@@ -47,7 +47,7 @@ def gate_streams(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backend`: of Sinkhorn's iteration."""
     n = streams_of(bias)
-    pre, post, res = gate_logits(z, bias, scale, (n, n, n * n))
+    pre, post, res = gate_logits(wide(z), bias, scale, (n, n, n * n))
     mixed = sinkhorn(res.unflatten(-1, (n, n)), iterations, backend=backend)
     return pre.sigmoid(), 2 * post.sigmoid(), mixed
 
