@@ -81,16 +81,16 @@ def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.con
     return sums
 
 
-@triton.jit(do_not_specialize=["M", "N", "PS", "step"])
+@triton.jit(do_not_specialize=["M", "N", "PS", "PT"])
 def _mix(
-    table, p, like, out, x, rstd, g, M, N, PS, step, D, eps,
+    table, p, like, out, x, rstd, g, M, N, PS, PT, D, eps,
     S: tl.constexpr, NORM: tl.constexpr, BD: tl.constexpr, ONE: tl.constexpr, VECTOR: tl.constexpr,
     GIVEN: tl.constexpr,
 ):  # fmt: skip
     # like carries the element type of the sources. out (S, M, D); with NORM the first query goes to x (M, D) instead,
-    # and out holds the other S - 1. ONE: BD >= D. Tokens go backwards, as in merge.py; their weights are `step` apart.
+    # and out holds the other S - 1. ONE: BD >= D. Tokens go backwards, as in merge.py; their weights are `PT` apart.
     t = (M - 1 - tl.program_id(0)).to(tl.int64)
-    p += t * step
+    p += t * PT
     squares = tl.zeros([BD], tl.float32)
     first = tl.zeros([BD], tl.float32)
     for c in range(0, BD if ONE else D, BD):
@@ -137,9 +137,9 @@ def _sum_together(parts, COUNT: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.co
     return tl.sum(tl.reshape(parts[0], (WIDTH, COUNT)), 0)
 
 
-@triton.jit(do_not_specialize=["M", "N", "PS", "step", "s0", "unasked"])
+@triton.jit(do_not_specialize=["M", "N", "PS", "PT", "s0", "unasked"])
 def _mix_backward(
-    table, p, dz, whole, like, grad, dout, M, N, PS, step, D, s0, unasked,
+    table, p, dz, whole, like, grad, dout, M, N, PS, PT, D, s0, unasked,
     S: tl.constexpr, SP: tl.constexpr, LEVELS: tl.constexpr, FRESH: tl.constexpr, HAS_LSE: tl.constexpr,
     BD: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr, REBUILD: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
@@ -147,12 +147,12 @@ def _mix_backward(
     # queries but the first `unasked`.
     # like, grad and dout carry the element types of the sources, of their gradients and of the douts.
     # dz (M, N, PS) receives u, and is finished once all N are known. This launch serves queries s0 to s0 + S.
-    # GIVEN: dz (M, PS, N) is u, and p is like it, or one (PS, N) for all tokens, `step` 0 apart.
+    # GIVEN: dz (M, PS, N) is u, and p is like it, or one (PS, N) for all tokens, `PT` 0 apart.
     # REBUILD: one query, and before the N sources another that was not kept; `whole` (M,) is <dout, out>, from which
     # its share follows. The address of its gradient follows the dout's; p and dz have N + 1 rows.
     t = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, SP)
-    p += t * step + _place(0, s0, N, PS, GIVEN)
+    p += t * PT + _place(0, s0, N, PS, GIVEN)
     dz += t * (N + REBUILD) * PS + _place(0, s0, N, PS, GIVEN)
     w_0 = 0.0
     if REBUILD:

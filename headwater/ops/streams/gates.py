@@ -31,9 +31,9 @@ SUMMED = 1024  # programs at once, of those whose sums are added up
 
 
 @triton.jit
-def _logits(z, bias, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr):
+def _logits(z, bias, scales, FIRST: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr):
     """Of one part, whose numbers z begin at FIRST in a row."""
-    b_s = tl.load(scale + PART).to(tl.float32)
+    b_s = tl.load(scales + PART).to(tl.float32)
     found = ()
     for k in tl.static_range(COUNT):
         found = found + (b_s * z[k] + tl.load(bias + FIRST + k).to(tl.float32),)
@@ -59,14 +59,14 @@ def _through_sigmoids(logits, gradient, times: tl.constexpr, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _gate_streams(
-    z, bias, scale, pre, post, res, M,
+    z, bias, scales, pre, post, res, M,
     ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     o_t, m = tokens(M, T)
     p_z = z + o_t * (2 * N + N * N)
-    b_pre = _logits(load_numbers(p_z, m, N), bias, scale, 0, N, 0)
-    b_post = _logits(load_numbers(p_z + N, m, N), bias, scale, N, N, 1)
-    b_res = _logits(load_numbers(p_z + 2 * N, m, N * N), bias, scale, 2 * N, N * N, 2)
+    b_pre = _logits(load_numbers(p_z, m, N), bias, scales, 0, N, 0)
+    b_post = _logits(load_numbers(p_z + N, m, N), bias, scales, N, N, 1)
+    b_res = _logits(load_numbers(p_z + 2 * N, m, N * N), bias, scales, 2 * N, N * N, 2)
     store_numbers(pre + o_t * N, _sigmoids(b_pre, 1.0, N), m, N)
     store_numbers(post + o_t * N, _sigmoids(b_post, 2.0, N), m, N)
     store_numbers(res + o_t * (N * N), balance(b_res, o_t, m, M, ITERATIONS, FLOOR, N), m, N * N)
@@ -74,10 +74,10 @@ def _gate_streams(
 
 @triton.jit
 def _through_logits(
-    gradient, z, scale, p_dz, parts, m, FIRST: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr, Q: tl.constexpr
+    gradient, z, scales, p_dz, parts, m, FIRST: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr, Q: tl.constexpr
 ):  # fmt: skip
-    """Stores dz of one part, and this program's sums for bias and scale, (Q + 3, programs)."""
-    b_s = tl.load(scale + PART).to(tl.float32)
+    """Stores dz of one part, and this program's sums for bias and scales, (Q + 3, programs)."""
+    b_s = tl.load(scales + PART).to(tl.float32)
     count = tl.num_programs(0)
     p_sum = parts + tl.program_id(0)
     along = gradient[0] * z[0]
@@ -93,7 +93,7 @@ def _through_logits(
 
 @triton.jit(do_not_specialize=["M"])
 def _gate_streams_backward(
-    z, bias, scale, dpre, dpost, dres, dz, history, parts, M,
+    z, bias, scales, dpre, dpost, dres, dz, history, parts, M,
     ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     # Tokens that there are not have gradients of zero, and add nothing to the sums.
@@ -103,17 +103,17 @@ def _gate_streams_backward(
     p_dz = dz + o_t * Q
     b_z = load_numbers(p_z, m, N)
     given = load_numbers(dpre + o_t * N, m, N)
-    b_dx = _through_sigmoids(_logits(b_z, bias, scale, 0, N, 0), given, 1.0, N)
-    _through_logits(b_dx, b_z, scale, p_dz, parts, m, 0, N, 0, Q)
+    b_dx = _through_sigmoids(_logits(b_z, bias, scales, 0, N, 0), given, 1.0, N)
+    _through_logits(b_dx, b_z, scales, p_dz, parts, m, 0, N, 0, Q)
     b_z = load_numbers(p_z + N, m, N)
     given = load_numbers(dpost + o_t * N, m, N)
-    b_dx = _through_sigmoids(_logits(b_z, bias, scale, N, N, 1), given, 2.0, N)
-    _through_logits(b_dx, b_z, scale, p_dz, parts, m, N, N, 1, Q)
+    b_dx = _through_sigmoids(_logits(b_z, bias, scales, N, N, 1), given, 2.0, N)
+    _through_logits(b_dx, b_z, scales, p_dz, parts, m, N, N, 1, Q)
     b_z = load_numbers(p_z + 2 * N, m, N * N)
     given = load_numbers(dres + o_t * (N * N), m, N * N)
-    logits = _logits(b_z, bias, scale, 2 * N, N * N, 2)
+    logits = _logits(b_z, bias, scales, 2 * N, N * N, 2)
     b_dx = balance_backward(logits, given, history, o_t, m, M, ITERATIONS, FLOOR, N)
-    _through_logits(b_dx, b_z, scale, p_dz, parts, m, 2 * N, N * N, 2, Q)
+    _through_logits(b_dx, b_z, scales, p_dz, parts, m, 2 * N, N * N, 2, Q)
 
 
 @triton.jit(do_not_specialize=["count"])
