@@ -54,8 +54,11 @@ DEFAULT = {
     "342m": (*PLAIN, "attnres-block"),
     "kimi": ("standard", "attnres-block", "fla-kda"),
     "tiny": ("standard", "attnres-block"),
+    **dict.fromkeys(
+        (name for name in SIZES if name.startswith("ladder-")),
+        ("standard", "attnres-block", "attnres-full", "mhc", "denseformer", "muddformer"),
+    ),
 }
-LADDER = ("standard", "attnres-block", "attnres-full", "mhc", "denseformer", "muddformer")
 VOCABULARY, ROUNDS, STEPS, GATE = 8192, 7, 10, 0.05
 
 
@@ -276,9 +279,7 @@ def report(flags: argparse.Namespace) -> None:
     found["matrix_flops"] = matrix_rate() if gpu else None
     with tempfile.TemporaryDirectory() as folder:
         for size in flags.sizes:
-            found[size] = measure(
-                size, flags.arms or list(DEFAULT.get(size, LADDER)), Path(folder), flags.device, flags.rounds
-            )
+            found[size] = measure(size, flags.arms or list(DEFAULT[size]), Path(folder), flags.device, flags.rounds)
             for arm in found[size].values():
                 if gpu and "tokens_per_second" in arm and "flops_per_token" in arm:
                     arm["utilisation"] = arm["tokens_per_second"] * arm["flops_per_token"] / found["matrix_flops"]

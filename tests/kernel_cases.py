@@ -8,6 +8,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from headwater.ops import attend_blocks, depth_attention, merge_partial
 from headwater.ops.depth import reference as two_phase
+from headwater.residuals import build
 
 # A graph of an earlier run is no answer: its key is of PyTorch's operators, and says nothing about what ours do.
 INDUCTOR = {"fx_graph_cache": False}
@@ -160,3 +161,27 @@ def poisoned():
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def replay(spec, tensors, dtype=torch.float32, compiled=None, unused=False):
+    """All reads of a residual, what the head sees, and every gradient, with sublayers that produce a part of what they
+    read. `unused`: some have no gradient."""
+    torch.manual_seed(1)
+    residual = build(spec, tensors[0].shape[-1], len(tensors) - 1)
+    for p in residual.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    residual, leaves = residual.to(dtype), [t.to(dtype).requires_grad_() for t in tensors]
+
+    def forward(x, *outputs):
+        state, reads = residual.begin(x), []
+        for i, y in enumerate(outputs):
+            read, state = residual.read(state, i)
+            several = read if isinstance(read, tuple) else (read,)
+            reads += several
+            state = residual.write(state, i, y + 0.5 * several[-1] - 0.2 * several[0])
+        return *reads, residual.end(state)
+
+    made = (forward if compiled is None else torch.compile(forward, backend=compiled, fullgraph=True))(*leaves)
+    seeds = [torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(dtype) for k, t in enumerate(made)]
+    wanted = [*leaves, *residual.parameters()]
+    return [*made, *torch.autograd.grad(made, wanted, seeds, allow_unused=unused)]

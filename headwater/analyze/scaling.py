@@ -29,8 +29,8 @@ from headwater.errors import UserError
 ALPHAS = np.geomspace(0.01, 2.0, 100)
 DRAWS = 1000
 NEAR = 0.03  # budgets whose logarithms differ by less are one
-SAYS = 4.0  # times the compute: an interval that reaches further is drawn to the picture's edge
 TWIN = 0.2  # and by less than this, budgets of two residuals: their own operations tell them apart
+SAYS = 4.0  # times the compute: an interval that reaches further is drawn to the picture's edge
 Points = Mapping[float, Mapping[int | None, float]]  # compute to the loss of each seed
 
 

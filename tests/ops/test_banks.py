@@ -190,7 +190,7 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
 @pytest.mark.parametrize("shape", [(1, 8), (2, 1), (2, 4)])
 def test_a_tensor_of_another_shape_is_refused(backend, shape):
     """A kernel would read what lies behind it."""
-    with pytest.raises(ValueError, match=r"the first is \(2, 8\), another is"):
+    with pytest.raises(ValueError, match=r"source 0 is \(2, 8\), source 1 is"):
         mix_bank([torch.zeros(2, 8), torch.zeros(shape)], torch.ones(1, 2), backend=backend)
 
 

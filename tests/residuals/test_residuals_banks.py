@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_cases import replay
 
 from headwater._torch import TorchDispatchMode
 from headwater.residuals import build
@@ -22,28 +23,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 
 def with_backend(spec, backend):
     return f"{spec}{',' if ':' in spec else ':'}backend={backend}"
-
-
-def replay(spec, tensors, dtype=torch.float32, compiled=None):
-    """All reads, what the head sees, and every gradient, with sublayers that produce a part of what they read."""
-    torch.manual_seed(1)
-    residual = build(spec, DIM, len(tensors) - 1)
-    for p in residual.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    residual, leaves = residual.to(dtype), [t.to(dtype).requires_grad_() for t in tensors]
-
-    def forward(x, *outputs):
-        state, reads = residual.begin(x), []
-        for i, y in enumerate(outputs):
-            read, state = residual.read(state, i)
-            several = read if isinstance(read, tuple) else (read,)
-            reads += several
-            state = residual.write(state, i, y + 0.5 * several[-1] - 0.2 * several[0])
-        return *reads, residual.end(state)
-
-    made = (forward if compiled is None else torch.compile(forward, backend=compiled, fullgraph=True))(*leaves)
-    seeds = [torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(dtype) for k, t in enumerate(made)]
-    return [*made, *torch.autograd.grad(made, [*leaves, *residual.parameters()], seeds)]
 
 
 def draw(sublayers):

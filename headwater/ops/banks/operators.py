@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from headwater.ops.depth.operators import check_shapes
 from headwater.ops.numerics import project_normed
 from headwater.ops.routing import Backend, use_triton
 
@@ -40,10 +41,7 @@ def mix_bank(
             f"weights of {count} tensors {tuple(bank[0].shape)} are (ways, {count}), or {(*tokens, 'ways', count)}; "
             f"got {tuple(weights.shape)}"
         )
-    if wrong := [tuple(x.shape) for x in bank if x.shape != bank[0].shape]:
-        raise ValueError(
-            f"all tensors must share one shape: the first is {tuple(bank[0].shape)}, another is {wrong[0]}"
-        )
+    check_shapes(bank)
     if use_triton(backend, *bank):
         from . import autograd
 

@@ -162,12 +162,8 @@ def check_sources(sources: Sequence[Tensor], query: Tensor, heads: int, **weight
     """Raise ValueError unless sources, query and weights agree in shape and device; the message names what differs."""
     if len(sources) == 0:
         raise ValueError("depth_attention needs at least one source, and got none")
+    check_shapes(sources)
     shape = sources[0].shape
-    for index, source in enumerate(sources):
-        if source.shape != shape:
-            raise ValueError(
-                f"all sources must share one shape: source 0 is {tuple(shape)}, source {index} is {tuple(source.shape)}"
-            )
     if query.shape[-1] != shape[-1]:
         raise ValueError(f"the query's last axis must be the sources' width {shape[-1]}, got {tuple(query.shape)}")
     if heads < 1:
@@ -180,3 +176,13 @@ def check_sources(sources: Sequence[Tensor], query: Tensor, heads: int, **weight
     for name, value in (("the query", query), *weights.items()):
         if value is not None and value.device != sources[0].device:
             raise ValueError(f"{name} is on {value.device}, the sources are on {sources[0].device}")
+
+
+def check_shapes(sources: Sequence[Tensor]) -> None:
+    """Raise ValueError unless all are of one shape."""
+    shape = sources[0].shape
+    for index, source in enumerate(sources):
+        if source.shape != shape:
+            raise ValueError(
+                f"all sources must share one shape: source 0 is {tuple(shape)}, source {index} is {tuple(source.shape)}"
+            )
