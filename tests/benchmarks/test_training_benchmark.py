@@ -44,3 +44,11 @@ def test_another_first_loss_shows_no_speed():
     assert arms[1]["arm"] == "standard/fsdp"
     assert "first loss differs" in arms[1]["failed"]
     assert "tokens_per_second" not in arms[1]
+
+
+def test_every_size_of_the_speed_benchmark_has_arms_and_a_plain_one_among_them():
+    """Else a size by itself would be a KeyError, on a GPU. In a process of its own: it registers a residual."""
+    sizes = "import json; from benchmarks.speed import *; print(json.dumps([DEFAULT, list(SIZES), PLAIN]))"
+    arms, names, plain = json.loads(python("-c", sizes, cwd=ROOT).splitlines()[-1])
+    assert set(arms) == set(names)
+    assert all(set(some) & set(plain) for some in arms.values())

@@ -186,6 +186,18 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
             mix_bank(bank, wrong)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bank_that_nobody_reads_again_has_no_part_in_the_backward(device):
+    pytest.importorskip("triton", reason="the kernels need triton")
+    bank, weights = (
+        [torch.randn(2, 8, device=device, requires_grad=True) for _ in "abc"],
+        torch.ones(1, 3, device=device),
+    )
+    last, threaded = (mix_bank(bank, weights, thread=thread, backend="triton")[1] for thread in (False, True))
+    assert all(mine is given for mine, given in zip(last, bank, strict=True))
+    assert all(mine.grad_fn is not None for mine in threaded)
+
+
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("shape", [(1, 8), (2, 1), (2, 4)])
 def test_a_tensor_of_another_shape_is_refused(backend, shape):
