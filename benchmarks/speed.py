@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed --out FILE                                  # one H200, about 7 minutes
     python -m benchmarks.speed --sizes 50m --arms standard attnres-block   # a part of it
+    python -m benchmarks.speed --arms standard mine --plugin my_module     # a residual of your own
 
 Each is timed right after as many steps of its own that do not count, and every round begins with another arm: a GPU's
 clock follows what ran before. An arm is a residual as `headwater train` runs it by default (CUDA graph, layers
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from headwater.models.config import SIZES as NAMED
-from headwater.residuals import AttentionResidual, Norm, State, register
+from headwater.residuals import AttentionResidual, Norm, State, import_plugins, register
 from headwater.train.config import Config, DataSettings, ModelSettings, TrainSettings
 from headwater.train.loop import steps_of
 from headwater.train.run import Run, begin
@@ -258,6 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["50m", "342m"], choices=SIZES)
     parser.add_argument("--arms", nargs="+")
+    parser.add_argument("--plugin", nargs="+", default=[], help="modules that register residuals")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cold", nargs="*", default=["standard", "attnres-block"])
@@ -265,6 +267,7 @@ def main() -> None:
     parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
+    import_plugins(flags.plugin)
     if flags.share:
         compile_settings(flags.sizes[0], *map(int, flags.share.split("/")))
     elif flags.compile:

@@ -4,16 +4,19 @@ import dataclasses
 import math
 import random
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from tinyrun import fingerprint, tiny
 
 from headwater.errors import UserError
+from headwater.ops.cross_entropy import token_losses
 from headwater.train import loop
 from headwater.train.config import TrainSettings
 from headwater.train.device_step import WARMUP, DeviceStep, Judge
 from headwater.train.loop import host_windows, train
+from headwater.train.losses import half_precision
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.muon import BatchedMuon
 from headwater.train.run import begin
@@ -111,6 +114,30 @@ class TestOnAGPU:
         (tmp_path / "again" / "summary.json").unlink()
         train(config, tmp_path / "again", resume=True)
         assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "whole")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("residual", ["attnres-full", "mhc", "hyper-connections", "muddformer", "denseformer"])
+def test_an_evaluation_rounds_as_a_step_does(tmp_path, residual):
+    """Its loss on the windows of a step is that of the step; a GPU's autocast makes sums fp32, which a last sum over
+    streams is not to leave to the head."""
+    runs = [begin(gpu(tmp_path, residual=spec), tmp_path / spec, resume=False) for spec in ("standard", residual)]
+    with torch.no_grad():
+        runs[1].whole.head.weight.mul_(20)
+    windows = host_windows(runs[1], 1, 0).cuda()
+    with half_precision(runs[1].device, cached=False):
+        plain, mine = (run.hidden(windows[:, :-1]) for run in runs)
+    assert mine.dtype == plain.dtype
+    step = DeviceStep(runs[1], partial(host_windows, runs[1]), graph=False, say=print)
+    step.tokens.copy_(windows)
+    each = step.losses(windows)
+    torch.testing.assert_close(each.mean(), step._backward() * step.micros, rtol=1e-6, atol=0)
+    with torch.no_grad():  # rounding is worth something here, or the line above could not fail
+        fine = token_losses(runs[1].hidden(windows[:, :-1]), runs[1].whole.head.weight, windows[:, 1:])
+    assert (each - fine).abs().max() > 1e-3
+    for run in runs:
+        run.log.close()
 
 
 def poisoned(run, bad):
