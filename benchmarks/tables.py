@@ -34,7 +34,7 @@ TRAINED = {
     "attnres-block": "**Block Attention Residuals**",
     "attnres-full": "**Full Attention Residuals**",
     "fla-attnres": "Block, each read by fla's operator",
-    "denseformer/model": "DenseFormer",
+    "denseformer": "DenseFormer",
     "muddformer": "MUDDFormer",
     "ddl/model": "Deep Delta Learning",
     "mhc": "mHC, 4 streams",

@@ -236,11 +236,19 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
     ours = times["**headwater**"]
     assert f"the fastest other package takes {min(others) / float(ours):.1f} times as long as ours" in readme
     study = (DOCS / "results" / "study.md").read_text(encoding="utf-8")
-    best = study[study.index("Each at its own best rate") :]
-    found = re.search(r"`attnres-block` \| \S+ \| \S+ \| 6 \| −(\S+) \| −(\S+) to −(\S+) \| lower \|", best)
-    assert found
-    mean, high, low = found.groups()
-    assert f"{mean} bits per byte lower than the plain residual ({low} to {high}, six seeds)" in readme
+    scaling = study[study.index("<!-- scaling:begin -->") :]
+    at_192 = scaling[scaling.index("Width 192") :]
+    for arm, words in (("block", "bits per byte lower than the plain residual "), ("full", "")):
+        found = re.search(rf"`attnres-{arm}` \| 3 \| \S+ \| \S+ \| −(\S+) \| −(\S+) to −(\S+) \| lower \|", at_192)
+        assert found
+        mean, high, low = found.groups()
+        assert f"{mean} {words}({low} to {high})" in readme
+    saved = re.search(r"`attnres-block` \|[^|]*\^[^|]*\|[^|]*\| (\S+) \((\S+ to \S+)\) \|", scaling)
+    assert saved
+    assert f"worth {saved[1]} times the compute there ({saved[2]})" in readme
+    last = re.search(r"`attnres-block` \| 1 \| \S+ \| - \| −(\S+) \|", scaling[scaling.index("Width 384") :])
+    assert last
+    assert f"at 43 million, one seed, it ends {last[1]} lower" in readme
     exact = json.loads(tables.path("cpu-architectures").read_text())["exact"]
     assert f"{exact} types convert" in readme
     assert "Twenty residuals" in readme

@@ -185,7 +185,7 @@ def test_growth_with_depth_is_the_last_quarter_over_the_first(page):
         )
     ]
     for run in runs:
-        run.config = {"model": {"residual": "standard", "dim": 8, "layers": 2}, "optim": {"lr": 0.004}}
+        run.residual, run.config = "standard", {"model": {"dim": 8, "layers": 2}, "optim": {"lr": 0.004}}
     assert "| 8 | 2 | 0.004 | `standard` | 2 | 5.0000 ± 1.4142 | 3.0000 ± 0.0000 | 0.5000 ± 0.0000 |" in page.dynamics(
         runs
     )
@@ -233,22 +233,25 @@ def test_a_run_without_a_result_is_named(page, tmp_path):
     assert "not in the table: `run-1` (its last words were: the loss or gradient is not finite at step 2).\n" in text
 
 
-def test_the_queries_factor_is_told_by_width_and_by_optimizer(page, tmp_path):
+def test_the_queries_factor_is_told_by_width_by_optimizer_and_by_rate(page, tmp_path):
+    settings = "optim.optimizer", "optim.lr", "model.dim", "optim.query_lr"
     runs = [
-        ("attnres-block", 0, score, {"optim.query_lr": factor, "optim.optimizer": optimizer, "model.dim": width})
-        for optimizer, width, scores in (
-            ("adamw", 8, (1.5, 1.4, 1.6)),
-            ("muon", 8, (1.3, 1.2, 1.3)),
-            ("adamw", 16, (1, 2, 3)),
+        ("attnres-block", 0, score, dict(zip(settings, (*case, factor))))
+        for case, scores in (
+            (("adamw", 1e-3, 8), (1.5, 1.4, 1.6)),
+            (("adamw", 2e-3, 8), (1.1, 1.0, 1.2)),
+            (("muon", 1e-3, 8), (1.3, 1.2, 1.3)),
+            (("adamw", 1e-3, 16), (1, 2, 3)),
         )
         for factor, score in zip((0.1, 0.3, 1.0), scores)
     ]
     archive(tmp_path, "transfer", runs)
     with page.unpacked(tmp_path) as found:
         narrow, wide = page.TABLES["transfer"](found["transfer"]).split("Width 16")
-    assert "| `attnres-block` adamw | `attnres-block` muon |" in narrow
-    assert "| 0.3 | **1.4000** | **1.2000** |" in narrow
-    assert "so not yet known, for: attnres-block adamw." in wide
+    arms = " | ".join(f"`attnres-block` {case}" for case in ("adamw 0.001", "adamw 0.002", "muon 0.001"))
+    assert f"| {arms} |" in narrow
+    assert "| 0.3 | **1.4000** | **1.0000** | **1.2000** |" in narrow
+    assert "so not yet known, for: attnres-block adamw 0.001." in wide
 
 
 def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):

@@ -30,6 +30,7 @@ ALPHAS = np.geomspace(0.01, 2.0, 100)
 DRAWS = 1000
 NEAR = 0.03  # budgets whose logarithms differ by less are one
 TWIN = 0.2  # and by less than this, budgets of two residuals: their own operations tell them apart
+FAR = 1.5  # times its largest budget, or of its smallest: further out a curve is not asked
 SAYS = 4.0  # times the compute: an interval that reaches further is drawn to the picture's edge
 Points = Mapping[float, Mapping[int | None, float]]  # compute to the loss of each seed
 
@@ -64,7 +65,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A residual's curve beside the baseline's: `multipliers` by budget, None where the curves do not meet."""
+    """A residual's curve beside the baseline's: `multipliers` at those of its budgets that the own runs reach,
+    None where the curves do not meet."""
 
     residual: str
     points: Points
@@ -113,7 +115,8 @@ def _lines(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DRAWS, seed: int = 0) -> list[Scaling]:
-    """Every residual's curve and its multipliers at the baseline's budgets, with 95 % intervals.
+    """Every residual's curve and its multipliers at the baseline's budgets, with 95 % intervals; none far beyond its
+    own runs, where a curve is a guess.
 
     Arguments: `points`, by residual, the loss of each seed at each budget in operations; `baseline`, one of them;
     `draws`, bootstrap samples. Raises UserError for an unknown baseline or too few budgets.
@@ -125,7 +128,8 @@ def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DR
     for name, at in points.items():
         fits = _fit_points(at), _fit_points(plain)
         drawn = _drawn(at, plain, draws, np.random.default_rng(seed))
-        multipliers = {c: _multiplier(fits, drawn, c) for c in sorted(plain)}
+        within = [c for c in sorted(plain) if min(at) / FAR < c < max(at) * FAR]
+        multipliers = {c: _multiplier(fits, drawn, c) for c in within}
         found.append(Scaling(name, at, fits[0], _interval(fits[0].alpha, [f.alpha for f, _ in drawn]), multipliers))
     return found
 

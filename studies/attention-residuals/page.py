@@ -67,7 +67,9 @@ def left_out(runs: Sequence[RecordedRun]) -> str:
 
 
 def setting(run: RecordedRun, name: str) -> Any:
-    """Of its configuration, such as optim.lr."""
+    """Of its configuration, such as optim.lr; a residual without the module that it comes from."""
+    if name == "model.residual":
+        return run.residual
     section, key = name.split(".")
     return run.config[section][key]
 
@@ -211,8 +213,8 @@ def crossed(down: str, values: Sequence[float], cells: dict[tuple[Any, ...], lis
 
 
 def evenness(runs: Runs, down: str, *across: str) -> str:
-    """How many sources a read has in effect, of runs whose depth weights are a choice."""
-    chosen = [run for run in runs if run.residual != BASELINE and run.depth]
+    """How many sources a read has in effect, of runs whose depth weights are a softmax."""
+    chosen = [run for run in runs if run.residual.startswith("attnres") and run.depth]
     if not chosen:
         return ""
     values, columns = swept(chosen, effective_sources, down, *across)
@@ -286,7 +288,7 @@ def query(runs: Runs) -> str:
 
 
 def transfer(runs: Runs) -> str:
-    return by_size(runs, "optim.query_lr", "optim.optimizer")
+    return by_size(runs, "optim.query_lr", "optim.optimizer", "optim.lr")
 
 
 def scaling(runs: Runs) -> str:
@@ -313,11 +315,11 @@ def fits(runs: Runs, cost: Cost = operations) -> str:
     found = curves(runs, cost)
     if not found:
         return ""
-    budgets = sorted(found[0].multipliers)
+    budgets = sorted({c for curve in found for c in curve.multipliers})
     rows = []
     for curve in found:
         law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
-        saved = [_multiplier(curve.multipliers[c]) if curve.residual != BASELINE else "1" for c in budgets]
+        saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != BASELINE else "1" for c in budgets]
         rows.append([f"`{curve.residual}`", law, *saved])
     return grid(["", "bits per byte", *(f"at {c:.2g}" for c in budgets)], rows)
 
@@ -406,6 +408,9 @@ def cost(found: dict[str, Runs]) -> str:
         tokens = sum(int(run.summary["tokens"]) for run in runs if run.summary)
         total = [total[0] + len(runs), total[1] + tokens, total[2] + minutes[recipe]]
         rows.append([f"`{recipe}.toml`", str(len(runs)), f"{tokens / 1e6:.0f} million", f"{minutes[recipe]:.0f}"])
+    if count := len(measured_in(HERE / "runs", "hops")):
+        total = [total[0] + count, total[1], total[2] + minutes["hops"]]
+        rows.append(["`studies/hops`", str(count), "of its own", f"{minutes['hops']:.0f}"])
     rows.append(["all", str(total[0]), f"{total[1] / 1e6:.0f} million", f"{total[2]:.0f}"])
     return grid(["recipe", "runs", "tokens", "H200 minutes"], rows)
 

@@ -43,6 +43,15 @@ def test_a_residual_that_is_worth_a_quarter_more_compute_is_found_to_be():
     assert all(interval.value == pytest.approx(1) for interval in plain.multipliers.values())
 
 
+def test_a_curve_is_not_asked_far_beyond_its_own_runs():
+    points = {"standard": sampled(TRUE, 0.0005, 2), "better": sampled(TRUE, 0.0005, 2, seed=1, shift=1.25)}
+    short = {c * 1.1: losses for c, losses in points["better"].items() if c != BUDGETS[-1]}
+    found = compare_scaling(points | {"better": short}, "standard", draws=20)
+    assert [*found[1].multipliers] == BUDGETS[:-1]
+    assert [*found[0].multipliers] == BUDGETS
+    assert table(found, "standard").count("times the compute") == len(BUDGETS) - 1
+
+
 def test_intervals_hold_as_often_as_they_say_with_two_seeds():
     held = 0
     for seed in range(40):
