@@ -116,6 +116,15 @@ def pytest_collection_finish():
     spare_collector()
 
 
+def pytest_runtest_teardown(item):
+    """Several processes share a GPU's memory, and torch keeps what a test has freed."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**32:
+            torch.cuda.empty_cache()
+
+
 def pytest_runtestloop(session):
     processes = session.config.getoption("--processes")
     if processes and not session.testsfailed and not session.config.option.collectonly:

@@ -184,6 +184,8 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
     for wrong in (weights[0, 0], weights[..., :1], weights[:1], weights.unsqueeze(0)):
         with pytest.raises(ValueError, match="weights of 2 tensors"):
             mix_bank(bank, wrong)
+    with pytest.raises(ValueError, match=r"the weights are on meta, the bank is on"):
+        mix_bank(bank, torch.ones(1, 2, device="meta"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -33,7 +33,7 @@ def mix_bank(
         backend: as in `depth_attention`.
 
     Returns the C sums, (..., D) in the dtype of the first tensor; and the bank again, which is to be read in its place.
-    Raises ValueError if shapes do not agree.
+    Raises ValueError if shapes or devices do not agree.
     """
     tokens, count = bank[0].shape[:-1], len(bank)
     if weights.dim() < 2 or weights.shape[-1] != count or weights.shape[:-2] not in ((), tokens):
@@ -42,6 +42,8 @@ def mix_bank(
             f"got {tuple(weights.shape)}"
         )
     check_shapes(bank)
+    if weights.device != bank[0].device:
+        raise ValueError(f"the weights are on {weights.device}, the bank is on {bank[0].device}")
     if use_triton(backend, *bank):
         from . import autograd
 
