@@ -20,6 +20,9 @@ Query = Literal["static", "projected"]
 Weights = Literal["softmax", "sigmoid", "static"]
 Scale = Literal["one", "root", "width", "gain"]
 Schedule = Literal["auto", "one-pass", "two-phase"]
+# Numbers in the outputs of all sublayers from which a CPU trains faster in two phases: more operators, on less.
+# Reads and writes of 8, 24 or 48 sublayers take about as long either way at 2 ** 19, and at 2 ** 15 1.6 times as long.
+WORTH_TWO_PHASES = 2**19
 
 
 def default_block(sublayers: int) -> int:
@@ -94,7 +97,8 @@ class AttentionResidual(Residual):
     unless given; `scale` of a query: one, root (1 / sqrt(D)), width (1 / D), or gain, a learned number, zero at start,
     times a query of length one, which is drawn.
     How it is computed: `backend` as in `headwater.depth_attention`; `schedule` auto (in two phases where kernels run,
-    else read by read), one-pass, or two-phase (with backend=reference over the plain operators, on any device).
+    and where a CPU trains in fp32 what is not tiny, else read by read), one-pass, or two-phase (over the kernels; with
+    backend=reference over the plain operators, on any device).
     Attention Residuals, arXiv 2603.15031.
     """
 
@@ -171,7 +175,8 @@ class AttentionResidual(Residual):
         self.schedule: Schedule = schedule
         self.two_phase = None
         if self.phased and schedule != "one-pass":
-            self.two_phase = TwoPhase(sublayers, block, eps, reference=backend == "reference")
+            by_name = schedule == "two-phase" and backend == "auto"  # then kernels run, or say why not
+            self.two_phase = TwoPhase(sublayers, block, eps, backend="triton" if by_name else backend)
         parts: dict[str, Any] = {"query": query, "weights": weights, "key_weight": key_norm and key_weight}
         self.reads = nn.ModuleDict(
             {
@@ -237,7 +242,7 @@ class AttentionResidual(Residual):
         super().keep_only(start, stop)
         if self.two_phase is not None:
             self.two_phase = TwoPhase(
-                self.sublayers, self.block, self.eps, first=start, stop=stop, reference=self.two_phase.reference
+                self.sublayers, self.block, self.eps, first=start, stop=stop, backend=self.two_phase.backend
             )
         self.forget_layouts()
 
@@ -247,9 +252,22 @@ class AttentionResidual(Residual):
         return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or weights_held())
 
     def _runs_two_phases(self, x: Tensor) -> bool:
+        """Whether reads of a stream that begins as `x` are made in two phases."""
         if self.schedule == "two-phase":
             return self.backend == "reference" or use_triton("triton", x)
-        return use_triton(self.backend, x)
+        return use_triton(self.backend, x) or self._trains_on_cpu(x)
+
+    def _trains_on_cpu(self, x: Tensor) -> bool:
+        """Whether two phases over the plain operators beat reads one by one: on a CPU, in a pass with gradients, of a
+        model that is not tiny. Not in half precision, which would round between the phases, nor compiled, which fuses
+        each read, and would take two to three times as long to compile. Without gradients a prompt would be read faster
+        and a token by itself more slowly. Queries on another device are there because their layers are: the state will
+        not stay here."""
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+            return False
+        if not torch.is_grad_enabled() or x.numel() * self.sublayers < WORTH_TWO_PHASES:
+            return False
+        return all(parameter.device == x.device for parameter in self.reads.parameters())
 
     def _folded(self, device: torch.device | None = None) -> Tensor:
         """`folded_queries` of the reads of two phases."""

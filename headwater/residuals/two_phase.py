@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.ops.depth import reference
+from headwater.ops.routing import Backend
 
 from .base import Layout, Next, Norm, State, apply_norm
 
@@ -75,8 +76,8 @@ class Counts(NamedTuple):
 class TwoPhase:
     """The schedule for reads `first` to `stop` of `sublayers` in blocks of `block`; block=1 is the full residual.
 
-    `stop == sublayers` includes the final read. `reference`: with the plain PyTorch operators, which is how a CPU tests
-    the schedule.
+    `stop == sublayers` includes the final read. `backend`: over the kernels (triton), the plain PyTorch operators
+    (reference), or, auto, those on a GPU and these elsewhere.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class TwoPhase:
         *,
         first: int = 0,
         stop: int | None = None,
-        reference: bool = False,
+        backend: Backend = "auto",
     ) -> None:
-        self.sublayers, self.eps, self.reference = sublayers, eps, reference
+        self.sublayers, self.eps, self.backend = sublayers, eps, backend
         self.full = block == 1
         self.span = FULL_SPAN if self.full else block
         self.first = first
@@ -136,10 +137,14 @@ class TwoPhase:
         """The read after the last one of the span of sublayer i, as far as this schedule goes."""
         return min((i // self.span + 1) * self.span, self.sublayers, self.last)
 
-    def operators(self) -> Any:
-        """The module that has `score`, `mix`, `open_block` and `merge`: the kernels, or with the same signatures their
-        references."""
-        if self.reference:
+    def plain(self, x: Tensor) -> bool:
+        """Whether tensors like `x` are read by the plain operators."""
+        return self.backend == "reference" or (self.backend == "auto" and not x.is_cuda)
+
+    def operators(self, x: Tensor) -> Any:
+        """The module that has `score`, `mix`, `open_block` and `merge` for tensors like `x`: the kernels, or with the
+        same signatures their references."""
+        if self.plain(x):
             return reference
         from headwater.ops.depth import autograd
 
@@ -182,7 +187,7 @@ class TwoPhase:
         if start == len(folded):
             none = source.new_empty(*source.shape[:-1], 1, 0, dtype=torch.float32)
             return source, folded, (none,) * len(sizes)
-        return self.operators().score(source, folded, self.eps, start=start, sizes=sizes)
+        return self.operators(source).score(source, folded, self.eps, start=start, sizes=sizes)
 
     def _wait(self, outs: Tensors, lses: Tensors, queries: Tensors) -> Tensors:
         """What the reads left in a span will take, the last one's first."""
@@ -204,7 +209,7 @@ class TwoPhase:
         if not inside:
             return Span(tuple(sources), scores, folded, (), tuple(own)).pack()
         asked, *later = scores
-        outs, lses, again = self.operators().mix(sources, (asked,)) if left else ((), (), sources)
+        outs, lses, again = self.operators(asked).mix(sources, (asked,)) if left else ((), (), sources)
         span = Span(tuple(again), tuple(later), folded, self._wait(outs, lses, folded[:left].unbind(0)))
         if not self.full:
             return Span(*span[:4], (own[0],)).pack()
@@ -254,7 +259,7 @@ class TwoPhase:
         pieces, later = span.scores[::spans], tuple(piece for n, piece in enumerate(span.scores) if n % spans)
         weight, eps = folded_norm(norm)
         thread = i < self.sublayers  # after the final read nobody takes sources from here
-        operators, folded, queries = self.operators(), span.folded, ()
+        operators, folded, queries = self.operators(span.folded), span.folded, ()
         if self.full:
             outs, lses, sources = operators.mix(span.sources, pieces, weight, eps, thread=thread)
             lses = lses[1:]
@@ -272,7 +277,7 @@ class TwoPhase:
         taken = 3 + self.table["read", i].own
         out, lse, query, *partial, y = state[-taken:]
         weight, eps = folded_norm(norm)
-        x, total = self.operators().merge(
+        x, total = self.operators(y).merge(
             y, partial[0] if partial else None, out, lse, query, None, weight, eps=self.eps, norm_eps=eps
         )
         return x if weight is not None else apply_norm(norm, x), (*state[:-taken], total)
@@ -282,7 +287,7 @@ class TwoPhase:
         outputs, asked, later = span.own[:into], span.own[into : 2 * into], span.own[2 * into :]
         *waiting, out, lse = span.waiting
         weight, eps = folded_norm(norm)
-        x, again = self.operators().merge_outputs(out, outputs, (lse.view(*lse.shape, 1, 1), *asked), weight, eps)
+        x, again = self.operators(out).merge_outputs(out, outputs, (lse.view(*lse.shape, 1, 1), *asked), weight, eps)
         state = Span(*span[:3], tuple(waiting), (*again, *later)).pack()
         return x if weight is not None else apply_norm(norm, x), state
 

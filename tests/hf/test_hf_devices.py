@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from headwater.hf import convert, revert, verify
 from headwater.hf.convert.devices import execution_device
+from headwater.residuals import attention, with_options
 from headwater.residuals.two_phase import TwoPhase
 
 accelerate = pytest.importorskip("accelerate")
@@ -72,7 +73,7 @@ def test_only_sources_go_to_another_device(residual, monkeypatch):
     """What the kernels keep beside them stays: they may not run there."""
     model = reference(residual)
     inner = model.model.residual
-    two_phase = TwoPhase(inner.sublayers, inner.block, inner.eps, reference=True)
+    two_phase = TwoPhase(inner.sublayers, inner.block, inner.eps, backend="reference")
     monkeypatch.setattr(inner, "two_phase", two_phase)
     monkeypatch.setattr(inner, "begin", lambda x: two_phase.begin(x, inner._folded(x.device)))
     seen = []
@@ -105,6 +106,27 @@ def test_offloaded_before_and_after_the_conversion(residual, tmp_path):
     assert verify(before, expected, tokens()).equal
     revert(before)
     assert verify(before, tiny_model("llama"), tokens()).equal
+
+
+@pytest.mark.parametrize("residual", ["attnres-block:block=3", "attnres-full"])
+def test_a_residual_between_offloaded_layers_trains_as_one_by_one(residual, tmp_path, monkeypatch):
+    """In two phases: its own parameters are not offloaded."""
+    gradients, reads = [], []
+    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
+    read = TwoPhase.read
+    monkeypatch.setattr(TwoPhase, "read", lambda self, *args: (reads.append(1), read(self, *args))[1])
+    for offload, schedule in ((True, "auto"), (False, "one-pass")):
+        model = tiny_model("llama")
+        places = layers("cpu", "disk", "cpu", "disk") | dict.fromkeys(EVERYWHERE, "cpu")
+        if offload:
+            accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+        convert(model, with_options(residual, schedule=schedule))
+        stir(model, 0.2)
+        model(tokens(), use_cache=False, labels=tokens()).loss.backward()
+        gradients.append({name: p.grad for name, p in model.model.residual.named_parameters()})
+    assert len(reads) == 9
+    for name, expected in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], expected, atol=1e-6, rtol=1e-4, msg=name)
 
 
 def test_a_saved_model_loads_with_a_device_map(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from headwater.models import Decoder, ModelConfig
 from headwater.models.generate import generate
-from headwater.residuals import AttentionResidual, build, record, with_options
+from headwater.residuals import AttentionResidual, attention, build, record, with_options
 from headwater.residuals.record import replay
 
 SPECS = ["attnres-block:block=3", "attnres-block:block=8", "attnres-full"]  # 3: the last block is partial
@@ -18,11 +18,15 @@ def phased(spec):
     return with_options(spec, schedule="two-phase", backend="reference")
 
 
-def models_of(spec):
+def one_by_one(spec):
+    return with_options(spec, schedule="one-pass")
+
+
+def models_of(spec, other=phased):
     """The same weights twice: read by read, and in two phases."""
     shape = {"vocab_size": 40, "dim": 24, "layers": 5, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 32}
     torch.manual_seed(0)
-    one, two = (Decoder(ModelConfig(**shape, residual=s)) for s in (spec, phased(spec)))
+    one, two = (Decoder(ModelConfig(**shape, residual=s)) for s in (one_by_one(spec), other(spec)))
     with torch.no_grad():
         for p in one.parameters():
             p.add_(torch.randn(p.shape) * 0.2)
@@ -39,8 +43,10 @@ def results_of(model, tokens):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_it_is_the_same_network(spec):
-    (one, two), tokens = models_of(spec), torch.randint(0, 40, (2, 7))
+@pytest.mark.parametrize("other", [phased, str], ids=["by name", "by default"])
+def test_it_is_the_same_network(spec, other, monkeypatch):
+    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
+    (one, two), tokens = models_of(spec, other), torch.randint(0, 40, (2, 7))
     for mine, other in zip(results_of(two, tokens), results_of(one, tokens), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
     text = generate(one, tokens, 9, temperature=0.0)
@@ -91,7 +97,7 @@ def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
     """Every pair of cuts: inside a block, between two, before the last sublayer. Values, and the gradient of every
     parameter and source."""
     sublayers = 10
-    whole, outputs = scattered(spec, sublayers), torch.randn(sublayers + 1, 2, 16)
+    whole, outputs = scattered(one_by_one(spec), sublayers), torch.randn(sublayers + 1, 2, 16)
     leaves = [o.requires_grad_() for o in outputs.unbind(0)]
     end = whole.end(drive(whole, whole.begin(leaves[0]), 0, sublayers, leaves))
     wanted = torch.autograd.grad(end.square().sum(), [*leaves, *whole.parameters()])
@@ -114,6 +120,43 @@ def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
         found = torch.autograd.grad(last.square().sum(), [*leaves, *(held[name] for name in names)])
         for mine, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, other, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_cpu_takes_two_phases_to_train_in_fp32(spec):
+    """Elsewhere its sources alone are the state: reads are made one by one."""
+
+    def phases(dtype=torch.float32, tokens=4096, **options):
+        x = torch.zeros(tokens, 16, dtype=dtype)
+        residual = build(with_options(spec, **options), 16, 10)
+        state = residual.begin(x)
+        state = residual.write(residual.read(state, 0)[1], 0, x)
+        return residual.two_phase is not None and residual.two_phase.holds(state, "read", 1)
+
+    assert phases()
+    assert phases(backend="reference")
+    assert not phases(tokens=2048)
+    assert not phases(schedule="one-pass")
+    assert not phases(window=2)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert not phases(dtype)
+    with torch.no_grad():
+        assert not phases()
+        assert phases(schedule="two-phase", backend="reference")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_compiled_pass_reads_one_by_one(spec):
+    residual = build(spec, 16, 10)
+    assert len(torch.compile(residual.begin, backend="eager", fullgraph=True)(torch.zeros(4096, 16))) == 1
+    assert len(residual.begin(torch.zeros(4096, 16))) > 1
+
+
+def test_queries_on_another_device_stay_there():
+    """Of a model over several devices: read 9 is made where its layer is."""
+    residual = build("attnres-block:block=3", 16, 10)
+    residual.reads["9"].to("meta")
+    assert len(residual.begin(torch.zeros(4096, 16))) == 1
 
 
 def test_a_schedule_asked_for_by_name_runs_or_says_why_not():

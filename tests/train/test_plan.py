@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.models import ModelConfig
+from headwater.residuals import attention
 from headwater.train.config import Config, ParallelSettings, TrainSettings
 from headwater.train.distributed.plan import in_flight, make_plan
 from headwater.train.loop import accumulate, update
@@ -41,7 +42,7 @@ class Live(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("residual", ["standard", "attnres-block:block=4", "hyper-connections"])
+@pytest.mark.parametrize("residual", ["standard", "attnres-block:block=4", "attnres-full", "hyper-connections"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_a_real_step_is_within_a_tenth(tmp_path, residual, checkpointing):
     config = tiny(tmp_path, residual=residual, batch_size=32, checkpoint_activations=checkpointing)
@@ -57,7 +58,8 @@ def test_the_peak_of_a_real_step_is_within_a_tenth(tmp_path, residual, checkpoin
     assert plan.peak(checkpointing) == pytest.approx(live.peak, rel=0.1)
 
 
-def test_bytes_and_bubble_of_a_grid():
+def test_bytes_and_bubble_of_a_grid(monkeypatch):
+    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)  # sources alone are sent, however a stage reads them
     model = ModelConfig(
         vocab_size=64, dim=16, layers=8, heads=2, mlp_dim=32, context=8, residual="attnres-block:block=2"
     )

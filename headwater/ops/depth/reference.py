@@ -34,6 +34,16 @@ def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor
     return query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
 
 
+def key_scale(source: Tensor, eps: float) -> Tensor:
+    """What a key's norm multiplies a source (..., D) by, (..., 1).
+
+    By its length: on a CPU 1.6 times as fast, forward and backward, as the mean of its squares. `vecdot` is as fast,
+    and a matrix product, which autocast and TF32 would round.
+    """
+    length = torch.linalg.vector_norm(source, dim=-1, keepdim=True)
+    return torch.rsqrt(length.square() / source.shape[-1] + eps)
+
+
 def stack_wide(sources: Sequence[Tensor]) -> Tensor:
     """N sources (..., D) as one tensor (N, ..., D) in the dtype that sums are computed in."""
     return torch.stack([source.to(accumulation_dtype(source.dtype)) for source in sources])
@@ -60,7 +70,7 @@ def depth_logits(
     else:
         logits = (stack * folded).unflatten(-1, (heads, -1)).sum(-1)  # (N, ..., H)
     if key_norm:
-        logits = logits * torch.rsqrt(stack.square().mean(-1, keepdim=True) + eps)
+        logits = logits * key_scale(stack, eps)
     return logits
 
 
@@ -96,9 +106,8 @@ def attend_blocks(
     """Phase 1 of queries (S, D): outputs (S, ..., D) and log-sum-exps (S, ...)."""
     stack = stack_wide(sources)
     folded = fold(queries, key_weights, stack.dtype)
-    scale = torch.rsqrt(stack.square().mean(-1, keepdim=True) + eps)  # (N, ..., 1)
     with full_precision(stack):
-        logits = ((stack @ folded.T) * scale).movedim(-1, 0)  # (S, N, ...)
+        logits = ((stack @ folded.T) * key_scale(stack, eps)).movedim(-1, 0)  # (S, N, ...)
         out = torch.einsum("sn...,n...d->s...d", logits.softmax(1), stack)
     return out.to(sources[0].dtype), logits.logsumexp(1)
 
@@ -117,8 +126,8 @@ def merge_partial(
     p, o = partial.to(dtype), out.to(dtype)
     folded = fold(query, key_weight, dtype)
     with full_precision(p):
-        logit = (p @ folded) * torch.rsqrt(p.square().mean(-1) + eps)  # (...)
-    rest, share = shares((logit - lse.to(dtype)).unsqueeze(-1))
+        logit = (p @ folded).unsqueeze(-1) * key_scale(p, eps)  # (..., 1)
+    rest, share = shares(logit - lse.to(dtype).unsqueeze(-1))
     merged = rest * o + share * p  # not o + b (p - o): p may be far smaller than o
     if norm_weight is not None:
         merged = rms_norm(merged, norm_weight, eps)
@@ -132,7 +141,7 @@ def score(
     queries from `start` on, in pieces (..., 1, size), one by default."""
     v, queries = source.to(accumulation_dtype(source.dtype)), folded[start:]
     with full_precision(v):
-        z = (v @ queries.to(v.dtype).T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+        z = (v @ queries.to(v.dtype).T) * key_scale(v, eps)
     return source, folded, z.unsqueeze(-2).split([len(queries)] if sizes is None else list(sizes), -1)
 
 

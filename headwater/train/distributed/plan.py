@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,12 +44,15 @@ class Footprint:
     """One micro-batch through the whole depth: what each sublayer, and last the head, keeps for its backward."""
 
     states: States
+    held: tuple[Kept, ...]
+    """What the state before each sublayer is held in; last the one after all."""
     kept: tuple[Kept, ...]
     parameters: tuple[int, ...]
     """Of each sublayer with its part of the residual; then of norm and head."""
     bodies: tuple[int, ...]
     """Of these, the ones of attention or MLP that one rank of tensor parallelism has; last none."""
     embedding: int
+    tokens: int
     exchanged: tuple[int, ...]
     """Bytes that a rank of tensor parallelism sends in each sublayer, forward."""
 
@@ -70,10 +74,10 @@ class Pretended(Exchange):
 
 
 def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tensor: int = 1) -> Footprint:
-    """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels. `tensor`:
-    ranks that share a window, of which one is traced."""
+    """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels; else they
+    are made as a step on a CPU makes them. `tensor`: ranks that share a window, of which one is traced."""
     with without_data(), torch.autocast("cpu", torch.bfloat16, enabled=half):
-        model = Decoder(one_pass(config))
+        model = Decoder(one_pass(config) if fused else config)
         exchange = Pretended(tensor)
         if tensor > 1:
             divide_parameters(model, lambda parameter, placement: share(parameter, tensor, placement))
@@ -93,8 +97,10 @@ def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tenso
         kept.append(found)
         counts = _parameters(model)
         del loss
+        held = tuple({storage_key(t): t.untyped_storage().nbytes() for t in state} for state in states)
         inside = (*(sum(p.numel() for p in body.parameters()) for body in bodies(model)), 0)
-    return Footprint(name_states(states), tuple(kept), counts, inside, model.embedding.weight.numel(), tuple(sent))
+    sizes = model.embedding.weight.numel(), tokens.numel()
+    return Footprint(name_states(states), held, tuple(kept), counts, inside, *sizes, tuple(sent))
 
 
 @contextmanager
@@ -182,11 +188,13 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
         raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
     if tensor > 1:
         refuse_undivided(model, tensor, shards)
-    found = footprint(model, config.train.batch_size // (micros * data), half=half, fused=fused, tensor=tensor)
+    trace = partial(footprint, batch=config.train.batch_size // (micros * data), half=half, fused=fused, tensor=tensor)
+    found = trace(model)
+    crossing = found.states if pipeline == 1 or fused else trace(one_pass(model)).states
     with torch.device("meta"):
         residual = build(model.residual, model.dim, model.sublayers, model.kinds)
     bounds = cut(residual, pipeline * chunks, settings.cuts)
-    plan = hops(found.states, bounds, pipeline, cache=settings.block_cache)
+    plan = hops(crossing, bounds, pipeline, cache=settings.block_cache)
     ranks = []
     for rank in range(pipeline):
         stages = range(rank, pipeline * chunks, pipeline)
@@ -197,7 +205,7 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
         repeated = micros > 1 or chunks > 1  # a backward finds the gradients of another one
         ranks.append(_rank_plan(found, model, rank, places, ends, (shards, tensor), flight, sends, repeated))
     bubble = 0.0 if pipeline == 1 else (pipeline - 1) / (micros * chunks + pipeline - 1)
-    naive = hops(found.states, bounds, pipeline, cache=False)
+    naive = hops(crossing, bounds, pipeline, cache=False)
     return Plan(tuple(ranks), bubble, *(tuple(h.bytes for h in p[1:]) for p in (plan, naive)))
 
 
@@ -219,11 +227,11 @@ def _rank_plan(
     (first, last), (shards, tensor) = ends, divided
     parameters = sum(found.parameters[i] for i in places) + first * found.embedding
     parameters += last * (found.parameters[-1] - (first and model.tie_embeddings) * found.embedding)
-    state = {slot.key: slot.bytes for i in places for slot in found.states[i]}
+    state = {key: size for i in places for key, size in found.held[i].items()}
     kept = {key: size for i in places for key, size in found.kept[i].items()}
     head = sum(found.kept[-1].values()) if last else 0
-    largest = max(sum(found.kept[i].values()) + sum(slot.bytes for slot in found.states[i]) for i in places)
-    logits = 4 * found.states[0][0].shape[:2].numel() * model.vocab_size
+    largest = max(sum(found.kept[i].values()) + sum(found.held[i].values()) for i in places)
+    logits = 4 * found.tokens * model.vocab_size
     inside = sum(found.bodies[i] for i in places)
     outside = parameters - inside  # embedding, norms, residual, head: divided over all ranks with other tokens
     held = inside / shards + outside / (shards * tensor)
