@@ -143,9 +143,9 @@ def paper_traffic(residual: Residual) -> float | None:
 class _Ledger(TorchDispatchMode):
     """Adds up the elements that operators read and write, views and parameters aside, and notes which storages."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, constant: set[int]) -> None:
         super().__init__()
-        self.constant = {_storage(p) for p in parameters}
+        self.constant = constant  # storages of parameters
         self.touched: set[int] = set()
         self.elements = 0
 
@@ -168,11 +168,12 @@ def _traffic(residual: Residual) -> tuple[float, float, float]:
     unit = TOKENS * residual.dim
     sources = torch.randn(residual.sublayers + 1, 1, TOKENS, residual.dim)
     state, stored, least, eager = residual.begin(sources[0].clone()), 0, 0, 0
+    constant = {_storage(p) for p in residual.parameters()}
 
     def measure(call: Callable[..., Any], state: State, *rest: Any) -> Any:
         nonlocal stored, least, eager
         before = {_storage(t): _stored(t) for t in _tensors((state, rest))}
-        with _Ledger(residual.parameters()) as ledger:
+        with _Ledger(constant) as ledger:
             result = call(state, *rest)
         after = {_storage(t): _stored(t) for t in _tensors(result)}
         least += sum(size for storage, size in before.items() if storage in ledger.touched)

@@ -1,5 +1,6 @@
 """Converted models of every dtype, saved here and loaded in a new process: whose caches are empty, as a user's are."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -70,16 +71,22 @@ json.dump(found, open("found.json", "w"))
 """
 
 
+@functools.cache
+def save_plain(base: Path, model_type: str, stored: str, layers: int | None) -> type:
+    """The class of a plain model, which is saved."""
+    plain = tiny_model(model_type, **({} if layers is None else {"num_hidden_layers": layers}))
+    plain.to(getattr(torch, stored)).save_pretrained(base)
+    return type(plain)
+
+
 def saved(case: Case, root) -> tuple[torch.Tensor, list[int], list[str]]:
     """What the model gives as it is loaded, its reads with a folded norm, and its sites; the model is saved.
 
     The plain one is loaded as a user has it: `model.bfloat16()` would also round the frequencies of rotary embeddings.
     """
     base = root / "plain" / f"{case.model_type}-{case.stored}-{case.layers}"
-    plain = tiny_model(case.model_type, **({} if case.layers is None else {"num_hidden_layers": case.layers}))
-    if not base.exists():
-        plain.to(getattr(torch, case.stored)).save_pretrained(base)
-    load = type(plain).from_pretrained  # not Auto's: other tests import fla, whose models take names of transformers'
+    # Not Auto's: other tests import fla, whose models take names of transformers'.
+    load = save_plain(base, case.model_type, case.stored, case.layers).from_pretrained
     model = load(base, dtype=getattr(torch, case.stored))
     convert(model, case.residual, check=False)  # whether it computes the same is test_hf_architectures.py's
     stir(model, 0.1)
