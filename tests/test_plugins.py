@@ -13,7 +13,8 @@ from tinyrun import tiny
 
 from headwater.cli import main
 from headwater.errors import UserError
-from headwater.residuals import StreamResidual, build, names, pinned, register, registry
+from headwater.residuals import StandardResidual, StreamResidual, build, names, pinned, register, registry
+from headwater.residuals.plugins import flags_for
 from headwater.train import compare
 from headwater.train.comparison import job_of
 from headwater.train.config import asdict
@@ -200,3 +201,16 @@ def test_a_class_without_a_docstring_has_a_row_in_the_table(site, capsys):
     register("bare")(Bare)
     assert main(["residuals", "bare"]) == 0
     assert "bare" in capsys.readouterr().out
+
+
+def test_an_interrupted_comparison_names_the_module_in_the_command_that_goes_on(site, tmp_path, monkeypatch):
+    """compare.json keeps residuals as they were written, so that without the flag nobody knows the name."""
+
+    def interrupted(*_, go_on, **__):
+        raise UserError(go_on)
+
+    monkeypatch.setattr("headwater.train.comparison.run_all", interrupted)
+    register("elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
+    with pytest.raises(UserError, match=r"--out \S+ --plugin elsewhere --resume"):
+        compare(tiny(tmp_path), tmp_path / "out", residuals=["standard", "elsewhere"], seeds=[0])
+    assert flags_for(["b", None, "a.c", "__main__", "b"]) == " --plugin a.c --plugin b"

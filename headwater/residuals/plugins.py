@@ -41,6 +41,11 @@ def import_plugins(modules: Iterable[str]) -> None:
             ) from None
 
 
+def flags_for(modules: Iterable[str | None]) -> str:
+    """The end of a command that imports these again. None is headwater itself; a script has no name to import."""
+    return "".join(f" --plugin {module}" for module in sorted({*modules} - {None, "__main__"}, key=str))
+
+
 @lru_cache(maxsize=1)
 def load_entry_points() -> None:
     """Import what installed packages register; once, when a name is asked for that nobody knows, or all names are."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headwater.errors import UserError
+from headwater.residuals.plugins import flags_for
 from headwater.tables import fitting
 from headwater.train.arms import parse_arm
 from headwater.train.config import OUTER, Config, check, differences
@@ -70,7 +71,8 @@ def compare(
         try_out(residuals, config, data)
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
-        failures = run_all(list(runs.values()), jobs, console, go_on=f"headwater compare --out {out}{RESUME}")
+        command = f"headwater compare --out {out}" + flags_for(run.plugin for run in runs.values())
+        failures = run_all(list(runs.values()), jobs, console, go_on=command + RESUME)
         done = {place: run for place, run in runs.items() if run.finished}
         finished = {place: TrainResult.read(run.folder) for place, run in done.items()}
         company = {spec: side_by_side([run for (s, _), run in done.items() if s == spec]) for spec in residuals}
@@ -82,7 +84,7 @@ def compare(
         listing = "\n  ".join(failures)
         raise UserError(
             f"{len(failures)} of {len(runs)} runs failed:\n  {listing}\n"
-            f"The others are kept. Mend the cause and go on with: headwater compare --out {out} --resume"
+            f"The others are kept. Mend the cause and go on with: {command} --resume"
         )
     return result
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.residuals import plugin_of
+from headwater.residuals.plugins import flags_for
 from headwater.train.balance import balance
 from headwater.train.checkpoint.folder import last_good
 from headwater.train.config import Config, check
@@ -108,7 +110,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
                 if asked and not last:
                     run.saver.wait()
                     interruption.signum = asked
-                    go_on = f"headwater train --out {out}{RESUME}"
+                    go_on = f"headwater train --out {out}{flags_for([plugin_of(config.model.residual)])}{RESUME}"
                     raise interruption.error(f"step {number} of {settings.steps}", go_on)
         return finish(run)
 

@@ -34,6 +34,7 @@ from typing import Any
 from rich.console import Console
 
 from headwater.errors import UserError, nearest
+from headwater.residuals.plugins import flags_for
 from headwater.train.config import Config, check, differences, override
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
@@ -91,6 +92,7 @@ def study(
     console = Console(quiet=not progress)
     plan = read_recipe(Path(recipe))
     go_on = f"headwater study {recipe}" + ("" if out is None else f" --out {out}")
+    go_on += flags_for(plugin_for(config.model.residual) for config in plan.runs.values())
     out = Path("runs") / plan.name if out is None else Path(out)
     with locked(out):
         (out / "settings").mkdir(exist_ok=True)
