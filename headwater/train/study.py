@@ -126,7 +126,9 @@ def read_recipe(path: Path) -> Recipe:
         if key not in KEYS:
             raise UserError(f"{path}: unknown key {key!r}; {nearest(key, KEYS)}")
     name, tables = values.get("name", path.stem), values.get("runs")
-    if not isinstance(tables, list) or not tables:
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{path}: name must be a word, which its folder has under runs/; got {name!r}")
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise UserError(f"{path}: needs at least one table [[runs]] with lists of settings")
     jobs, keep = values.get("jobs", 1), values.get("keep_weights", False)
     if type(jobs) is not int or jobs < 1 or type(keep) is not bool:
@@ -134,6 +136,9 @@ def read_recipe(path: Path) -> Recipe:
     base = override(Config(), values.get("config", {}), f"{path}: config")
     runs: dict[str, Config] = {}
     for table in tables:
+        for key, value in table.items():
+            if value == []:
+                raise UserError(f"{path}: runs: the list of {key} is empty, so there is nothing to run")
         for choice in products(table):
             config, folder = config_of(base, choice, f"{path}: runs"), folder_name(choice)
             if runs.get(folder, config) != config:
@@ -156,12 +161,18 @@ def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
     for key, value in choice.items():
         if key != RATIO:
             section, dot, name = key.partition(".")
+            if isinstance(value, dict):  # TOML takes a dot without quotes for a table
+                inner = next(iter(value), "...")
+                raise UserError(f'{where}: write the section and the setting in quotes: "{key}.{inner}" = ...')
             if not dot:
                 raise UserError(f'{where}: {key!r} must name its section, for example "optim.{key}"; or be {RATIO!r}')
             nested.setdefault(section, {})[name] = value
     config = override(base, nested, where)
     if RATIO in choice:
-        config = replace(config, train=replace(config.train, steps=steps_for(config, float(choice[RATIO]))))
+        ratio = choice[RATIO]
+        if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
+            raise UserError(f"{where}: {RATIO} must be a number above zero; got {ratio!r}")
+        config = replace(config, train=replace(config.train, steps=steps_for(config, ratio)))
     return check(config)
 
 
@@ -246,4 +257,5 @@ def describe(result: StudyResult) -> str:
         return text
     if result.seconds is None:
         return f"{text}; how long the others take is known when one is done"
-    return f"{text}; about {result.seconds / 60:.0f} minutes for the {left} that are left"
+    minutes = "less than a minute" if result.seconds < 60 else f"about {result.seconds / 60:.0f} minutes"
+    return f"{text}; {minutes} of training for the {left} that are left"

@@ -15,7 +15,7 @@ from headwater.cli import main
 from headwater.errors import UserError
 from headwater.residuals import StandardResidual, register
 from headwater.train.loop import train
-from headwater.train.study import read_recipe, steps_for, study
+from headwater.train.study import StudyResult, describe, read_recipe, steps_for, study
 
 RECIPE = """
 name = "pair"
@@ -106,6 +106,13 @@ def test_two_runs_that_would_share_a_folder_are_refused(recipe):
         ("nmae = 1", "unknown key 'nmae'; did you mean 'name'"),
         ("name = 'x'", r"needs at least one table \[\[runs\]\]"),
         ("[[runs]]\nlr = [1.0]", "'lr' must name its section"),
+        ("[[runs]]\noptim.lr = [1.0]", 'write the section and the setting in quotes: "optim.lr" = '),
+        ("[[runs]]\n'optim.lr' = []", "the list of optim.lr is empty"),
+        ("[[runs]]\ntokens_per_parameter = 'many'", "tokens_per_parameter must be a number above zero; got 'many'"),
+        ("[[runs]]\ntokens_per_parameter = [-1]", "tokens_per_parameter must be a number above zero; got -1"),
+        ("[[runs]]\ntokens_per_parameter = inf", "tokens_per_parameter must be a number above zero; got inf"),
+        ("runs = [1, 2]", r"needs at least one table \[\[runs\]\]"),
+        ("name = ['x']\n[[runs]]\n'optim.lr' = 1.0", r"name must be a word, .*; got \['x'\]"),
         ("[[runs]]\n'optim.rate' = [1.0]", "unknown key 'rate'"),
         ("[[runs]]\n'optim.lr' = ['fast']", "lr must be a number; got 'fast'"),
         ("jobs = 0\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a number from 1"),
@@ -212,6 +219,17 @@ def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, m
     study(recipe, tmp_path / "elsewhere")
     assert main(shlex.split(said[0])[1:]) == 0
     assert said == [f"headwater study {recipe} --out {tmp_path / 'elsewhere'}"] * 2
+    with without_plugins():
+        register("from-elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
+        recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere", "from-elsewhere"'))
+        study(recipe, tmp_path / "other")
+    assert said[-1] == f"headwater study {recipe} --out {tmp_path / 'other'} --plugin elsewhere"
+
+
+def test_what_is_left_is_never_said_to_take_no_time(tmp_path):
+    said = [describe(StudyResult(tmp_path, {}, ("a", "b"), seconds)) for seconds in (20.0, 200.0)]
+    assert said[0].endswith("; less than a minute of training for the 2 that are left")
+    assert said[1].endswith("; about 3 minutes of training for the 2 that are left")
 
 
 @pytest.mark.parametrize("tied", [False, True])
