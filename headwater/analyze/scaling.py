@@ -124,6 +124,9 @@ def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DR
     if baseline not in points:
         raise UserError(f"no runs of the baseline '{baseline}'. There are: {', '.join(points)}")
     plain = points[baseline]
+    if few := {name: len(at) for name, at in points.items() if len(at) < 3}:
+        counts = ", ".join(f"{name} has {count}" for name, count in few.items())
+        raise UserError(f"a scaling fit needs runs of each residual at three budgets at least: {counts}")
     found = []
     for name, at in points.items():
         fits = _fit_points(at), _fit_points(plain)
@@ -225,9 +228,10 @@ def points_of(
         near = next((b for b in budgets if abs(math.log(b / c)) < NEAR), c)
         if (other := known.setdefault((run.residual, near, run.seed), run)) is not run:
             keys = differing([flatten(each.config) for each in (other, run)])
+            told = ", ".join(keys) or "nothing, so name its folder once"
             raise UserError(
                 f"{other.name} and {run.name} are both {run.residual} at {c:.3g} operations with seed {run.seed}: a "
-                f"fit takes one run for each seed; they differ in {', '.join(keys) or 'nothing'}"
+                f"fit takes one run for each seed; they differ in {told}"
             )
         budgets[near][run.seed] = value
     return {name: dict(budgets) for name, budgets in found.items()}
@@ -247,7 +251,7 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
         seeds = "1 seed" if fewest == 1 else f"{fewest} seeds"
         lines.append(
             f"{scaling.residual}: L = {curve.floor:.4f} + {curve.scale:.4f} (C / {curve.unit:.3g})^-{curve.alpha:.3f}"
-            f"  ({_reach(scaling.alpha)}{len(scaling.points)} budgets, {seeds} at least)"
+            f"  ({_edge(curve.alpha)}{_reach(scaling.alpha)}{len(scaling.points)} budgets, {seeds} at least)"
         )
         if scaling.residual != baseline:
             for budget, interval in scaling.multipliers.items():
@@ -299,6 +303,10 @@ def _words(interval: Interval) -> str:
         return f"{interval.value:.3f} times the compute (one seed: no interval)"
     told = "" if interval.low > 1 or interval.high < 1 else ", not told apart from 1"
     return f"{interval.value:.3f} times the compute ({interval.low:.3f} to {interval.high:.3f}{told})"
+
+
+def _edge(alpha: float) -> str:
+    return "" if ALPHAS[0] < alpha < ALPHAS[-1] else "alpha is the edge of what is tried, so not known; "
 
 
 def _reach(alpha: Interval) -> str:

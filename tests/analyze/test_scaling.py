@@ -128,6 +128,8 @@ def test_points_are_operations_times_tokens():
     assert points_of(runs[:1], "loss") == {"a": {10_000: {0: 9.0}}}
     with pytest.raises(UserError, match=r"a-2.0 and a-5.0 are both a at .* with seed 0: .* they differ in optim.lr"):
         points_of([*runs, run("a", 10, 2000, 5.0, lr=2e-3)])
+    with pytest.raises(UserError, match="they differ in nothing, so name its folder once"):
+        points_of([runs[0], run("a", 10, 1000, 1.0)])
 
 
 def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
@@ -138,8 +140,18 @@ def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
     assert re.search(r"operations: as standard with \d\.\d+ times the compute \(", text)
     with pytest.raises(UserError, match="three budgets at least, and got 2"):
         fit([1, 2, 2], [3.0, 2.0, 2.1])
+    few = {c: points["same"][c] for c in BUDGETS[:2]}
+    with pytest.raises(UserError, match=r"of each residual at three budgets at least: short has 2$"):
+        compare_scaling({**points, "short": few}, "standard")
     with pytest.raises(UserError, match="no runs of the baseline 'plain'"):
         compare_scaling(points, "plain")
+
+
+@pytest.mark.parametrize("alpha", [0.001, 0.25, 9.0])
+def test_an_exponent_that_the_search_ends_with_is_said_to_be_unknown(alpha):
+    curve = Fit(floor=1.2, scale=0.4, alpha=alpha, unit=1e16)
+    text = table(compare_scaling({"standard": sampled(curve, 0.0, 1)}, "standard"), "standard")
+    assert ("alpha is the edge of what is tried, so not known" in text) == (alpha != 0.25)
 
 
 def test_the_plot_has_a_dot_for_each_run_the_curves_and_what_each_is_worth_with_its_interval(tmp_path):
