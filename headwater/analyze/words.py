@@ -12,13 +12,19 @@ from headwater.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, min
 
 
 def headline(groups: list[Group]) -> str:
-    rivals = [group.label for group in groups if group.baseline is not group]
+    rivals = [group for group in groups if group.baseline is not group]
     bases = [group.label for group in groups if group.baseline is group]
     if len(groups) == 1:
         return groups[0].label
     if len(groups) > 4:
-        return f"{len(rivals)} residuals against {join(bases)}" if len(bases) == 1 else f"{len(groups)} residuals"
-    return f"{join(rivals)} against {join(bases)}" if bases and rivals else join([group.label for group in groups])
+        return f"{many(rivals)} against {join(bases)}" if len(bases) == 1 else many(groups)
+    names = join([group.label for group in rivals])
+    return f"{names} against {join(bases)}" if bases and rivals else join([group.label for group in groups])
+
+
+def many(groups: list[Group]) -> str:
+    """Residuals, or arms where some have one residual and differ in other settings: sizes, learning rates."""
+    return f"{len(groups)} {'residuals' if len({group.residual for group in groups}) == len(groups) else 'arms'}"
 
 
 def findings(groups: list[Group]) -> list[str]:
@@ -55,7 +61,7 @@ def tally(rivals: list[Group]) -> str:
     said = {LOWER: "end lower", HIGHER: "end higher", UNTOLD: "are not told apart", ONE_SEED: "have one seed"}
     bases = list(dict.fromkeys(group.baseline.label for group in rivals if group.baseline is not None))
     parts = [f"{verdicts[verdict]} {words}" for verdict, words in said.items() if verdicts[verdict]]
-    return f"Of {len(rivals)} residuals against {join(bases)}, {join(parts)}. The lowest three:"
+    return f"Of {many(rivals)} against {join(bases)}, {join(parts)}. The lowest three:"
 
 
 def interval(paired: Paired) -> str:

@@ -169,6 +169,15 @@ def test_the_first_lines_name_the_lowest_of_many(tmp_path):
     assert "Of 6 residuals against standard, 3 end lower and 3 end higher. The lowest three:" in words
 
 
+def test_one_residual_in_several_sizes_is_counted_once(tmp_path):
+    for layers in (1, 2, 3):
+        for residual in ("standard", "rezero", "highway"):
+            make_run(tmp_path / "runs" / f"{residual}-{layers}", residual, seed=0, layers=layers, steps=5)
+    page = write_report([tmp_path]).read_text()
+    assert "<title>9 arms" in page
+    assert "Of 6 arms against standard, layers 1" in visible(page)
+
+
 def test_seeds_and_intervals_are_drawn_on_one_scale(tmp_path):
     losses = {"standard": [2.0, 2.0, 2.0], "rezero": [1.9, 1.92, 1.94], "highway": [2.1, 2.0, 2.05]}
     page = write_report([arms(tmp_path / "c", losses)]).read_text()
