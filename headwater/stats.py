@@ -108,8 +108,9 @@ def limits(seeds: int, comparisons: int = 1) -> str:
             "Three seeds or more can."
         )
     given = f"{seeds} seeds" + (f" and {comparisons} residuals" if comparisons > 1 else "")
-    more = f"; with five seeds, {reach(5, comparisons):.2g} times would do" if seeds < 5 else ""
-    needed = f"when it exceeds {reach(seeds, comparisons):.2g} times the spread of its pairs{more}"
+    now, then = (f"{float(f'{reach(count, comparisons):.2g}'):g}" for count in (seeds, 5))  # 130, not 1.3e+02
+    more = f"; with five seeds, {then} times would do" if seeds < 5 else ""
+    needed = f"when it exceeds {now} times the spread of its pairs{more}"
     return f"With {given}, a difference is told from chance {needed}."
 
 

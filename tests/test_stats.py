@@ -84,6 +84,7 @@ def test_what_seeds_can_tell_is_said_in_words():
     assert "cannot tell any difference" in limits(1, 2)
     told = "a difference is told from chance when it exceeds {} times the spread of its pairs"
     assert limits(2, 2) == f"With 2 seeds and 2 residuals, {told.format(18)}; with five seeds, 1.6 times would do."
+    assert "exceeds 130 times" in limits(2, 14)
     assert limits(5) == f"With 5 seeds, {told.format(1.2)}."
     assert reach(3, 2) == pytest.approx(6.205346817 / math.sqrt(3))
 

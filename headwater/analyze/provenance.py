@@ -15,6 +15,7 @@ def facts(groups: list[Group]) -> str:
     model that reads a prompt has no corpus."""
     runs = [run for group in groups for run in group.runs]
     counts = {len(group.runs) for group in groups}
+    last = max(run.written for run in runs)
 
     def each(describe: Callable[[RecordedRun], str]) -> str:
         return " or ".join(unique([said for run in runs if (said := describe(run))], 3))
@@ -29,7 +30,7 @@ def facts(groups: list[Group]) -> str:
         "Runs": f"{sum(run.summary is not None for run in runs)} of {len(runs)} finished, {side_by_side(groups)}",
         "Device": each(lambda run: made_with(run, "device")),
         "Versions": each(versions),
-        "Last written": max(run.written for run in runs).strftime("%Y-%m-%d %H:%M UTC"),
+        "Last written": last.strftime("%Y-%m-%d %H:%M UTC") if last.timestamp() else "",  # archives may drop times
     }
     return definitions({name: said for name, said in rows.items() if said})
 
@@ -96,6 +97,8 @@ def commands(folders: list[Path]) -> list[str]:
 
 def command(folder: Path) -> str:
     name = folder.resolve().name
+    if not any((folder / record).is_file() for record in ("compare.json", "config.json")):  # a study's folder
+        return shlex.join(["headwater", "study", "RECIPE", "--out", f"{name}-again"])
     if not (folder / "compare.json").is_file():
         return shlex.join(["headwater", "train", "--config", f"{name}/config.json", "--out", f"{name}-again"])
     saved = read_object(folder / "compare.json")

@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -176,6 +177,15 @@ def test_one_residual_in_several_sizes_is_counted_once(tmp_path):
     page = write_report([tmp_path]).read_text()
     assert "<title>9 arms" in page
     assert "Of 6 arms against standard, layers 1" in visible(page)
+    assert f"headwater study RECIPE --out {tmp_path.name}-again" in visible(page)
+
+
+def test_a_time_that_an_archive_has_dropped_is_not_shown(tmp_path):
+    run = make_run(tmp_path / "run", layers=1, steps=5)
+    assert "Last written" in said_of(run)
+    for path in run.rglob("*"):
+        os.utime(path, (0, 0))
+    assert "Last written" not in said_of(run)
 
 
 def test_seeds_and_intervals_are_drawn_on_one_scale(tmp_path):
