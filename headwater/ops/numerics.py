@@ -34,7 +34,8 @@ def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def rms_scale(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """What RMSNorm multiplies x by, (..., 1)."""
+    """What RMSNorm multiplies x by, (..., 1). Not by the length of x, which a CPU has sooner: where x is zero, that has
+    no second derivative."""
     return torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
 
 

@@ -226,7 +226,8 @@ class AttentionResidual(Residual):
         return self._weights_of(stack_wide(self.settle(state, i)), i)
 
     def folds_norm(self, state: State, i: int) -> bool:
-        return self.two_phase is not None and self.two_phase.holds(state, "read", i)
+        two_phase = self.two_phase
+        return two_phase is not None and two_phase.holds(state, "read", i) and not two_phase.plain(state[0])
 
     def settle(self, state: State, i: int) -> State:
         if self.two_phase is not None and self.two_phase.holds(state, "read", i):

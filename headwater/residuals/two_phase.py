@@ -257,7 +257,7 @@ class TwoPhase:
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         sizes, spans = self.reads_to_come[i], len(self.reads_to_come[i])
         pieces, later = span.scores[::spans], tuple(piece for n, piece in enumerate(span.scores) if n % spans)
-        weight, eps = folded_norm(norm)
+        weight, eps = self._folded_norm(norm, span.folded)
         thread = i < self.sublayers  # after the final read nobody takes sources from here
         operators, folded, queries = self.operators(span.folded), span.folded, ()
         if self.full:
@@ -276,7 +276,7 @@ class TwoPhase:
     def _merge_sum(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         taken = 3 + self.table["read", i].own
         out, lse, query, *partial, y = state[-taken:]
-        weight, eps = folded_norm(norm)
+        weight, eps = self._folded_norm(norm, y)
         x, total = self.operators(y).merge(
             y, partial[0] if partial else None, out, lse, query, None, weight, eps=self.eps, norm_eps=eps
         )
@@ -286,14 +286,14 @@ class TwoPhase:
         span, into = self.unpack(state, "read", i), self._into(i)
         outputs, asked, later = span.own[:into], span.own[into : 2 * into], span.own[2 * into :]
         *waiting, out, lse = span.waiting
-        weight, eps = folded_norm(norm)
+        weight, eps = self._folded_norm(norm, out)
         x, again = self.operators(out).merge_outputs(out, outputs, (lse.view(*lse.shape, 1, 1), *asked), weight, eps)
         state = Span(*span[:3], tuple(waiting), (*again, *later)).pack()
         return x if weight is not None else apply_norm(norm, x), state
 
-
-def folded_norm(norm: Norm | None) -> tuple[Tensor | None, float]:
-    """Weight and eps of a norm that a kernel can apply itself, else (None, unused)."""
-    if isinstance(norm, nn.RMSNorm) and (weight := norm.weight) is not None and norm.eps is not None:
+    def _folded_norm(self, norm: Norm | None, x: Tensor) -> tuple[Tensor | None, float]:
+        """Weight and eps of a norm that a kernel can apply itself, else (None, unused). The plain operators would gain
+        nothing: there a norm is called, as its hooks and FSDP's unsharding want it."""
+        if self.plain(x) or not isinstance(norm, nn.RMSNorm) or (weight := norm.weight) is None or norm.eps is None:
+            return None, 1e-6
         return weight, norm.eps
-    return None, 1e-6

@@ -44,6 +44,23 @@ def test_gradients_match_finite_differences_in_fp64(heads):
     assert torch.autograd.gradcheck(read, (query, key_weight, norm_weight, *sources))
 
 
+@pytest.mark.parametrize("zero", [0, 2], ids=["a finished block", "the running sum"])
+def test_second_derivatives_match_finite_differences_where_a_source_is_zero(zero):
+    """A sublayer whose last projection starts at zero writes such sources; their length has no second derivative."""
+    sources, query, key_weight = draw(3, 4, shape=(2,), dtype=torch.float64)
+    sources[zero] = torch.zeros_like(sources[zero]).requires_grad_()
+
+    def read(query, key_weight, *sources):
+        return depth_attention(sources, query, key_weight, eps=0.1)
+
+    def read_in_two_phases(query, key_weight, *sources):
+        out, lse = attend_blocks(sources[:-1], query[None], key_weight[None], eps=0.1)
+        return merge_partial(sources[-1], query, out[0], lse[0], key_weight, eps=0.1)
+
+    for function in (read, read_in_two_phases):
+        assert torch.autograd.gradgradcheck(function, (query, key_weight, *sources))
+
+
 @pytest.mark.parametrize("num_blocks", [1, 2, 9])
 @pytest.mark.parametrize("normed", [False, True])
 def test_two_phases_equal_one_pass(num_blocks, normed):

@@ -152,6 +152,31 @@ def test_a_compiled_pass_reads_one_by_one(spec):
     assert len(residual.begin(torch.zeros(4096, 16))) > 1
 
 
+class Centred(torch.nn.RMSNorm):
+    """One of the user's own, whose weight is around zero."""
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_over_the_plain_operators_a_norm_is_called(spec, monkeypatch):
+    """As one by one: with a forward and with hooks of its own, which FSDP's unsharding is."""
+    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
+    norm, seen, outputs = Centred(16, eps=1e-6), [], torch.randn(11, 2, 16)
+    norm.register_forward_hook(lambda module, arguments, out: seen.append(1))
+    results = []
+    for residual in (scattered(one_by_one(spec), 10), scattered(spec, 10)):
+        state = residual.begin(outputs[0])
+        for i in range(10):
+            assert not residual.folds_norm(state, i)
+            x, state = residual.read(state, i, norm=norm)
+            state = residual.write(state, i, x * outputs[i + 1])
+        results.append(residual.end(state, norm=norm))
+    assert len(seen) == 22
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
+
+
 def test_queries_on_another_device_stay_there():
     """Of a model over several devices: read 9 is made where its layer is."""
     residual = build("attnres-block:block=3", 16, 10)
