@@ -10,6 +10,8 @@ class RMSNorm(nn.RMSNorm):
     """torch's, in the input's dtype (under autocast torch's would return fp32, to be rounded by every projection); a
     residual's kernel can fold it into a read."""
 
+    folds = True
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__(dim, eps=eps)
 

@@ -292,8 +292,11 @@ class TwoPhase:
         return x if weight is not None else apply_norm(norm, x), state
 
     def _folded_norm(self, norm: Norm | None, x: Tensor) -> tuple[Tensor | None, float]:
-        """Weight and eps of a norm that a kernel can apply itself, else (None, unused). The plain operators would gain
-        nothing: there a norm is called, as its hooks and FSDP's unsharding want it."""
+        """Weight and eps of a norm that a kernel can apply itself, else (None, unused): torch's, or one whose class says
+        `folds = True`, since another's forward may compute anything. The plain operators would gain nothing: there a
+        norm is called, as its hooks and FSDP's unsharding want it."""
         if self.plain(x) or not isinstance(norm, nn.RMSNorm) or (weight := norm.weight) is None or norm.eps is None:
+            return None, 1e-6
+        if type(norm) is not nn.RMSNorm and not getattr(norm, "folds", False):
             return None, 1e-6
         return weight, norm.eps

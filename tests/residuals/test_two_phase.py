@@ -177,6 +177,24 @@ def test_over_the_plain_operators_a_norm_is_called(spec, monkeypatch):
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+@pytest.mark.parametrize("folds", [False, True])
+def test_a_kernel_takes_no_norm_with_a_forward_of_its_own(spec, folds):
+    """Unless its class says that weight and eps are all there is to it."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    norm, outputs = type("Mine", (Centred,), {"folds": folds})(16, eps=1e-6), torch.randn(5, 2, 16)
+    results = []
+    for options in ({"schedule": "one-pass"}, {"backend": "triton"}):
+        residual = scattered(with_options(spec, **options), 4)
+        state = residual.begin(outputs[0])
+        for i in range(4):
+            _, state = residual.read(state, i, norm=norm)
+            state = residual.write(state, i, outputs[i + 1])
+        results.append(residual.end(state, norm=norm))
+    assert torch.allclose(*results, atol=1e-4, rtol=1e-3) != folds
+
+
 def test_queries_on_another_device_stay_there():
     """Of a model over several devices: read 9 is made where its layer is."""
     residual = build("attnres-block:block=3", 16, 10)

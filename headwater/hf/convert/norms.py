@@ -16,6 +16,7 @@ class ScaledNorm(nn.RMSNorm):
     It owns no parameter: the weight is looked up in `norm`, wherever loading or training has put it.
     """
 
+    folds = True
     norm: nn.Module
     base: type[nn.Module]
     scale: float
