@@ -292,7 +292,7 @@ class TwoPhase:
         return x if weight is not None else apply_norm(norm, x), state
 
     def _folded_norm(self, norm: Norm | None, x: Tensor) -> tuple[Tensor | None, float]:
-        """Weight and eps of a norm that a kernel can apply itself, else (None, unused): torch's, or one whose class says
+        """Weight and eps of a norm that a kernel can apply itself, else (None, unused): torch's, or of a class with
         `folds = True`, since another's forward may compute anything. The plain operators would gain nothing: there a
         norm is called, as its hooks and FSDP's unsharding want it."""
         if self.plain(x) or not isinstance(norm, nn.RMSNorm) or (weight := norm.weight) is None or norm.eps is None:
