@@ -43,6 +43,7 @@ from .measure import provenance, times
 SIZES: dict[str, tuple[dict[str, Any], int]] = {  # model, windows a step
     "50m": ({"dim": 512, "layers": 16, "heads": 8, "kv_heads": 4, "mlp_dim": 1408, "context": 1024}, 32),
     "342m": ({"dim": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 2816, "context": 2048}, 8),
+    "14m": ({"dim": 256, "layers": 12, "heads": 4, "kv_heads": 4, "mlp_dim": 704, "context": 256}, 4),
     "tiny": ({"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 128, "context": 64}, 4),
     "kimi": (dict(NAMED["kimi-linear-small"]), 8),  # 93 million active parameters besides the embeddings
     **{name: (dict(shape), 32) for name, shape in NAMED.items() if name.startswith("ladder-")},  # the study's
@@ -54,6 +55,7 @@ DEFAULT = {
     "50m": (*ARMS, *RIVALS),
     "342m": (*PLAIN, "attnres-block"),
     "kimi": ("standard", "attnres-block", "fla-kda"),
+    "14m": ("standard", *(f"{arm}{how}" for arm in ARMS[2:4] for how in ("", ":schedule=one-pass"))),  # on a CPU
     "tiny": ("standard", "attnres-block"),
     **dict.fromkeys(
         (name for name in SIZES if name.startswith("ladder-")),

@@ -33,6 +33,8 @@ TRAINED = {
     "standard": "plain residual",
     "attnres-block": "**Block Attention Residuals**",
     "attnres-full": "**Full Attention Residuals**",
+    "attnres-block:schedule=one-pass": "Block, read one by one",
+    "attnres-full:schedule=one-pass": "Full, read one by one",
     "fla-attnres": "Block, each read by fla's operator",
     "denseformer": "DenseFormer",
     "muddformer": "MUDDFormer",
@@ -103,8 +105,9 @@ def trained(size: str, *names: str) -> str:
     rows = []
     for arm, label in TRAINED.items():
         if "tokens_per_second" in (run := found.get(arm, {})):
-            memory = f"{run['peak_gib']:.1f}" if "peak_gib" in run else "-"
-            rows.append([label, f"{run['tokens_per_second'] / 1000:.0f}", f"{100 * run['of_plain']:.0f} %", memory])
+            memory = "-" if run.get("peak_gib") is None else f"{run['peak_gib']:.1f}"
+            rate = run["tokens_per_second"] / 1000
+            rows.append([label, f"{rate:.{0 if rate > 10 else 2}f}", f"{100 * run['of_plain']:.0f} %", memory])
     head = ["", "thousand tokens/s", "of plain", "peak GiB"]
     if all(row[-1] == "-" for row in rows):  # a run that did not take it
         head, rows = head[:-1], [row[:-1] for row in rows]
@@ -214,6 +217,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": partial(trained, "50m", *(f"h200-speed{more}" for more in ("", "-fla", "-whole", "-deepcrossattention"))),
     "larger": partial(trained, "342m", "h200-speed-342m"),
     "kimi": partial(trained, "kimi", "h200-speed-kimi"),
+    "cores": partial(trained, "14m", "cpu-speed"),
     "stack": stack,
     "full": full,
     "decoder": decoder,

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from outside import LEAKY, install, without_plugins, write_package
 from tinyrun import tiny
 
 from headwater.cli import main
-from headwater.errors import UserError
+from headwater.errors import Interrupted, UserError
 from headwater.residuals import StandardResidual, StreamResidual, build, names, pinned, register, registry
 from headwater.residuals.plugins import flags_for
-from headwater.train import compare
+from headwater.train import compare, train
 from headwater.train.comparison import job_of
 from headwater.train.config import asdict
 from headwater.train.jobs import launch
@@ -214,3 +215,16 @@ def test_an_interrupted_comparison_names_the_module_in_the_command_that_goes_on(
     with pytest.raises(UserError, match=r"--out \S+ --plugin elsewhere --resume"):
         compare(tiny(tmp_path), tmp_path / "out", residuals=["standard", "elsewhere"], seeds=[0])
     assert flags_for(["b", None, "a.c", "__main__", "b"]) == " --plugin a.c --plugin b"
+
+
+def test_an_interrupted_run_names_its_module_too(site, tmp_path):
+    sent = []
+
+    def write(self, state, i, y):
+        if not sent:
+            sent.append(signal.raise_signal(signal.SIGINT))
+        return StandardResidual._write(self, state, i, y)
+
+    register("stopping")(type("Stopping", (StandardResidual,), {"__module__": "elsewhere", "_write": write}))
+    with pytest.raises(Interrupted, match=r"headwater train --out \S+ --plugin elsewhere --resume"):
+        train(tiny(tmp_path, residual="stopping"), tmp_path / "run")

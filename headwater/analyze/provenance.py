@@ -97,10 +97,10 @@ def commands(folders: list[Path]) -> list[str]:
 
 def command(folder: Path) -> str:
     name = folder.resolve().name
-    if not any((folder / record).is_file() for record in ("compare.json", "config.json")):  # a study's folder
-        return shlex.join(["headwater", "study", "RECIPE", "--out", f"{name}-again"])
-    if not (folder / "compare.json").is_file():
+    if (folder / "config.json").is_file():
         return shlex.join(["headwater", "train", "--config", f"{name}/config.json", "--out", f"{name}-again"])
+    if not (folder / "compare.json").is_file():
+        return shlex.join(["headwater", "study", "RECIPE", "--out", f"{name}-again"])
     saved = read_object(folder / "compare.json")
 
     def words(key: str) -> list[str]:

@@ -65,8 +65,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A residual's curve beside the baseline's: `multipliers` at those of its budgets that the own runs reach,
-    None where the curves do not meet."""
+    """A residual's curve beside the baseline's: `multipliers` at the baseline's budgets as far as the residual's own
+    runs reach, None where the curves do not meet."""
 
     residual: str
     points: Points

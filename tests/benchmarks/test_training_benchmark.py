@@ -52,3 +52,9 @@ def test_every_size_of_the_speed_benchmark_has_arms_and_a_plain_one_among_them()
     arms, names, plain = json.loads(python("-c", sizes, cwd=ROOT).splitlines()[-1])
     assert set(arms) == set(names)
     assert all(set(some) & set(plain) for some in arms.values())
+
+
+def test_the_speed_benchmark_takes_a_residual_of_ones_own():
+    command = "-m benchmarks.speed --sizes tiny --device cpu --rounds 1 --plugin examples.new_residual --arms standard"
+    found = json.loads(python(*command.split(), "embedding-skip", cwd=ROOT).splitlines()[-1])
+    assert found["tiny"]["embedding-skip"]["tokens_per_second"] > 0
