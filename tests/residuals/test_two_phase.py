@@ -8,6 +8,7 @@ import torch
 
 from headwater.models import Decoder, ModelConfig
 from headwater.models.generate import generate
+from headwater.models.norm import RMSNorm
 from headwater.residuals import AttentionResidual, attention, build, record, with_options
 from headwater.residuals.record import replay
 
@@ -193,6 +194,22 @@ def test_a_kernel_takes_no_norm_with_a_forward_of_its_own(spec, folds):
             state = residual.write(state, i, outputs[i + 1])
         results.append(residual.end(state, norm=norm))
     assert torch.allclose(*results, atol=1e-4, rtol=1e-3) != folds
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+def test_the_decoders_norm_is_folded_as_torchs_is(spec):
+    pytest.importorskip("triton", reason="the kernels need triton")
+    residual, calls = scattered(with_options(spec, backend="triton"), 4), []
+    for norm in (torch.nn.RMSNorm(16, eps=1e-6), RMSNorm(16, 1e-6), Centred(16, eps=1e-6)):
+        seen = []
+        norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        state = residual.begin(torch.ones(2, 16))
+        for i in range(4):
+            state = residual.write(residual.read(state, i, norm=norm)[1], i, torch.ones(2, 16))
+        residual.end(state, norm=norm)
+        calls.append(len(seen))
+    assert calls[0] == calls[1] < calls[2] == 5
 
 
 def test_queries_on_another_device_stay_there():
