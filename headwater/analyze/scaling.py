@@ -283,9 +283,9 @@ def panels_of(found: Sequence[Scaling], baseline: str, across: str = "operations
         if name != baseline and met:
             spans = {c: _shown(i.low, i.high) for c, i in met.items() if i.low is not None and i.high is not None}
             worth.append(Line(name, colour, {c: [i.value] for c, i in met.items()}, spans=spans))
-    panels = [Panel("bits per byte", across, curves, log=True, label=_power)]
+    panels = [Panel("bits per byte", across, curves, log=True, label=shown)]
     if worth:
-        panels.append(Panel(f"worth so many times the {across} of {baseline}", across, worth, True, label=_power))
+        panels.append(Panel(f"worth so many times the {across} of {baseline}", across, worth, True, label=shown))
     return panels
 
 
@@ -294,8 +294,9 @@ def _shown(low: float, high: float) -> tuple[float, float]:
     return low, math.inf if high > SAYS else high
 
 
-def _power(value: float) -> str:
-    return f"{value:.1e}".replace("e+", "e")
+def shown(budget: float) -> str:
+    """Operations as a power of ten, seconds as they are."""
+    return f"{budget:.0f}" if 10 <= budget < 1e5 else f"{budget:.1e}".replace("e+", "e")
 
 
 def _words(interval: Interval) -> str:

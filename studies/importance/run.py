@@ -2,10 +2,12 @@
 
     PYTHONPATH=. python studies/importance/run.py RUN [RUN ...] --out results.json      # runs whose weights are kept
 
-For each run and each of some windows of held-out text: the weight of every source in every read, and how much the loss
-rises when that read goes without it (what `headwater.inspect` computes), both averaged over tokens and windows. Then,
-for each read with three sources or more, Spearman's rank correlation over its sources; the table has the mean over
-reads, and over the first, middle and last third of the depth. A residual whose weights mean importance has one near 1.
+For each run and each of some windows of held-out text: the weight of every source in every read, how large the source
+is, and how much the loss rises when that read goes without it (what `headwater.inspect` computes), averaged over tokens
+and windows. Then, for each read with three sources or more, Spearman's rank correlation over its sources; the table has
+the mean over reads, and over the first, middle and last third of the depth. A residual whose weights mean importance
+has one near 1. Beside it: that of weight times size; and of the changes on every other window with those on the rest,
+which is what can be reached at most where so little text is noise.
 studies/attention-residuals/page.py makes a table of its runs/importance.json.
 """
 
@@ -14,7 +16,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,24 +50,40 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     return statistics.correlation(ranks(a), ranks(b))
 
 
-def measure(model: Any, windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and changes of the loss, (reads, sources) each, zero above the diagonal; windows (W, T)."""
-    weights, changes = [], []
+class Measured(NamedTuple):
+    """Of each window, (windows, reads, sources) each, zero above the diagonal."""
+
+    weights: Tensor
+    sizes: Tensor  # of what the weights bring: times the root mean square of the source
+    changes: Tensor  # of the loss
+
+
+def measure(model: Any, windows: Tensor) -> Measured:
+    """windows (W, T)."""
+    found = []
     for window in windows:
         seen = headwater.inspect(model, window, removals="pairs", top=1)
         assert seen.removed_at is not None
         change = torch.zeros(seen.mixing.shape[:2])
         for (read, source), row in zip(seen.pairs, seen.removed_at.loss, strict=True):
             change[read, source] = row.mean()
-        weights.append(seen.mixing.abs().mean(-1))
-        changes.append(change)
-    return torch.stack(weights).mean(0), torch.stack(changes).mean(0)
+        weights = seen.mixing.abs()
+        found.append((weights.mean(-1), (weights * seen.source_size).mean(-1), change))
+    return Measured(*map(torch.stack, zip(*found, strict=True)))
 
 
-def by_read(weights: Tensor, changes: Tensor) -> list[float | None]:
+def correlations(found: Measured) -> dict[str, list[float | None]]:
+    """By read: of the changes with weights, with weights times sizes, and of one half of the windows with the other."""
+    weights, sizes, changes = (values.mean(0) for values in found)
+    halves = [found.changes[first::2].mean(0) for first in (0, 1)]
+    pairs = {"weights": (weights, changes), "sizes": (sizes, changes), "halves": halves}
+    return {name: by_read(*pair) for name, pair in pairs.items()}
+
+
+def by_read(ours: Tensor, theirs: Tensor) -> list[float | None]:
     """Of each read that has sources enough."""
-    reads = range(FEWEST - 1, len(weights))
-    return [spearman(weights[i, : i + 1].tolist(), changes[i, : i + 1].tolist()) for i in reads]
+    reads = range(FEWEST - 1, len(ours))
+    return [spearman(ours[i, : i + 1].tolist(), theirs[i, : i + 1].tolist()) for i in reads]
 
 
 def summary(found: Sequence[float | None]) -> dict[str, float | None]:
@@ -92,15 +110,17 @@ def main() -> None:
     results = []
     for folder in flags.runs:
         run = load_run(folder)
-        weights, changes = measure(run.model, windows_of(run.config, flags.windows, flags.tokens))
-        found = by_read(weights, changes)
-        residual = run.config.model.residual
+        found = measure(run.model, windows_of(run.config, flags.windows, flags.tokens))
+        residual, reads = run.config.model.residual, correlations(found)
+        parts = {name: summary(values) for name, values in reads.items()}
         results.append({
-            "residual": residual, "seed": run.config.train.seed, "spearman": summary(found), "reads": found,
-            "weights": weights.tolist(), "changes": changes.tolist(),
+            "residual": residual, "seed": run.config.train.seed, "spearman": parts["weights"],
+            "sizes": parts["sizes"]["all"], "halves": parts["halves"]["all"], "reads": reads["weights"],
+            "weights": found.weights.mean(0).tolist(), "changes": found.changes.mean(0).tolist(),
         })  # fmt: skip
-        shown = {name: "-" if value is None else f"{value:.2f}" for name, value in results[-1]["spearman"].items()}
-        print(f"{residual}: {', '.join(f'{name} {value}' for name, value in shown.items())}", flush=True)
+        shown = {**parts["weights"], "sizes": results[-1]["sizes"], "halves": results[-1]["halves"]}
+        words = [f"{name} {'-' if value is None else format(value, '.2f')}" for name, value in shown.items()]
+        print(f"{residual}: {', '.join(words)}", flush=True)
     if flags.out:
         flags.out.write_text(json.dumps(results) + "\n")
 
