@@ -31,13 +31,13 @@ def archive(folder, recipe, runs):
         run = root / "runs" / f"run-{number}"
         run.mkdir(parents=True)
         model = {"residual": residual, "dim": 8, "layers": 2, "shortswa": None}
-        config = {"model": model, "optim": {"lr": 1e-3, "query_lr": 1.0}}
+        config = {"model": model, "optim": {"lr": 1e-3, "query_lr": 1.0, "optimizer": "adamw"}}
         for name, value in further.items():
             section, key = name.split(".")
             config[section][key] = value
         summary = {"bits_per_byte": score, "flops_per_token": 10, "tokens": further.get("model.dim", 1) * 1000}
         summary["parameters"] = 1000 + 10 * len(further)
-        (run / "config.json").write_text(json.dumps({**config, "train": {"seed": seed}}))
+        (run / "config.json").write_text(json.dumps({**config, "train": {"seed": seed, "steps": 9}}))
         (run / "metrics.jsonl").write_text("")
         if score is not None:
             (run / "summary.json").write_text(json.dumps({**summary, "residual": residual, "seed": seed}))
@@ -175,20 +175,24 @@ def test_panels_come_two_in_a_row(page):
     assert four == (2 * wide, 2 * high)
 
 
-def test_growth_with_depth_is_the_last_quarter_over_the_first(page):
+def test_growth_with_depth_is_the_last_quarter_over_the_first_and_the_slope_of_the_logarithm(page):
     assert page.growth([1, 3, 100, 100, 100, 100, 5, 7]) == 3
+    assert page.slope([math.exp(2 * i / 7) for i in range(8)]) == pytest.approx(2)
     runs = [
-        SimpleNamespace(depth=[{"output_norm": [9, 9], "read_norm": [9, 9], "gradient_norm": [9, 9]}, last])
+        SimpleNamespace(residual="standard", summary={"bits_per_byte": 1.5}, depth=[first, last])
         for last in (
-            {"output_norm": [1, 2, 3, 4], "read_norm": [1, 1, 1, 1, 3], "gradient_norm": [4, 2, 2, 2]},
-            {"output_norm": [1, 2, 3, 6], "read_norm": [1, 1, 1, 1, 3], "gradient_norm": [4, 2, 2, 2]},
+            {"output_norm": [1, 2, 3, 4], "read_norm": [1, 1, 1, 1, 3], "gradient_norm": [4, 2, 2, 2], "step": 20},
+            {"output_norm": [1, 2, 3, 6], "read_norm": [1, 1, 1, 1, 3], "gradient_norm": [4, 2, 2, 2], "step": 20},
         )
+        for first in ({"output_norm": [1] * 4, "read_norm": [1] * 5, "gradient_norm": [9, 9, 9, 9], "step": 10},)
     ]
-    for run in runs:
-        run.residual, run.config = "standard", {"model": {"dim": 8, "layers": 2}, "optim": {"lr": 0.004}}
-    assert "| 8 | 2 | 0.004 | `standard` | 2 | 5.0000 ± 1.4142 | 3.0000 ± 0.0000 | 0.5000 ± 0.0000 |" in page.dynamics(
-        runs
-    )
+    for run, rate in zip(runs, (page.MAPPED, page.MAPPED), strict=True):
+        run.config = {"model": {"dim": 8, "layers": 2}, "optim": {"lr": rate}}
+    text = page.dynamics(runs)
+    assert "| 8 | 2 | 0.008 | `standard` | 2 | 1.5000 | 5.00 ± 1.41 | " in text
+    assert " | 3.00 ± 0.00 | 0.88 ± 0.00 | 0.50 ± 0.00 | −0.62 ± 0.00 |\n" in text
+    assert "| layers |  |  | step 10 | step 20 |\n" in text
+    assert "| 2 | `standard` | outputs | 1.00 ± 0.00 | 5.00 ± 1.41 |\n" in text
 
 
 def test_every_recipe_names_arms_that_exist():
@@ -252,6 +256,65 @@ def test_the_queries_factor_is_told_by_width_by_optimizer_and_by_rate(page, tmp_
     assert f"| {arms} |" in narrow
     assert "| 0.3 | **1.4000** | **1.0000** | **1.2000** |" in narrow
     assert "so not yet known, for: attnres-block adamw 0.001." in wide
+
+
+def test_what_all_arms_vary_by_tells_what_so_few_seeds_could(page, tmp_path):
+    """Differences of 0.1 and 0.3 in one arm, of 0.5 and 0.5 in another: a variance of 0.02 and one of 0."""
+    scores = {"standard": (1, 1), "a": (1.1, 1.3), "b": (1.5, 1.5), "c": (2,)}
+    archive(tmp_path, "ablations", [(arm, seed, s, {}) for arm, some in scores.items() for seed, s in enumerate(some)])
+    with page.unpacked(tmp_path) as found:
+        text = page.pooled(found["ablations"])
+        assert page.pooled([run for run in found["ablations"] if run.seed == 0]) == ""
+    assert "Over the 2 arms with several seeds a paired difference has a standard deviation of 0.1000 (2 deg" in text
+    assert "| seeds | differences above | for all 3 arms together |\n" in text
+    assert f"| 4 | {0.1 * 4.3027 / 2:.4f} | {0.1 * 7.6488 / 2:.4f} |\n" in text  # t of two degrees of freedom
+
+
+def test_the_plain_residual_has_no_queries_and_is_not_of_a_sweep_of_their_factor(page, tmp_path):
+    runs = [("standard", 0, 1.6, {"optim.query_lr": 0.1}), ("standard", 1, 1.6, {"optim.query_lr": 1.0})]
+    runs += [("attnres-block", 0, 1.5, {"optim.query_lr": factor}) for factor in (0.1, 0.3)]
+    archive(tmp_path, "query", runs)
+    with page.unpacked(tmp_path) as found:
+        text = page.query(found["query"])
+    assert "layers; the plain residual has 1.6000 ± 0.0000 (" in text
+    assert "`standard`" not in text
+
+
+def test_an_arm_with_a_rate_of_its_own_is_at_that_in_the_scaling(page, tmp_path):
+    arms = [("standard", 8e-3), ("completep", 8e-3), ("completep", 1.6e-2)]
+    archive(tmp_path, "rates", [(arm, 0, 1 + rate, {"model.dim": 192, "optim.lr": rate}) for arm, rate in arms])
+    with page.unpacked(tmp_path) as found:
+        text = page.scaling(page.taken("scaling", found))
+    assert "learning rate 0.008, 0.016 of `completep`:\n" in text
+    assert "| `completep` | 1 | 1.0160 |" in text
+    assert "1.0080 | - | +" not in text
+
+
+def test_runs_made_again_are_told_apart_from_other_seeds(page, tmp_path):
+    archive(tmp_path, "rates", [("standard", seed, score, {}) for seed, score in ((0, 1.0), (1, 2.0), (2, 9.0))])
+    archive(tmp_path, "query", [("standard", seed, score, {}) for seed, score in ((0, 1.2), (1, 2.2))])
+    with page.unpacked(tmp_path) as found:
+        row = page.again(found).splitlines()[-1]
+    assert row.endswith("| `standard` | 2 | 4 | 0.1414 | 0.2000 | 0.7071 | 1.6000 |")
+
+
+def test_copying_is_told_by_arm_and_set_beside_the_score(page):
+    runs = [("standard", 9.0, 1.6), ("standard", 3.0, 1.5), ("attnres-block", 1.0, 1.4)]
+    measured = [{"residual": arm, "first": 9.0, "second": nats, "bits_per_byte": score} for arm, nats, score in runs]
+    text = page.copying(measured)
+    assert "| `standard` | 2 | 9.00 ± 0.00 | 6.00 ± 4.24 | 1.5500 ± 0.0707 |\n| `attnres-block` | 1 |" in text
+    assert text.endswith("over the 3 runs: 0.96.\n")
+    assert "Correlation" not in page.copying(measured[:2])
+
+
+def test_the_spread_of_seeds_is_told_through_training_where_there_are_six(page):
+    def run(seed, rate):
+        config = {"model": {"dim": 8}, "optim": {"lr": rate}}
+        rows = [{"step": 5, "bits_per_byte": 2.0}, {"step": 9, "bits_per_byte": 1.0 + seed}]
+        return SimpleNamespace(residual="standard", config=config, evals=rows, summary={"bits_per_byte": 1.0 + seed})
+
+    text = page.onset({"rates": [run(seed, 0.1) for seed in range(6)] + [run(seed, 0.2) for seed in range(5)]})
+    assert text.splitlines()[2:] == ["| 0.1 | `standard` | 6 | 2.0000 ± 0.0000 | 3.5000 ± 1.8708 |"]
 
 
 def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
@@ -342,12 +405,13 @@ def test_what_has_not_run_says_so(page, tmp_path):
 def test_what_scripts_measured_is_told_by_arm_with_the_spread_over_seeds(page, tmp_path):
     correlations = {"all": 0.5, "first": 0.1, "middle": None, "last": 0.9}
     runs = [
-        {"residual": arm, "spearman": {**correlations, "all": value}}
+        {"residual": arm, "spearman": {**correlations, "all": value}, "sizes": 0.4}
         for arm, value in (("denseformer", 0.2), ("attnres-full", 0.5), ("attnres-full", 0.7))
     ]
     (tmp_path / "importance.json").write_text(json.dumps(runs))
     text = page.importance(page.measured_in(tmp_path, "importance"))
-    assert "| `attnres-full` | 2 | 0.60 ± 0.14 | 0.10 ± 0.00 | - | 0.90 ± 0.00 |\n| `denseformer` | 1 | 0.20 |" in text
+    assert "| `attnres-full` | 2 | 0.60 ± 0.14 | 0.10 ± 0.00 | - | 0.90 ± 0.00 | 0.40 ± 0.00 | - |\n" in text
+    assert "| `denseformer` | 1 | 0.20 |" in text
     (tmp_path / "hops").mkdir()
     for name, arm, accuracy in (
         ("a", "attnres-block", [1, 0.4]),

@@ -19,15 +19,16 @@ from typing import Any
 
 from headwater.analyze.plot import ARMS, Map, Panel, lines_of, picture
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
-from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, panels_of, points_of
+from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, panels_of, points_of, shown
 from headwater.models.config import SIZES
-from headwater.stats import Paired, Stat, pair, reach, summarize
+from headwater.stats import ERROR, Paired, Stat, pair, reach, summarize, t_quantile
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results" / "study.md"
 MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 ASSETS = HERE.parent.parent / "docs" / "assets"
 BASELINE = "standard"
+FACTOR = "optim.query_lr"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
 BY_DEPTH = (("outputs", "output_norm"), ("what is read", "read_norm"), ("gradients", "gradient_norm"))
 # Losses of the paper's table of ablations and of its sweep of block sizes, at 436 million active parameters.
@@ -40,6 +41,7 @@ PAPER = {
 }  # fmt: skip
 MAPPED = 8e-3  # the learning rate whose depth weights are drawn, and of whose runs the table of magnitudes takes more
 RULE = {128: 1.1e-2, 192: 8e-3, 256: 6e-3, 384: 4e-3}  # README.md's learning rates of the scaling, by width
+OWN = {"completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}}  # of arms whose best is another
 Runs = list[RecordedRun]
 
 
@@ -146,7 +148,30 @@ def ablations(runs: Runs) -> str:
     head = [*COLUMNS[:5], "of plain", "paper's", "parameters", *COLUMNS[5:]]
     options = [row for row in rows if re.match("`attnres-(full|block)", row[0])]
     others = [row for row in rows if row not in options or ":" not in row[0]]
-    return grid(head, others) + "\nOptions of Attention Residuals:\n\n" + grid(head, options)
+    return grid(head, others) + "\nOptions of Attention Residuals:\n\n" + grid(head, options) + pooled(runs)
+
+
+def pooled(runs: Runs) -> str:
+    """How far a paired difference varies over all arms together, as that of one arm's two seeds is hardly known; and
+    what would be told from chance if all of them vary alike."""
+    arms: dict[str, Runs] = defaultdict(list)
+    for run in runs:
+        arms[_arm(run)].append(run)
+    plain = by_seed(arms.pop(BASELINE, []))
+    several = [found for arm in arms.values() if len(found := pair(by_seed(arm), plain)) > 1]
+    if not several:
+        return ""
+    freedom = sum(len(found) - 1 for found in several)
+    spread = math.sqrt(sum((len(found) - 1) * statistics.variance(found) for found in several) / freedom)
+    rows = [
+        [str(n), *(f"{spread * t_quantile(ERROR / many, freedom) / math.sqrt(n):.4f}" for many in (1, len(arms)))]
+        for n in SEEDS[:3]
+    ]
+    words = (
+        f"\nOver the {len(several)} arms with several seeds a paired difference has a standard deviation of "
+        f"{spread:.4f} ({freedom} degrees of freedom). If all arms vary alike, this is told from chance:\n\n"
+    )
+    return words + grid(["seeds", "differences above", f"for all {len(arms)} arms together"], rows)
 
 
 def percent(share: float) -> str:
@@ -231,11 +256,19 @@ def effective_sources(run: RecordedRun) -> float:
 
 
 def by_size(runs: Runs, down: str, *across: str) -> str:
-    """A sweep for each size, which is told by its width, and what it does to the depth weights."""
-    tables = [
-        f"\nWidth {width}, {layers} layers:\n\n" + sweep(group, down, *across) + evenness(group, down, *across)
-        for (width, layers), group in grouped(runs, "model.dim", "model.layers").items()
-    ]
+    """A sweep for each size, which is told by its width, and what it does to the depth weights. The plain residual has
+    no queries: of a sweep of their factor it is a line above."""
+    tables = []
+    for (width, layers), group in grouped(runs, "model.dim", "model.layers").items():
+        plain = [run for run in group if down == FACTOR and run.residual == BASELINE]
+        others = [run for run in group if run not in plain]
+        beside = [
+            f"{summarize([*map(score, some)])} ({' '.join(map(str, key))})"
+            for key, some in grouped(plain, *across).items()
+        ]
+        words = f"; the plain residual has {', '.join(beside)}" if beside else ""
+        tables.append(f"\nWidth {width}, {layers} layers{words}:\n\n" + sweep(others, down, *across))
+        tables.append(evenness(others, down, *across))
     return "".join(tables).lstrip()
 
 
@@ -267,14 +300,43 @@ def _best_of(runs: Runs) -> dict[tuple[int, str], Runs]:
 
 
 def dynamics(runs: Runs) -> str:
-    """How much larger numbers are at the end of the depth than at its start, after the last step."""
-    head = ["width", "layers", "rate", "", "seeds", *(words for words, _ in BY_DEPTH)]
+    """How much larger numbers are at the end of the depth than at its start: after the last step, and through the
+    training of the smallest width's arms at one rate."""
+    recorded = [run for run in runs if run.depth]
+    head = ["width", "layers", "rate", "", "seeds", "bits per byte"]
+    head += [f"{words}, {measure}" for words, _ in BY_DEPTH for measure in ("ratio", "slope")]
     rows = []
-    for key, group in grouped(runs, "model.dim", "model.layers", "optim.lr", "model.residual").items():
-        last = [run.depth[-1] for run in group if run.depth]
-        cells = [str(summarize([growth(record[key]) for record in last])) for _, key in BY_DEPTH]
-        rows.append([*(f"{number:g}" for number in key[:3]), f"`{key[3]}`", str(len(last)), *cells])
-    return grid(head, rows)
+    for key, group in grouped(recorded, "model.dim", "model.layers", "optim.lr", "model.residual").items():
+        cells = [
+            _hundredths([measure(run.depth[-1][name]) for run in group])
+            for _, name in BY_DEPTH
+            for measure in (growth, slope)
+        ]
+        mean = statistics.fmean(map(score, group))
+        rows.append([*(f"{number:g}" for number in key[:3]), f"`{key[3]}`", str(len(group)), f"{mean:.4f}", *cells])
+    return grid(head, rows) + through_training(recorded)
+
+
+def through_training(runs: Runs) -> str:
+    smallest = min(setting(run, "model.dim") for run in runs)
+    chosen = [
+        run
+        for run in runs
+        if run.residual in ARMS and setting(run, "model.dim") == smallest and setting(run, "optim.lr") == MAPPED
+    ]
+    steps = sorted({record["step"] for run in chosen for record in run.depth})
+    rows = []
+    for (layers, arm), group in grouped(chosen, "model.layers", "model.residual").items():
+        for words, name in BY_DEPTH:
+            at = {step: [growth(r[name]) for run in group for r in run.depth if r["step"] == step] for step in steps}
+            rows.append([str(layers), f"`{arm}`", words, *map(_hundredths, at.values())])
+    words = f"\nThe same ratio through training, at width {smallest} and learning rate {MAPPED:g}:\n\n"
+    return words + grid(["layers", "", "", *(f"step {step}" for step in steps)], rows) if rows else ""
+
+
+def _hundredths(values: Sequence[float | None]) -> str:
+    stat = summarize(values)
+    return "-" if stat is None else stat.text(".2f")
 
 
 def growth(by_depth: Sequence[float]) -> float:
@@ -283,22 +345,30 @@ def growth(by_depth: Sequence[float]) -> float:
     return statistics.fmean(by_depth[-quarter:]) / statistics.fmean(by_depth[:quarter])
 
 
+def slope(by_depth: Sequence[float]) -> float:
+    """Of the logarithm over the whole depth, by least squares: 1 is a growth by e."""
+    places = [i / (len(by_depth) - 1) for i in range(len(by_depth))]
+    return statistics.linear_regression(places, [*map(math.log, by_depth)]).slope
+
+
 def query(runs: Runs) -> str:
-    return by_size(runs, "optim.query_lr", "optim.lr")
+    return by_size(runs, FACTOR, "optim.lr")
 
 
 def transfer(runs: Runs) -> str:
-    return by_size(runs, "optim.query_lr", "optim.optimizer", "optim.lr")
+    return by_size(runs, FACTOR, "optim.optimizer", "optim.lr")
 
 
 def scaling(runs: Runs) -> str:
     """The arms at each size, and from three on the fits, and what compute each saves at each of the baseline's
     budgets."""
-    sizes = grouped(runs, "model.dim", "model.layers", "optim.lr")
-    tables = [
-        f"Width {width}, {layers} layers, learning rate {rate:g}:\n\n{beside_plain(group)}\n"
-        for (width, layers, rate), group in sizes.items()
-    ]
+    tables = []
+    for (width, layers), group in grouped(runs, "model.dim", "model.layers").items():
+        own = {run.residual: f"{setting(run, 'optim.lr'):g}" for run in group}
+        common = own.get(BASELINE, "")
+        apart = [f", {rate} of `{arm}`" for arm, rate in own.items() if rate != common]
+        words = f"Width {width}, {layers} layers, learning rate {common}{''.join(apart)}"
+        tables.append(f"{words}:\n\n{beside_plain(group)}\n")
     return "".join(tables) + (fits(runs) or "The curves need a third size.\n")
 
 
@@ -321,7 +391,7 @@ def fits(runs: Runs, cost: Cost = operations) -> str:
         law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
         saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != BASELINE else "1" for c in budgets]
         rows.append([f"`{curve.residual}`", law, *saved])
-    return grid(["", "bits per byte", *(f"at {c:.2g}" for c in budgets)], rows)
+    return grid(["", "bits per byte", *(f"at {shown(c)}" for c in budgets)], rows)
 
 
 def _multiplier(interval: Interval | None) -> str:
@@ -371,13 +441,16 @@ def clock(runs: Runs, speeds: dict[str, Any]) -> str:
 
 
 def importance(measured: list[dict[str, Any]]) -> str:
-    """Rank correlation of weight and effect by arm, over the whole depth and over thirds of it."""
+    """Rank correlation of weight and effect by arm, over the whole depth and over thirds of it; of weight times size,
+    and of the effect in one half of the text with that in the other, where these were measured."""
     parts = ("all", "first", "middle", "last")
     rows = []
     for arm, some in _by_arm(measured).items():
-        stats = [summarize([one["spearman"][part] for one in some]) for part in parts]
-        rows.append([f"`{arm}`", str(len(some)), *("-" if stat is None else stat.text(".2f") for stat in stats)])
-    return grid(["", "seeds", "all reads", "first third", "middle", "last third"], rows)
+        columns = [[one["spearman"][part] for one in some] for part in parts]
+        columns += [[one.get(name) for one in some] for name in ("sizes", "halves")]
+        rows.append([f"`{arm}`", str(len(some)), *map(_hundredths, columns)])
+    head = ["", "seeds", "all reads", "first third", "middle", "last third", "weight times size", "half with half"]
+    return grid(head, rows)
 
 
 def hops(measured: list[dict[str, Any]]) -> str:
@@ -389,6 +462,19 @@ def hops(measured: list[dict[str, Any]]) -> str:
     return grid(["", "seeds", *map(str, range(1, len(rows[0]) - 1))], rows)
 
 
+def copying(measured: list[dict[str, Any]]) -> str:
+    """Nats per token of what is told once, and once more, by arm."""
+    rows = []
+    for arm, some in _by_arm(measured).items():
+        nats = [_hundredths([one[name] for one in some]) for name in ("first", "second")]
+        rows.append([f"`{arm}`", str(len(some)), *nats, str(summarize([one["bits_per_byte"] for one in some]))])
+    columns = [[one[name] for one in measured] for name in ("second", "bits_per_byte")]
+    words = f"\nCorrelation of the second telling with bits per byte over the {len(measured)} runs: "
+    return grid(["", "runs", "first telling", "second", "bits per byte"], rows) + (
+        f"{words}{statistics.correlation(*columns):.2f}.\n" if len(measured) > 2 else ""
+    )
+
+
 def _by_arm(measured: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     arms = sorted({one["residual"] for one in measured}, key=lambda arm: (arm != BASELINE, arm))
     return {arm: [one for one in measured if one["residual"] == arm] for arm in arms}
@@ -398,6 +484,44 @@ def measured_in(folder: Path, name: str) -> list[dict[str, Any]]:
     """What a script measured, in one file of all, or in a folder with a file for each; nothing if there is neither."""
     one, several = folder / f"{name}.json", sorted((folder / name).glob("*.json"))
     return json.loads(one.read_text()) if one.exists() else [json.loads(file.read_text()) for file in several]
+
+
+def onset(found: dict[str, Runs]) -> str:
+    """Mean and spread over seeds at each evaluation, where there are six seeds: what training adds to the noise."""
+    rows, steps = [], []
+    for key, group in grouped(finished(found.get("rates", [])), "model.dim", "optim.lr", "model.residual").items():
+        at: dict[int, list[float]] = defaultdict(list)
+        for row in (row for run in group for row in run.evals):
+            at[row["step"]].append(row["bits_per_byte"])
+        if len(group) > 5:
+            steps = sorted(at)
+            rows.append([f"{key[1]:g}", f"`{key[2]}`", str(len(group)), *(str(summarize(at[step])) for step in steps)])
+    return grid(["rate", "", "seeds", *(f"step {step}" for step in steps)], rows)
+
+
+def again(found: dict[str, Runs]) -> str:
+    """Settings and seeds that several recipes have run: what one run differs from itself by, where rounding is another.
+    Beside it what seeds differ by, in means over the repeats of each."""
+    runs = [run for some in found.values() for run in finished(some)]
+    rows = []
+    for key, group in grouped(runs, "model.dim", "model.layers", "optim.lr", "model.residual").items():
+        alike: dict[tuple[Any, ...], Runs] = defaultdict(list)
+        for run in group:
+            factor = setting(run, FACTOR) if run.residual.startswith("attnres") else None
+            around = (_arm(run), setting(run, "optim.optimizer"), setting(run, "train.steps"), factor)
+            alike[*around, run.seed].append(run)
+        repeated = {case: [*map(score, some)] for case, some in alike.items() if len(some) > 1}
+        if repeated:
+            freedom = sum(len(scores) - 1 for scores in repeated.values())
+            squares = sum((len(scores) - 1) * statistics.variance(scores) for scores in repeated.values())
+            most = max(max(scores) - min(scores) for scores in repeated.values())
+            means = [statistics.fmean(scores) for scores in repeated.values()]
+            seeds = f"{statistics.stdev(means):.4f}" if len(means) > 1 else "-"
+            counts = [str(len(repeated)), str(freedom + len(repeated))]
+            cells = [f"{math.sqrt(squares / freedom):.4f}", f"{most:.4f}", seeds, f"{statistics.fmean(means):.4f}"]
+            rows.append([str(key[0]), f"{key[2]:g}", f"`{key[3]}`", *counts, *cells])
+    head = ["width", "rate", "", "seeds", "runs", "deviation of repeats", "at most", "of the seeds' means", "mean"]
+    return grid(head, rows)
 
 
 def cost(found: dict[str, Runs]) -> str:
@@ -419,11 +543,19 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": noise, "rates": rates, "query": query, "transfer": transfer, "scaling": scaling,
     "ablations": ablations, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
-MEASURED = {"importance": importance, "hops": hops}  # not by `headwater study`, but by scripts of their own
+OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {"again": again, "onset": onset, "cost": cost}
+MEASURED = {
+    "importance": importance,
+    "hops": hops,
+    "copying": copying,
+}  # not by `headwater study`, but by scripts of their own
 # Which runs of which recipes a table takes, if not all of those of its name alone.
 TAKES: dict[str, dict[str, Callable[[RecordedRun], bool]]] = {
     "dynamics": {"noise": bool, "rates": lambda run: setting(run, "optim.lr") == MAPPED, "dynamics": bool},
-    "scaling": {"rates": lambda run: setting(run, "optim.lr") == RULE[setting(run, "model.dim")], "scaling": bool},
+    "scaling": {
+        "rates": lambda run: setting(run, "optim.lr") == OWN.get(run.residual, RULE)[setting(run, "model.dim")],
+        "scaling": bool,
+    },
 }
 
 
@@ -438,11 +570,14 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
     if panels:
         drawn[ASSETS / "study-rates.svg"] = picture(panels, "Bits per byte by learning rate")
     drawn |= scaling_pictures(finished(taken("scaling", found)), speeds())
-    recorded = [run for run in _coloured(found.get("noise", [])) if run.depth]
-    if recorded:
-        depths = {words: lines_of(_depths(recorded, key)) for words, key in BY_DEPTH[:2]}
-        panels = [Panel(f"{words}, by depth", "sublayer", lines) for words, lines in depths.items()]
-        drawn[ASSETS / "study-depth.svg"] = picture(panels, "Magnitudes by depth")
+    recorded = [run for run in _coloured(found.get("dynamics", [])) if run.depth]
+    panels = [
+        Panel(f"{words}, {layers} layers", "layer", lines_of(_depths(runs, key)))
+        for words, key in BY_DEPTH
+        for (layers,), runs in grouped(recorded, "model.layers").items()
+    ]
+    if panels:
+        drawn[ASSETS / "study-depth.svg"] = picture(panels, "Magnitudes and gradients by depth")
     recorded = [run for run in finished(found.get("rates", [])) if setting(run, "optim.lr") == MAPPED]
     if maps := [panel for arm in ARMS if arm != BASELINE for panel in maps_of(arm, recorded)]:
         drawn[ASSETS / "study-maps.svg"] = picture(maps, "Depth weights through training")
@@ -460,15 +595,16 @@ def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
         held: dict[str, dict[float, list[float]]] = {}
         for (width, arm), group in grouped(timed, "model.dim", "model.residual").items():
             held.setdefault(arm, {})[measured[width, arm]["peak_gib"]] = [*map(score, group)]
-        memory = Panel("bits per byte", "GiB", lines_of(held), log=True)
+        memory = Panel("bits per byte", "GiB", lines_of(held), log=True, label="{:.1f}".format)
         panels = [*panels_of(found, BASELINE, "seconds"), memory]
         drawn[ASSETS / "study-clock.svg"] = picture(panels, "Loss against time and memory")
     return drawn
 
 
 def speeds() -> dict[str, Any]:
-    file = HERE / "runs" / "speed.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    """Of all sizes that were measured, each in one process of its own or with others."""
+    files = sorted((HERE / "runs" / "speed").glob("*.json"))
+    return {key: found for file in files for key, found in json.loads(file.read_text()).items()}
 
 
 def maps_of(arm: str, runs: Runs) -> list[Map]:
@@ -506,13 +642,12 @@ def _less_plain(runs: Runs, name: str) -> dict[str, dict[float, list[float]]]:
 
 
 def _depths(runs: Runs, key: str) -> dict[str, dict[float, list[float]]]:
-    """The mean of all seeds at each depth."""
-    return {
-        arm: {
-            i: [statistics.fmean(at)] for i, at in enumerate(zip(*(run.depth[-1][key] for run in group), strict=True))
-        }
-        for (arm,), group in grouped(runs, "model.residual").items()
-    }
+    """At each layer the mean of its sublayers and of all seeds: attention writes less than an MLP does."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for (arm,), group in grouped(runs, "model.residual").items():
+        means = [*map(statistics.fmean, zip(*(run.depth[-1][key] for run in group), strict=True))]
+        found[arm] = {i // 2: [statistics.fmean(means[i : i + 2])] for i in range(0, len(means) // 2 * 2, 2)}
+    return found
 
 
 def taken(name: str, found: dict[str, Runs]) -> Runs:
@@ -526,8 +661,8 @@ def filled(text: str, found: dict[str, Runs]) -> str:
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
-        if name == "cost":
-            made = cost(found)
+        if name in OF_ALL:
+            made = OF_ALL[name](found)
         elif name == "clock":
             made = clock(finished(taken("scaling", found)), speeds()) if speeds() else "Not measured yet.\n"
         elif name in TABLES:
