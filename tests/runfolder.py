@@ -94,7 +94,7 @@ def make_run(
         "optim": {"optimizer": "adamw", "lr": lr, "schedule": "cosine"},
         "train": {"seed": seed, "steps": steps, "batch_size": 16, "skip_nonfinite": 0, "skip_spikes": 0},
     })  # fmt: skip
-    write_json(folder / "tokenizer.json", {"kind": "bytes"})
+    write_json(folder / "tokenizer.json", {"type": "bytes"})
     rows = metrics(residual, seed, layers, steps, evals=evals, depth=depth, records=records)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     extra = 0 if family(residual) == "standard" else (2 * layers + 1) * 2 * dim

@@ -9,6 +9,8 @@ from headwater.analyze.groups import Group
 from headwater.analyze.markup import count, definitions, text, unique
 from headwater.analyze.runs import RecordedRun, read_object, section
 
+BYTES = 320  # what a model has at most for bytes and the end of a text, unless it is told otherwise
+
 
 def facts(groups: list[Group]) -> str:
     """What every run of the page has in common; values that differ stand side by side. What none says is left out: a
@@ -60,8 +62,17 @@ def corpus(run: RecordedRun) -> str:
     source = found.get("source")
     names = [Path(str(name)).name for name in source] if isinstance(source, list) else []
     digest = str(run.corpus.get("source_hash") or "")[:12]
-    parts = [", ".join(unique(names, 3)), f"{found['tokenizer']} tokens" if found.get("tokenizer") else "", digest]
-    return ", ".join(part for part in parts if part)
+    return ", ".join(part for part in (", ".join(unique(names, 3)), tokens(run), digest) if part)
+
+
+def tokens(run: RecordedRun) -> str:
+    """Their kind and, but of bytes, the model's vocabulary. The settings' kind is not that of tokens which were made
+    before: where the run's own tokenizer is gone, bytes are believed only of a vocabulary that they would have."""
+    kind, vocabulary = section(run.config, "data").get("tokenizer"), section(run.config, "model").get("vocab_size")
+    vocabulary = vocabulary if isinstance(vocabulary, int) else 0
+    kind = run.tokenizer or ("" if kind == "bytes" and vocabulary > BYTES else kind)
+    several = f"a vocabulary of {vocabulary:,}" if vocabulary and kind != "bytes" else ""
+    return ", ".join(part for part in (f"{kind} tokens" if kind else "", several) if part)
 
 
 def training(run: RecordedRun) -> str:

@@ -41,6 +41,8 @@ class RecordedRun:
     """Why it ended before its last step, where the folder says so."""
     beside: int | None = None
     """The most runs that were made at a time with this one, itself included; None: nobody recorded it."""
+    tokenizer: str = ""
+    """bytes or bpe, by what is saved beside the run: the settings do not know that of tokens which were made before."""
     corpus: Record = field(default_factory=dict)
     """Hashes of text and tokenizer, where a comparison recorded them."""
     switches: tuple[str, ...] = ()
@@ -137,6 +139,7 @@ def read_run(folder: Path) -> RecordedRun:
         written=last_write(folder),
         stopped=stop_reason(rows, train) or last_words(folder / "log.txt") if summary is None else "",
         beside=beside if isinstance(beside, int) else None,
+        tokenizer=read_tokenizer(folder / "tokenizer.json"),
         corpus=section(read_comparison(folder), "corpus"),
         switches=tuple(f"model.{key}" for key in re.findall(r"\+([a-z]\w*)=", arm)),
     )
@@ -158,6 +161,14 @@ def read_comparison(folder: Path) -> Record:
     """compare.json of the comparison that a run belongs to; empty for a run by itself."""
     path = folder.resolve().parent.parent / "compare.json"
     return read_object(path) if folder.resolve().parent.name == "runs" and path.is_file() else {}
+
+
+def read_tokenizer(path: Path) -> str:
+    """The kind of the tokenizer in this file; empty where there is none to read, as in an archive of runs."""
+    try:
+        return "bytes" if read_object(path).get("type") == "bytes" else "bpe"
+    except (OSError, UserError):
+        return ""
 
 
 def read_object(path: Path) -> Record:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runfolder import make_comparison, make_run
+from runfolder import make_comparison, make_run, write_json
 
 from headwater.analyze import report
 from headwater.analyze.groups import curves, group_runs, smooth, telling, thin, words_of
@@ -244,6 +244,25 @@ def test_where_the_numbers_come_from_is_said(tmp_path):
         assert fact in words, fact
     alone = make_run(tmp_path / "alone", layers=2, steps=20)
     assert "headwater train --config alone/config.json --out alone-again" in said_of(alone)
+
+
+@pytest.mark.parametrize(
+    ("saved", "vocabulary", "told"),
+    [
+        ({"type": "bytes"}, 4096, "study, bytes tokens"),  # a model of a size with a larger vocabulary
+        ({"model": {"type": "BPE"}}, 4096, "study, bpe tokens, a vocabulary of 4,096"),
+        (None, 320, "study, bytes tokens"),
+        (None, 4096, "study, a vocabulary of 4,096"),
+    ],
+)
+def test_tokens_that_were_made_before_are_not_called_by_the_settings_default(tmp_path, saved, vocabulary, told):
+    """A folder of tokens has a tokenizer of its own; an archive of runs may have dropped it."""
+    run = make_run(tmp_path / "run", layers=1, steps=5)
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["source"], config["model"]["vocab_size"] = ["data/study"], vocabulary
+    write_json(run / "config.json", config)
+    (run / "tokenizer.json").unlink() if saved is None else write_json(run / "tokenizer.json", saved)
+    assert f"Corpus {told} Training" in said_of(run)
 
 
 def test_a_run_that_stopped_is_not_just_unfinished(tmp_path):
