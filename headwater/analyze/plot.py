@@ -32,8 +32,8 @@ def _style() -> str:
 
 
 class Line(NamedTuple):
-    """`points`: at each x one y a run. `curve`: what goes through them, if not their means; `spans`, by x: from where
-    to where an interval reaches, which may be infinity."""
+    """`points`: at each x one y a run. `curve`: what goes through them, if not their means; it may be empty. `spans`,
+    by x: from where to where an interval reaches, which may be infinity."""
 
     name: str
     colour: str
@@ -146,10 +146,11 @@ def _drawn(panel: Panel) -> list[str]:
     parts.append(
         f'<text x="{middle}" y="{FLOOR + 36}" text-anchor="middle" class="quiet">{escape(panel.across)}</text>'
     )
-    paths = [(line, [at(x, y) for x, y in line.curve or _means(line)]) for line in panel.lines]
-    paths.sort(key=lambda item: item[1][-1][1])
-    for (line, path), end in zip(paths, _spaced([path[-1][1] + 4 for _, path in paths])):
+    ends = [(at(*(line.curve or _means(line))[-1])[1], line) for line in panel.lines]
+    ends.sort(key=lambda item: item[0])
+    for (_, line), end in zip(ends, _spaced([y + 4 for y, _ in ends])):
         parts.append(f'<g class="{line.colour}">')
+        path = [at(x, y) for x, y in (_means(line) if line.curve is None else line.curve)]
         parts.append(
             f'<polyline points="{" ".join(f"{x},{y}" for x, y in path)}" fill="none" stroke="currentColor" '
             'stroke-width="2"/>'

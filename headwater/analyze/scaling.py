@@ -27,6 +27,7 @@ from headwater.analyze.runs import RecordedRun, find_runs, number, read_run
 from headwater.errors import UserError
 
 ALPHAS = np.geomspace(0.01, 2.0, 100)
+BUDGETS = 3  # at least: the curve has three numbers
 DRAWS = 1000
 NEAR = 0.03  # budgets whose logarithms differ by less are one
 TWIN = 0.2  # and by less than this, budgets of two residuals: their own operations tell them apart
@@ -66,24 +67,25 @@ class Interval:
 @dataclass(frozen=True)
 class Scaling:
     """A residual's curve beside the baseline's: `multipliers` at the baseline's budgets as far as the residual's own
-    runs reach, None where the curves do not meet."""
+    runs reach, None where the curves do not meet. Runs at fewer than three budgets have no `fit`, no `alpha` and no
+    multipliers."""
 
     residual: str
     points: Points
-    fit: Fit
-    alpha: Interval
+    fit: Fit | None
+    alpha: Interval | None
     multipliers: dict[float, Interval | None]
 
 
 def fit(compute: Sequence[float], losses: Sequence[float]) -> Fit:
-    """Least squares over the points. Raises UserError with fewer than three budgets: the curve has three numbers."""
+    """Least squares over the points. Raises UserError with fewer than three budgets."""
     return fit_each(compute, np.asarray([losses], dtype=float))[0]
 
 
 def fit_each(compute: Sequence[float], losses: np.ndarray) -> list[Fit]:
     """A fit to each row of losses (draws, points)."""
     c = np.asarray(compute, dtype=float)
-    if len(np.unique(c)) < 3:
+    if len(np.unique(c)) < BUDGETS:
         raise UserError(f"a scaling fit needs runs at three budgets at least, and got {len(np.unique(c))}")
     unit = float(np.exp(np.log(c).mean()))
     coarse = _best(ALPHAS[None], c / unit, losses)[2]
@@ -116,19 +118,25 @@ def _lines(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DRAWS, seed: int = 0) -> list[Scaling]:
     """Every residual's curve and its multipliers at the baseline's budgets, with 95 % intervals; none far beyond its
-    own runs, where a curve is a guess.
+    own runs, where a curve is a guess. One with runs at fewer than three budgets has its points alone.
 
     Arguments: `points`, by residual, the loss of each seed at each budget in operations; `baseline`, one of them;
-    `draws`, bootstrap samples. Raises UserError for an unknown baseline or too few budgets.
+    `draws`, bootstrap samples. Raises UserError for an unknown baseline, or if it or all others have too few budgets.
     """
     if baseline not in points:
         raise UserError(f"no runs of the baseline '{baseline}'. There are: {', '.join(points)}")
     plain = points[baseline]
-    if few := {name: len(at) for name, at in points.items() if len(at) < 3}:
+    few = {name: len(at) for name, at in points.items() if len(at) < BUDGETS}
+    if baseline in few or len(few) == len(points) - 1 > 0:
         counts = ", ".join(f"{name} has {count}" for name, count in few.items())
-        raise UserError(f"a scaling fit needs runs of each residual at three budgets at least: {counts}")
+        raise UserError(
+            f"a scaling fit needs runs of {baseline} and of another residual at three budgets at least: {counts}"
+        )
     found = []
     for name, at in points.items():
+        if name in few:
+            found.append(Scaling(name, at, None, None, {}))
+            continue
         fits = _fit_points(at), _fit_points(plain)
         drawn = _drawn(at, plain, draws, np.random.default_rng(seed))
         within = [c for c in sorted(plain) if min(at) / FAR < c < max(at) * FAR]
@@ -246,12 +254,16 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
     """Lines for a terminal."""
     lines = []
     for scaling in found:
-        curve = scaling.fit
+        curve, budgets = scaling.fit, len(scaling.points)
+        if curve is None:
+            at = f"{budgets} budget{'s' * (budgets != 1)}"
+            lines.append(f"{scaling.residual}: left out, for it has runs at {at} and a fit needs three")
+            continue
         fewest = min(len(losses) for losses in scaling.points.values())
         seeds = "1 seed" if fewest == 1 else f"{fewest} seeds"
         lines.append(
             f"{scaling.residual}: L = {curve.floor:.4f} + {curve.scale:.4f} (C / {curve.unit:.3g})^-{curve.alpha:.3f}"
-            f"  ({_edge(curve.alpha)}{_reach(scaling.alpha)}{len(scaling.points)} budgets, {seeds} at least)"
+            f"  ({_edge(curve.alpha)}{_reach(scaling.alpha)}{budgets} budgets, {seeds} at least)"
         )
         if scaling.residual != baseline:
             for budget, interval in scaling.multipliers.items():
@@ -277,8 +289,11 @@ def panels_of(found: Sequence[Scaling], baseline: str, across: str = "operations
     for scaling in found:
         name, colour = scaling.residual, colours[scaling.residual]
         losses = {c: list(seeds.values()) for c, seeds in sorted(scaling.points.items())}
+        if (fitted := scaling.fit) is None:
+            curves.append(Line(f"{name}, no fit", colour, losses, ()))
+            continue
         places = np.geomspace(min(losses), max(losses), 60).tolist()
-        curves.append(Line(name, colour, losses, [(c, scaling.fit.loss(c)) for c in places]))
+        curves.append(Line(name, colour, losses, [(c, fitted.loss(c)) for c in places]))
         met = {c: interval for c, interval in scaling.multipliers.items() if interval is not None}
         if name != baseline and met:
             spans = {c: _shown(i.low, i.high) for c, i in met.items() if i.low is not None and i.high is not None}
@@ -310,5 +325,5 @@ def _edge(alpha: float) -> str:
     return "" if ALPHAS[0] < alpha < ALPHAS[-1] else "alpha is the edge of what is tried, so not known; "
 
 
-def _reach(alpha: Interval) -> str:
-    return "" if alpha.low is None else f"alpha {alpha.low:.3f} to {alpha.high:.3f}; "
+def _reach(alpha: Interval | None) -> str:
+    return "" if alpha is None or alpha.low is None else f"alpha {alpha.low:.3f} to {alpha.high:.3f}; "

@@ -140,11 +140,29 @@ def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
     assert re.search(r"operations: as standard with \d\.\d+ times the compute \(", text)
     with pytest.raises(UserError, match="three budgets at least, and got 2"):
         fit([1, 2, 2], [3.0, 2.0, 2.1])
-    few = {c: points["same"][c] for c in BUDGETS[:2]}
-    with pytest.raises(UserError, match=r"of each residual at three budgets at least: short has 2$"):
-        compare_scaling({**points, "short": few}, "standard")
     with pytest.raises(UserError, match="no runs of the baseline 'plain'"):
         compare_scaling(points, "plain")
+
+
+def test_a_residual_with_too_few_budgets_is_left_out_and_said_to_be():
+    points = {name: sampled(TRUE, 0.002, 2, seed=seed) for seed, name in enumerate(("standard", "same", "short"))}
+    two, one = ({c: points["short"][c] for c in BUDGETS[:count]} for count in (2, 1))
+    found = compare_scaling({**points, "short": two}, "standard", draws=20)
+    assert found[:2] == compare_scaling({name: points[name] for name in ("standard", "same")}, "standard", draws=20)
+    text = table(found, "standard")
+    assert "\nshort: left out, for it has runs at 2 budgets and a fit needs three" in text
+    curves, worth = ElementTree.fromstring(plot(found, "standard")).findall(f"{SVG}g")
+    shown = {each.find(f"{SVG}text[@class='named']").text: each for each in curves.findall(f"{SVG}g")}
+    assert [each.text for each in worth.iterfind(f".//{SVG}text[@class='named']")] == ["same"]
+    assert len(shown["short, no fit"].findall(f"{SVG}circle")) == 4
+    assert [bool(shown[name].find(f"{SVG}polyline").get("points")) for name in ("same", "short, no fit")] == [1, 0]
+    needs = r"needs runs of standard and of another residual at three budgets at least:"
+    for few, told in (
+        ({"standard": two}, "standard has 2"),
+        ({"same": two, "short": one}, "same has 2, short has 1"),
+    ):
+        with pytest.raises(UserError, match=f"{needs} {told}$"):
+            compare_scaling(points | few, "standard")
 
 
 @pytest.mark.parametrize("alpha", [0.001, 0.25, 9.0])
