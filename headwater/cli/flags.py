@@ -225,7 +225,8 @@ class StudyFlags(PluginFlags):
     minutes: float = math.inf
     """Start no run after them, and save those under way: the next call goes on."""
     whole: bool = False
-    """Start no run that would not end by then, going by the longest so far: for a machine whose disk is lost."""
+    """Start no run that would not end by then, going by those that have, but a shorter one instead: for a machine whose
+    disk is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from headwater.train.sharing import shared_gpu
 
 POLL_SECONDS = 0.2
 STARTING_SECONDS = 60  # at most: to compile takes that long
+ALIKE = 1.5  # times the operations: by less, residuals of one size differ, and a slow one may have fewer
 PROGRESS = re.compile(r"step \d+(/\d+|:) ")
 
 
@@ -45,6 +46,8 @@ class Job:
     """The module that registers the run's residual, where that is not headwater's own."""
     arm: str | None = None
     """What a comparison calls it, where that is more than its residual."""
+    work: float = 1.0
+    """Its operations, where it is asked how long it will take beside others."""
 
     @property
     def log(self) -> Path:
@@ -75,14 +78,18 @@ class Active:
         recorded = metrics.exists() and metrics.stat().st_mtime >= self.began
         return not recorded and time.time() < self.began + STARTING_SECONDS
 
+    def seconds(self) -> float:
+        """That the run has taken, now that it is finished: one that was resumed is soon done."""
+        return max(time.time() - self.began, TrainResult.read(self.job.folder).seconds)
+
 
 def run_all(
     runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, seconds: float = math.inf, whole: bool = False
 ) -> list[str]:
     """Keep `jobs` processes busy until every run has ended, or for so many seconds: then none is started any more, and
-    those under way are asked to save and end; `whole`: none is started that would not end by then, going by the longest
-    so far. Returns what to say about those that failed; `go_on` is the command that continues, for whoever interrupts
-    it.
+    those under way are asked to save and end; `whole`: none is started that would not end by then, going by those that
+    have ended, and a shorter one is started before a longer one that would not. Returns what to say about those that
+    failed; `go_on` is the command that continues, for whoever interrupts it.
 
     Of runs that share a GPU at most half are starting at a time, which is until they have recorded a step. Started
     together they would end together too, wave after wave, and the GPU would wait while all of them compile."""
@@ -90,30 +97,34 @@ def run_all(
     waiting = [job for job in runs if not job.finished]
     running: list[Active] = []
     failures: list[str] = []
-    side_by_side, longest = min(jobs, len(waiting)), 0.0
+    took: list[tuple[float, float]] = []  # work and seconds of those that have finished
+
+    def next_run() -> Job | None:
+        left = deadline - time.monotonic()
+        return next((job for job in waiting if not whole or at_most(job.work, took) < left), None)
+
     with (
         Interruption() as interruption,
-        shared_gpu(side_by_side, console.print) as environment,
+        shared_gpu(min(jobs, len(waiting)), console.print) as environment,
         Tasks(console) as tasks,
     ):
         total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
-                late = whole and time.monotonic() + longest > deadline
-                if late and not running:
-                    break
-                while waiting and not late and len(running) < jobs and not (environment and half_start(running, jobs)):
-                    job = waiting.pop(0)
+                while len(running) < jobs and not (environment and half_start(running, jobs)) and (job := next_run()):
+                    waiting.remove(job)
                     task = tasks.add(job.label, job.steps, note="starting")
                     start = job.log.stat().st_size if job.log.exists() else 0
                     began = time.time()
                     running.append(Active(job, launch(job, jobs, environment), task, start, began))
+                if not running:
+                    break  # what is left would not end in time
                 time.sleep(POLL_SECONDS)
                 for active in list(running):
                     show(active, tasks)
                     if active.process.poll() is not None:
                         running.remove(active)
-                        longest = max(longest, time.time() - active.began)
+                        took += [(active.job.work, active.seconds())] if active.job.finished else []
                         tasks.remove(active.task)
                         tasks.update(total, len(runs) - len(waiting) - len(running))
                         failures += conclude(active, tasks)
@@ -123,6 +134,16 @@ def run_all(
             done = sum(job.finished for job in runs)
             raise interruption.error(f"{done} of {len(runs)} runs", go_on)
     return failures
+
+
+def at_most(work: float, took: Sequence[tuple[float, float]]) -> float:
+    """How long a run may last, by work and seconds of those that have finished: as the longest of those like the
+    smallest that was no smaller, or in proportion to the largest. Before any has, no time."""
+    if not took:
+        return 0.0
+    like = min((done for done, _ in took if done >= work), default=max(done for done, _ in took))
+    longest = max(seconds for done, seconds in took if like / ALIKE < done < like * ALIKE)
+    return longest * max(1.0, work / like)
 
 
 def half_start(running: Sequence[Active], jobs: int) -> bool:

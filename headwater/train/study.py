@@ -80,8 +80,8 @@ def study(
         recipe: a TOML file: `name`, settings that all runs share under [config], tables [[runs]] with lists of others.
         out: folder of the study, by default runs/ and its name. `headwater report` and `headwater scaling` take it.
         minutes: no run is started after them, and those under way are saved: the next call goes on from there.
-        whole: start no run that would not end in those minutes, going by the longest so far: for a machine whose disk
-            is lost.
+        whole: start no run that would not end in those minutes, going by those that have ended, but a shorter one
+            instead: for a machine whose disk is lost.
         progress: show how far the runs are.
 
     Returns a `StudyResult`. Raises `headwater.errors.UserError` for a file that does not fit, for a folder whose runs
@@ -100,13 +100,13 @@ def study(
         refuse_others(jobs, plan, out / CORPORA)
         for job, config in zip(jobs, plan.runs.values(), strict=True):
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
-        console.print(describe(standing(out, jobs, plan)), highlight=False, soft_wrap=True)
+        console.print(describe(standing(out, jobs, plan.jobs)), highlight=False, soft_wrap=True)
         failures = run_all(jobs, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
         if not plan.keep_weights:
             for job in jobs:
                 if job.finished:
                     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
-        result = standing(out, jobs, plan)
+        result = standing(out, jobs, plan.jobs)
         console.print(describe(result), highlight=False, soft_wrap=True)
     if failures:
         listing = "\n  ".join(failures)
@@ -199,13 +199,19 @@ def folder_name(choice: Mapping[str, Any]) -> str:
 
 
 def job_of(name: str, config: Config, out: Path) -> Job:
+    """Its model is made without weights, so that one that does not fit is known before anything runs."""
     settings = out / "settings" / f"{name}.json"
+    try:
+        work = operations(config)
+    except UserError as error:
+        raise UserError(f"run {name} does not fit: {error}") from None
     return Job(
         label=name,
         folder=out / "runs" / name,
         arguments=("--config", str(settings)),
         steps=config.train.steps,
         plugin=plugin_for(config.model.residual),
+        work=work,
     )
 
 
@@ -232,16 +238,24 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     write_json(corpora, seen)
 
 
-def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:
-    """What is done and what is left. The time for the rest is estimated from tokens a second of the runs that are done,
-    by the operations that each kind of run needs."""
-    finished = {job.label: TrainResult.read(job.folder) for job in jobs if job.finished}
-    left = tuple(job.label for job in jobs if not job.finished)
-    if not finished:
-        return StudyResult(out, finished, left, None)
-    per_operation = statistics.median(r.seconds / (r.flops_per_token * r.tokens) for r in finished.values())
-    work = sum(operations(plan.runs[name]) for name in left)
-    return StudyResult(out, finished, left, per_operation * work / plan.jobs)
+def standing(out: Path, jobs: Sequence[Job], side_by_side: int) -> StudyResult:
+    """What is done and what is left. The time for the rest is estimated from the runs that are done: how long their
+    processes took to start, and then each operation."""
+    finished = {job: TrainResult.read(job.folder) for job in jobs if job.finished}
+    left, seconds = [job for job in jobs if not job.finished], None
+    if finished:
+        start = statistics.median(start_of(job.folder) for job in finished)
+        per_operation = statistics.median(result.seconds / job.work for job, result in finished.items())
+        seconds = sum(start + per_operation * job.work for job in left) / min(side_by_side, len(left) or 1)
+    results = {job.label: result for job, result in finished.items()}
+    return StudyResult(out, results, tuple(job.label for job in left), seconds)
+
+
+def start_of(folder: Path) -> float:
+    """Seconds from the launch of a run's last process to its first step, by when files were written; the summary does
+    not count them."""
+    launched, began = (folder / name for name in ("launch.json", "config.json"))
+    return max(0.0, began.stat().st_mtime - launched.stat().st_mtime) if launched.exists() else 0.0
 
 
 def operations(config: Config) -> float:
@@ -258,4 +272,4 @@ def describe(result: StudyResult) -> str:
     if result.seconds is None:
         return f"{text}; how long the others take is known when one is done"
     minutes = "less than a minute" if result.seconds < 60 else f"about {result.seconds / 60:.0f} minutes"
-    return f"{text}; {minutes} of training for the {left} that are left"
+    return f"{text}; {minutes} for the {left} that are left"

@@ -120,18 +120,68 @@ def test_of_four_that_share_a_gpu_two_may_be_starting(tmp_path, monkeypatch):
     assert (len(starting), max(starting)) == (4, 2)
 
 
-def test_no_run_is_started_that_would_not_end_in_time(tmp_path, monkeypatch):
+@pytest.fixture
+def run_for(tmp_path, monkeypatch):
+    """`run_all` by a clock of the test's: labels of the runs that were started, and of those that were cut off."""
+
+    def run(seconds, runs, *, whole=True, before=0.0):
+        """`runs`: work and seconds by label; `before`: seconds of their attempts before this one."""
+        now, started, cut_off = [0.0], [], []
+        listed = [
+            jobs.Job(label=label, folder=tmp_path / f"{whole}-{label}", arguments=(), steps=1, work=work)
+            for label, (work, _) in runs.items()
+        ]
+
+        def launch(job, *_):
+            started.append(job.label)
+            job.folder.mkdir()
+            ends = now[0] + runs[job.label][1]
+            return SimpleNamespace(returncode=0, poll=lambda: end(job) if now[0] >= ends else None)
+
+        def end(job):
+            (job.folder / "summary.json").touch()
+            return 0
+
+        clock = {"time": lambda: now[0], "monotonic": lambda: now[0]}
+        clock["sleep"] = lambda seconds: now.__setitem__(0, now[0] + seconds)
+        monkeypatch.setattr(jobs, "time", SimpleNamespace(**clock))
+        monkeypatch.setattr(jobs, "launch", launch)
+        monkeypatch.setattr(jobs.TrainResult, "read", lambda _: SimpleNamespace(seconds=before, bits_per_byte=1.0))
+        monkeypatch.setattr(jobs, "stop", lambda running: cut_off.extend(active.job.label for active in running))
+        jobs.run_all(listed, 1, Console(quiet=True), go_on="", seconds=seconds, whole=whole)
+        return started, cut_off
+
+    return run
+
+
+def test_no_run_is_started_that_would_not_end_in_time(run_for):
     """Once it is known how long one takes: without `whole`, the next is started, and cut off."""
-    cut_off = []
-    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(jobs, "launch", lambda job, *_: started(job.folder))
-    monkeypatch.setattr(jobs, "stop", lambda running: cut_off.append([active.job.label for active in running]))
-    for whole in (True, False):
-        folder = tmp_path / str(whole)
-        folder.mkdir()
-        runs = [jobs.Job(label=name, folder=folder / name, arguments=(), steps=1) for name in "abc"]
-        jobs.run_all(runs, 1, Console(quiet=True), go_on="", seconds=3.6, whole=whole)
-    assert cut_off == [[], ["b"]]
+    runs = dict.fromkeys("abc", (1.0, 2.0))
+    assert run_for(3.6, runs) == (["a"], [])
+    assert run_for(3.6, runs, whole=False) == (["a", "b"], ["b"])
+
+
+def test_a_short_run_is_started_where_a_long_one_would_not_end_in_time(run_for):
+    short, long = (1.0, 1.0), (8.0, 8.0)
+    assert run_for(12, {"a": short, "b": long, "c": long, "d": short, "e": short}) == (["a", "b", "d", "e"], [])
+
+
+def test_a_run_that_was_resumed_is_not_taken_for_a_short_one(run_for):
+    assert run_for(6, dict.fromkeys("abc", (1.0, 1.0)), before=5.0) == (["a"], [])
+
+
+@pytest.mark.parametrize(
+    ("work", "longest"),
+    [
+        (2.0, 5.0),  # another residual of the size took longer than the one that has as many operations
+        (1.0, 5.0),  # of the smallest size that is as large
+        (4.0, 60.0),
+        (90.0, 180.0),  # in proportion to the largest
+    ],
+)
+def test_how_long_a_run_may_last_is_known_from_those_like_it(work, longest):
+    assert jobs.at_most(work, [(2.0, 3.0), (2.2, 5.0), (30.0, 60.0)]) == longest
+    assert jobs.at_most(work, []) == 0
 
 
 def started(folder):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shlex
 import shutil
 from dataclasses import replace
@@ -14,8 +15,9 @@ from tinyrun import tiny, write_corpus
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.residuals import StandardResidual, register
+from headwater.train.files import read_json, write_json
 from headwater.train.loop import train
-from headwater.train.study import StudyResult, describe, read_recipe, steps_for, study
+from headwater.train.study import StudyResult, describe, operations, read_recipe, steps_for, study
 
 RECIPE = """
 name = "pair"
@@ -213,6 +215,13 @@ def test_a_finished_run_of_a_residual_from_elsewhere_counts(recipe, tmp_path):
         assert list(study(recipe, tmp_path / "study", minutes=0).finished) == ["residual-from-elsewhere-seed-0"]
 
 
+def test_a_model_that_does_not_fit_is_known_before_anything_runs(recipe, tmp_path):
+    recipe.write_text(recipe.read_text() + '\n[[runs]]\n"model.heads" = [2, 3]\n')
+    with pytest.raises(UserError, match=r"^run heads-3 does not fit: the model does not fit together: .*heads"):
+        study(recipe, tmp_path / "study", minutes=0)
+    assert not (tmp_path / "study" / "runs").exists()
+
+
 def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("headwater.train.study.run_all", lambda *_, go_on, **__: said.append(go_on) or [])
@@ -228,8 +237,21 @@ def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, m
 
 def test_what_is_left_is_never_said_to_take_no_time(tmp_path):
     said = [describe(StudyResult(tmp_path, {}, ("a", "b"), seconds)) for seconds in (20.0, 200.0)]
-    assert said[0].endswith("; less than a minute of training for the 2 that are left")
-    assert said[1].endswith("; about 3 minutes of training for the 2 that are left")
+    assert said[0].endswith("; less than a minute for the 2 that are left")
+    assert said[1].endswith("; about 3 minutes for the 2 that are left")
+
+
+def test_the_time_that_is_left_counts_the_starts_of_processes(recipe, tmp_path):
+    recipe.write_text(recipe.read_text().replace("[0]", "[0, 1, 2]").replace("jobs = 2", "jobs = 4"))
+    folder = begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
+    write_json(folder / "summary.json", {**read_json(folder / "summary.json"), "seconds": 10.0})
+    runs = read_recipe(recipe).runs
+    work = [operations(config) / operations(runs["residual-standard-seed-0"]) for config in runs.values()]
+    assert study(recipe, tmp_path / "study", minutes=0).seconds == pytest.approx(10 * (sum(work) - 1) / 4)
+    (folder / "launch.json").touch()
+    launched = (folder / "config.json").stat().st_mtime - 30
+    os.utime(folder / "launch.json", (launched, launched))
+    assert study(recipe, tmp_path / "study", minutes=0).seconds == pytest.approx((5 * 30 + 10 * (sum(work) - 1)) / 4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
