@@ -163,7 +163,8 @@ def plan(
         if not resume:
             raise UserError(f"{out} already holds a comparison: continue it with --resume, or choose another --out")
         saved = read_json(path)
-        differing = differences(saved["config"], asdict(config), OUTER)  # its times and memory are compared too
+        # Its times and memory are compared too. What a step that is not finite stopped may go on without it.
+        differing = differences(saved["config"], asdict(config), OUTER | {"train.skip_nonfinite"})
         if differing:
             listing = "\n  ".join(differing)
             raise UserError(f"{out} holds a comparison of another configuration:\n  {listing}\nChoose another --out")

@@ -26,8 +26,9 @@ import re
 import shutil
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ from headwater.train.results import TrainResult
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
 RATIO = "tokens_per_parameter"
 CORPORA = "corpora.json"  # of each run the tokens that it sees, as hashes
+# Settings as a recipe names them, by the flags of `headwater train`.
+SETTINGS = {
+    f"--{setting.name.replace('_', '-')}": f"{section.name}.{setting.name}"
+    for section in fields(Config)
+    for setting in fields(getattr(Config(), section.name))
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,30 @@ class StudyResult:
     seconds: float | None
 
 
+@contextmanager
+def in_words_of_recipes() -> Iterator[None]:
+    """What is raised inside, and what its runs said, names a flag of theirs: here as the setting that a recipe has."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (as_settings(str(error)),)
+        raise
+
+
+def as_settings(said: str) -> str:
+    """`--clip 1` is `optim.clip = 1` in a recipe, and `--resume` to run it again."""
+
+    def setting(found: re.Match[str]) -> str:
+        flag, value = found.groups()
+        if flag not in SETTINGS:
+            return found[0]
+        return SETTINGS[flag] + (f" = {value.lower()}" if value else "")
+
+    said = re.sub(r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?: (\d+|True|False)\b)?", setting, said)
+    return said.replace("--resume", "the same command")
+
+
+@in_words_of_recipes()
 def study(
     recipe: str | Path,
     out: str | Path | None = None,
@@ -110,7 +141,10 @@ def study(
         console.print(describe(result), highlight=False, soft_wrap=True)
     if failures:
         listing = "\n  ".join(failures)
-        raise UserError(f"{len(failures)} of {len(jobs)} runs failed:\n  {listing}\nThe others are kept")
+        raise UserError(
+            f"{len(failures)} of {len(jobs)} runs failed:\n  {listing}\n"
+            f"The others are kept. Settings are those of {recipe}; the same command tries again what failed"
+        )
     return result
 
 
@@ -139,6 +173,7 @@ def read_recipe(path: Path) -> Recipe:
         for key, value in table.items():
             if value == []:
                 raise UserError(f"{path}: runs: the list of {key} is empty, so there is nothing to run")
+            refuse_flat(base, key, value, f"{path}: runs")
         for choice in products(table):
             config, folder = config_of(base, choice, f"{path}: runs"), folder_name(choice)
             if runs.get(folder, config) != config:
@@ -154,6 +189,17 @@ def products(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every choice of one value from each list; what is no list is the same in all."""
     lists = [value if isinstance(value, list) else [value] for value in table.values()]
     return [dict(zip(table, values, strict=True)) for values in itertools.product(*lists)]
+
+
+def refuse_flat(base: Config, key: str, value: Any, where: str) -> None:
+    """A setting that is a list, of files as a rule, needs a list of such: whoever names two in one list may mean a run
+    with each of them, or runs with both."""
+    section, _, name = key.partition(".")
+    given = value if isinstance(value, list) else [value]
+    if isinstance(getattr(getattr(base, section, None), name, None), tuple) and not isinstance(given[0], list):
+        both = f", or {[given]} for all of them in one run" if len(given) > 1 else ""
+        each = " for a run with each" if both else ""
+        raise UserError(f'{where}: "{key}" is a list itself: write {[[item] for item in given]}{each}{both}')
 
 
 def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:

@@ -116,6 +116,13 @@ def test_two_runs_that_would_share_a_folder_are_refused(recipe):
         ("runs = [1, 2]", r"needs at least one table \[\[runs\]\]"),
         ("name = ['x']\n[[runs]]\n'optim.lr' = 1.0", r"name must be a word, .*; got \['x'\]"),
         ("[[runs]]\n'optim.rate' = [1.0]", "unknown key 'rate'"),
+        (
+            "[[runs]]\n'data.source' = ['a', 'b']",
+            r"""runs: "data.source" is a list itself: write \[\['a'\], \['b'\]\] for a run with each, """
+            r"or \[\['a', 'b'\]\] for all of them in one run$",
+        ),
+        ("[[runs]]\n'data.source' = 'a'", r"is a list itself: write \[\['a'\]\]$"),
+        ("[[runs]]\n'parallel.cuts' = [2, 4]", r"""runs: "parallel.cuts" is a list itself: write \[\[2\], \[4\]\]"""),
         ("[[runs]]\n'optim.lr' = ['fast']", "lr must be a number; got 'fast'"),
         ("jobs = 0\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a number from 1"),
         ("[[runs]", "cannot read the recipe"),
@@ -233,6 +240,22 @@ def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, m
         recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere", "from-elsewhere"'))
         study(recipe, tmp_path / "other")
     assert said[-1] == f"headwater study {recipe} --out {tmp_path / 'other'} --plugin elsewhere"
+
+
+def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(recipe, tmp_path, monkeypatch):
+    """Whoever runs a study gives no flags of `headwater train`."""
+    hot = recipe.read_text() + '\n[[runs]]\n"optim.lr" = [1e30]\n"optim.warmup" = 0\n'
+    recipe.write_text(hot)
+    with pytest.raises(UserError, match="--lr") as diverged:
+        begin_by_hand(recipe, tmp_path / "alone", "lr-1e+30-warmup-0")
+    monkeypatch.setattr("headwater.train.study.run_all", lambda *_, **__: [f"lr-1e+30: {diverged.value}"])
+    with pytest.raises(UserError, match=f"Settings are those of {recipe}; the same command tries again") as told:
+        study(recipe, tmp_path / "study")
+    advice = "with the same command and train.skip_nonfinite = 1 (or more), or try a lower optim.lr, a longer "
+    assert f"{advice}optim.warmup, a smaller optim.clip or model.qk_norm = true, in another --out" in str(told.value)
+    recipe.write_text(hot.replace('source = ["', 'source = ["no'))
+    with pytest.raises(UserError, match=r"no corpus at no.*: data\.source takes text"):
+        study(recipe, tmp_path / "study")
 
 
 def test_what_is_left_is_never_said_to_take_no_time(tmp_path):

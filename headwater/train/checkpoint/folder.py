@@ -204,7 +204,7 @@ def verify(folder: Path, ranks: Ranks | None = None) -> None:
         known = ranks.broadcast_object(good(folder.parent) if ranks.main else None)
         advice = "Start again in another --out"
         if known:
-            advice = f"To go on from there, delete the damaged folder (rm -r {folder}) and pass --resume"
+            advice = f"To go on from there, delete the damaged folder (rm -r {folder}) and go on with --resume"
         raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(known)} {advice}")
 
 
