@@ -76,6 +76,12 @@ def _stack(tensors: list[Tensor], device: torch.device | None) -> Tensor:
     return torch.stack([tensor if tensor.device == device else tensor.to(device) for tensor in tensors])
 
 
+def _trains(x: Tensor) -> bool:
+    """Whether a pass that begins with `x` has gradients, or will be repeated with them: re-entrant checkpointing makes
+    its first pass without, of an embedding that has some, and both must give states of one layout."""
+    return torch.is_grad_enabled() or x.requires_grad
+
+
 FULL = "h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding v_0 and every output v_1, ..., v_i before it."
 
 
@@ -199,7 +205,7 @@ class AttentionResidual(Residual):
         return (self.layout(i), *(() if self.two_phase is None else self.two_phase.layout(verb, i)))
 
     def _begin(self, x: Tensor) -> State:
-        if self.two_phase is None or weights_held() or self._enters_late() or not self._runs_two_phases(x):
+        if self.two_phase is None or weights_held() or self._enters_late(x) or not self._runs_two_phases(x):
             return (x,)
         return self.two_phase.begin(x, self._folded(x.device))
 
@@ -211,7 +217,7 @@ class AttentionResidual(Residual):
     def _write(self, state: State, i: int, y: Tensor) -> State:
         if self.two_phase is not None and self.two_phase.holds(state, "write", i):
             return self.two_phase.write(state, i, y)
-        if i == 0 and self.two_phase is not None and self._enters_late() and self._runs_two_phases(state[0]):
+        if i == 0 and self.two_phase is not None and self._enters_late(state[0]) and self._runs_two_phases(state[0]):
             return self.two_phase.write(self.two_phase.enter(state[0], self._folded(y.device)), 0, y)
         if i % self.block:
             return (*state[:-1], state[-1] + y)
@@ -247,10 +253,10 @@ class AttentionResidual(Residual):
             )
         self.forget_layouts()
 
-    def _enters_late(self) -> bool:
+    def _enters_late(self, x: Tensor) -> bool:
         """Whether two phases begin at write 0, since read 0 is the embedding: to gather the queries takes the host a
         millisecond, in which a GPU then has the first sublayer to run. Gradients are threaded from the start."""
-        return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or weights_held())
+        return not (_trains(x) or torch.compiler.is_compiling() or weights_held())
 
     def _runs_two_phases(self, x: Tensor) -> bool:
         """Whether reads of a stream that begins as `x` are made in two phases."""
@@ -266,7 +272,7 @@ class AttentionResidual(Residual):
         not stay here."""
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return False
-        if not torch.is_grad_enabled() or x.numel() * self.sublayers < WORTH_TWO_PHASES:
+        if not _trains(x) or x.numel() * self.sublayers < WORTH_TWO_PHASES:
             return False
         return all(parameter.device == x.device for parameter in self.reads.parameters())
 

@@ -1,10 +1,12 @@
 """The two-phase schedule on its references: the same network as with one pass per read, on any device."""
 
 import copy
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from headwater.models import Decoder, ModelConfig
 from headwater.models.generate import generate
@@ -144,6 +146,30 @@ def test_a_cpu_takes_two_phases_to_train_in_fp32(spec):
     with torch.no_grad():
         assert not phases()
         assert phases(schedule="two-phase", backend="reference")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("inside", [0, 1, 3])
+def test_what_begins_may_be_recomputed(spec, inside, monkeypatch):
+    """The first pass of re-entrant checkpointing has no gradients; its state is that of the second, which has some."""
+    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
+    residual, outputs = scattered(spec, 10), torch.randn(11, 2, 16)
+
+    def begin(x):
+        return tuple(drive(residual, residual.begin(x), 0, inside, outputs))
+
+    def results(around):
+        residual.zero_grad()
+        x = torch.ones(2, 16, requires_grad=True)
+        state = around(begin, x * outputs[0])
+        assert len(state) > 1
+        end = residual.end(drive(residual, state, inside, 10, outputs))
+        end.square().sum().backward()
+        return [end, x.grad, *(parameter.grad for parameter in residual.parameters())]
+
+    wanted = results(lambda function, x: function(x))
+    for reentrant in (False, True):
+        assert all(map(torch.equal, results(partial(checkpoint, use_reentrant=reentrant)), wanted))
 
 
 @pytest.mark.parametrize("spec", SPECS)
