@@ -14,9 +14,11 @@ from headwater.models import ModelConfig
 from headwater.stats import LOWER, Paired, Stat, pair, summarize
 
 BASELINE = "standard"
-# Settings that may differ inside a group: they say where and how a run was carried out, not what was computed.
+# Settings that may differ inside a group: they say where and how a run was carried out, not what was computed. One that
+# a bad step stopped goes on without it; its notes count such steps.
 INCIDENTAL = {
     "seed", "device", "cache", "compile", "graph", "log_every", "eval_every", "depth_every", "save_every", "keep",
+    "skip_nonfinite",
 }  # fmt: skip
 DEFAULTS = {one.name: one.default for one in fields(ModelConfig) if one.default is not MISSING}
 UNFELT = {BASELINE: {"optim.query_lr"}}  # settings of what a residual does not have

@@ -18,6 +18,7 @@ def facts(groups: list[Group]) -> str:
     runs = [run for group in groups for run in group.runs]
     counts = {len(group.runs) for group in groups}
     last = max(run.written for run in runs)
+    seen = unique([count(tokens) for group in groups if (tokens := group.tokens()) is not None], 3)
 
     def each(describe: Callable[[RecordedRun], str]) -> str:
         return " or ".join(unique([said for run in runs if (said := describe(run))], 3))
@@ -27,7 +28,7 @@ def facts(groups: list[Group]) -> str:
         "Corpus": each(corpus),
         "Training": each(training),
         "Optimizer": each(optimizer),
-        "Tokens": " or ".join(unique([count(group.tokens()) for group in groups], 3)) + " per run",
+        "Tokens": f"{' or '.join(seen)} per run" if seen else "",
         "Seeds": f"{plain_range(counts)} per residual",
         "Runs": f"{sum(run.summary is not None for run in runs)} of {len(runs)} finished, {side_by_side(groups)}",
         "Device": each(lambda run: made_with(run, "device")),

@@ -59,9 +59,11 @@ def finding(group: Group) -> str:
 def tally(rivals: list[Group]) -> str:
     verdicts = Counter(paired.verdict for group in rivals if (paired := group.difference()) is not None)
     said = {LOWER: "end lower", HIGHER: "end higher", UNTOLD: "are not told apart", ONE_SEED: "have one seed"}
-    bases = list(dict.fromkeys(group.baseline.label for group in rivals if group.baseline is not None))
+    bases = {group.baseline.label: group.baseline.residual for group in rivals if group.baseline is not None}
+    label, residual = next(iter(bases.items()))
+    against = label if len(bases) == 1 else f"{residual} at the same settings"
     parts = [f"{verdicts[verdict]} {words}" for verdict, words in said.items() if verdicts[verdict]]
-    return f"Of {many(rivals)} against {join(bases)}, {join(parts)}. The lowest three:"
+    return f"Of {many(rivals)} against {against}, {join(parts)}. The lowest three:"
 
 
 def interval(paired: Paired) -> str:
@@ -115,7 +117,8 @@ def page_notes(groups: list[Group]) -> list[str]:
         if group.baseline and group.difference() and group.tokens() != group.baseline.tokens():
             seen = f"{count(group.tokens())} tokens, {group.baseline.label} {count(group.baseline.tokens())}"
             notes.append(f"{group.label} saw {seen}: not a fair comparison.")
-        which = "the table counts only finished runs" if group.finished else "the table shows the last evaluation"
+        shown = "the table shows the last evaluation" if group.final("loss") else "it was never evaluated"
+        which = "the table counts only finished runs" if group.finished else shown
         notes += [f"{run.name}: {run.stopped}; {which}." for run in group.runs if run.stopped]
         waiting = [run.name for run in group.runs if run.summary is None and not run.stopped]
         if waiting:

@@ -318,4 +318,4 @@ def describe(result: StudyResult) -> str:
     if result.seconds is None:
         return f"{text}; how long the others take is known when one is done"
     minutes = "less than a minute" if result.seconds < 60 else f"about {result.seconds / 60:.0f} minutes"
-    return f"{text}; {minutes} for the {left} that are left"
+    return f"{text}; {minutes} for the {'one that is' if left == 1 else f'{left} that are'} left"

@@ -176,7 +176,7 @@ def test_one_residual_in_several_sizes_is_counted_once(tmp_path):
             make_run(tmp_path / "runs" / f"{residual}-{layers}", residual, seed=0, layers=layers, steps=5)
     page = write_report([tmp_path]).read_text()
     assert "<title>9 arms" in page
-    assert "Of 6 arms against standard, layers 1" in visible(page)
+    assert "Of 6 arms against standard at the same settings, 6 have one seed." in visible(page)
     assert f"headwater study RECIPE --out {tmp_path.name}-again" in visible(page)
 
 
@@ -279,6 +279,24 @@ def test_a_run_that_stopped_is_not_just_unfinished(tmp_path):
     assert "1 step was left out of training (1 not finite), at step 6" in words
     assert "unreadable" not in words
     assert "nfinished" not in words
+
+
+def test_a_run_that_stopped_before_its_first_evaluation_has_none_to_show(tmp_path):
+    folder = make_comparison(tmp_path / "c", ["standard", "rezero"], [0], layers=1, steps=5)
+    run = folder / "runs" / "1-seed0"
+    (run / "summary.json").unlink()
+    (run / "metrics.jsonl").write_text('{"kind": "skip", "step": 1, "reason": "nonfinite", "loss": null}\n')
+    words = said_of(folder)
+    assert "1-seed0: stopped at step 1: the loss or the gradient was not finite; it was never evaluated." in words
+    assert "Tokens 20.5 k per run" in words
+
+
+def test_a_run_that_goes_on_without_a_bad_step_stays_with_its_seeds(tmp_path):
+    folder = make_comparison(tmp_path / "c", ["standard", "rezero"], [0, 1], layers=1, steps=5)
+    run = folder / "runs" / "1-seed1"
+    config = json.loads((run / "config.json").read_text())
+    rewrite(run / "config.json", train=config["train"] | {"skip_nonfinite": 1})
+    assert [len(group.runs) for group in group_runs(read_runs([folder]))] == [2, 2]
 
 
 def test_labels_say_what_tells_groups_apart_and_no_more():

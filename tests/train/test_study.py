@@ -262,6 +262,7 @@ def test_what_is_left_is_never_said_to_take_no_time(tmp_path):
     said = [describe(StudyResult(tmp_path, {}, ("a", "b"), seconds)) for seconds in (20.0, 200.0)]
     assert said[0].endswith("; less than a minute for the 2 that are left")
     assert said[1].endswith("; about 3 minutes for the 2 that are left")
+    assert describe(StudyResult(tmp_path, {}, ("a",), 20.0)).endswith(" for the one that is left")
 
 
 def test_the_time_that_is_left_counts_the_starts_of_processes(recipe, tmp_path):
