@@ -134,10 +134,12 @@ def recorded(residual, rate, *records):
 
 def test_sources_in_effect_are_fewer_where_weights_are_a_choice(page):
     even, chosen = [[1, 0, 0], [0.5, 0.5, 0], [1 / 3] * 3], [[1, 0, 0], [1, 0, 0], [0, 0, 1]]
-    runs = [recorded("attnres-full", 1e-3, (1, chosen), (2, even)), recorded("attnres-full", 2e-3, (2, chosen))]
+    runs = [recorded("attnres-full", 1e-3, (1, even), (2, rows)) for rows in (even, chosen)]
+    runs.append(recorded("attnres-block", 2e-3, (1, chosen), (2, chosen)))
     text = page.evenness([*runs, recorded("standard", 1e-3, (2, even))], "optim.lr")
-    assert "all even: 2)" in text
-    assert "| `optim.lr` | `attnres-full` |\n| --- | --- |\n| 0.001 | 2.00 |\n| 0.002 | 1.00 |\n" in text
+    assert "all even: 2), at steps 1, 2:\n" in text
+    assert "| `optim.lr` | `attnres-block` | `attnres-full` |\n" in text
+    assert text.endswith("| 0.001 | - | 2.00, 1.50 |\n| 0.002 | 1.00, 1.00 | - |\n")
 
 
 def test_maps_are_means_over_seeds_in_even_shares(page):

@@ -238,21 +238,27 @@ def crossed(down: str, values: Sequence[float], cells: dict[tuple[Any, ...], lis
 
 
 def evenness(runs: Runs, down: str, *across: str) -> str:
-    """How many sources a read has in effect, of runs whose depth weights are a softmax."""
+    """How many sources a read has in effect, whenever that was recorded, where depth weights are a softmax."""
     chosen = [run for run in runs if run.residual.startswith("attnres") and run.depth]
     if not chosen:
         return ""
-    values, columns = swept(chosen, effective_sources, down, *across)
+    values = sorted({setting(run, down) for run in chosen})
+    cells = {
+        key: [sources_in_effect([run for run in group if setting(run, down) == value]) for value in values]
+        for key, group in grouped(chosen, "model.residual", *across).items()
+    }
+    steps = ", ".join(str(record["step"]) for record in chosen[0].depth)
     even = statistics.fmean(range(1, len(chosen[0].depth[-1]["entropy"]) + 1))
     words = (
-        f"\nSources a read has in effect (e to the entropy of its weights, mean over reads; all even: {even:g}):\n\n"
+        "\nSources a read has in effect (e to the entropy of its weights, mean over reads and seeds; "
+        f"all even: {even:g}), at steps {steps}:\n\n"
     )
-    shown = {key: ["-" if stat is None else stat.text(".2f") for stat in stats] for key, stats in columns.items()}
-    return words + crossed(down, values, shown)
+    return words + crossed(down, values, cells)
 
 
-def effective_sources(run: RecordedRun) -> float:
-    return statistics.fmean(map(math.exp, run.depth[-1]["entropy"]))
+def sources_in_effect(runs: Runs) -> str:
+    at = zip(*([statistics.fmean(map(math.exp, record["entropy"])) for record in run.depth] for run in runs))
+    return ", ".join(f"{statistics.fmean(found):.2f}" for found in at) or "-"
 
 
 def by_size(runs: Runs, down: str, *across: str) -> str:
