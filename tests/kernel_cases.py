@@ -152,6 +152,21 @@ def compiled_nodes(function, x):
     return found, *nodes
 
 
+def assert_captured(run):
+    """Replayed as a CUDA graph, it gives what it gave."""
+    expected = [t.clone() for t in run()]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    graph.replay()
+    assert all(torch.equal(mine, other) for mine, other in zip(results, expected, strict=True))
+
+
 @contextmanager
 def poisoned():
     """Unwritten memory is NaN."""

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from kernel_cases import draw, extremes, growing, read, run, two_phases, worst
+from kernel_cases import assert_captured, draw, extremes, growing, read, run, two_phases, worst
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -118,18 +118,7 @@ def test_a_compiled_step_adds_gradients_in_place_too():
 
 
 def test_a_step_can_be_captured(step):
-    run, _ = step
-    expected = [t.clone() for t in run()]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    graph.replay()
-    assert all(torch.equal(mine, other) for mine, other in zip(results, expected, strict=True))
+    assert_captured(step[0])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import poisoned
+from kernel_cases import assert_captured, poisoned
 
 from headwater.models import Decoder, ModelConfig
 from headwater.ops.streams import project_streams, read_streams, write_streams
@@ -226,14 +226,4 @@ class TestAStep:
     def test_can_be_captured(self, spec):
         run = Step(spec)
         run.draw(0)
-        expected = [t.clone() for t in run()]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = run()
-        graph.replay()
-        assert all(torch.equal(mine, other) for mine, other in zip(results, expected, strict=True))
+        assert_captured(run)
