@@ -4,12 +4,14 @@ For a given alpha the best E and A are a linear least-squares fit, so the search
 projection); E and A stay above zero. The compute multiplier of a residual at a budget C is C' / C, where the baseline's
 curve reaches at C' what the residual's reaches at C: above one, it saves.
 
-Intervals are a bootstrap whose noise is that of seeds: what the runs of one budget differ by, pooled over budgets, so
-that a budget with one seed has noise too. It is drawn for a residual and the baseline together, correlated as their
-runs of equal seed are; with few seeds it is itself known roughly, so each draw has a scale of its own, sqrt(f / chi2_f)
-for f seeds beyond the first of their budgets. Both curves are fitted again to what was found plus noise, and the middle
-95 % of what comes out is the interval: for what depends linearly on the losses, Student's. Drawing seeds anew instead
-would make too little of the spread: with two a budget, such intervals hold in 70 to 80 of 100 cases.
+Intervals are a bootstrap whose noise is that of seeds: what the runs of one budget differ by, in a residual and the
+baseline together. Small models may vary much more than larger ones, so every budget has noise of its own, if there are
+seeds enough to know it; else those next to each other share theirs, so that a budget with one seed has noise too. It is
+drawn for both residuals together, correlated as their runs of equal seed are; with few seeds it is itself known
+roughly, so each draw has a scale of its own, sqrt(f / chi2_f) for f seeds beyond the first of their budgets. Both
+curves are fitted again to what was found plus noise, and the middle 95 % of what comes out is the interval: for what
+depends linearly on the losses, Student's. Drawing seeds anew instead would make too little of the spread: with two a
+budget, such intervals hold in 70 to 80 of 100 cases.
 """
 
 import math
@@ -28,7 +30,9 @@ from headwater.errors import UserError
 
 ALPHAS = np.geomspace(0.01, 2.0, 100)
 BUDGETS = 3  # at least: the curve has three numbers
-DRAWS = 1000
+DRAWS = 4000
+AT_ONCE = 1000  # fits, for memory
+ENOUGH = 3  # seeds beyond the first: fewer do not tell how far runs of a budget differ
 NEAR = 0.03  # budgets whose logarithms differ by less are one
 TWIN = 0.2  # and by less than this, budgets of two residuals: their own operations tell them apart
 FAR = 1.5  # times its largest budget, or of its smallest: further out a curve is not asked
@@ -84,6 +88,8 @@ def fit(compute: Sequence[float], losses: Sequence[float]) -> Fit:
 
 def fit_each(compute: Sequence[float], losses: np.ndarray) -> list[Fit]:
     """A fit to each row of losses (draws, points)."""
+    if len(losses) > AT_ONCE:
+        return [*fit_each(compute, losses[:AT_ONCE]), *fit_each(compute, losses[AT_ONCE:])]
     c = np.asarray(compute, dtype=float)
     if len(np.unique(c)) < BUDGETS:
         raise UserError(f"a scaling fit needs runs at three budgets at least, and got {len(np.unique(c))}")
@@ -152,25 +158,44 @@ def _fit_points(points: Points) -> Fit:
 
 def _drawn(mine: Points, plain: Points, draws: int, random: np.random.Generator) -> list[tuple[Fit, Fit]]:
     """Curves of a residual and of the baseline, fitted to what was found plus noise; none where that is unknown."""
+    near = {c: min((abs(math.log(b / c)), b) for b in plain) for c in (*plain, *mine)}
     off, plain_off = _deviations(mine), _deviations(plain)
-    freedom = min(sum(len(losses) - 1 for losses in each.values()) for each in (mine, plain))
-    if not freedom:
+    if not (off or plain_off):
         return []
-    near = {c: min((abs(math.log(b / c)), b) for b in plain) for c in mine}
-    twins = {(c, s): (b, s) for c, (far, b) in near.items() for s in mine[c] if far < TWIN and s in plain[b]}
-    both = [(off[place], plain_off[twin]) for place, twin in twins.items() if place in off and twin in plain_off]
-    a, b = np.array(both).reshape(-1, 2).T
-    share = float(a @ b / math.sqrt((a @ a) * (b @ b) or 1.0))  # the correlation
-    scale = np.sqrt(freedom / random.chisquare(freedom, draws))
+    spread = {}
+    for budgets in _neighbours([{near[c][1]: len(losses) - 1 for c, losses in at.items()} for at in (mine, plain)]):
+        here = [[value for (c, _), value in each.items() if near[c][1] in budgets] for each in (off, plain_off)]
+        seeds = [sum(len(at[c]) - 1 for c in at if near[c][1] in budgets) for at in (mine, plain)]
+        sigma = math.sqrt(sum(value**2 for values in here for value in values) / sum(seeds))
+        scale = sigma * np.sqrt(max(seeds) / random.chisquare(max(seeds), draws))
+        spread.update(dict.fromkeys(budgets, (sigma or 1.0, scale)))
+    twins = {(c, s): (b, s) for c, (far, b) in near.items() for s in mine.get(c, ()) if far < TWIN and s in plain[b]}
+    both = [(place, twin) for place, twin in twins.items() if place in off and twin in plain_off]
+    a, b = np.array([(off[p] / spread[t[0]][0], plain_off[t] / spread[t[0]][0]) for p, t in both]).reshape(-1, 2).T
+    share = float(2 * a @ b / ((a @ a + b @ b) or 1.0))  # the correlation of what varies alike
     noise = {place: random.standard_normal(draws) for place in _places(plain)}
     own = {place: random.standard_normal(draws) for place in _places(mine)}
     for place, twin in twins.items():
         own[place] = share * noise[twin] + math.sqrt(max(0.0, 1 - share**2)) * own[place]
     curves = (
-        fit_each([c for c, _ in z], np.stack([at[c][s] + sigma * scale * z[c, s] for c, s in z], 1))
-        for at, z, sigma in ((mine, own, _sigma(mine, off)), (plain, noise, _sigma(plain, plain_off)))
+        fit_each([c for c, _ in z], np.stack([at[c][s] + spread[near[c][1]][1] * z[c, s] for c, s in z], 1))
+        for at, z in ((mine, own), (plain, noise))
     )
     return list(zip(*curves))
+
+
+def _neighbours(seeds: Sequence[Mapping[float, int]]) -> list[list[float]]:
+    """The baseline's budgets, those together that need each other's seeds. `seeds`: of each residual, by budget, how
+    many there are beyond the first."""
+    groups = [[budget] for budget in sorted(seeds[-1])]
+    while len(groups) > 1:
+        counts = [max(sum(each.get(b, 0) for b in group) for each in seeds) for group in groups]
+        few = [n for n, count in enumerate(counts) if count < ENOUGH]
+        if not few:
+            break
+        at = max(few[-1], 1)  # with the budget below it; the smallest with that above
+        groups[at - 1 : at + 1] = [groups[at - 1] + groups[at]]
+    return groups
 
 
 def _places(points: Points) -> list[tuple[float, int | None]]:
@@ -181,11 +206,6 @@ def _deviations(points: Points) -> dict[tuple[float, int | None], float]:
     """Of each run from the mean of its budget, where that has several."""
     means = {c: sum(losses.values()) / len(losses) for c, losses in points.items() if len(losses) > 1}
     return {(c, seed): loss - means[c] for c, losses in points.items() if c in means for seed, loss in losses.items()}
-
-
-def _sigma(points: Points, deviations: Mapping[tuple[float, int | None], float]) -> float:
-    freedom = sum(len(losses) - 1 for losses in points.values())
-    return math.sqrt(sum(value**2 for value in deviations.values()) / freedom)
 
 
 def _multiplier(fits: tuple[Fit, Fit], drawn: Sequence[tuple[Fit, Fit]], compute: float) -> Interval | None:

@@ -64,9 +64,10 @@ def test_intervals_hold_as_often_as_they_say_with_two_seeds():
     assert held >= 35  # 95 % of 40 is 38; where seeds themselves are drawn anew, 29
 
 
-@pytest.mark.parametrize("seeds", [2, 3])
-def test_with_little_noise_an_interval_is_students(seeds):
-    """By how far a fitted curve moves with each loss, and the noise of pairs, as in a table of differences."""
+def test_with_little_noise_an_interval_is_students():
+    """By how far a fitted curve moves with each loss, and the noise of pairs, as in a table of differences; with so few
+    seeds that of all budgets together."""
+    seeds = 2
     plain, random = sampled(TRUE, 3e-4, seeds), np.random.default_rng(7)
     other = {c: {s: y + 3e-4 * random.standard_normal() for s, y in losses.items()} for c, losses in plain.items()}
     points = {"standard": plain, "other": other}
@@ -79,6 +80,29 @@ def test_with_little_noise_an_interval_is_students(seeds):
     pairs = [np.var([other[c][s] - plain[c][s] for s in range(seeds)]) * seeds for c in BUDGETS]
     half = t_quantile(0.05, freedom) * math.sqrt(sum(pairs) / freedom / seeds) * np.linalg.norm(weights)
     assert math.log(found.high / found.low) == pytest.approx(2 * half / (TRUE.scale * TRUE.alpha), rel=0.06)
+
+
+def test_a_budget_with_seeds_enough_has_noise_of_its_own():
+    """The smallest model's, ten times that of the others, does not reach them, nor theirs the smallest."""
+    quiet = {"standard": sampled(TRUE, 3e-4, 4), "other": sampled(TRUE, 3e-4, 4, seed=1)}
+    loud = {
+        name: {c: {s: TRUE.loss(c) + (10 if c == 1e15 else 1) * (y - TRUE.loss(c)) for s, y in losses.items()}}
+        for name, at in quiet.items()
+        for c, losses in at.items()
+        if c == 1e15
+    }
+    widths = [
+        {c: i.high - i.low for c, i in compare_scaling(points, "standard", draws=1000)[1].multipliers.items()}
+        for points in (quiet, {name: {**at, **loud[name]} for name, at in quiet.items()})
+    ]
+    assert widths[1][1e15] > 4 * widths[0][1e15]
+    assert widths[1][1e17] < 1.6 * widths[0][1e17]
+
+
+def test_other_draws_give_nearly_the_same_interval():
+    points = {"standard": sampled(TRUE, 0.002, 3), "other": sampled(TRUE, 0.002, 3, seed=1, shift=1.2)}
+    first, second = (compare_scaling(points, "standard", seed=seed)[1].multipliers[1e16] for seed in (0, 1))
+    assert (first.low, first.high) == pytest.approx((second.low, second.high), abs=0.02)
 
 
 def test_a_budget_with_one_seed_has_the_noise_of_the_others():
