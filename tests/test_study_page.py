@@ -78,7 +78,7 @@ def test_arms_that_differ_in_what_is_around_the_residual_are_told_apart(page, tm
     with page.unpacked(tmp_path) as found:
         text = page.TABLES["ablations"](found["ablations"])
     assert "| `standard` | 2 | 1.5500 |" in text
-    assert "| `standard+shortswa=4` | 2 | 1.4500 | 0.0707 | −0.1000 | −6.5 % |  | +1.0 % |" in text
+    assert "| `standard+shortswa=4` | 2 | 1.4500 | 0.0707 | −0.1000 | - | −6.5 % |  | +1.0 % |" in text
     assert "| `standard+depth_start=false` | 1 | 1.7000 | - | +0.2000 |" in text
     assert "| `completep` | 1 | 1.7000 |" in text
 
@@ -90,7 +90,7 @@ def test_ablations_are_sorted_and_stand_beside_the_papers(page, tmp_path):
         residuals, options = page.ablations(found["ablations"]).split("Options of Attention Residuals:")
     assert re.findall(r"^\| `(.+?)`", residuals, re.M) == ["attnres-full", "standard", "mhc"]
     assert re.findall(r"^\| `(.+?)`", options, re.M) == ["attnres-full", "attnres-full:window=8"]
-    assert "| +0.1000 | +6.7 % | −1.1 % |" in residuals  # of the paper's losses: 1.747 beside 1.766
+    assert "| +0.1000 | - | +6.7 % | −1.1 % |" in residuals  # of the paper's losses: 1.747 beside 1.766
 
 
 def test_each_arm_is_beside_the_plain_residual_at_its_own_best_rate(page, tmp_path):
@@ -260,18 +260,6 @@ def test_the_queries_factor_is_told_by_width_by_optimizer_and_by_rate(page, tmp_
     assert "so not yet known, for: attnres-block adamw 0.001." in wide
 
 
-def test_what_all_arms_vary_by_tells_what_so_few_seeds_could(page, tmp_path):
-    """Differences of 0.1 and 0.3 in one arm, of 0.5 and 0.5 in another: a variance of 0.02 and one of 0."""
-    scores = {"standard": (1, 1), "a": (1.1, 1.3), "b": (1.5, 1.5), "c": (2,)}
-    archive(tmp_path, "ablations", [(arm, seed, s, {}) for arm, some in scores.items() for seed, s in enumerate(some)])
-    with page.unpacked(tmp_path) as found:
-        text = page.pooled(found["ablations"])
-        assert page.pooled([run for run in found["ablations"] if run.seed == 0]) == ""
-    assert "Over the 2 arms with several seeds a paired difference has a standard deviation of 0.1000 (2 deg" in text
-    assert "| seeds | differences above | for all 3 arms together |\n" in text
-    assert f"| 4 | {0.1 * 4.3027 / 2:.4f} | {0.1 * 7.6488 / 2:.4f} |\n" in text  # t of two degrees of freedom
-
-
 def test_the_plain_residual_has_no_queries_and_is_not_of_a_sweep_of_their_factor(page, tmp_path):
     runs = [("standard", 0, 1.6, {"optim.query_lr": 0.1}), ("standard", 1, 1.6, {"optim.query_lr": 1.0})]
     runs += [("attnres-block", 0, 1.5, {"optim.query_lr": factor}) for factor in (0.1, 0.3)]
@@ -309,14 +297,37 @@ def test_copying_is_told_by_arm_and_set_beside_the_score(page):
     assert "Correlation" not in page.copying(measured[:2])
 
 
-def test_the_spread_of_seeds_is_told_through_training_where_there_are_six(page):
-    def run(seed, rate):
-        config = {"model": {"dim": 8}, "optim": {"lr": rate}}
-        rows = [{"step": 5, "bits_per_byte": 2.0}, {"step": 9, "bits_per_byte": 1.0 + seed}]
-        return SimpleNamespace(residual="standard", config=config, evals=rows, summary={"bits_per_byte": 1.0 + seed})
+def evaluated(residual, seed, rows, **settings):
+    """A run of the smallest size with what it scored at some steps."""
+    model = {"residual": residual, "dim": 128, "layers": 12, "shortswa": None}
+    config = {"model": model, "optim": {"lr": 8e-3, "query_lr": 0.1, **settings}}
+    evals = [{"step": step, "bits_per_byte": value} for step, value in rows.items()]
+    summary = {"bits_per_byte": [*rows.values()][-1], "parameters": 1000}
+    return SimpleNamespace(residual=residual, seed=seed, config=config, evals=evals, summary=summary)
 
-    text = page.onset({"rates": [run(seed, 0.1) for seed in range(6)] + [run(seed, 0.2) for seed in range(5)]})
-    assert text.splitlines()[2:] == ["| 0.1 | `standard` | 6 | 2.0000 ± 0.0000 | 3.5000 ± 1.8708 |"]
+
+def test_runs_that_fell_early_are_told_from_the_others(page):
+    falls = (0.1, 0.2, 0.1)
+    runs = [evaluated("standard", n, {500: 1.7, 1000: 1.7 - fall, 1472: 1.5 - fall}) for n, fall in enumerate(falls)]
+    others = [evaluated("attnres-full", n, {500: 1.6, 1000: 1.5, 1472: 1.4}, query_lr=1.0) for n in range(3)]
+    few = [evaluated("mhc", n, {500: 1.6, 1000: 1.5, 1472: 1.4}) for n in range(2)]
+    text = page.onset({"rates": runs[:2] + others, "query": runs[2:] + few})
+    assert text.splitlines()[2:] == ["| `standard` | 3 | 1.7000 ± 0.0000 | 1 | 1.3000 | 1.4000 ± 0.0000 |"]
+
+
+def test_ablations_have_the_difference_before_the_drop_too(page):
+    runs = [evaluated("standard", seed, {500: 1.7, 1472: 1.5}) for seed in (0, 1)]
+    runs += [evaluated("attnres-full", seed, {500: 1.6 + seed / 10, 1472: 1.4}) for seed in (0, 1)]
+    row = next(line for line in page.ablations(runs).splitlines() if "attnres-full" in line)
+    assert "| 1.4000 | 0.0000 | −0.1000 | −0.0500 | −6.7 % | −1.6 % | +0.0 % |" in row
+
+
+def test_sizes_are_told_with_their_passes_over_the_text(page, tmp_path):
+    archive(tmp_path, "scaling", [("standard", 0, 1.3, {"model.dim": 128, "model.layers": 12, "optim.lr": 1.1e-2})])
+    with page.unpacked(tmp_path) as found:
+        run = found["scaling"][0]
+        run.summary.update(tokens=2 * page.TEXT, steps=7)
+        assert page.sizes(found).splitlines()[-1] == "| 2 million | 128 | 12 | 7 | 205 million | 2.0 | 0.011 |"
 
 
 def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):

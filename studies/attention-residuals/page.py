@@ -21,7 +21,7 @@ from headwater.analyze.plot import ARMS, Map, Panel, lines_of, picture
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
 from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, panels_of, points_of, shown
 from headwater.models.config import SIZES
-from headwater.stats import ERROR, Paired, Stat, pair, reach, summarize, t_quantile
+from headwater.stats import Paired, Stat, pair, reach, summarize
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results" / "study.md"
@@ -42,6 +42,9 @@ PAPER = {
 MAPPED = 8e-3  # the learning rate whose depth weights are drawn, and of whose runs the table of magnitudes takes more
 RULE = {128: 1.1e-2, 192: 8e-3, 256: 6e-3, 384: 4e-3}  # README.md's learning rates of the scaling, by width
 OWN = {"completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}}  # of arms whose best is another
+NEAR_BEST = (8e-3, 1.1e-2, 1.6e-2)  # learning rates of the smallest size
+EARLY, LATER, FALL = 500, 1000, 0.13  # steps of its evaluations, and a fall between them that is more than most
+TEXT = 102_435_696  # tokens of the training text
 Runs = list[RecordedRun]
 
 
@@ -117,10 +120,7 @@ COLUMNS = ["", "seeds", "bits per byte", "standard deviation", "difference", "95
 
 def _beside_plain(runs: Runs) -> list[tuple[float, list[str]]]:
     """For each arm the mean of its differences, and its row."""
-    groups: dict[str, Runs] = defaultdict(list)
-    for run in (run for group in grouped(runs, "model.residual").values() for run in group):
-        groups[_arm(run)].append(run)
-    arms = {arm: by_seed(group) for arm, group in groups.items()}
+    arms = {arm: by_seed(group) for arm, group in _by_name(runs).items()}
     rows = []
     for arm, scores in arms.items():
         stat, cells, apart = summarize(list(scores.values())), ["", "", ""], 0.0
@@ -137,45 +137,37 @@ def ablations(runs: Runs) -> str:
     """First every residual as it is, then the options of Attention Residuals: the lowest first, beside the paper's."""
     plain = next(float(row[2]) for _, row in _beside_plain(runs) if row[0] == f"`{BASELINE}`")
     parameters = {_arm(run): int(run.summary["parameters"]) for run in runs if run.summary}
+    at_first = {arm: {run.seed: at_step(run, EARLY) for run in group} for arm, group in _by_name(runs).items()}
+    apart_early = {arm: pair(scores, at_first[BASELINE]) for arm, scores in at_first.items()}
+    early = {arm: signed(statistics.fmean(found)) for arm, found in apart_early.items() if found}
     rows = []
     for apart, row in sorted(_beside_plain(runs)):
         arm = row[0].strip("`")
-        cells = ["", "", ""]
+        cells = ["", "", "", ""]
         if arm != BASELINE:
             theirs = percent(PAPER[arm] / PAPER[BASELINE] - 1) if arm in PAPER else ""
-            cells = [percent(apart / plain), theirs, percent(parameters[arm] / parameters[BASELINE] - 1)]
+            more = percent(parameters[arm] / parameters[BASELINE] - 1)
+            cells = [early.get(arm, "-"), percent(apart / plain), theirs, more]
         rows.append([*row[:5], *cells, *row[5:]])
-    head = [*COLUMNS[:5], "of plain", "paper's", "parameters", *COLUMNS[5:]]
+    head = [*COLUMNS[:5], f"at step {EARLY}", "of plain", "paper's", "parameters", *COLUMNS[5:]]
     options = [row for row in rows if re.match("`attnres-(full|block)", row[0])]
     others = [row for row in rows if row not in options or ":" not in row[0]]
-    return grid(head, others) + "\nOptions of Attention Residuals:\n\n" + grid(head, options) + pooled(runs)
+    return grid(head, others) + "\nOptions of Attention Residuals:\n\n" + grid(head, options)
 
 
-def pooled(runs: Runs) -> str:
-    """How far a paired difference varies over all arms together, as that of one arm's two seeds is hardly known; and
-    what would be told from chance if all of them vary alike."""
-    arms: dict[str, Runs] = defaultdict(list)
-    for run in runs:
-        arms[_arm(run)].append(run)
-    plain = by_seed(arms.pop(BASELINE, []))
-    several = [found for arm in arms.values() if len(found := pair(by_seed(arm), plain)) > 1]
-    if not several:
-        return ""
-    freedom = sum(len(found) - 1 for found in several)
-    spread = math.sqrt(sum((len(found) - 1) * statistics.variance(found) for found in several) / freedom)
-    rows = [
-        [str(n), *(f"{spread * t_quantile(ERROR / many, freedom) / math.sqrt(n):.4f}" for many in (1, len(arms)))]
-        for n in SEEDS[:3]
-    ]
-    words = (
-        f"\nOver the {len(several)} arms with several seeds a paired difference has a standard deviation of "
-        f"{spread:.4f} ({freedom} degrees of freedom). If all arms vary alike, this is told from chance:\n\n"
-    )
-    return words + grid(["seeds", "differences above", f"for all {len(arms)} arms together"], rows)
+def at_step(run: RecordedRun, step: int) -> float | None:
+    return next((row["bits_per_byte"] for row in run.evals if row["step"] == step), None)
 
 
 def percent(share: float) -> str:
     return f"{100 * share:+.1f} %".replace("-", "−")
+
+
+def _by_name(runs: Runs) -> dict[str, Runs]:
+    arms: dict[str, Runs] = defaultdict(list)
+    for run in (run for group in grouped(runs, "model.residual").values() for run in group):
+        arms[_arm(run)].append(run)
+    return arms
 
 
 def _arm(run: RecordedRun) -> str:
@@ -378,6 +370,23 @@ def scaling(runs: Runs) -> str:
     return "".join(tables) + (fits(runs) or "The curves need a third size.\n")
 
 
+def sizes(found: dict[str, Runs]) -> str:
+    """What the plain residual's runs of the scaling are, by size."""
+    plain = [run for run in finished(taken("scaling", found)) if run.residual == BASELINE]
+    names = {
+        (shape["dim"], shape["layers"]): name.removeprefix("ladder-")
+        for name, shape in SIZES.items()
+        if "ladder" in name
+    }
+    rows = []
+    for (width, layers), group in grouped(plain, "model.dim", "model.layers").items():
+        tokens, steps = (group[0].summary[key] for key in ("tokens", "steps"))  # type: ignore[index]
+        told = [f"{tokens / 1e6:.0f} million", f"{tokens / TEXT:.1f}", f"{RULE[width]:g}"]
+        millions = names[width, layers].removesuffix("m")
+        rows.append([f"{millions} million", str(width), str(layers), str(steps), *told])
+    return grid(["parameters", "width", "layers", "steps", "tokens", "passes over the text", "learning rate"], rows)
+
+
 Cost = Callable[[RecordedRun], float | None]
 
 
@@ -394,6 +403,7 @@ def fits(runs: Runs, cost: Cost = operations) -> str:
     budgets = sorted({c for curve in found for c in curve.multipliers})
     rows = []
     for curve in found:
+        assert curve.fit is not None  # points at two budgets are left out before
         law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
         saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != BASELINE else "1" for c in budgets]
         rows.append([f"`{curve.residual}`", law, *saved])
@@ -432,13 +442,16 @@ def clock(runs: Runs, speeds: dict[str, Any]) -> str:
     """Speed and memory of each arm at each size, and from three sizes on what it is worth at equal time."""
     measured = alone(speeds)
     cost, rows = seconds(measured), []
-    for (width, arm), group in grouped(runs, "model.dim", "model.residual").items():
-        if (speed := measured.get((width, arm))) is None:
-            continue
+    trained = grouped(runs, "model.dim", "model.residual")
+    for (width, arm), speed in sorted(
+        measured.items(), key=lambda item: (item[0][0], item[0][1] != BASELINE, item[0][1])
+    ):
         plain, mine = measured.get((width, BASELINE)), speed["tokens_per_second"]
         share = "-" if plain is None else f"{100 * mine / plain['tokens_per_second']:.0f} %"
         cells = [f"{mine / 1e3:.0f}", share, f"{speed['peak_gib']:.1f}"]
-        rows.append([str(width), f"`{arm}`", *cells, f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))])
+        group = trained.get((width, arm), [])
+        ends = [f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))] if group else ["-", "-"]
+        rows.append([str(width), f"`{arm}`", *cells, *ends])
     head = ["width", "", "thousand tokens a second", "of plain", "GiB", "seconds of a run", "bits per byte"]
     timed = [run for run in runs if cost(run) is not None]
     words = "\nFits to seconds, and what an arm is worth in the plain residual's:\n\n"
@@ -493,16 +506,31 @@ def measured_in(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def onset(found: dict[str, Runs]) -> str:
-    """Mean and spread over seeds at each evaluation, where there are six seeds: what training adds to the noise."""
-    rows, steps = [], []
-    for key, group in grouped(finished(found.get("rates", [])), "model.dim", "optim.lr", "model.residual").items():
-        at: dict[int, list[float]] = defaultdict(list)
-        for row in (row for run in group for row in run.evals):
-            at[row["step"]].append(row["bits_per_byte"])
-        if len(group) > 5:
-            steps = sorted(at)
-            rows.append([f"{key[1]:g}", f"`{key[2]}`", str(len(group)), *(str(summarize(at[step])) for step in steps)])
-    return grid(["rate", "", "seeds", *(f"step {step}" for step in steps)], rows)
+    """Who falls early, over all recipes: arms of the smallest size near the best rates that have run three times."""
+    runs = [run for some in found.values() for run in finished(some)]
+    chosen = [
+        run
+        for run in runs
+        if (setting(run, "model.dim"), setting(run, "model.layers")) == (128, 12)
+        and setting(run, "optim.lr") in NEAR_BEST
+        and (setting(run, FACTOR) == 0.1 or not run.residual.startswith("attnres"))
+    ]
+    rows = []
+    for arm, group in _by_name(chosen).items():
+        cases = [
+            (first, first - later, score(run))
+            for run in group
+            if (first := at_step(run, EARLY)) and (later := at_step(run, LATER))
+        ]
+        if len(cases) > 2:
+            ends = [summarize([end for _, fall, end in cases if (fall > FALL) == early]) for early in (True, False)]
+            stat = summarize([first for first, _, _ in cases])
+            assert stat is not None
+            fallen = 0 if ends[0] is None else ends[0].count
+            cells = [str(len(cases)), str(stat), str(fallen), *(str(end or "-") for end in ends)]
+            rows.append((stat.mean, [f"`{arm}`", *cells]))
+    head = ["", "runs", f"step {EARLY}", f"fallen by {LATER}", "their end", "end of the others"]
+    return grid(head, [row for _, row in sorted(rows)])
 
 
 def again(found: dict[str, Runs]) -> str:
@@ -549,7 +577,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": noise, "rates": rates, "query": query, "transfer": transfer, "scaling": scaling,
     "ablations": ablations, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
-OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {"again": again, "onset": onset, "cost": cost}
+OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {"again": again, "onset": onset, "sizes": sizes, "cost": cost}
 MEASURED = {
     "importance": importance,
     "hops": hops,
