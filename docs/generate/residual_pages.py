@@ -183,7 +183,8 @@ def difference(group: Group) -> str:
     plain = group.baseline
     if plain is None or plain is group:
         return ""
-    values = pair(group.by_seed("bits_per_byte"), plain.by_seed("bits_per_byte"))
+    if not (values := pair(group.by_seed("bits_per_byte"), plain.by_seed("bits_per_byte"))):
+        return ""  # no seed of both has ended
     paired = Paired(values, group.comparisons)
     return f"{paired.stat.text(sign='+')}, {paired.verdict}"
 
