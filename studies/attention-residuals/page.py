@@ -575,7 +575,7 @@ def cost(found: dict[str, Runs]) -> str:
 
 TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": noise, "rates": rates, "query": query, "transfer": transfer, "scaling": scaling,
-    "ablations": ablations, "dynamics": dynamics, "hybrid": rates,
+    "ablations": ablations, "longer": ablations, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
 OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {"again": again, "onset": onset, "sizes": sizes, "cost": cost}
 MEASURED = {
