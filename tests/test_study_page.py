@@ -315,6 +315,18 @@ def test_runs_that_fell_early_are_told_from_the_others(page):
     assert text.splitlines()[2:] == ["| `standard` | 3 | 1.7000 ± 0.0000 | 1 | 1.3000 | 1.4000 ± 0.0000 |"]
 
 
+def test_a_drop_is_drawn_less_the_run_that_saw_the_same_text(page):
+    def run(residual, seed, rate, losses):
+        found = evaluated(residual, seed, {500: 1.0}, lr=rate)
+        found.train = [{"step": 300 + 50 * n, "loss": loss} for n, loss in enumerate(losses)]
+        return found
+
+    noise = [run("standard", seed, 3e-3, [5 + seed, 4 + seed, 3 + seed]) for seed in (0, 1)]
+    rates = [run("attnres-full", seed, page.RULE[128], [4 + seed, 3 + seed, -1 + seed]) for seed in (0, 1, 2)]
+    (panel,) = page.drops({"noise": noise, "rates": [*rates, run("attnres-full", 0, 1e-3, [1, 1, 1])]})
+    assert [(line.name, line.points) for line in panel.lines] == [(f"seed {s}", {350: [-2]}) for s in (0, 1)]
+
+
 def test_ablations_have_the_difference_before_the_drop_too(page):
     runs = [evaluated("standard", seed, {500: 1.7, 1472: 1.5}) for seed in (0, 1)]
     runs += [evaluated("attnres-full", seed, {500: 1.6 + seed / 10, 1472: 1.4}) for seed in (0, 1)]

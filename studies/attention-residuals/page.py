@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headwater.analyze.plot import ARMS, Map, Panel, lines_of, picture
+from headwater.analyze.plot import ARMS, Line, Map, Panel, lines_of, picture
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
 from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, panels_of, points_of, shown
 from headwater.models.config import SIZES
@@ -604,6 +604,8 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
     if panels:
         drawn[ASSETS / "study-rates.svg"] = picture(panels, "Bits per byte by learning rate")
     drawn |= scaling_pictures(finished(taken("scaling", found)), speeds())
+    if panels := drops(found):
+        drawn[ASSETS / "study-drop.svg"] = picture(panels, "Training loss of six seeds, less that of a lower rate")
     recorded = [run for run in _coloured(found.get("dynamics", [])) if run.depth]
     panels = [
         Panel(f"{words}, {layers} layers", "layer", lines_of(_depths(runs, key)))
@@ -616,6 +618,25 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
     if maps := [panel for arm in ARMS if arm != BASELINE for panel in maps_of(arm, recorded)]:
         drawn[ASSETS / "study-maps.svg"] = picture(maps, "Depth weights through training")
     return drawn
+
+
+def drops(found: dict[str, Runs]) -> list[Panel]:
+    """Training losses of the smallest size at the rate of the scaling, less those of the plain residual at a lower one,
+    which saw the same text in the same step: a line for each seed, over three records at a time."""
+    plain = [run for run in finished(found.get("noise", [])) if run.residual == BASELINE]
+    beside = {run.seed: {row["step"]: row["loss"] for row in run.train} for run in plain}
+    chosen = [run for run in _coloured(found.get("rates", [])) if setting(run, "optim.lr") == RULE[128]]
+    panels = []
+    for (arm,), runs in grouped([run for run in chosen if run.seed in beside], "model.residual").items():
+        colour, name = ARMS[arm]
+        lines = []
+        for run in runs:
+            less = [(row["step"], row["loss"] - beside[run.seed][row["step"]]) for row in run.train]
+            late = [(step, value) for step, value in less if step >= EARLY - 200]
+            means = {late[n][0]: [statistics.fmean(v for _, v in late[n - 1 : n + 2])] for n in range(1, len(late) - 1)}
+            lines.append(Line(f"seed {run.seed}", colour, means))
+        panels.append(Panel(f"{name}: nats, less plain at 0.003", "step", lines))
+    return panels
 
 
 def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
