@@ -7,7 +7,7 @@ from typing import Any
 
 from headwater.analyze.groups import Group
 from headwater.analyze.markup import count, definitions, text, unique
-from headwater.analyze.runs import RecordedRun, read_object, section
+from headwater.analyze.runs import RecordedRun, find_runs, read_object, section
 
 BYTES = 320  # what a model has at most for bytes and the end of a text, unless it is told otherwise
 
@@ -108,18 +108,26 @@ def commands(folders: list[Path]) -> list[str]:
 
 
 def command(folder: Path) -> str:
-    name = folder.resolve().name
+    name, modules = folder.resolve().name, {module_of(run) for run in find_runs([folder])}
+    own = [word for module in sorted(modules - {"", "__main__"}) for word in ("--plugin", module)]
     if (folder / "config.json").is_file():
-        return shlex.join(["headwater", "train", "--config", f"{name}/config.json", "--out", f"{name}-again"])
+        return shlex.join(["headwater", "train", "--config", f"{name}/config.json", "--out", f"{name}-again", *own])
     if not (folder / "compare.json").is_file():
-        return shlex.join(["headwater", "study", "RECIPE", "--out", f"{name}-again"])
+        return shlex.join(["headwater", "study", "RECIPE", "--out", f"{name}-again", *own])
     saved = read_object(folder / "compare.json")
 
     def words(key: str) -> list[str]:
         return [str(item) for item in saved[key]] if isinstance(saved.get(key), list) else []
 
     flags = ["--config", f"{name}/settings.json", "--residuals", *words("residuals"), "--seeds", *words("seeds")]
-    return shlex.join(["headwater", "compare", *flags, "--out", f"{name}-again"])
+    return shlex.join(["headwater", "compare", *flags, "--out", f"{name}-again", *own])
+
+
+def module_of(run: Path) -> str:
+    """What a run's command has to import for its residual, by the run's own settings; headwater's are in none."""
+    residual = str(section(read_object(run / "config.json"), "model").get("residual"))
+    module = residual.partition(":")[0].partition("@")[2]
+    return module if all(part.isidentifier() for part in module.split(".")) else ""
 
 
 def command_lines(lines: list[str]) -> str:

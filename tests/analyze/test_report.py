@@ -244,6 +244,20 @@ def test_where_the_numbers_come_from_is_said(tmp_path):
         assert fact in words, fact
     alone = make_run(tmp_path / "alone", layers=2, steps=20)
     assert "headwater train --config alone/config.json --out alone-again" in said_of(alone)
+    assert "--plugin" not in said_of(folder) + said_of(alone)
+
+
+def test_the_command_that_makes_a_page_again_imports_what_its_residuals_are_in(tmp_path):
+    mine = "leaky@my.residuals:start=0.5"
+    compared = make_comparison(tmp_path / "c", ["standard", mine], [0, 1], layers=1, steps=5)
+    rewrite(compared / "compare.json", residuals=["standard", "leaky:start=0.5"])
+    assert "leaky:start=0.5 --seeds 0 1 --out c-again --plugin my.residuals " in said_of(compared)
+    make_run(tmp_path / "study" / "runs" / "one", mine, layers=1, steps=5)
+    assert "headwater study RECIPE --out study-again --plugin my.residuals " in said_of(tmp_path / "study")
+    alone = make_run(tmp_path / "alone", mine, layers=1, steps=5)
+    assert "--out alone-again --plugin my.residuals " in said_of(alone)
+    made_up = make_run(tmp_path / "made-up", "leaky@rm -r;x", layers=1, steps=5)
+    assert "--out made-up-again data" in said_of(made_up), "a command is not put together from what is no module"
 
 
 @pytest.mark.parametrize(
