@@ -97,17 +97,18 @@ def reach(seeds: int, comparisons: int = 1) -> float:
     return t_quantile(ERROR / comparisons, seeds - 1) / math.sqrt(seeds)
 
 
-def limits(seeds: int, comparisons: int = 1) -> str:
+def limits(seeds: int, comparisons: int = 1, noun: str = "residual") -> str:
     """What so many seeds can tell and what they cannot, in a sentence or two.
 
-    `seeds`: the pairs of the residual that has the fewest. `comparisons`: residuals compared with the baseline.
+    `seeds`: the pairs of the residual that has the fewest. `comparisons`: residuals compared with the baseline, or
+    what `noun` calls them.
     """
     if seeds < 2:
         return (
             "One seed has no spread: it shows that a residual trains, and cannot tell any difference from chance. "
             "Three seeds or more can."
         )
-    given = f"{seeds} seeds" + (f" and {comparisons} residuals" if comparisons > 1 else "")
+    given = f"{seeds} seeds" + (f" and {comparisons} {noun}s" if comparisons > 1 else "")
     now, then = (f"{float(f'{reach(count, comparisons):.2g}'):g}" for count in (seeds, 5))  # 130, not 1.3e+02
     more = f"; with five seeds, {then} times would do" if seeds < 5 else ""
     needed = f"when it exceeds {now} times the spread of its pairs{more}"

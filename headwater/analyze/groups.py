@@ -72,6 +72,12 @@ class Group:
         return max((count for count in counts if count is not None), default=None) if None not in counts else None
 
 
+def noun(groups: Sequence[Group]) -> str:
+    """What one of them is called: a residual, or an arm where some have one residual and differ in other settings, such
+    as sizes and learning rates."""
+    return "residual" if len({group.residual for group in groups}) == len(groups) else "arm"
+
+
 def told_lowest(groups: list[Group]) -> Group | None:
     """The group that ends below every other, each pair told from chance; none where the noise leaves it open.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwater.analyze.groups import Group
+from headwater.analyze.groups import Group, noun
 from headwater.analyze.markup import count, definitions, text, unique
 from headwater.analyze.runs import RecordedRun, find_runs, read_object, section
 
@@ -29,7 +29,7 @@ def facts(groups: list[Group]) -> str:
         "Training": each(training),
         "Optimizer": each(optimizer),
         "Tokens": f"{' or '.join(seen)} per run" if seen else "",
-        "Seeds": f"{plain_range(counts)} per residual",
+        "Seeds": f"{plain_range(counts)} per {noun(groups)}",
         "Runs": f"{sum(run.summary is not None for run in runs)} of {len(runs)} finished, {side_by_side(groups)}",
         "Device": each(lambda run: made_with(run, "device")),
         "Versions": each(versions),

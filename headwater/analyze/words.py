@@ -6,7 +6,7 @@ A verdict is that of headwater.stats, in its words; none is stronger than the in
 import math
 from collections import Counter
 
-from headwater.analyze.groups import Group, differing
+from headwater.analyze.groups import Group, differing, noun
 from headwater.analyze.markup import count, join
 from headwater.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, minus
 
@@ -23,8 +23,7 @@ def headline(groups: list[Group]) -> str:
 
 
 def many(groups: list[Group]) -> str:
-    """Residuals, or arms where some have one residual and differ in other settings: sizes, learning rates."""
-    return f"{len(groups)} {'residuals' if len({group.residual for group in groups}) == len(groups) else 'arms'}"
+    return f"{len(groups)} {noun(groups)}s"
 
 
 def findings(groups: list[Group]) -> list[str]:
@@ -36,7 +35,7 @@ def findings(groups: list[Group]) -> list[str]:
         rivals = sorted(rivals, key=lambda group: mean(group, "loss") or math.inf)[:3]
     said += [finding(group) for group in rivals]
     if said and fewest_pairs(groups) < 3:
-        said.append(limits(fewest_pairs(groups), groups[0].comparisons))
+        said.append(limits(fewest_pairs(groups), groups[0].comparisons, noun(groups)))
     return said or [
         f"{group.label} {'ends' if group.finished else 'stands'} at {loss.mean:.4f} nats per token."
         for group in groups[:6]
@@ -88,10 +87,10 @@ def caption(groups: list[Group]) -> str:
         words.append("Difference: minus the baseline, seed by seed on equal data; a dot is a seed.")
     if any(paired.interval for paired in judged):
         together = groups[0].comparisons
-        corrected = f" that hold for all {together} residuals at once (Bonferroni)" if together > 1 else ""
+        corrected = f" that hold for all {together} {noun(groups)}s at once (Bonferroni)" if together > 1 else ""
         words.append(f"Bars are 95 % intervals (Student's t){corrected}.")
         if fewest_pairs(groups) > 2:  # else it is said above, with the findings
-            words.append(limits(fewest_pairs(groups), together))
+            words.append(limits(fewest_pairs(groups), together, noun(groups)))
     if judged:
         words.append("× compares with the baseline.")
     return " ".join([*words, wall_clock(groups)] if len(groups) > 1 else words)

@@ -178,6 +178,14 @@ def test_one_residual_in_several_sizes_is_counted_once(tmp_path):
     assert "<title>9 arms" in page
     assert "Of 6 arms against standard at the same settings, 6 have one seed." in visible(page)
     assert f"headwater study RECIPE --out {tmp_path.name}-again" in visible(page)
+    for layers in (1, 2, 3):
+        for residual in ("standard", "rezero"):
+            make_run(tmp_path / "two" / "runs" / f"{residual}-{layers}", residual, seed=0, layers=layers, steps=5)
+            make_run(tmp_path / "two" / "runs" / f"{residual}-{layers}-1", residual, seed=1, layers=layers, steps=5)
+    words = said_of(tmp_path / "two")
+    assert "With 2 seeds and 3 arms, a difference" in words
+    assert "that hold for all 3 arms at once" in words
+    assert "Seeds 2 per arm " in words
 
 
 def test_a_time_that_an_archive_has_dropped_is_not_shown(tmp_path):
