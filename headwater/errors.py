@@ -24,7 +24,7 @@ class Interrupted(UserError):
 def nearest(word: str, valid: Iterable[str]) -> str:
     """The tail of a message about an unknown word: the closest valid one if any is close, then all of them."""
     valid = sorted(valid)
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, valid, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(valid)}"
 

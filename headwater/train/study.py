@@ -20,6 +20,7 @@ compute at the same time where NVIDIA's MPS is installed (sharing.py), else in t
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import re
@@ -158,7 +159,7 @@ def read_recipe(path: Path) -> Recipe:
         raise UserError(f"cannot read the recipe {path}: {error}") from None
     for key in values:
         if key not in KEYS:
-            raise UserError(f"{path}: unknown key {key!r}; {nearest(key, KEYS)}")
+            raise UserError(f"{path}: unknown key {key!r}; {instead_of(key)}")
     name, tables = values.get("name", path.stem), values.get("runs")
     if not isinstance(name, str) or not name:
         raise UserError(f"{path}: name must be a word, which its folder has under runs/; got {name!r}")
@@ -167,6 +168,7 @@ def read_recipe(path: Path) -> Recipe:
     jobs, keep = values.get("jobs", 1), values.get("keep_weights", False)
     if type(jobs) is not int or jobs < 1 or type(keep) is not bool:
         raise UserError(f"{path}: jobs must be a number from 1, keep_weights true or false; got {jobs!r}, {keep!r}")
+    refuse_lists(values.get("config"), f"{path}: config")
     base = override(Config(), values.get("config", {}), f"{path}: config")
     runs: dict[str, Config] = {}
     for table in tables:
@@ -183,6 +185,27 @@ def read_recipe(path: Path) -> Recipe:
                 runs[folder] = config
     runs = dict(sorted(runs.items(), key=lambda item: item[1].train.seed))  # else in the file's order
     return Recipe(str(name), runs, jobs, keep)
+
+
+def instead_of(key: str) -> str:
+    """What whoever wrote this key at the top of a recipe may have meant."""
+    if key in ("plugin", "plugins"):
+        return "a module that registers residuals is named to the command: --plugin MODULE"
+    if hasattr(Config(), key):
+        return f"what all runs share stands under [config.{key}], and lists of it under [[runs]]"
+    return nearest(key, KEYS)
+
+
+def refuse_lists(shared: Any, where: str) -> None:
+    """What all runs share has one value, unless it is a list itself; whoever gives several means runs with each."""
+    for section, settings in shared.items() if isinstance(shared, dict) else ():
+        for name, value in settings.items() if isinstance(settings, dict) else ():
+            default = getattr(getattr(Config(), section, None), name, ())
+            if isinstance(value, list) and not isinstance(default, tuple):
+                each = f'"{section}.{name}" = {value} under [[runs]]'
+                raise UserError(
+                    f"{where}: {section}: {name} is one value for all runs; for a run with each, write {each}"
+                )
 
 
 def products(table: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -211,7 +234,7 @@ def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
                 inner = next(iter(value), "...")
                 raise UserError(f'{where}: write the section and the setting in quotes: "{key}.{inner}" = ...')
             if not dot:
-                raise UserError(f'{where}: {key!r} must name its section, for example "optim.{key}"; or be {RATIO!r}')
+                raise UserError(f"{where}: {key!r} must name its section, {example_of(key)}; or be {RATIO!r}")
             nested.setdefault(section, {})[name] = value
     config = override(base, nested, where)
     if RATIO in choice:
@@ -220,6 +243,13 @@ def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
             raise UserError(f"{where}: {RATIO} must be a number above zero; got {ratio!r}")
         config = replace(config, train=replace(config.train, steps=steps_for(config, ratio)))
     return check(config)
+
+
+def example_of(key: str) -> str:
+    """The setting that a key without a section is nearest to, such as `seeds`; else one that everybody knows."""
+    named = {name.partition(".")[2]: name for name in SETTINGS.values()}
+    close = difflib.get_close_matches(key, named, n=1)
+    return f'such as "{named[close[0]]}"' if close else 'as "optim.lr" does'
 
 
 def steps_for(config: Config, tokens_per_parameter: float) -> int:

@@ -107,7 +107,17 @@ def test_two_runs_that_would_share_a_folder_are_refused(recipe):
     [
         ("nmae = 1", "unknown key 'nmae'; did you mean 'name'"),
         ("name = 'x'", r"needs at least one table \[\[runs\]\]"),
-        ("[[runs]]\nlr = [1.0]", "'lr' must name its section"),
+        ("plugins = ['mine']", "unknown key 'plugins'; a module .* is named to the command: --plugin MODULE"),
+        ("[model]\nlayers = 2", r"unknown key 'model'; what all runs share stands under \[config.model\]"),
+        ("[[runs]]\nlr = [1.0]", """'lr' must name its section, such as "optim.lr"; or be"""),
+        ("[[runs]]\nseeds = [0]", """'seeds' must name its section, such as "train.seed"; or be"""),
+        ("[[runs]]\nresiduals = ['ddl']", """'residuals' must name its section, such as "model.residual"; or be"""),
+        ("[[runs]]\nwhat = [0]", """'what' must name its section, as "optim.lr" does; or be"""),
+        (
+            "[config.train]\nsteps = [2, 4]\n[[runs]]\n'optim.lr' = 1.0",
+            r'config: train: steps is one value .* with each, write "train.steps" = \[2, 4\] under \[\[runs\]\]$',
+        ),
+        ("[config.train]\nstpes = [2]\n[[runs]]\n'optim.lr' = 1.0", "unknown key 'stpes'; did you mean 'steps'"),
         ("[[runs]]\noptim.lr = [1.0]", 'write the section and the setting in quotes: "optim.lr" = '),
         ("[[runs]]\n'optim.lr' = []", "the list of optim.lr is empty"),
         ("[[runs]]\ntokens_per_parameter = 'many'", "tokens_per_parameter must be a number above zero; got 'many'"),
