@@ -379,6 +379,11 @@ def test_generate_and_report_from_a_run(tmp_path, capsys):
         capsys, "generate", tmp_path / "compare"
     )
     assert "is not a folder" in fails(capsys, "report", tmp_path / "nowhere")
+    shutil.rmtree(tmp_path / "compare" / "runs" / "one" / "checkpoints")
+    for folder in (tmp_path / "compare", tmp_path / "compare" / "runs" / "one"):
+        assert "with keep_weights = true in its recipe" in fails(capsys, "generate", folder)
+    (tmp_path / "compare" / "runs" / "one" / "summary.json").unlink()
+    assert "give the folder of a run that has saved one" in fails(capsys, "generate", tmp_path / "compare")
 
 
 @pytest.fixture

@@ -112,6 +112,11 @@ def _instead(folder: Path) -> str:
     runs = [run for run in sorted(folder.glob("runs/*")) if newest(run / "checkpoints")]
     if runs:
         return f"it holds {len(runs)} runs; give one of them, such as {runs[0]}"
+    if any((run / "summary.json").is_file() for run in (folder, *folder.glob("runs/*"))):
+        return (
+            "what has ended here has lost its weights, as the runs of a study do; with keep_weights = true in its "
+            "recipe, and another --out, it keeps them"
+        )
     return "give the folder of a run that has saved one, or of a checkpoint"
 
 
