@@ -151,7 +151,7 @@ def test_maps_are_means_over_seeds_in_even_shares(page):
     assert (early.shares, late.shares) == ([[1, 0], [1, 1]], [[1, 0], [1.5, 0.5]])
     drawn = page.picture([early, late], "maps")
     assert re.findall(r'd="([^"]+)" fill="currentColor" fill-opacity="1.00"', drawn)[0].count("M") == 3
-    assert "darkest: 1.5 even shares" in drawn
+    assert "the most: 1.5 even shares" in drawn  # in a dark picture it is the lightest
     ElementTree.fromstring(drawn)
 
 
@@ -164,6 +164,16 @@ def test_lines_of_a_picture_are_called_what_they_are(page, spread):
     values = [float(text) for text in texts]
     steps = [later - earlier for earlier, later in pairwise(values)]
     assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-6)
+
+
+@pytest.mark.browser
+def test_names_beside_lines_are_not_cut_off(page, visit, tmp_path):
+    """In whatever font the machine has; on many a Linux that is a wide one."""
+    lines = page.lines_of({"momentum:start=0.5": {1: [1.0], 2: [2.0]}, "muddformer": {1: [1.0], 2: [1.5]}})
+    (tmp_path / "drawn.html").write_text(page.picture([page.Panel("bits", "rate", lines)], "a label"))
+    ends = "svg => [...svg.querySelectorAll('.named')].map(name => name.getBBox()).map(box => box.x + box.width)"
+    svg = visit(tmp_path / "drawn.html").locator("svg")
+    assert max(svg.evaluate(ends)) <= svg.evaluate("svg => svg.viewBox.baseVal.width")
 
 
 def test_panels_come_two_in_a_row(page):

@@ -15,7 +15,7 @@ COLOURS = {
 }  # fmt: skip
 ARMS = {"standard": ("plain", "plain"), "attnres-block": ("block", "Block"), "attnres-full": ("full", "Full")}
 PANEL, HIGH, LEFT, RIGHT, TOP, FLOOR = 380, 280, 52, 84, 36, 236
-LETTER, APART = 6.6, 36  # how wide one of a name is; how far apart the numbers across are at least
+LETTER, APART = 7.5, 36  # how wide one of a name is in a wide font; how far apart the numbers across are at least
 MAP, EDGE, SHADES = 260, 30, 20
 
 
@@ -115,7 +115,7 @@ def _cells(panel: Map) -> list[str]:
         parts.append(f'<path d="{"".join(cells)}" fill="currentColor" fill-opacity="{shade / SHADES:.2f}"/>')
     return [
         *parts, "</g>",
-        f'<text x="{EDGE}" y="{MAP - EDGE + 16}" class="quiet">sources; darkest: {most:.1f} even shares</text>',
+        f'<text x="{EDGE}" y="{MAP - EDGE + 16}" class="quiet">sources; the most: {most:.1f} even shares</text>',
         f'<text transform="translate({EDGE - 8} {MAP - EDGE}) rotate(-90)" class="quiet">reads, the last below</text>',
     ]  # fmt: skip
 
