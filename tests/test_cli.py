@@ -475,8 +475,13 @@ def test_a_resumed_run_has_the_settings_that_it_began_with(tmp_path, called):
 
 
 def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monkeypatch, called):
-    arguments = called(study_module, "study")
+    done = SimpleNamespace(folder=tmp_path, finished={"a": 1})
+    arguments = called(study_module, "study", done)
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
+    assert f"headwater report {tmp_path}, and headwater scaling {tmp_path}" in capsys.readouterr().out
+    done.finished = {}
+    assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
+    assert not capsys.readouterr().out, "there is nothing to look at yet"
     assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0, "whole": True}
 
     arguments, drawn = called(scaling_module, "scaling_of", []), called(scaling_module, "write_plot", tmp_path)

@@ -62,7 +62,9 @@ def study(argv: list[str]) -> None:
     flags = parse(StudyFlags, argv, study)
     from headwater.train.study import study as run
 
-    run(flags.recipe, flags.out, minutes=flags.minutes, whole=flags.whole)
+    done = run(flags.recipe, flags.out, minutes=flags.minutes, whole=flags.whole)
+    if done.finished:
+        say(f"Look at them with: headwater report {done.folder}, and headwater scaling {done.folder} for several sizes")
 
 
 def plan(argv: list[str]) -> None:
