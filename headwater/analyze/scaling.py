@@ -346,4 +346,8 @@ def _edge(alpha: float) -> str:
 
 
 def _reach(alpha: Interval | None) -> str:
-    return "" if alpha is None or alpha.low is None else f"alpha {alpha.low:.3f} to {alpha.high:.3f}; "
+    if alpha is None or alpha.low is None or alpha.high is None:
+        return ""
+    if alpha.low < ALPHAS[1] and alpha.high > ALPHAS[-2]:
+        return "alpha may be anything that is tried, so these runs do not tell the curve; "
+    return f"alpha {alpha.low:.3f} to {alpha.high:.3f}; "

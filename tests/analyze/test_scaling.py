@@ -129,6 +129,16 @@ def test_a_budget_with_one_seed_has_the_noise_of_the_others():
     assert one.high - one.low > three.high - three.low
 
 
+def test_runs_that_do_not_tell_a_curve_are_said_not_to():
+    flat = Fit(floor=1.2, scale=0.001, alpha=0.25, unit=1e16)
+    found = compare_scaling({"standard": sampled(flat, 0.05, 2)}, "standard", draws=400)
+    assert "alpha may be anything that is tried, so these runs do not tell the curve; 5 budgets" in table(
+        found, "standard"
+    )
+    found = compare_scaling({"standard": sampled(TRUE, 0.0005, 2)}, "standard", draws=400)
+    assert re.search(r"\(alpha 0\.2\d+ to 0\.\d+; 5 budgets", table(found, "standard"))
+
+
 def test_without_a_second_seed_there_is_no_interval():
     points = {"standard": sampled(TRUE, 0.002, 1), "other": sampled(TRUE, 0.002, 1, seed=1)}
     found = compare_scaling(points, "standard")
