@@ -12,14 +12,14 @@ def study(script):
 
 
 class Copies:
-    """Foretells what came `length` tokens before, from there on."""
+    """Foretells what came `length` tokens before, but for the first of them, which nothing foretells."""
 
     def __init__(self, vocabulary: int, length: int):
         self.vocabulary, self.length = vocabulary, length
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(*tokens.shape, self.vocabulary)
-        for place in range(self.length - 1, tokens.shape[1]):
+        for place in range(self.length, tokens.shape[1]):
             logits[:, place].scatter_(1, tokens[:, place - self.length + 1, None], 50.0)
         return logits
 

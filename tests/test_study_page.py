@@ -308,9 +308,10 @@ def test_copying_is_told_by_arm_and_set_beside_the_score(page):
 
 
 def evaluated(residual, seed, rows, **settings):
-    """A run of the smallest size with what it scored at some steps."""
+    """A run of the smallest size with what it scored at some steps, the last of which is its end."""
     model = {"residual": residual, "dim": 128, "layers": 12, "shortswa": None}
     config = {"model": model, "optim": {"lr": 8e-3, "query_lr": 0.1, **settings}}
+    config["train"] = {"steps": [*rows][-1]}
     evals = [{"step": step, "bits_per_byte": value} for step, value in rows.items()]
     summary = {"bits_per_byte": [*rows.values()][-1], "parameters": 1000}
     return SimpleNamespace(residual=residual, seed=seed, config=config, evals=evals, summary=summary)
@@ -320,6 +321,7 @@ def test_runs_that_fell_early_are_told_from_the_others(page):
     falls = (0.1, 0.2, 0.1)
     runs = [evaluated("standard", n, {500: 1.7, 1000: 1.7 - fall, 1472: 1.5 - fall}) for n, fall in enumerate(falls)]
     others = [evaluated("attnres-full", n, {500: 1.6, 1000: 1.5, 1472: 1.4}, query_lr=1.0) for n in range(3)]
+    others += [evaluated("standard", n, {500: 1.7, 1000: 1.4, 2944: 1.3}) for n in range(3)]
     few = [evaluated("mhc", n, {500: 1.6, 1000: 1.5, 1472: 1.4}) for n in range(2)]
     text = page.onset({"rates": runs[:2] + others, "query": runs[2:] + few})
     assert text.splitlines()[2:] == ["| `standard` | 3 | 1.7000 ± 0.0000 | 1 | 1.3000 | 1.4000 ± 0.0000 |"]
@@ -348,8 +350,8 @@ def test_sizes_are_told_with_their_passes_over_the_text(page, tmp_path):
     archive(tmp_path, "scaling", [("standard", 0, 1.3, {"model.dim": 128, "model.layers": 12, "optim.lr": 1.1e-2})])
     with page.unpacked(tmp_path) as found:
         run = found["scaling"][0]
-        run.summary.update(tokens=2 * page.TEXT, steps=7)
-        assert page.sizes(found).splitlines()[-1] == "| 2 million | 128 | 12 | 7 | 205 million | 2.0 | 0.011 |"
+        run.summary.update(tokens=7 * page.TEXT, steps=7)
+        assert page.sizes(found).splitlines()[-1] == "| 2 million | 128 | 12 | 7 | 717 million | 7.0 | 0.011 |"
 
 
 def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):

@@ -43,7 +43,8 @@ MAPPED = 8e-3  # the learning rate whose depth weights are drawn, and of whose r
 RULE = {128: 1.1e-2, 192: 8e-3, 256: 6e-3, 384: 4e-3}  # README.md's learning rates of the scaling, by width
 OWN = {"completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}}  # of arms whose best is another
 NEAR_BEST = (8e-3, 1.1e-2, 1.6e-2)  # learning rates of the smallest size
-EARLY, LATER, FALL = 500, 1000, 0.13  # steps of its evaluations, and a fall between them that is more than most
+EARLY, LATER, STEPS = 500, 1000, 1472  # of its evaluations, and all
+FALL = 0.13  # between the first two of them: more than most
 TEXT = 102_435_696  # tokens of the training text
 Runs = list[RecordedRun]
 
@@ -506,13 +507,15 @@ def measured_in(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def onset(found: dict[str, Runs]) -> str:
-    """Who falls early, over all recipes: arms of the smallest size near the best rates that have run three times."""
+    """Who falls early, over all recipes: arms of the smallest size, near the best rates and with the steps of the
+    scaling, that have run three times."""
     runs = [run for some in found.values() for run in finished(some)]
     chosen = [
         run
         for run in runs
         if (setting(run, "model.dim"), setting(run, "model.layers")) == (128, 12)
         and setting(run, "optim.lr") in NEAR_BEST
+        and setting(run, "train.steps") == STEPS
         and (setting(run, FACTOR) == 0.1 or not run.residual.startswith("attnres"))
     ]
     rows = []
@@ -578,11 +581,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "ablations": ablations, "longer": ablations, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
 OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {"again": again, "onset": onset, "sizes": sizes, "cost": cost}
-MEASURED = {
-    "importance": importance,
-    "hops": hops,
-    "copying": copying,
-}  # not by `headwater study`, but by scripts of their own
+# Not by `headwater study`, but by scripts of their own.
+MEASURED = {"importance": importance, "hops": hops, "copying": copying}
 # Which runs of which recipes a table takes, if not all of those of its name alone.
 TAKES: dict[str, dict[str, Callable[[RecordedRun], bool]]] = {
     "dynamics": {"noise": bool, "rates": lambda run: setting(run, "optim.lr") == MAPPED, "dynamics": bool},

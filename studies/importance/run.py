@@ -7,7 +7,7 @@ is, and how much the loss rises when that read goes without it (what `headwater.
 and windows. Then, for each read with three sources or more, Spearman's rank correlation over its sources; the table has
 the mean over reads, and over the first, middle and last third of the depth. A residual whose weights mean importance
 has one near 1. Beside it: that of weight times size; and of the changes on every other window with those on the rest,
-which is what can be reached at most where so little text is noise.
+which is the lower, the more of them is noise of so little text.
 studies/attention-residuals/page.py makes a table of its runs/importance.json.
 """
 
