@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from headwater.errors import UserError, nearest
+from headwater.errors import UserError, nearest, user_values
 from headwater.train.config import Config, ModelSettings, override
 
 # With these, arms would not be compared on equal tokens; the residual has a place of its own.
@@ -67,10 +67,8 @@ def parse_arm(text: str) -> Arm:
         switches[key] = _value(value)
     override(ModelSettings(), switches, f"arm {text!r}")
     arm = Arm(residual, switches)
-    try:
+    with user_values():
         hash(arm.identity)
-    except ValueError as error:
-        raise UserError(f"residual {residual!r} does not fit: {error}") from None
     return arm
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 from headwater import __version__
-from headwater.errors import UserError
+from headwater.errors import UserError, user_values
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.sublayer import Sublayer
 from headwater.residuals import located, pinned
@@ -242,20 +242,15 @@ def named_model(settings: ModelSettings, words: int) -> ModelConfig:
             f"model.vocab_size is {overrides['vocab_size']}, but the tokenizer has {words} tokens: pass a larger "
             "--vocab-size, or leave it out of the configuration"
         )
-    try:
+    with user_values():
         return ModelConfig.named(settings.size, **{**overrides, "residual": located(settings.residual)})
-    except ValueError as error:
-        raise UserError(f"the model does not fit together: {error}") from None
 
 
 def build_model(config: ModelConfig, seed: int, *, meta: bool = False) -> Decoder:
     """The decoder at its start; on the meta device its shape alone."""
     torch.manual_seed(seed)
-    try:
-        with torch.device("meta") if meta else nullcontext():
-            return Decoder(config)
-    except ValueError as error:
-        raise UserError(f"the model does not fit together: {error}") from None
+    with user_values(), torch.device("meta") if meta else nullcontext():
+        return Decoder(config)
 
 
 def choose_device(config: Config) -> torch.device:

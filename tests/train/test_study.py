@@ -15,6 +15,7 @@ from tinyrun import tiny, write_corpus
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.residuals import StandardResidual, register
+from headwater.train.comparison import compare
 from headwater.train.files import read_json, write_json
 from headwater.train.loop import train
 from headwater.train.study import StudyResult, describe, operations, read_recipe, steps_for, study
@@ -234,9 +235,18 @@ def test_a_finished_run_of_a_residual_from_elsewhere_counts(recipe, tmp_path):
 
 def test_a_model_that_does_not_fit_is_known_before_anything_runs(recipe, tmp_path):
     recipe.write_text(recipe.read_text() + '\n[[runs]]\n"model.heads" = [2, 3]\n')
-    with pytest.raises(UserError, match=r"^run heads-3 does not fit: the model does not fit together: .*heads"):
+    with pytest.raises(UserError, match=r"^run heads-3 does not fit: heads must divide dim"):
         study(recipe, tmp_path / "study", minutes=0)
     assert not (tmp_path / "study" / "runs").exists()
+
+
+def test_an_option_that_no_residual_has_is_said_once(recipe, tmp_path):
+    recipe.write_text(recipe.read_text().replace("block=2", "blokc=2"))
+    once = "does not fit: residual 'attnres-block' has no option 'blokc'. Valid options: block"
+    with pytest.raises(UserError, match=rf"^run residual-attnres-block_blokc=2-seed-0 {once}"):
+        study(recipe, tmp_path / "study", minutes=0)
+    with pytest.raises(UserError, match=rf"^{once.partition(': ')[2]}"):
+        compare(tiny(tmp_path), tmp_path / "compared", residuals=["attnres-block:blokc=2"], seeds=[0])
 
 
 def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
