@@ -163,6 +163,8 @@ def read_recipe(path: Path) -> Recipe:
     name, tables = values.get("name", path.stem), values.get("runs")
     if not isinstance(name, str) or not name:
         raise UserError(f"{path}: name must be a word, which its folder has under runs/; got {name!r}")
+    if isinstance(tables, dict):
+        raise UserError(f"{path}: write [[runs]], as there may be several such tables, instead of [runs]")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise UserError(f"{path}: needs at least one table [[runs]] with lists of settings")
     jobs, keep = values.get("jobs", 1), values.get("keep_weights", False)
