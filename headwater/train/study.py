@@ -132,14 +132,16 @@ def study(
         refuse_others(jobs, plan, out / CORPORA)
         for job, config in zip(jobs, plan.runs.values(), strict=True):
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
-        console.print(describe(standing(out, jobs, plan.jobs)), highlight=False, soft_wrap=True)
+        before = describe(standing(out, jobs, plan.jobs))
+        console.print(before, highlight=False, soft_wrap=True)
         failures = run_all(jobs, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
         if not plan.keep_weights:
             for job in jobs:
                 if job.finished:
                     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         result = standing(out, jobs, plan.jobs)
-        console.print(describe(result), highlight=False, soft_wrap=True)
+        if describe(result) != before:
+            console.print(describe(result), highlight=False, soft_wrap=True)
     if failures:
         listing = "\n  ".join(failures)
         raise UserError(

@@ -279,6 +279,13 @@ def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(recipe, tm
         study(recipe, tmp_path / "study")
 
 
+def test_a_study_with_nothing_to_do_says_so_once(recipe, tmp_path, capsys):
+    recipe.write_text(recipe.read_text().replace(', "attnres-block:block=2"', ""))
+    begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
+    study(recipe, tmp_path / "study")
+    assert capsys.readouterr().out == f"{tmp_path / 'study'}: 1 of 1 runs finished\n"
+
+
 def test_what_is_left_is_never_said_to_take_no_time(tmp_path):
     said = [describe(StudyResult(tmp_path, {}, ("a", "b"), seconds)) for seconds in (20.0, 200.0)]
     assert said[0].endswith("; less than a minute for the 2 that are left")
