@@ -81,7 +81,7 @@ def compare(
         write_json(out / "table.json", result.table())
         console.print(fitting(draw(result.rows, config), console))
     if failures:
-        listing = "\n  ".join(failures)
+        listing = "\n  ".join(failures.values())
         raise UserError(
             f"{len(failures)} of {len(runs)} runs failed:\n  {listing}\n"
             f"The others are kept. Mend the cause and go on with: {command} --resume"

@@ -25,7 +25,7 @@ from headwater.train.files import read_json, write_json
 from headwater.train.monitor.interrupts import PARENT, Interruption
 from headwater.train.monitor.metrics import read_record
 from headwater.train.monitor.progress import Tasks
-from headwater.train.results import SUMMARY, TrainResult
+from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 from headwater.train.sharing import shared_gpu
 
 POLL_SECONDS = 0.2
@@ -58,6 +58,10 @@ class Job:
     def finished(self) -> bool:
         return (self.folder / SUMMARY).exists()
 
+    @property
+    def diverged(self) -> bool:
+        return (self.folder / DIVERGED).exists()
+
 
 @dataclass(frozen=True)
 class Active:
@@ -85,18 +89,18 @@ class Active:
 
 def run_all(
     runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, seconds: float = math.inf, whole: bool = False
-) -> list[str]:
+) -> dict[str, str]:
     """Keep `jobs` processes busy until every run has ended, or for so many seconds: then none is started any more, and
     those under way are asked to save and end; `whole`: none is started that would not end by then, going by those that
-    have ended, and a shorter one is started before a longer one that would not. Returns what to say about those that
-    failed; `go_on` is the command that continues, for whoever interrupts it.
+    have ended, and a shorter one is started before a longer one that would not. Returns by label what to say about
+    those that failed; `go_on` is the command that continues, for whoever interrupts it.
 
     Of runs that share a GPU at most half are starting at a time, which is until they have recorded a step. Started
     together they would end together too, wave after wave, and the GPU would wait while all of them compile."""
     deadline = time.monotonic() + seconds
     waiting = [job for job in runs if not job.finished]
     running: list[Active] = []
-    failures: list[str] = []
+    failures: dict[str, str] = {}
     took: list[tuple[float, float]] = []  # work and seconds of those that have finished
 
     def next_run() -> Job | None:
@@ -127,7 +131,7 @@ def run_all(
                         took += [(active.job.work, active.seconds())] if active.job.finished else []
                         tasks.remove(active.task)
                         tasks.update(total, len(runs) - len(waiting) - len(running))
-                        failures += conclude(active, tasks)
+                        failures |= conclude(active, tasks)
         finally:
             stop(running)  # none is left, unless a signal or an error ended the loop
         if interruption.signum:
@@ -226,16 +230,16 @@ def show(active: Active, tasks: Tasks) -> None:
         tasks.update(active.task, record["step"], note)
 
 
-def conclude(active: Active, tasks: Tasks) -> list[str]:
+def conclude(active: Active, tasks: Tasks) -> dict[str, str]:
     job, code = active.job, active.process.returncode
     if code == 0:
         result = TrainResult.read(job.folder)
         tasks.say(f"{job.label}: {result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s")
-        return []
+        return {}
     with job.log.open("rb") as file:
         file.seek(active.log_start)
         said = file.read().decode(errors="replace")
-    return [f"{job.label} (exit code {code}, see {job.log}): {cause(said, code)}"]
+    return {job.label: f"{job.label} (exit code {code}, see {job.log}): {cause(said, code)}"}
 
 
 def cause(said: str, code: int) -> str:

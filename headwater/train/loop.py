@@ -39,7 +39,7 @@ from headwater.train.monitor.interrupts import RESUME, Interruption
 from headwater.train.monitor.progress import ProgressLine
 from headwater.train.monitor.watchdog import Watchdog
 from headwater.train.optim import learning_rate, set_learning_rate
-from headwater.train.results import SUMMARY, TrainResult
+from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 from headwater.train.run import Run, begin, choose_device, finish, save
 
 TOGETHER = 1e-3  # seconds; no step is shorter
@@ -240,12 +240,20 @@ def leave_out(run: Run, number: int, loss: float, grad_norm: float, reason: Reas
     run.log.write("skip", number, reason=reason.kind, loss=loss, threshold=reason.threshold, grad_norm=grad_norm)
     if reason.in_a_row > reason.limit:
         run.saver.wait()  # then the last good checkpoint is the last
-        raise UserError(
+        raise diverged(
+            run,
             f"{reason.text} at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
             f"as they were. {last_good(run.folder / 'checkpoints')} What is known of the step is in {cause}. "
             f"Go on without such steps with --resume and {reason.flag} {reason.in_a_row} (or more), or try a lower "
-            "--lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out"
+            "--lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out",
         )
+
+
+def diverged(run: Run, why: str) -> UserError:
+    """The error with which a run gives up; its folder says so too, since the same settings would lead there again."""
+    if run.ranks.main:
+        write_json(run.folder / DIVERGED, {"why": why})
+    return UserError(why)
 
 
 def write_cause(
@@ -311,9 +319,10 @@ def evaluate(run: Run, losses_of: Callable[[Tensor], Tensor] | None = None) -> f
     if not math.isfinite(sums[0]):  # the last update destroyed the weights: they are not saved
         run.log.write("eval", run.step, tokens=run.tokens, loss=math.nan, bits_per_byte=math.nan)
         run.saver.wait()
-        raise UserError(
+        raise diverged(
+            run,
             f"the validation loss is not finite after step {run.step}. {last_good(run.folder / 'checkpoints')} "
-            "Try a lower --lr or a longer --warmup, in another --out"
+            "Try a lower --lr or a longer --warmup, in another --out",
         )
     run.evaluation = {"loss": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
     run.log.write("eval", run.step, tokens=run.tokens, **run.evaluation)

@@ -10,6 +10,7 @@ from headwater.errors import UserError
 from headwater.train.files import read_json, write_json
 
 SUMMARY = "summary.json"
+DIVERGED = "diverged.json"  # why a run gave up by itself; gone as soon as it is taken up again
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from headwater.train.load import fill_from
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.monitor.metrics import MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
-from headwater.train.results import SUMMARY, TrainResult
+from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
 LONG = 2000  # steps, in which a minute or two of compiling the whole model pays
@@ -149,7 +149,8 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "config.json", resolved)
         data.tokenizer.save(out)
-        (out / SUMMARY).unlink(missing_ok=True)  # of a run that had ended and is to go further
+        for ended in (SUMMARY, DIVERGED):  # of a run that had ended and is to go further
+            (out / ended).unlink(missing_ok=True)
     run = Run(
         config=config,
         folder=out,

@@ -37,11 +37,11 @@ from rich.console import Console
 
 from headwater.errors import UserError, nearest
 from headwater.residuals.plugins import flags_for
-from headwater.train.config import Config, check, differences, override
+from headwater.train.config import OUTER, Config, check, differences, override
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
 from headwater.train.jobs import Job, plugin_for, run_all
-from headwater.train.results import TrainResult
+from headwater.train.results import DIVERGED, TrainResult
 
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
 RATIO = "tokens_per_parameter"
@@ -66,12 +66,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """`finished` runs by name, and what is `left`; `seconds` is an estimate for that, None before any run is done."""
+    """`finished` runs by name, those that `diverged`, and what is `left`; `seconds` is an estimate for that, None
+    before any run is done."""
 
     folder: Path
     finished: dict[str, TrainResult]
     left: tuple[str, ...]
     seconds: float | None
+    diverged: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -116,7 +118,8 @@ def study(
             instead: for a machine whose disk is lost.
         progress: show how far the runs are.
 
-    Returns a `StudyResult`. Raises `headwater.errors.UserError` for a file that does not fit, for a folder whose runs
+    Returns a `StudyResult`. A run that diverged is a result as well, and is not repeated unless its settings change or
+    its folder is removed. Raises `headwater.errors.UserError` for a file that does not fit, for a folder whose runs
     were made with other settings, and, after all others have ended, for runs that failed.
 
         study("studies/noise/recipe.toml", minutes=20)
@@ -134,16 +137,19 @@ def study(
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
         before = describe(standing(out, jobs, plan.jobs))
         console.print(before, highlight=False, soft_wrap=True)
-        failures = run_all(jobs, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
+        due = [job for job in jobs if not job.diverged]
+        failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
         if not plan.keep_weights:
             for job in jobs:
                 if job.finished:
                     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         result = standing(out, jobs, plan.jobs)
+        for label in failures.keys() & {*result.diverged}:
+            console.print(as_settings(failures.pop(label)), highlight=False, markup=False, soft_wrap=True)
         if describe(result) != before:
             console.print(describe(result), highlight=False, soft_wrap=True)
     if failures:
-        listing = "\n  ".join(failures)
+        listing = "\n  ".join(failures.values())
         raise UserError(
             f"{len(failures)} of {len(jobs)} runs failed:\n  {listing}\n"
             f"The others are kept. Settings are those of {recipe}; the same command tries again what failed"
@@ -305,15 +311,18 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     for job, config in zip(jobs, plan.runs.values(), strict=True):
         data = prepare(config.data)
         begun = job.finished or any((job.folder / "checkpoints").glob("step-*"))
-        if begun:  # else it begins anew
+        if begun or job.diverged:  # else it begins anew
             asked = {**asdict(config), "model": resolve_model(config.model, data).to_dict(), "corpus": data.identity}
             saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label, data.identity)}
-            if listing := differences(saved, asked):
+            listing = differences(saved, asked)
+            if begun and listing:
                 raise UserError(
                     f"{job.folder} holds a run with other settings, or on other text:\n  "
                     + "\n  ".join(listing)
                     + "\nChoose another --out"
                 )
+            if differences(saved, asked, OUTER):  # such as more steps that it may leave out: it is worth another try
+                (job.folder / DIVERGED).unlink(missing_ok=True)
         seen[job.label] = data.identity
     write_json(corpora, seen)
 
@@ -322,13 +331,14 @@ def standing(out: Path, jobs: Sequence[Job], side_by_side: int) -> StudyResult:
     """What is done and what is left. The time for the rest is estimated from the runs that are done: how long their
     processes took to start, and then each operation."""
     finished = {job: TrainResult.read(job.folder) for job in jobs if job.finished}
-    left, seconds = [job for job in jobs if not job.finished], None
+    diverged = tuple(job.label for job in jobs if job.diverged)
+    left, seconds = [job for job in jobs if not (job.finished or job.diverged)], None
     if finished:
         start = statistics.median(start_of(job.folder) for job in finished)
         per_operation = statistics.median(result.seconds / job.work for job, result in finished.items())
         seconds = sum(start + per_operation * job.work for job in left) / min(side_by_side, len(left) or 1)
     results = {job.label: result for job, result in finished.items()}
-    return StudyResult(out, results, tuple(job.label for job in left), seconds)
+    return StudyResult(out, results, tuple(job.label for job in left), seconds, diverged)
 
 
 def start_of(folder: Path) -> float:
@@ -345,8 +355,11 @@ def operations(config: Config) -> float:
 
 
 def describe(result: StudyResult) -> str:
-    done, left = len(result.finished), len(result.left)
-    text = f"{result.folder}: {done} of {done + left} runs finished"
+    done, left, bad = len(result.finished), len(result.left), len(result.diverged)
+    text = f"{result.folder}: {done} of {done + left + bad} runs finished"
+    if bad:
+        names = ", ".join(result.diverged)
+        text += f", {bad} diverged ({names}; not run again unless settings change or the folder is removed)"
     if not left:
         return text
     if result.seconds is None:

@@ -273,7 +273,8 @@ def test_the_cause_of_a_failed_run_is_told_whole(tmp_path, said, code, cause):
     job = job_in(tmp_path)
     earlier = "headwater: an earlier failure\n"
     job.log.write_text(earlier + said)
-    (message,) = conclude(Active(job, SimpleNamespace(returncode=code), 0, len(earlier), 0.0), Tasks(Console()))
+    active = Active(job, SimpleNamespace(returncode=code), 0, len(earlier), 0.0)
+    (message,) = conclude(active, Tasks(Console())).values()
     assert re.search(cause, message, re.DOTALL)
     assert f"exit code {code}" in message
     assert "earlier" not in message

@@ -252,7 +252,7 @@ def test_an_option_that_no_residual_has_is_said_once(recipe, tmp_path):
 
 def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("headwater.train.study.run_all", lambda *_, go_on, **__: said.append(go_on) or [])
+    monkeypatch.setattr("headwater.train.study.run_all", lambda *_, go_on, **__: said.append(go_on) or {})
     study(recipe, tmp_path / "elsewhere")
     assert main(shlex.split(said[0])[1:]) == 0
     assert said == [f"headwater study {recipe} --out {tmp_path / 'elsewhere'}"] * 2
@@ -269,7 +269,7 @@ def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(recipe, tm
     recipe.write_text(hot)
     with pytest.raises(UserError, match="--lr") as diverged:
         begin_by_hand(recipe, tmp_path / "alone", "lr-1e+30-warmup-0")
-    monkeypatch.setattr("headwater.train.study.run_all", lambda *_, **__: [f"lr-1e+30: {diverged.value}"])
+    monkeypatch.setattr("headwater.train.study.run_all", lambda *_, **__: {"lr-1e+30": str(diverged.value)})
     with pytest.raises(UserError, match=f"Settings are those of {recipe}; the same command tries again") as told:
         study(recipe, tmp_path / "study")
     advice = "with the same command and train.skip_nonfinite = 1 (or more), or try a lower optim.lr, a longer "
@@ -277,6 +277,32 @@ def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(recipe, tm
     recipe.write_text(hot.replace('source = ["', 'source = ["no'))
     with pytest.raises(UserError, match=r"no corpus at no.*: data\.source takes text"):
         study(recipe, tmp_path / "study")
+
+
+def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, tmp_path, monkeypatch, capsys):
+    """The same settings would lead there again, at every call; other ones may not."""
+    recipe.write_text(recipe.read_text() + '\n[[runs]]\n"optim.lr" = [1e30]\n"optim.warmup" = 0\n')
+    out, hot, started = tmp_path / "study", "lr-1e+30-warmup-0", []
+
+    def run_all(jobs, *_, **__):
+        started.append([job.label for job in jobs])
+        if hot not in started[-1] or len(started) > 1:
+            return {}
+        with pytest.raises(UserError, match="not finite") as diverged:
+            begin_by_hand(recipe, out, hot)
+        return {hot: str(diverged.value)}
+
+    monkeypatch.setattr("headwater.train.study.run_all", run_all)
+    for _ in range(2):
+        done = study(recipe, out)
+        assert (done.diverged, len(done.finished), len(done.left)) == ((hot,), 0, 2)
+    assert [hot in labels for labels in started] == [True, False]
+    said = capsys.readouterr().out
+    assert said.count("with the same command and train.skip_nonfinite = 1") == 1
+    assert said.count(f"0 of 3 runs finished, 1 diverged ({hot}; not run again") == 2
+    recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 4\nskip_nonfinite = 1"))
+    study(recipe, out)
+    assert hot in started[-1]
 
 
 def test_a_study_with_nothing_to_do_says_so_once(recipe, tmp_path, capsys):

@@ -350,7 +350,9 @@ def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_pa
     spikes(monkeypatch, 8, factor=math.nan)
     with pytest.raises(UserError, match=r"loss or gradient is not finite at step 8 .*--resume and --skip-nonfinite 1"):
         train(tiny(tmp_path), tmp_path / "run")
+    assert "not finite at step 8" in (tmp_path / "run" / "diverged.json").read_text()
     assert train(tiny(tmp_path, skip_nonfinite=1), tmp_path / "run", resume=True).skipped_steps == 1
+    assert not (tmp_path / "run" / "diverged.json").exists()
 
     config = tiny(tmp_path, skip_spikes=1, spike_window=4)
     spikes(monkeypatch, 7, 8)
