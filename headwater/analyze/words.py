@@ -18,8 +18,9 @@ def headline(groups: list[Group]) -> str:
         return groups[0].label
     if len(groups) > 4:
         return f"{many(rivals)} against {join(bases)}" if len(bases) == 1 else many(groups)
-    names = join([group.label for group in rivals])
-    return f"{names} against {join(bases)}" if bases and rivals else join([group.label for group in groups])
+    if not (bases and rivals):
+        return join([group.label for group in groups])
+    return f"{join([group.label for group in rivals])} against {join(bases)}"
 
 
 def many(groups: list[Group]) -> str:

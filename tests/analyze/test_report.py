@@ -170,6 +170,13 @@ def test_the_first_lines_name_the_lowest_of_many(tmp_path):
     assert "Of 6 residuals against standard, 3 end lower and 3 end higher. The lowest three:" in words
 
 
+def test_a_baseline_without_rivals_has_a_page(tmp_path):
+    """As a study of learning rates leaves it."""
+    for lr in (0.001, 0.01):
+        make_run(tmp_path / "runs" / f"lr-{lr}", layers=1, steps=5, lr=lr)
+    assert "<title>standard, lr 0.001 and standard, lr 0.01" in write_report([tmp_path]).read_text()
+
+
 def test_one_residual_in_several_sizes_is_counted_once(tmp_path):
     for layers in (1, 2, 3):
         for residual in ("standard", "rezero", "highway"):
