@@ -230,7 +230,7 @@ class StudyFlags(PluginFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingFlags:
+class ScalingFlags(PluginFlags):
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders, or the folder of a comparison or a study."""
     baseline: str = "standard"
