@@ -135,7 +135,7 @@ def study(
         refuse_others(jobs, plan, out / CORPORA)
         for job, config in zip(jobs, plan.runs.values(), strict=True):
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
-        before = describe(standing(out, jobs, plan.jobs))
+        before = describe(standing(out, jobs, plan))
         console.print(before, highlight=False, soft_wrap=True)
         due = [job for job in jobs if not job.diverged]
         failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
@@ -143,7 +143,7 @@ def study(
             for job in jobs:
                 if job.finished:
                     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
-        result = standing(out, jobs, plan.jobs)
+        result = standing(out, jobs, plan)
         for label in failures.keys() & {*result.diverged}:
             console.print(as_settings(failures.pop(label)), highlight=False, markup=False, soft_wrap=True)
         if describe(result) != before:
@@ -327,18 +327,31 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     write_json(corpora, seen)
 
 
-def standing(out: Path, jobs: Sequence[Job], side_by_side: int) -> StudyResult:
+def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:
     """What is done and what is left. The time for the rest is estimated from the runs that are done: how long their
-    processes took to start, and then each operation."""
+    processes took to start, and then each operation. Of a run, by those that differ in the seed alone, where there are
+    any; else by those of its residual; else by all."""
     finished = {job: TrainResult.read(job.folder) for job in jobs if job.finished}
     diverged = tuple(job.label for job in jobs if job.diverged)
     left, seconds = [job for job in jobs if not (job.finished or job.diverged)], None
+
+    def seconds_for(job: Job) -> float:
+        asked = plan.runs[job.label]
+        kin = [done for done in finished if plan.runs[done.label].model.residual == asked.model.residual]
+        twins = [done for done in kin if seedless(plan.runs[done.label]) == seedless(asked)]
+        alike = twins or kin or list(finished)
+        return statistics.median(
+            start_of(done.folder) + finished[done].seconds * job.work / done.work for done in alike
+        )
+
     if finished:
-        start = statistics.median(start_of(job.folder) for job in finished)
-        per_operation = statistics.median(result.seconds / job.work for job, result in finished.items())
-        seconds = sum(start + per_operation * job.work for job in left) / min(side_by_side, len(left) or 1)
+        seconds = sum(map(seconds_for, left)) / min(plan.jobs, len(left) or 1)
     results = {job.label: result for job, result in finished.items()}
     return StudyResult(out, results, tuple(job.label for job in left), seconds, diverged)
+
+
+def seedless(config: Config) -> Config:
+    return replace(config, train=replace(config.train, seed=0))
 
 
 def start_of(folder: Path) -> float:

@@ -332,6 +332,31 @@ def test_the_time_that_is_left_counts_the_starts_of_processes(recipe, tmp_path):
     assert study(recipe, tmp_path / "study", minutes=0).seconds == pytest.approx((5 * 30 + 10 * (sum(work) - 1)) / 4)
 
 
+def test_the_time_that_is_left_goes_by_the_arms_own_runs(recipe, tmp_path):
+    """Residuals differ in how long an operation takes them, and so do sizes."""
+    recipe.write_text(
+        recipe.read_text().replace("[0]", '[0, 1]\n"model.layers" = [2, 4]').replace("jobs = 2", "jobs = 1")
+    )
+    runs = read_recipe(recipe).runs
+
+    def finish(name, rate):
+        folder = begin_by_hand(recipe, tmp_path / "study", name)
+        write_json(folder / "summary.json", {**read_json(folder / "summary.json"), "seconds": rate * work[name]})
+
+    def left(rates):
+        found = study(recipe, tmp_path / "study", minutes=0)
+        expected = sum(work[name] * next(rate for part, rate in rates.items() if part in name) for name in found.left)
+        assert found.seconds == pytest.approx(expected)
+
+    work = {name: operations(config) for name, config in runs.items()}
+    finish("residual-standard-seed-0-layers-2", 1.0)
+    left({"": 1.0})
+    finish("residual-attnres-block_block=2-seed-0-layers-2", 3.0)
+    left({"standard": 1.0, "": 3.0})
+    finish("residual-attnres-block_block=2-seed-0-layers-4", 2.0)
+    left({"standard": 1.0, "layers-2": 3.0, "layers-4": 2.0})
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_steps_for_tokens_a_parameter_leave_embedding_and_head_out(tmp_path, tied):
     config = tiny(tmp_path, residual="standard", batch_size=2)
