@@ -1,6 +1,7 @@
 """A residual of your own, in a file of your own: a learned skip from the embedding to every read.
 
 python examples/new_residual.py        # what it costs, and how it starts
+cd examples; headwater residuals --check embedding-skip --plugin new_residual
 cd examples; headwater compare --plugin new_residual --size nano --residuals standard embedding-skip
 """
 

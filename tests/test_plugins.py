@@ -59,6 +59,7 @@ def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsy
         "export": ("export", there, "--out", tmp_path / "exported"),
         "exported": ("generate", tmp_path / "exported", "--max-new-tokens", 2),
         "residuals": ("residuals", SPEC),
+        "check": ("residuals", "--check", SPEC),
         "plan": ("plan", *settings(tmp_path), "--residual", SPEC, "--no-gpu"),
         "train": ("train", *settings(tmp_path), "--residual", SPEC, "--out", tmp_path / "alone"),
         "resume": ("train", "--resume", "--out", tmp_path / "alone"),

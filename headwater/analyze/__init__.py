@@ -7,12 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .contract import check_residual
     from .mixing import MixingMatrix, mixing_matrix
     from .table import residual_table
 
-_homes = {"MixingMatrix": "mixing", "mixing_matrix": "mixing", "residual_table": "table"}
+_homes = {
+    "MixingMatrix": "mixing",
+    "check_residual": "contract",
+    "mixing_matrix": "mixing",
+    "residual_table": "table",
+}
 
-__all__ = ["MixingMatrix", "mixing_matrix", "residual_table"]
+__all__ = ["MixingMatrix", "check_residual", "mixing_matrix", "residual_table"]
 
 
 def __getattr__(name: str) -> Any:

@@ -93,6 +93,8 @@ class ResidualsFlags(PluginFlags):
     layers: int = 12
     markdown: bool = False
     """As a Markdown table."""
+    check: bool = False
+    """Check instead that they keep what every residual promises: for whoever writes one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,17 +56,34 @@ def apart(folders: Sequence[Path], prompt: str, device: str) -> tuple[list[Path]
 
 
 def residuals(argv: list[str]) -> None:
-    """Print every residual: formula, parameters, stored activations, traffic, start; of named ones the options too."""
+    """Print residuals: formula, parameters, memory, traffic, start; of named ones the options; or --check your own."""
     flags = parse(ResidualsFlags, argv, residuals)
     with user_values():
         from headwater.analyze.table import markdown, print_options, print_table, residual_table
 
+        if flags.check:
+            check(flags.residuals)
+            return
         rows = residual_table(flags.residuals or None, dim=flags.dim, layers=flags.layers)
         if flags.markdown:
             say(markdown(rows).rstrip())
         else:
             print_table(rows)
             print_options(flags.residuals)
+
+
+def check(specs: Sequence[str]) -> None:
+    """A line for each check of each residual; fails if anything is wrong."""
+    from headwater.analyze import check_residual
+    from headwater.residuals import names
+
+    failed = 0
+    for spec in specs or names():
+        found = check_residual(spec)
+        failed += sum(map(bool, found.values()))
+        say("\n".join([spec, *(f"  {name:<10} {wrong or 'ok'}" for name, wrong in found.items())]))
+    if failed:
+        raise UserError(f"{failed} of these must be mended: the lines without ok")
 
 
 def scaling(argv: list[str]) -> None:
