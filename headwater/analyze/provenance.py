@@ -7,7 +7,7 @@ from typing import Any
 
 from headwater.analyze.groups import Group, noun
 from headwater.analyze.markup import count, definitions, text, unique
-from headwater.analyze.runs import RecordedRun, find_runs, read_object, section
+from headwater.analyze.runs import Record, RecordedRun, find_runs, read_object, section
 
 BYTES = 320  # what a model has at most for bytes and the end of a text, unless it is told otherwise
 
@@ -24,7 +24,7 @@ def facts(groups: list[Group]) -> str:
         return " or ".join(unique([said for run in runs if (said := describe(run))], 3))
 
     rows = {
-        "Model": each(model),
+        "Model": models(runs),
         "Corpus": each(corpus),
         "Training": each(training),
         "Optimizer": each(optimizer),
@@ -50,12 +50,19 @@ def side_by_side(groups: list[Group]) -> str:
     return "one at a time" if largest == 1 else f"up to {largest} at a time"
 
 
-def model(run: RecordedRun) -> str:
-    found = section(run.config, "model")
-    pattern, experts = found.get("pattern") or "attention", found.get("experts")
-    parts = "" if pattern == "attention" else f", {pattern}"
-    parts += f", {experts} experts" if experts else ""
-    return f"{found.get('layers', '?')} layers, width {found.get('dim', '?')}{parts}"
+def models(runs: list[RecordedRun]) -> str:
+    """Their sizes, and their parts where those are not attention alone."""
+    found = [section(run.config, "model") for run in runs]
+    sizes = unique([f"{each.get('layers', '?')} × {each.get('dim', '?')}" for each in found], 8)
+    layers, width = sizes[0].split(" × ")
+    shape = f"{layers} layers, width {width}" if len(sizes) == 1 else f"{', '.join(sizes)} (layers × width)"
+    patterns = unique([pattern(each) for each in found], 3)
+    return shape if patterns == ["attention"] else f"{shape}, {' or '.join(patterns)}"
+
+
+def pattern(model: Record) -> str:
+    experts = f", {model['experts']} experts" if model.get("experts") else ""
+    return f"{model.get('pattern') or 'attention'}{experts}"
 
 
 def corpus(run: RecordedRun) -> str:

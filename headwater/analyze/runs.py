@@ -44,7 +44,7 @@ class RecordedRun:
     tokenizer: str = ""
     """bytes or bpe, by what is saved beside the run: the settings do not know that of tokens which were made before."""
     corpus: Record = field(default_factory=dict)
-    """Hashes of text and tokenizer, where a comparison recorded them."""
+    """Hashes of text and tokenizer, where a comparison or a study recorded them."""
     switches: tuple[str, ...] = ()
     """Settings in which it differs on purpose from the others of its comparison, which its name, `residual`, says."""
 
@@ -140,7 +140,7 @@ def read_run(folder: Path) -> RecordedRun:
         stopped=stop_reason(rows, train) or last_words(folder / "log.txt") if summary is None else "",
         beside=beside if isinstance(beside, int) else None,
         tokenizer=read_tokenizer(folder / "tokenizer.json"),
-        corpus=section(read_comparison(folder), "corpus"),
+        corpus=read_corpus(folder.resolve()),
         switches=tuple(f"model.{key}" for key in re.findall(r"\+([a-z]\w*)=", arm)),
     )
 
@@ -157,10 +157,13 @@ def section(config: Record, name: str) -> Record:
     return found if isinstance(found, dict) else {}
 
 
-def read_comparison(folder: Path) -> Record:
-    """compare.json of the comparison that a run belongs to; empty for a run by itself."""
-    path = folder.resolve().parent.parent / "compare.json"
-    return read_object(path) if folder.resolve().parent.name == "runs" and path.is_file() else {}
+def read_corpus(run: Path) -> Record:
+    """What the comparison or the study that a run belongs to has recorded of its text; empty for a run by itself."""
+    for name, key in (("compare.json", "corpus"), ("corpora.json", run.name)):
+        path = run.parent.parent / name
+        if run.parent.name == "runs" and path.is_file():
+            return section(read_object(path), key)
+    return {}
 
 
 def read_tokenizer(path: Path) -> str:

@@ -28,12 +28,13 @@ def many(groups: list[Group]) -> str:
 
 
 def findings(groups: list[Group]) -> list[str]:
-    """The result in words: one sentence for each rival of a baseline, or a count of many and the lowest three."""
+    """The result in words: one sentence for each rival of a baseline, or a count of many and three of them: the lowest
+    or, where they have several baselines, as sizes do, those with the lowest difference."""
     rivals = [group for group in groups if group.difference() is not None]
     said = []
     if len(rivals) > 4:
         said.append(tally(rivals))
-        rivals = sorted(rivals, key=lambda group: mean(group, "loss") or math.inf)[:3]
+        rivals = sorted(rivals, key=below if len(bases_of(rivals)) > 1 else ending)[:3]
     said += [finding(group) for group in rivals]
     if said and fewest_pairs(groups) < 3:
         said.append(limits(fewest_pairs(groups), groups[0].comparisons, noun(groups)))
@@ -42,6 +43,20 @@ def findings(groups: list[Group]) -> list[str]:
         for group in groups[:6]
         if (loss := group.final("loss")) is not None
     ]
+
+
+def ending(group: Group) -> float:
+    return mean(group, "loss") or math.inf
+
+
+def below(group: Group) -> float:
+    paired = group.difference()
+    return math.inf if paired is None else paired.mean
+
+
+def bases_of(rivals: list[Group]) -> dict[str, str]:
+    """Residuals of what they are compared with, by label."""
+    return {group.baseline.label: group.baseline.residual for group in rivals if group.baseline is not None}
 
 
 def finding(group: Group) -> str:
@@ -59,11 +74,12 @@ def finding(group: Group) -> str:
 def tally(rivals: list[Group]) -> str:
     verdicts = Counter(paired.verdict for group in rivals if (paired := group.difference()) is not None)
     said = {LOWER: "end lower", HIGHER: "end higher", UNTOLD: "are not told apart", ONE_SEED: "have one seed"}
-    bases = {group.baseline.label: group.baseline.residual for group in rivals if group.baseline is not None}
+    bases = bases_of(rivals)
     label, residual = next(iter(bases.items()))
     against = label if len(bases) == 1 else f"{residual} at the same settings"
     parts = [f"{verdicts[verdict]} {words}" for verdict, words in said.items() if verdicts[verdict]]
-    return f"Of {many(rivals)} against {against}, {join(parts)}. The lowest three:"
+    shown = "The lowest three" if len(bases) == 1 else "The three with the lowest difference"
+    return f"Of {many(rivals)} against {against}, {join(parts)}. {shown}:"
 
 
 def interval(paired: Paired) -> str:

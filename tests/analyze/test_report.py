@@ -177,6 +177,34 @@ def test_a_baseline_without_rivals_has_a_page(tmp_path):
     assert "<title>standard, lr 0.001 and standard, lr 0.01" in write_report([tmp_path]).read_text()
 
 
+def test_the_first_lines_of_several_sizes_name_the_lowest_differences(tmp_path):
+    """The lowest losses would be those of the largest models."""
+    for layers, base in ((1, 3.0), (2, 2.0), (3, 1.0)):
+        losses = {"standard": base, "rezero": base - 0.1 * (layers == 1), "highway": base + layers / 100}
+        for residual, loss in losses.items():
+            run = make_run(tmp_path / "runs" / f"{residual}-{layers}", residual, layers=layers, steps=5)
+            rewrite(run / "summary.json", loss=loss)
+    words = said_of(tmp_path)
+    assert "6 have one seed. The three with the lowest difference: rezero, layers 1 ends at 2.9000" in words
+    assert re.findall(r"(\w+), layers (\d) ends at", words) == [("rezero", "1"), ("rezero", "2"), ("rezero", "3")]
+
+
+def test_the_sizes_of_a_study_stand_side_by_side(tmp_path):
+    for layers, dim in ((1, 8), (2, 8), (3, 16)):
+        make_run(tmp_path / "runs" / f"layers-{layers}", layers=layers, dim=dim, steps=5)
+    assert "Model 1 × 8, 2 × 8, 3 × 16 (layers × width) Corpus" in said_of(tmp_path)
+    config = json.loads((tmp_path / "runs" / "layers-1" / "config.json").read_text())
+    rewrite(tmp_path / "runs" / "layers-1" / "config.json", model=config["model"] | {"pattern": "kda", "experts": 4})
+    assert "(layers × width), kda, 4 experts or attention Corpus" in said_of(tmp_path)
+
+
+def test_a_study_names_the_digest_of_its_text(tmp_path):
+    make_run(tmp_path / "runs" / "a", layers=1, steps=5)
+    make_run(tmp_path / "runs" / "b", layers=1, steps=5, lr=0.1)
+    write_json(tmp_path / "corpora.json", {name: {"source_hash": "0123456789abcdef"} for name in "ab"})
+    assert "Corpus stdlib, bytes tokens, 0123456789ab Training" in said_of(tmp_path)
+
+
 def test_one_residual_in_several_sizes_is_counted_once(tmp_path):
     for layers in (1, 2, 3):
         for residual in ("standard", "rezero", "highway"):
