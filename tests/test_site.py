@@ -177,6 +177,17 @@ def test_it_reads_from_disk(settings, site, visit):
 
 @pytest.mark.slow
 @pytest.mark.browser
+def test_pictures_keep_their_size_on_a_phone(site, visit):
+    """They have two panels of 380 pixels, with words for that size; the page itself is no wider than the phone."""
+    page = visit(site / "results" / "study.html", within=site, **PHONE)
+    pictures = page.locator("img[src$='.svg']").all()
+    assert len(pictures) > 3
+    assert {round(picture.bounding_box()["width"]) for picture in pictures} == {640}
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+@pytest.mark.slow
+@pytest.mark.browser
 def test_search_works_from_disk(site, visit):
     page = visit(site / "index.html", within=site)
     page.locator(".md-search__input").press_sequentially("sinkhorn")  # it listens to keys
