@@ -12,9 +12,13 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from outside import without_plugins
 
+from headwater.residuals.plugins import import_plugins
 from headwater.residuals.registry import build
 from headwater.stats import t_quantile
+from headwater.train.files import read_json
+from headwater.train.study import study
 
 STUDY = Path(__file__).parent.parent / "studies" / "attention-residuals"
 
@@ -55,6 +59,28 @@ def test_the_page_is_what_the_raw_runs_give(page):
             assert f"(../assets/{file.name})" in text
         plain = [page.score(run) for run in found["noise"] if run.residual == "standard"]
     assert f"| `standard` | {len(plain)} | {statistics.fmean(plain):.4f} | {statistics.stdev(plain):.4f} |" in text
+
+
+@pytest.fixture(scope="module")
+def rivals():
+    """The arms that headwater has no name for are known."""
+    with without_plugins(), pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STUDY)
+        import_plugins(["rivals", "examples.new_residual"])
+        yield
+
+
+@pytest.mark.parametrize("recipe", [file.name.removesuffix(".tar.xz") for file in (STUDY / "runs").glob("*.tar.xz")])
+def test_a_recipe_goes_on_from_its_archive(recipe, rivals, tmp_path, monkeypatch):
+    """As README.md says: what is packed there is what the recipe asks for, though defaults have changed since."""
+    with tarfile.open(STUDY / "runs" / f"{recipe}.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    noted = tmp_path / recipe / "corpora.json"
+    text = next(iter(read_json(noted).values())) if noted.exists() else {}
+    tokens = SimpleNamespace(identity=text, tokenizer=SimpleNamespace(vocab_size=8192))
+    monkeypatch.setattr("headwater.train.study.prepare", lambda data: tokens)
+    found = study(STUDY / f"{recipe}.toml", tmp_path / recipe, minutes=0, progress=False)
+    assert found.finished.keys() == {run.name for run in (tmp_path / recipe / "runs").iterdir()}
 
 
 def test_noise_is_told_in_pairs_with_what_more_seeds_would_tell(page, tmp_path):

@@ -30,14 +30,17 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from headwater.errors import UserError, nearest
+from headwater.models.config import ModelConfig
+from headwater.residuals.groups import sort_parameters
 from headwater.residuals.plugins import flags_for
-from headwater.train.config import OUTER, Config, check, differences, override
+from headwater.train.config import FREE, OUTER, Config, DataSettings, check, differences, override
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
 from headwater.train.jobs import Job, plugin_for, run_all
@@ -159,6 +162,8 @@ def study(
 
 def read_recipe(path: Path) -> Recipe:
     """The runs that a file describes, each with its whole configuration."""
+    shape_of.cache_clear()
+    prepared.cache_clear()
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -265,7 +270,7 @@ def example_of(key: str) -> str:
 def steps_for(config: Config, tokens_per_parameter: float) -> int:
     """Steps that see so many tokens for each parameter of the layers. The residual's own do not count, so that all
     residuals of a size see the same tokens."""
-    model = model_of(config, prepare(config.data))
+    model = model_of(config, prepared(config.data))
     counts = model.parameter_count()
     inner = counts["total"] - counts["embedding"] - counts["residual"]
     inner -= 0 if model.config.tie_embeddings else model.head.weight.numel()
@@ -273,9 +278,22 @@ def steps_for(config: Config, tokens_per_parameter: float) -> int:
 
 
 def model_of(config: Config, data: Dataset) -> Any:
-    from headwater.train.run import build_model, resolve_model
+    from headwater.train.run import resolve_model
 
-    return build_model(resolve_model(config.model, data), config.train.seed, meta=True)
+    return shape_of(resolve_model(config.model, data))
+
+
+@cache
+def shape_of(config: ModelConfig) -> Any:
+    """Once for all runs of a recipe that share it, and so `prepared`: both forget when a recipe is read."""
+    from headwater.train.run import build_model
+
+    return build_model(config, seed=0, meta=True)
+
+
+@cache
+def prepared(settings: DataSettings) -> Dataset:
+    return prepare(settings)
 
 
 def folder_name(choice: Mapping[str, Any]) -> str:
@@ -304,27 +322,33 @@ def job_of(name: str, config: Config, out: Path) -> Job:
 def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     """A run that is finished counts, and one that was cut off goes on, only if it is the one that the file describes:
     `headwater train --resume` would take the latter to other steps. What all of them see is noted in `corpora`: a file
-    that has changed keeps its name."""
+    that has changed keeps its name. A factor on the rate of queries changes nothing where there are none: runs from
+    before its default was another still count."""
     from headwater.train.run import resolve_model
 
     seen = read_json(corpora) if corpora.exists() else {}
     for job, config in zip(jobs, plan.runs.values(), strict=True):
-        data = prepare(config.data)
+        data = prepared(config.data)
         begun = job.finished or any((job.folder / "checkpoints").glob("step-*"))
         if begun or job.diverged:  # else it begins anew
             asked = {**asdict(config), "model": resolve_model(config.model, data).to_dict(), "corpus": data.identity}
             saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label, data.identity)}
-            listing = differences(saved, asked)
+            idle = frozenset() if has_queries(config, data) else frozenset({"optim.query_lr"})
+            listing = differences(saved, asked, FREE | idle)
             if begun and listing:
                 raise UserError(
                     f"{job.folder} holds a run with other settings, or on other text:\n  "
                     + "\n  ".join(listing)
                     + "\nChoose another --out"
                 )
-            if differences(saved, asked, OUTER):  # such as more steps that it may leave out: it is worth another try
+            if differences(saved, asked, OUTER | idle):  # such as more steps that it may leave out: worth another try
                 (job.folder / DIVERGED).unlink(missing_ok=True)
         seen[job.label] = data.identity
     write_json(corpora, seen)
+
+
+def has_queries(config: Config, data: Dataset) -> bool:
+    return bool(sort_parameters(model_of(config, data))["queries"])
 
 
 def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:
@@ -362,7 +386,7 @@ def start_of(folder: Path) -> float:
 
 
 def operations(config: Config) -> float:
-    model = model_of(config, prepare(config.data))
+    model = model_of(config, prepared(config.data))
     tokens = config.train.steps * config.train.batch_size * model.config.context
     return float(model.flops_per_token(model.config.context) * tokens)
 
