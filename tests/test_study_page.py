@@ -324,12 +324,17 @@ def test_runs_made_again_are_told_apart_from_other_seeds(page, tmp_path):
     assert row.endswith("| `standard` | 2 | 4 | 0.1414 | 0.2000 | 0.7071 | 1.6000 |")
 
 
-def test_copying_is_told_by_arm_and_set_beside_the_score(page):
-    runs = [("standard", 9.0, 1.6), ("standard", 3.0, 1.5), ("attnres-block", 1.0, 1.4)]
-    measured = [{"residual": arm, "first": 9.0, "second": nats, "bits_per_byte": score} for arm, nats, score in runs]
+def test_copying_is_told_by_what_the_second_telling_gains_beside_the_score(page):
+    runs = [("late", 9.0, 9.0, 1.6), ("between", 10.0, 3.0, 1.5), ("early", 9.0, 1.0, 1.4)]
+    measured = [dict(zip(("run", "first", "second", "bits_per_byte"), run, strict=True)) for run in runs]
     text = page.copying(measured)
-    assert "| `standard` | 2 | 9.00 ± 0.00 | 6.00 ± 4.24 | 1.5500 ± 0.0707 |\n| `attnres-block` | 1 |" in text
-    assert text.endswith("over the 3 runs: 0.96.\n")
+    rows = [
+        "| `early` | 9.00 | 8.00 | 1.4000 |",
+        "| `between` | 10.00 | 7.00 | 1.5000 |",
+        "| `late` | 9.00 | 0.00 | 1.6000 |",
+    ]
+    assert text.splitlines()[2:5] == rows
+    assert text.endswith("over the 3 runs: −0.92.\n")
     assert "Correlation" not in page.copying(measured[:2])
 
 

@@ -483,15 +483,16 @@ def hops(measured: list[dict[str, Any]]) -> str:
 
 
 def copying(measured: list[dict[str, Any]]) -> str:
-    """Nats per token of what is told once, and once more, by arm."""
-    rows = []
-    for arm, some in _by_arm(measured).items():
-        nats = [_hundredths([one[name] for one in some]) for name in ("first", "second")]
-        rows.append([f"`{arm}`", str(len(some)), *nats, str(summarize([one["bits_per_byte"] for one in some]))])
-    columns = [[one[name] for one in measured] for name in ("second", "bits_per_byte")]
-    words = f"\nCorrelation of the second telling with bits per byte over the {len(measured)} runs: "
-    return grid(["", "runs", "first telling", "second", "bits per byte"], rows) + (
-        f"{words}{statistics.correlation(*columns):.2f}.\n" if len(measured) > 2 else ""
+    """How much less surprising what is told is when it is told again, in nats per token: the most first."""
+    gains = [one["first"] - one["second"] for one in measured]
+    ends = [one["bits_per_byte"] for one in measured]
+    rows = [
+        [f"`{one['run']}`", f"{one['first']:.2f}", f"{gain:.2f}", f"{end:.4f}"]
+        for gain, end, one in sorted(zip(gains, ends, measured), key=lambda row: -row[0])
+    ]
+    words = f"\nCorrelation of what is gained with bits per byte over the {len(measured)} runs: "
+    return grid(["", "first telling", "gained by the second", "bits per byte"], rows) + (
+        f"{words}{statistics.correlation(gains, ends):.2f}.\n".replace("-", "−") if len(measured) > 2 else ""
     )
 
 

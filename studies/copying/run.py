@@ -47,7 +47,7 @@ def main() -> None:
         first, second = surprise(model, told_twice(model.config.vocab_size, flags.count, flags.length))
         summary = json.loads((folder / "summary.json").read_text())
         run = {key: summary[key] for key in ("residual", "seed", "bits_per_byte")}
-        results.append({**run, "first": first, "second": second})
+        results.append({"run": folder.name, **run, "first": first, "second": second})
         print(
             f"{folder.name}: {first:.2f} nats, then {second:.2f}; {run['bits_per_byte']:.4f} bits per byte", flush=True
         )
