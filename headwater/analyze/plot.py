@@ -17,6 +17,7 @@ ARMS = {"standard": ("plain", "plain"), "attnres-block": ("block", "Block"), "at
 PANEL, HIGH, LEFT, RIGHT, TOP, FLOOR = 380, 280, 52, 84, 36, 236
 LETTER, APART = 7.5, 36  # how wide one of a name is in a wide font; how far apart the numbers across are at least
 MAP, EDGE, SHADES = 260, 30, 20
+SIDE = 5  # from one line with intervals to the next
 
 
 def _style() -> str:
@@ -128,8 +129,9 @@ def _drawn(panel: Panel) -> list[str]:
     place_x = _scale([math.log(x) if panel.log else x for x in (xs[0], xs[-1])], LEFT + 8, PANEL - RIGHT)
     place_y = _scale([ticks[0], ticks[-1]], FLOOR, TOP)
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        return round(place_x(math.log(x) if panel.log else x), 1), round(place_y(min(max(y, ticks[0]), ticks[-1])), 1)
+    def at(x: float, y: float, aside: float = 0.0) -> tuple[float, float]:
+        across = place_x(math.log(x) if panel.log else x) + aside
+        return round(across, 1), round(place_y(min(max(y, ticks[0]), ticks[-1])), 1)
 
     parts = [f'<text x="{LEFT}" y="18" font-size="14">{escape(panel.title)}</text>']
     for tick in ticks:
@@ -146,20 +148,23 @@ def _drawn(panel: Panel) -> list[str]:
     parts.append(
         f'<text x="{middle}" y="{FLOOR + 36}" text-anchor="middle" class="quiet">{escape(panel.across)}</text>'
     )
+    spanned = [line for line in panel.lines if line.spans]  # side by side, so that no interval hides another
+    centre = (len(spanned) - 1) / 2
     ends = [(at(*(line.curve or _means(line))[-1])[1], line) for line in panel.lines]
     ends.sort(key=lambda item: item[0])
     for (_, line), end in zip(ends, _spaced([y + 4 for y, _ in ends])):
+        aside = SIDE * (spanned.index(line) - centre) if line in spanned else 0.0
         parts.append(f'<g class="{line.colour}">')
-        path = [at(x, y) for x, y in (_means(line) if line.curve is None else line.curve)]
+        path = [at(x, y, aside) for x, y in (_means(line) if line.curve is None else line.curve)]
         parts.append(
             f'<polyline points="{" ".join(f"{x},{y}" for x, y in path)}" fill="none" stroke="currentColor" '
             'stroke-width="2"/>'
         )
         for value, (low, high) in line.spans.items():
-            (x, bottom), (_, top) = at(value, low), at(value, high)
+            (x, bottom), (_, top) = at(value, low, aside), at(value, high, aside)
             parts.append(f'<path d="M{x} {bottom}V{top}" stroke="currentColor" stroke-opacity="0.5"/>')
         for value, ys in line.points.items():
-            for x, y in (at(value, y) for y in ys):
+            for x, y in (at(value, y, aside) for y in ys):
                 parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="currentColor" fill-opacity="0.6"/>')
         name = escape(line.name)
         parts.append(f'<text x="{PANEL - RIGHT + 12}" y="{end:.1f}" class="named">{name}</text></g>')

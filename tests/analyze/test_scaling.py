@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from headwater.analyze.plot import HIGH, TOP, Panel, lines_of, picture
+from headwater.analyze.plot import HIGH, TOP, Line, Panel, lines_of, picture
 from headwater.analyze.scaling import (
     Fit,
     Interval,
@@ -267,6 +267,20 @@ def test_the_plot_has_a_dot_for_each_run_the_curves_and_what_each_is_worth_with_
     file.write_text("mine")
     with pytest.raises(UserError, match="is no picture of this kind, and would be overwritten"):
         write_plot(found, "standard", file)
+
+
+def test_intervals_at_one_place_stand_side_by_side():
+    lines = [Line(name, "plain", {1: [y], 2: [y]}, spans={1: (0, 3)}) for name, y in (("a", 1.0), ("b", 2.0))]
+    drawn = picture([Panel("worth", "operations", [*lines, Line("c", "plain", {1: [3.0], 2: [3.0]})])], "label")
+    dots = {group.find(f"{SVG}text").text: float(group.find(f"{SVG}circle").get("cx")) for group in groups(drawn)}
+    assert (dots["a"] + dots["b"]) / 2 == dots["c"], "a line without intervals stays where it is"
+    assert dots["b"] - dots["a"] == 5
+    spans = [group.find(f"{SVG}path").get("d").partition(" ")[0] for group in groups(drawn)[1:]]
+    assert {f"M{dots['a']}", f"M{dots['b']}"} == {*spans}
+
+
+def groups(drawn):
+    return ElementTree.fromstring(drawn).findall(f"{SVG}g/{SVG}g")
 
 
 def test_names_beside_lines_neither_overlap_nor_leave_the_picture():
