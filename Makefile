@@ -6,11 +6,13 @@ INSTALLED := $(VENV)/.installed
 DOCS := $(VENV)/.docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# The releases of transformers before the pinned one: make test-hf, or make test-hf TRANSFORMERS=5.21.1
-TRANSFORMERS ?= 5.20.2 5.21.1
+# The releases of transformers beside the pinned one: make test-hf, or make test-hf TRANSFORMERS=5.21.1
+TRANSFORMERS ?= 5.20.2 5.21.1 5.23.0
 
-# The oldest torch that pyproject.toml allows: make test-torch, or make test-torch TORCH=2.11.0
+# The oldest torch that pyproject.toml allows: make test-torch, or make test-torch TORCH=2.11.0. The newest is a wheel built
+# with CUDA, which needs its libraries, gigabytes of them: make test-torch TORCH=2.15.0 ALONE=
 TORCH ?= 2.10.0
+ALONE ?= --no-deps
 TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/test_decoder ops/test_ops ops/test_kernels train/test_train train/test_checkpoint train/test_stages train/test_parallel train/test_parallel_checkpoints
 
 KILLS ?= 100
@@ -63,7 +65,7 @@ test-crash: $(INSTALLED)
 # start too.
 define on_releases
 	set -e; for version in $(2); do \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(ALONE) --upgrade \
 	    --target build/$(1)-$$version $(1)==$$version; \
 	  export PYTHONPATH=$(CURDIR)/build/$(1)-$$version OMP_NUM_THREADS=1; \
 	  $(BIN)/python -c "import $(1); print('$(1)', $(1).__version__)"; \
@@ -74,8 +76,7 @@ endef
 test-hf: $(INSTALLED)
 	$(call on_releases,transformers,$(TRANSFORMERS),tests/hf)
 
-# Tracing, autocast, saving and sharding are what changes between releases. A wheel built with CUDA brings its libraries as
-# dependencies, which are not installed here: pip has to find a CPU wheel, or the import fails.
+# Tracing, autocast, saving and sharding are what changes between releases.
 test-torch: $(INSTALLED)
 	$(call on_releases,torch,$(TORCH),--processes 2 $(TORCH_TESTS:%=tests/%.py))
 

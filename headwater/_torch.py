@@ -1,6 +1,6 @@
 """Everything that headwater takes from PyTorch's private parts, and what stands in where a release lacks one.
 
-Each name below says why the public way is not enough. All have been seen on torch 2.10, 2.11 and 2.13;
+Each name below says why the public way is not enough. All have been seen on torch 2.10, 2.11, 2.13 and 2.15;
 `tests/test_torch_private.py` compares each with its public way, and hides it to see that the rest still works.
 """
 
@@ -224,7 +224,7 @@ def _cut_in_order(whole: DTensor) -> tuple[slice, ...]:
         if type(placement) is not Shard:
             raise NotImplementedError(
                 f"with torch {torch.__version__} a rank's part is known of Shard and Replicate alone, not of "
-                f"{type(placement).__name__}: use torch 2.10 to 2.13"
+                f"{type(placement).__name__}: use torch 2.10 to 2.15"
             )
         first, stop = bounds[placement.dim]
         step = math.ceil((stop - first) / ranks)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 # Package, the least release that pyproject.toml allows and the newest that the tests have run with; what needs it.
 PACKAGES = (
-    ("torch", "2.10", "2.13", "everything"),
-    ("triton", "3.6", "3.6", "the fused reads on a GPU"),
-    ("transformers", "5.20", "5.22", "convert, verify, eval"),
+    ("torch", "2.10", "2.15", "everything"),
+    ("triton", "3.6", "3.9", "the fused reads on a GPU"),
+    ("transformers", "5.20", "5.23", "convert, verify, eval"),
     ("tokenizers", "0.20", "0.23", "--tokenizer bpe"),
     ("zstandard", "0.22", "0.25", ".zst files"),
     ("lm_eval", "0.4.13", "0.4.13", "eval"),

@@ -106,6 +106,7 @@ def pytest_configure(config):
             fork_the_server()  # which has imported nothing of the tests yet
         if importlib.util.find_spec("triton"):
             interpreter.speed_up()
+            interpreter.keep_masks_boolean()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k

@@ -35,6 +35,28 @@ def speed_up() -> None:
         combine_halves(interpreter)
 
 
+def keep_masks_boolean() -> None:
+    """A comparison of two numbers that is spread over a block becomes integers, which loads and stores of Triton 3.9
+    refuse as a mask."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    for name in ("create_masked_load", "create_masked_store"):
+        setattr(builder, name, _with_a_boolean_mask(getattr(builder, name)))
+
+
+def _with_a_boolean_mask(method: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(inspect.signature(method).parameters)
+
+    @functools.wraps(method)
+    def masked(*arguments: Any) -> Any:
+        mask = arguments[names.index("mask")]
+        mask.data = mask.data.astype(bool, copy=False)
+        return method(*arguments)
+
+    return masked
+
+
 def patch_once_a_launch(interpreter: Any) -> None:
     """Not at every call of a device function."""
     language = interpreter.tl
