@@ -205,7 +205,7 @@ def _reads(spec: str, dim: int, sublayers: int) -> Tensor:
     x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
     maps = torch.randn(sublayers, 2, dim, dim, generator=generator, dtype=torch.float64) / dim**0.5
     torch.manual_seed(1)
-    residual = build(spec, dim, sublayers).double()
+    residual = build(spec, dim, sublayers).double().eval()
     state, reads = residual.begin(x), []
     for i, (inner, outer) in enumerate(maps):
         read, state = residual.read(state, i)

@@ -162,7 +162,8 @@ class AttentionResidual(Residual):
             raise ValueError(
                 f"key_dim must lie between 1 and {dim} and be a multiple of heads ({heads}), got {key_dim}"
             )
-        if window is not None or (start and scale != "gain"):
+        forgets = window is not None and window < ceil(sublayers / block)
+        if forgets or (start and scale != "gain"):
             self.at_start = "different"  # outputs older than the window are gone; weights are not even
         self.block = block
         self.query_kind, self.weight_kind = query, weights

@@ -8,12 +8,21 @@ from torch import nn
 from headwater.analyze import check_residual
 from headwater.cli import main
 from headwater.residuals import Residual, StandardResidual, StreamResidual, names, register
+from headwater.residuals.base import apply_norm
+
+OPTIONS = [
+    "attnres-block:block=3,heads=4",
+    "laurel:form=previous",
+    "hyper-connections:streams=3,form=static",  # a factor on the first read, which a norm would cancel
+    "depth-window:maps=shared",  # no pipeline cuts it
+    "attnres-full:window=8",
+]
 
 
-@pytest.mark.parametrize("spec", [*names(), "attnres-block:block=3,heads=4", "laurel:form=previous"])
+@pytest.mark.parametrize("spec", [*names(), *OPTIONS])
 def test_our_own_residuals_pass(spec):
     found = check_residual(spec)
-    assert len(found) == 9
+    assert len(found) == 12
     assert not {name: wrong for name, wrong in found.items() if wrong}
 
 
@@ -49,6 +58,111 @@ class Heads(StandardResidual):
 class Lost(StandardResidual):
     def _write(self, state, i, y):
         return (state[0] + {}[i],)
+
+
+class Typo(StandardResidual):
+    def _write(self, state, i, y):
+        return (state[0] + self.gian * y,)
+
+
+class Own(StandardResidual):
+    class Error(Exception):
+        pass
+
+    def _write(self, state, i, y):
+        raise self.Error("not today")
+
+
+class Chanel(StandardResidual):
+    mixes = "chanel"
+
+
+class Lower(StandardResidual):
+    def _begin(self, x):
+        return (x.half(),)
+
+
+class Pair(StandardResidual):
+    def _read(self, state, i, norm):
+        return (state[0], state[0]), state
+
+
+class Alone(StandardResidual):
+    def _read(self, state, i, norm):
+        return apply_norm(norm, state[0])
+
+
+class Tupled(StandardResidual):
+    def _end(self, state, norm):
+        return (state[0],)
+
+
+class Raw(StandardResidual):
+    def _read(self, state, i, norm):
+        return (state[0] if i == 5 else apply_norm(norm, state[0])), state
+
+
+class RawEnd(StandardResidual):
+    def _end(self, state, norm):
+        return state[0]
+
+
+class Chance(StandardResidual):
+    def _read(self, state, i, norm):
+        return apply_norm(norm, state[0] * (1 + torch.rand(()))), state
+
+
+class RemembersReads(StandardResidual):
+    def _read(self, state, i, norm):
+        self.seen = state[0] if i == 2 else getattr(self, "seen", state[0])
+        return apply_norm(norm, state[0] + self.seen if i == 3 else state[0]), state
+
+
+class Listed(StandardResidual):
+    def __init__(self, dim, sublayers):
+        super().__init__(dim, sublayers)
+        self.gains = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(sublayers)])
+
+    def _write(self, state, i, y):
+        return (state[0] + self.gains[i] * y,)
+
+
+class Shared(StandardResidual):
+    def __init__(self, dim, sublayers):
+        super().__init__(dim, sublayers)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def _write(self, state, i, y):
+        return (state[0] + self.gain * y,)
+
+
+class Elsewhere(StandardResidual):
+    def keep_only(self, start, stop):
+        self.first = start
+
+    def _read(self, state, i, norm):
+        return apply_norm(norm, state[0]), (state[0] * (2 if i == getattr(self, "first", 0) else 1),)
+
+
+class LeftBehind(StandardResidual):
+    def __init__(self, dim, sublayers):
+        super().__init__(dim, sublayers)
+        self.gain = torch.ones(dim)
+
+    def _write(self, state, i, y):
+        return (state[0] + self.gain * y,)
+
+
+class Undefined(StandardResidual):
+    def _write(self, state, i, y):
+        return (state[0] + y * float("nan"),)
+
+
+class Dropout(StandardResidual):
+    """Right: not a mistake."""
+
+    def _read(self, state, i, norm):
+        return apply_norm(norm, nn.functional.dropout(state[0], 0.1, self.training)), state
 
 
 class Longer(StandardResidual):
@@ -121,10 +235,26 @@ class Rounds(StandardResidual):
         (Bare, "methods", "the class lacks _end, _read, _weights, layout"),
         (Unsaid, "methods", "at_start must be one of exact, scaled, different; got None"),
         (Wide, "methods", "in __init__: ValueError: 32 is too wide"),
-        (Narrow, "shapes", "_end gives (2, 3, 31) for a stream of (2, 3, 32)"),
-        (Heads, "shapes", "_weights of read 0 gives (1, 2, 3), not (N, ..., H) for (2, 3, 32)"),
+        (Chanel, "methods", "mixes must be one of scalar, channel, operator; got 'chanel'"),
+        (Typo, "shapes", "in _write: AttributeError: 'Typo' object has no attribute 'gian'"),
+        (Own, "shapes", "in _write: Error: not today"),
+        (Lower, "shapes", "_read of sublayer 0 gives (3, 2, 32) of torch.float16 for a stream of (3, 2, 32) of torch"),
+        (Pair, "shapes", "_read of sublayer 0 gives 2 tensors: one, or three for query, key and value"),
+        (Alone, "shapes", "in read: ValueError: too many values to unpack"),
+        (Tupled, "shapes", "_end gives a tuple, not a tensor"),
+        (Undefined, "shapes", "_read of sublayer 1 is not finite"),
+        (Raw, "norms", "_read of sublayer 5 does not apply the norm that it is given"),
+        (RawEnd, "norms", "_end does not apply the norm that it is given"),
+        (Chance, "states", "the same pass gives something else the second time"),
+        (RemembersReads, "states", "two passes at a time disturb each other"),
+        (Listed, "stages", "in keep_only: TypeError: 'broken' keeps 'gains' outside of a dict keyed by sublayer"),
+        (Shared, "stages", "both stages of a pipeline keep gain: "),
+        (Elsewhere, "stages", "cut before sublayer 4, as a pipeline does, it ends "),
+        (LeftBehind, "device", "in _write: RuntimeError: "),
+        (Narrow, "shapes", "_end gives (3, 2, 31) of torch.float32 for a stream of (3, 2, 32) of torch.float32"),
+        (Heads, "shapes", "_weights of read 0 gives (1, 3, 2), not (N, ..., H) for (3, 2, 32)"),
         (Lost, "shapes", "in _write: KeyError: 0"),
-        (Longer, "shapes", "read 1 of 'broken' takes a state of 1 tensors (stream); got 2"),
+        (Longer, "shapes", "in weights: ValueError: read 1 of 'broken' takes a state of 1 tensors (stream); got 2"),
         (InPlace, "states", "_write changes in place what it was given"),
         (Remembers, "states", "two passes at a time disturb each other"),
         (Silent, "gradients", "no gradient reaches gains.0: "),
@@ -142,7 +272,21 @@ def test_a_mistake_is_named_by_its_check(cls, check, message):
         register("broken")(cls)
         found = check_residual("broken")
     assert message in found[check]
-    assert len(found) == (1 if check == "methods" else 9)
+    assert len(found) == (1 if check == "methods" else 12)
+
+
+def test_dropout_is_no_mistake():
+    with without_plugins():
+        register("right")(Dropout)
+        assert not any(check_residual("right").values())
+
+
+def test_nothing_is_said_to_be_changed_where_it_is_not_a_number():
+    with without_plugins():
+        register("broken")(Undefined)
+        found = check_residual("broken")
+    assert not found["states"]
+    assert not found["norms"]
 
 
 def test_the_draws_of_a_caller_stay_as_they_are():
