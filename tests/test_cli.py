@@ -255,6 +255,7 @@ def test_a_run_that_explodes_before_an_evaluation_ends_with_one_message(tmp_path
     message = fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"), *words)
     assert "the validation loss is not finite after step 1. There is no good checkpoint." in message
     assert not checkpoints(tmp_path / "run" / "checkpoints")
+    assert "not finite after step 1" in (tmp_path / "run" / "diverged.json").read_text()
 
 
 def test_resuming_what_is_not_there_is_refused(tmp_path, capsys):

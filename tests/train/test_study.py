@@ -234,6 +234,31 @@ def test_a_finished_run_of_a_residual_from_elsewhere_counts(recipe, tmp_path):
         assert list(study(recipe, tmp_path / "study", minutes=0).finished) == ["residual-from-elsewhere-seed-0"]
 
 
+def test_a_class_that_has_changed_since_is_looked_at_again(recipe):
+    """As in a notebook, whose cell registers it anew between two calls."""
+    recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere"'))
+    work = []
+    for flops in (10, 1000):
+        with without_plugins():
+            body = {"__module__": "elsewhere", "flops_per_token": lambda self, flops=flops: flops}
+            register("from-elsewhere")(type("Elsewhere", (StandardResidual,), body))
+            work.append(operations(read_recipe(recipe).runs["residual-from-elsewhere-seed-0"]))
+    assert work[0] < work[1]
+
+
+def test_the_factor_of_queries_counts_where_there_are_some(recipe, tmp_path):
+    """Runs of before its default changed are those that a recipe asks for, if they have no queries."""
+    recipe.write_text(recipe.read_text().replace("[config.train]", "[config.optim]\nquery_lr = 1.0\n[config.train]"))
+    out = tmp_path / "study"
+    begin_by_hand(recipe, out, "residual-standard-seed-0")
+    recipe.write_text(recipe.read_text().replace("query_lr = 1.0", "query_lr = 0.1"))
+    assert list(study(recipe, out, minutes=0).finished) == ["residual-standard-seed-0"]
+    begin_by_hand(recipe, out, "residual-attnres-block_block=2-seed-0")
+    recipe.write_text(recipe.read_text().replace("query_lr = 0.1", "query_lr = 0.2"))
+    with pytest.raises(UserError, match=r"block=2-seed-0 holds .*\n  optim.query_lr: 0.1 there, 0.2 asked for"):
+        study(recipe, out, minutes=0)
+
+
 def test_a_model_that_does_not_fit_is_known_before_anything_runs(recipe, tmp_path):
     recipe.write_text(recipe.read_text() + '\n[[runs]]\n"model.heads" = [2, 3]\n')
     with pytest.raises(UserError, match=r"^run heads-3 does not fit: heads must divide dim"):
