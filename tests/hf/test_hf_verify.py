@@ -13,7 +13,7 @@ from headwater.cli import main
 from headwater.errors import UserError
 from headwater.hf import convert, verify
 from headwater.hf.formats import folder
-from headwater.hf.verify import KL_LIMIT
+from headwater.hf.verify import KL_LIMIT, _distance, _kl
 
 
 def pair(model_type, dtype, tmp_path):
@@ -56,6 +56,27 @@ def test_half_precision_bears_twice_the_plain_model_s_distance_and_no_more(tmp_p
     assert limit < result.whole.kl_median < 5 * limit
     assert result.whole.limit == limit
     assert not result.equal
+
+
+@pytest.mark.parametrize("count", [4, 8, 32])
+def test_few_tokens_in_half_precision_are_no_false_alarm(count):
+    """Tokens round more and less, so a median of four is twice the plain model's once in ten times, by chance."""
+    generator = torch.Generator().manual_seed(0)
+    truth = 3 * torch.randn(100, 256, 16, generator=generator, dtype=torch.float64)
+
+    def rounded(factor):
+        each = 0.01 * factor * torch.randn(100, 256, 1, generator=generator, dtype=torch.float64).mul(0.7).exp()
+        return truth + each * torch.randn(truth.shape, generator=generator, dtype=torch.float64)
+
+    plain, ours, wrong = rounded(1), rounded(1), rounded(15)
+    few = slice(-count, None)
+
+    def judged(logits):
+        kinds = [[_kl(p, t), _kl(p[few], t[few])] for p, t in zip(plain, truth, strict=True)]
+        return [_distance(o[few], t[few], kl) for o, t, kl in zip(logits, truth, kinds, strict=True)]
+
+    assert sum(not distance.equal for distance in judged(ours)) <= 1  # of a hundred
+    assert sum(distance.equal for distance in judged(wrong)) <= 5
 
 
 def test_a_reference_in_fp32_gives_the_same_verdict(tmp_path):
