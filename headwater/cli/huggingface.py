@@ -16,10 +16,15 @@ def convert(argv: list[str]) -> None:
     needs("transformers", "hf")
     check_device(flags.device)
     from headwater import hf
-    from headwater.hf.formats.convert import convert_folder
+    from headwater.hf.formats.convert import add_remote_code, convert_folder, is_converted
     from headwater.hf.formats.folder import check_out, is_transformers, write_model
 
     if is_transformers(flags.folder):
+        others = (flags.residual, flags.layout, flags.dtype)
+        if flags.remote_code and is_converted(flags.folder) and others == (None, None, None):
+            add_remote_code(flags.folder, flags.out)
+            say(f"{flags.out}: {flags.folder} with a modeling file. trust_remote_code=True loads it without headwater")
+            return
         report = convert_folder(
             flags.folder,
             flags.out,
@@ -55,7 +60,7 @@ def revert(argv: list[str]) -> None:
     from headwater.hf.formats.convert import revert_folder
 
     residual = revert_folder(flags.folder, flags.out)
-    say(f"{flags.out}: the plain model of {flags.folder}, which had '{residual}'")
+    say(f"{flags.out}: the plain model of {flags.folder}, without '{residual}' and what that has learned")
 
 
 def verify(argv: list[str]) -> None:

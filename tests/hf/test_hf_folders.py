@@ -258,6 +258,32 @@ def test_remote_code_loads_without_headwater(tmp_path):
         assert torch.equal(found["words"], model.generate(tokens(), **long))
 
 
+def test_remote_code_is_added_to_what_was_converted_before_and_trained(plain, tmp_path, capsys):
+    """Saved by transformers, as after a training: no modeling file, and one file of weights."""
+    model = load(plain)
+    convert(model, "attnres-block:block=3")
+    stir(model)
+    model.save_pretrained(tmp_path / "trained")
+    words = ["convert", str(tmp_path / "trained"), "--out", str(tmp_path / "out"), "--remote-code"]
+    assert main(words) == 0
+    assert "trust_remote_code=True loads it without headwater" in capsys.readouterr().out
+    save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
+    subprocess.run(
+        [sys.executable, "-c", REMOTE, "out"], cwd=tmp_path, check=True, env=HOME | {"HF_HOME": str(tmp_path)}
+    )
+    with torch.no_grad():
+        expected = model.eval()(tokens()).logits
+    torch.testing.assert_close(load_file(tmp_path / "out" / "found.safetensors")["logits"], expected)
+    assert main([*words[:3], str(tmp_path / "other"), "--remote-code", "--residual", "attnres-full"]) == 1
+    assert "is converted already, to 'attnres-block:block=3'" in capsys.readouterr().err
+
+
+def test_a_misspelt_residual_is_told_before_anything_is_loaded(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "load", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(UserError, match="unknown residual 'attnres-blok'"):
+        folders.convert_folder(plain, tmp_path / "out", "attnres-blok")
+
+
 def test_remote_code_refuses_what_its_file_does_not_compute(plain, tmp_path):
     for residual, message in (("ddl", "--remote-code knows attnres-block"), ("attnres-block:heads=2", "not 'attnres")):
         with pytest.raises(UserError, match=message):

@@ -6,13 +6,14 @@ first, as `headwater.convert` does; of one that does not fit only the shapes are
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwater.errors import UserError
+from headwater.errors import UserError, user_values
 from headwater.hf.convert.classes import class_of, saved_settings
 from headwater.hf.convert.conversion import convert
 from headwater.hf.convert.depth import RESIDUAL
@@ -20,6 +21,7 @@ from headwater.hf.convert.install import conversion_of
 from headwater.hf.convert.layouts import LAYOUTS, PREFIX, Layout
 from headwater.hf.convert.report import Report
 from headwater.hf.convert.start import new_residual
+from headwater.residuals import parse
 
 from .fla import is_fla
 from .folder import check_out, load, load_config, read_config
@@ -70,10 +72,12 @@ def convert_folder(
         print(convert_folder(Path("llama"), Path("llama-attnres"), "attnres-block:block=4"))
     """
     check_out(out)
+    with user_values():  # a misspelt residual is no reason to load a model
+        parse(residual or "attnres-block")
     config = read_config(source)
     if is_fla(config):
         return _convert_fla(source, out, residual)
-    if str(config["model_type"]).startswith(PREFIX):
+    if is_converted(source):
         spec = (config.get("headwater") or {}).get("residual")
         raise UserError(f"{source} is converted already, to '{spec}': headwater revert {source} --out OTHER first")
     loads = _fits(source) if check is None else check
@@ -93,17 +97,25 @@ def convert_folder(
         copy_companions(source, folder)
         _write_note(folder, model)
         if remote_code:
-            fields = write_remote_code(model, folder)
-            config = read_config(folder) | fields
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            _write_config(folder, read_config(folder) | write_remote_code(model, folder))
     return report
+
+
+def add_remote_code(source: Path, out: Path) -> None:
+    """Write a converted checkpoint folder, trained or not, once more: with a modeling file, its weights linked."""
+    check_out(out)
+    model = _empty(source)
+    with made_whole(out) as folder:
+        unlink_weights(source, folder, ())
+        copy_companions(source, folder)
+        _write_config(folder, read_config(source) | write_remote_code(model, folder))
 
 
 def revert_folder(source: Path, out: Path) -> str:
     """Write a converted checkpoint folder as the plain model that it came from. Returns the residual it had."""
     check_out(out)
     config = read_config(source)
-    if not str(config.get("model_type")).startswith(PREFIX):
+    if not is_converted(source):
         raise UserError(f"{source} is not a checkpoint that headwater has converted")
     model = _empty(source)
     _, body = conversion_of(model)
@@ -115,11 +127,19 @@ def revert_folder(source: Path, out: Path) -> str:
         plain["model_type"] = config["model_type"].removeprefix(PREFIX)
         plain["architectures"] = [type(model).plain.__name__]  # type: ignore[attr-defined]
         copy_companions(source, folder)
-        (folder / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        _write_config(folder, plain)
         readme = folder / "README.md"
         if readme.is_file():
             readme.write_text(readme.read_text(encoding="utf-8").partition(NOTE.splitlines()[1])[0], encoding="utf-8")
     return str(config["headwater"]["residual"])
+
+
+def is_converted(source: Path) -> bool:
+    return str(read_config(source).get("model_type")).startswith(PREFIX)
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _convert_fla(source: Path, out: Path, residual: str | None) -> Report:

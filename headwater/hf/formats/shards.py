@@ -73,9 +73,9 @@ def link_weights(source: Path, out: Path, added: Mapping[str, Tensor]) -> None:
     write_index(out, {name: names[file] for name, file in listed.items()} | dict.fromkeys(added, ADDED))
 
 
-def unlink_weights(source: Path, out: Path, prefix: str) -> None:
-    """The weights of `source` without tensors whose name begins with `prefix`. Files that hold none of them are linked;
-    the others are written again, one after the other."""
+def unlink_weights(source: Path, out: Path, prefix: str | tuple[()]) -> None:
+    """The weights of `source` without tensors whose name begins with `prefix`, or () for all of them. Files that need
+    no change are linked; the others are written again, one after the other."""
     listed = weight_map(source)
     mixed = {file for name, file in listed.items() if name.startswith(prefix)}
     kept = {name: file for name, file in listed.items() if not name.startswith(prefix)}
