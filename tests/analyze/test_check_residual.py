@@ -55,6 +55,11 @@ class Heads(StandardResidual):
         return torch.ones(1, *state[0].shape[:-1])
 
 
+class LastHeads(StandardResidual):
+    def _weights(self, state, i):
+        return torch.ones(1, *state[0].shape[:-1], *([1] if i < self.sublayers else []))
+
+
 class Lost(StandardResidual):
     def _write(self, state, i, y):
         return (state[0] + {}[i],)
@@ -253,6 +258,7 @@ class Rounds(StandardResidual):
         (LeftBehind, "device", "in _write: RuntimeError: "),
         (Narrow, "shapes", "_end gives (3, 2, 31) of torch.float32 for a stream of (3, 2, 32) of torch.float32"),
         (Heads, "shapes", "_weights of read 0 gives (1, 3, 2), not (N, ..., H) for (3, 2, 32)"),
+        (LastHeads, "shapes", "_weights of read 8 gives (1, 3, 2), not (N, ..., H)"),
         (Lost, "shapes", "in _write: KeyError: 0"),
         (Longer, "shapes", "in weights: ValueError: read 1 of 'broken' takes a state of 1 tensors (stream); got 2"),
         (InPlace, "states", "_write changes in place what it was given"),
@@ -295,6 +301,12 @@ def test_the_draws_of_a_caller_stay_as_they_are():
     torch.manual_seed(3)
     check_residual("ddl")
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_command_takes_all_that_are_known(capsys, monkeypatch):
+    monkeypatch.setattr("headwater.analyze.contract.check_residual", lambda spec: {"methods": ""})
+    assert main(["residuals", "--check"]) == 0
+    assert capsys.readouterr().out == "".join(f"{name}\n  methods    ok\n" for name in names())
 
 
 def test_the_command_has_a_line_for_each_check(capsys):

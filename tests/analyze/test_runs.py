@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from runfolder import make_comparison, make_run, write_json
@@ -93,11 +94,14 @@ def test_else_the_log_has_its_last_words(tmp_path):
 
 
 @pytest.mark.parametrize(("jobs", "beside"), [(1, 1), (3, 3), (None, None)])
-def test_how_many_ran_side_by_side_is_read_or_unknown(tmp_path, jobs, beside):
+def test_how_many_ran_side_by_side_is_read_or_unknown(tmp_path, monkeypatch, jobs, beside):
     folder = make_comparison(tmp_path / "compare", ["standard"], [0], jobs, layers=1, steps=5)
     assert read_run(folder / "runs" / "0-seed0").beside == beside
     assert read_run(folder / "runs" / "0-seed0").corpus["source_hash"] == "7d69e0bf02c6e71c"
     assert read_run(make_run(tmp_path / "alone", layers=1, steps=5)).corpus == {}
+    monkeypatch.chdir(folder / "runs" / "0-seed0")
+    assert read_run(Path()).corpus["source_hash"] == "7d69e0bf02c6e71c"
+    assert read_run(make_run(folder / "others" / "alone", layers=1, steps=5)).corpus == {}
 
 
 def test_a_damaged_record_of_the_launch_is_named(tmp_path):

@@ -325,9 +325,11 @@ def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, tmp_path, m
     said = capsys.readouterr().out
     assert said.count("with the same command and train.skip_nonfinite = 1") == 1
     assert said.count(f"0 of 3 runs finished, 1 diverged ({hot}; not run again") == 2
-    recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 4\nskip_nonfinite = 1"))
-    study(recipe, out)
-    assert hot in started[-1]
+    for changed in ("steps = 4\nskip_nonfinite = 1", "steps = 3"):  # the latter makes it another run, which begins anew
+        write_json(out / "runs" / hot / "diverged.json", {"why": "as before"})
+        recipe.write_text(recipe.read_text().replace("steps = 4", changed))
+        study(recipe, out)
+        assert hot in started[-1]
 
 
 def test_a_study_with_nothing_to_do_says_so_once(recipe, tmp_path, capsys):
