@@ -277,6 +277,8 @@ def test_intervals_at_one_place_stand_side_by_side():
     assert dots["b"] - dots["a"] == 5
     spans = [group.find(f"{SVG}path").get("d").partition(" ")[0] for group in groups(drawn)[1:]]
     assert {f"M{dots['a']}", f"M{dots['b']}"} == {*spans}
+    curves = {group.find(f"{SVG}text").text: group.find(f"{SVG}polyline").get("points") for group in groups(drawn)}
+    assert all(float(points.partition(",")[0]) == dots[name] for name, points in curves.items())
 
 
 def groups(drawn):
