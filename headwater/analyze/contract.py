@@ -144,8 +144,17 @@ def states(spec: str) -> str:
         first, second = residual.write(first, i, one[i + 1]), residual.write(second, i, two[i + 1])
         reads.append((a, b))
     reads.append((residual.end(first), residual.end(second)))
-    same = all(map(equal, map(flat, zip(*reads)), alone))
-    return "" if same else "two passes at a time disturb each other: what a pass needs belongs into the state, not self"
+    if not all(map(equal, map(flat, zip(*reads)), alone)):
+        return "two passes at a time disturb each other: what a pass needs belongs into the state, not self"
+    before = attributes(residual)  # what a first pass works out once and keeps, such as a layout, is there
+    replay(residual, sources())
+    kept = [name for name, value in attributes(residual).items() if before.get(name) is not value]
+    return f"a pass sets {', '.join(kept)} of self: what a pass needs belongs into the state" if kept else ""
+
+
+def attributes(residual: Residual) -> dict[str, Any]:
+    """What its modules hold, by path."""
+    return {f"{path}.{name}".lstrip("."): v for path, m in residual.named_modules() for name, v in vars(m).items()}
 
 
 def gradients(spec: str) -> str:

@@ -30,7 +30,7 @@ def facts(groups: list[Group]) -> str:
         "Optimizer": each(optimizer),
         "Tokens": f"{' or '.join(seen)} per run" if seen else "",
         "Seeds": f"{plain_range(counts)} per {noun(groups)}",
-        "Runs": f"{sum(run.summary is not None for run in runs)} of {len(runs)} finished, {side_by_side(groups)}",
+        "Runs": f"{sum(run.summary is not None for run in runs)} of {len(runs)} finished{side_by_side(groups, runs)}",
         "Device": each(lambda run: made_with(run, "device")),
         "Versions": each(versions),
         "Last written": last.strftime("%Y-%m-%d %H:%M UTC") if last.timestamp() else "",  # archives may drop times
@@ -42,12 +42,14 @@ def plain_range(counts: set[int]) -> str:
     return str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 
-def side_by_side(groups: list[Group]) -> str:
+def side_by_side(groups: list[Group], runs: list[RecordedRun]) -> str:
+    if len(runs) == 1:
+        return ""
     most = [group.beside for group in groups]
     if None in most:
-        return "side by side: unknown"
+        return "; how many at a time is unknown"
     largest = max(number for number in most if number is not None)
-    return "one at a time" if largest == 1 else f"up to {largest} at a time"
+    return ", one at a time" if largest == 1 else f", up to {largest} at a time"
 
 
 def models(runs: list[RecordedRun]) -> str:

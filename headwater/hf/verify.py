@@ -95,6 +95,8 @@ def verify(model: nn.Module, reference: nn.Module, batch: Tensor | Mapping[str, 
         result = headwater.verify(model, plain, tokenizer(text, return_tensors="pt"))
         assert result.equal, str(result)
     """
+    if isinstance(batch, str):
+        raise UserError("a batch is token ids, and this is a text: give tokenizer(text, return_tensors='pt')")
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     dtype, conversion = dtype_of(model), _conversion(model)
     has_cache = "input_ids" in inputs and (conversion is None or conversion.depth.residual.token_local)

@@ -204,6 +204,17 @@ class Remembers(StandardResidual):
         return (state[0] + y + self.last,)
 
 
+class Keeps(StandardResidual):
+    def _write(self, state, i, y):
+        self.last = y
+        return (state[0] + y,)
+
+
+class NoNumbers(StandardResidual):
+    def _write(self, state, i, y):
+        return (state[0] + y * torch.nan,)
+
+
 class Half(StandardResidual):
     def _write(self, state, i, y):
         return (state[0] + 0.5 * y,)
@@ -263,6 +274,8 @@ class Rounds(StandardResidual):
         (Longer, "shapes", "in weights: ValueError: read 1 of 'broken' takes a state of 1 tensors (stream); got 2"),
         (InPlace, "states", "_write changes in place what it was given"),
         (Remembers, "states", "two passes at a time disturb each other"),
+        (Keeps, "states", "a pass sets last of self: what a pass needs belongs into the state"),
+        (NoNumbers, "bf16", "_read of sublayer 1 is not finite"),
         (Silent, "gradients", "no gradient reaches gains.0: "),
         (Endless, "gradients", "the gradient of gain is not finite"),
         (Half, "start", "at_start says 'exact', and against the plain residual it starts as 'different'"),
@@ -293,6 +306,12 @@ def test_nothing_is_said_to_be_changed_where_it_is_not_a_number():
         found = check_residual("broken")
     assert not found["states"]
     assert not found["norms"]
+
+
+def test_what_is_not_finite_is_not_said_to_change_in_place():
+    with without_plugins():
+        register("broken")(NoNumbers)
+        assert check_residual("broken")["states"] == ""
 
 
 def test_the_draws_of_a_caller_stay_as_they_are():

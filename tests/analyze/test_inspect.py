@@ -196,6 +196,14 @@ def test_the_model_is_left_as_it_was():
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_it_prints_as_a_line():
+    inspection = headwater.inspect(model_of("attnres-full", layers=1), [1, 2, 3])
+    assert (
+        repr(inspection)
+        == f"<Inspection of {inspection.name}: 3 tokens, 3 reads; .save('inspect.html') writes its page>"
+    )
+
+
 def test_what_does_not_fit_is_refused():
     model = model_of("attnres-full", layers=1)
     for tokens, words in (
@@ -204,6 +212,7 @@ def test_what_does_not_fit_is_refused():
         ([[1, 2], [3, 4]], "one prompt"),
         ([1, 48], "0 and 47"),
         ([1] * 33, "context of 32"),
+        ("a text", r"give tokenizer.encode\(text\)"),
     ):
         with pytest.raises(UserError, match=words):
             headwater.inspect(model, tokens)

@@ -420,7 +420,9 @@ def test_an_arm_with_a_switch_of_the_model_is_judged_against_the_baseline(tmp_pa
 
 def test_one_seed_twice_is_one_run(tmp_path):
     folder = make_comparison(tmp_path / "c", ["standard"], [0], layers=1, steps=5)
-    assert "1 of 1 finished" in visible(write_report([folder, folder / "runs" / "0-seed0"]).read_text())
+    words = visible(write_report([folder, folder / "runs" / "0-seed0"]).read_text())
+    assert "1 of 1 finished" in words
+    assert "at a time" not in words  # of one run there is nothing to say
 
 
 def test_unequal_tokens_are_said(tmp_path):

@@ -168,6 +168,11 @@ def test_padding_in_the_batch_does_not_count_and_modes_are_kept(tmp_path):
     assert {name: module.training for name, module in model.named_modules()} == modes
 
 
+def test_a_text_is_no_batch():
+    with pytest.raises(UserError, match="a batch is token ids, and this is a text"):
+        verify(tiny_model("llama"), tiny_model("llama"), "hello")
+
+
 def test_where_there_is_no_cache_none_is_tried():
     classifier = AutoModelForSequenceClassification.from_config(tiny_config("qwen3")).eval()
     plain = copy.deepcopy(classifier)

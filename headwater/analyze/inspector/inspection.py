@@ -58,6 +58,11 @@ class Inspection:
     removed_at: Removal | None  # at one read: places are `pairs`
     notes: tuple[str, ...] = ()  # what a reader must know before the numbers
 
+    def __repr__(self) -> str:
+        """One line: a prompt would print as a thousand lines of numbers."""
+        sizes = f"{len(self.tokens)} tokens, {len(self.kinds) + 1} reads"
+        return f"<Inspection of {self.name}: {sizes}; .save('inspect.html') writes its page>"
+
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """(read, source) for each place of `removed_at`: the lower triangle, read by read."""

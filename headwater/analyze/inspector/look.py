@@ -88,6 +88,10 @@ def inspect(
 
 
 def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
+    if isinstance(tokens, str):
+        raise UserError(
+            "tokens are numbers, and this is a text: give tokenizer.encode(text), with the tokenizer beside it"
+        )
     rows = torch.as_tensor(tokens, dtype=torch.long, device=next(model.parameters()).device)
     rows = rows[None] if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[0] != 1:
