@@ -380,3 +380,14 @@ def test_128_tokens_and_24_layers_stay_under_3_mb(visit, tmp_path):
     shown.get_by_label("3", exact=True).check()
     average = large.mixing[48, 0].mean().item()
     assert shown.evaluate("weightsOf(models[0], 48)[0]") == pytest.approx(average, abs=1e-5)
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.0, 1.01])
+def test_names_of_lines_that_end_close_together_do_not_overlap(found, tmp_path, browser, factor):
+    page = browser.new_page()
+    page.goto(replace(found, source_size=found.read_size * factor).save(tmp_path / "close.html").as_uri())
+    boxes = {node.text_content(): node.bounding_box() for node in page.query_selector_all("#sizes .ending")}
+    gap = boxes["sources"]["y"] - boxes["reads"]["y"]
+    assert abs(gap) >= 12
+    assert factor == 1 or (gap > 0) == (factor < 1)  # the larger one stands higher
+    page.close()

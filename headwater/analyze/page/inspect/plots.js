@@ -78,9 +78,12 @@ function sizes(where, model) {
   const seen = [...reads, ...sources].filter((value) => value > 0), [low, high] = extent(seen.length ? seen : [1]), xs = [...Array(count).keys()];
   const xTicks = () => linearTicks(0, model.depth, 8).filter(({ value }) => Number.isInteger(value));
   const { svg, X, Y } = axes(where, { height: 240, x: [0, model.depth], y: [low / 1.2, high * 1.2], yLog: true, xTitle: "sublayer", yTitle: "root mean square", xTicks, label: `${clip(model.name)}: size of reads and sources by depth`, margin: 70 });
-  for (const [values, look, name, shift] of [[reads, "c1", "reads", 0], [sources, "c2", "sources", 0]]) {
+  // Names stand where the lines end, and never on each other.
+  const [first, second] = [reads, sources].map((values) => Y(values.at(-1) || low)), apart = Math.max(7, Math.abs(first - second) / 2);
+  const middle = clamp((first + second) / 2, 16 + apart, 196 - apart), side = first <= second ? -apart : apart;
+  for (const [values, look, name, shift] of [[reads, "c1", "reads", side], [sources, "c2", "sources", -side]]) {
     svg.append(make("path", { class: `line ${look}`, "stroke-dasharray": look === "c2" ? "6 5" : undefined, d: path(xs, values.map((value) => value || null), X, Y) }));
-    svg.append(make("text", { class: `ending ${look}`, x: X(model.depth) + 6, y: clamp(Y(values.at(-1) || low) + 4 + shift, 20, 200) }, name));
+    svg.append(make("text", { class: `ending ${look}`, x: X(model.depth) + 6, y: middle + shift + 4 }, name));
   }
   explore(svg, {
     topic: `sizes-${model.index}`,
