@@ -730,5 +730,5 @@ def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):
         with pytest.raises(PowerCut):
             train(config, tmp_path / "run")
     (write_corpus(tmp_path) / "more.txt").write_text("a text that was not there before " * 20)
-    with pytest.raises(UserError, match=r"another configuration:\n  corpus.source_hash"):
+    with pytest.raises(UserError, match=r"(?s)another configuration:\n  corpus.source_hash.*--init-from .*step-"):
         train(config, tmp_path / "run", resume=True)

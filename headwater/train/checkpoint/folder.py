@@ -162,7 +162,8 @@ def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
         listing = "\n  ".join(differing)
         raise UserError(
             f"the checkpoint {folder} belongs to another configuration:\n  {listing}\n"
-            "Resume with the settings it was made with (leave the flags out), or start a new run in another --out"
+            "Resume with the settings it was made with (leave the flags out), or start a new run in another --out, "
+            f"with its weights by --init-from {folder}"
         )
 
 
