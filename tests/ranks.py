@@ -4,14 +4,30 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing
 from processes import Printing, fork_server, spare_collector
+
+
+@contextmanager
+def precise() -> Iterator[None]:
+    """Muon in fp32: rounded to bf16, gradients that differ in the last bit may end in different updates."""
+    cast = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:  # what torch 2.15 says instead of bfloat16
+        return self.clone() if how == {"dtype": torch.bfloat16, "copy": True} else cast(self, *args, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        patch.setattr(torch.Tensor, "to", to)
+        yield
 
 
 def spawn(world: int, job: Callable[..., None], *arguments: Any, minutes: int = 5) -> None:

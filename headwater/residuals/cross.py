@@ -26,8 +26,9 @@ class GRN(nn.Module):
         if self.query is None:
             return weights
         for n, source in enumerate(bank):
-            # clamp, not relu: at the zero start relu's gradient is zero and the query would never move.
-            scalars = hold(project(source, self.query).clamp_min(0))  # (..., inputs)
+            scalars = project(source, self.query)  # (..., inputs)
+            # Not relu, nor clamp from torch 2.15 on: at the zero start their gradient is zero, and no query would move.
+            scalars = hold(torch.where(scalars < 0, 0, scalars))
             for row, scalar in zip(weights, scalars.split(1, dim=-1), strict=True):
                 row[n] = row[n] + scalar
         return weights

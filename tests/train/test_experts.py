@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import spawn
+from ranks import precise, spawn
 from safetensors.torch import load_file, save_file
 from tinykimi import KIMI
 from tinyrun import fingerprint, read_all, tiny
@@ -63,8 +63,7 @@ def follow(config: Config, out: Path) -> tuple[dict[str, torch.Tensor], dict[str
 
 def work(jobs: list[tuple[Config, Path]]) -> None:
     for config, out in jobs:
-        with pytest.MonkeyPatch.context() as patch:  # Muon in fp32: bf16 makes much of a gradient's last bit
-            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        with precise():
             weights, found = follow(config, out)
         if weights:
             save_file(weights, out / "weights.safetensors")

@@ -4,15 +4,15 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from ranks import spawn
+from ranks import precise, spawn
 from safetensors.torch import load_file, save_file
 from tinyrun import tiny
 
@@ -150,20 +150,6 @@ def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = 
         train=replace(config.train, compile=case.compile, checkpoint_activations=case.recompute, accumulate=micros),
         parallel=parallel,
     )
-
-
-@contextmanager
-def precise() -> Iterator[None]:
-    """Muon in fp32: rounded to bf16, gradients that differ in the last bit may end in different updates."""
-    cast = torch.Tensor.to
-
-    def to(self: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:  # what torch 2.15 says instead of bfloat16
-        return self.clone() if how == {"dtype": torch.bfloat16, "copy": True} else cast(self, *args, **how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-        patch.setattr(torch.Tensor, "to", to)
-        yield
 
 
 def follow(run: Run, steps: int) -> dict[str, Any]:
