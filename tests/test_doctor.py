@@ -61,18 +61,18 @@ def release(version):
 
 @pytest.mark.parametrize("name", ON_THE_PAGE)
 def test_newer_releases_than_the_tested_are_not_allowed_and_the_page_says_so(name):
-    """docs/reference/versions.md; the older releases are those of `make test-torch` and `make test-hf`."""
+    """docs/reference/versions.md; those beside the pinned releases are of `make test-torch` and `make test-hf`."""
     (least, newest) = next(row[1:3] for row in doctor.PACKAGES if row[0] == name)
     major, minor = map(int, newest.split("."))
     assert re.search(rf'"{name}>={least},<{major}\.{minor + 1}"', (ROOT / "pyproject.toml").read_text())
     page, makefile = (ROOT / "docs/reference/versions.md").read_text(), (ROOT / "Makefile").read_text()
     allowed = least if least == newest else f"{least} to {newest}"
     assert re.search(rf"^\| {name} \| {allowed} \|", page, re.MULTILINE | re.IGNORECASE)
-    older = re.findall(rf"^{name.upper()} \?= (.*)", makefile, re.MULTILINE)
-    for tried in " ".join(older).split():
+    beside = re.findall(rf"^{name.upper()} \?= (.*)", makefile, re.MULTILINE)
+    for tried in " ".join(beside).split():
         assert re.search(rf"[ |]{tried.rpartition('.')[0]}\b", page)
     pinned = re.findall(rf"^{name}==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert any(tried.startswith(f"{least}.") for tried in [*" ".join(older).split(), *pinned])
+    assert any(tried.startswith(f"{least}.") for tried in [*" ".join(beside).split(), *pinned])
 
 
 def test_what_a_gpu_would_be_told():
