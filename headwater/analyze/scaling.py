@@ -6,9 +6,10 @@ curve reaches at C' what the residual's reaches at C: above one, it saves.
 
 Intervals are a bootstrap whose noise is that of seeds: what the runs of one budget differ by, in a residual and the
 baseline together. Small models may vary much more than larger ones, so every budget has noise of its own, if there are
-seeds enough to know it; else those next to each other share theirs, so that a budget with one seed has noise too. It is
-drawn for both residuals together, correlated as their runs of equal seed are; with few seeds it is itself known
-roughly, so each draw has a scale of its own, sqrt(f / chi2_f) for f seeds beyond the first of their budgets. Both
+seeds enough to know it; else those next to each other share theirs, so that a budget with one seed has noise too. Where
+a residual has no second seed itself, that of all residuals counts: the baseline's may happen to lie close together. It
+is drawn for both residuals together, correlated as their runs of equal seed are, if enough pairs tell; with few seeds
+it is itself known roughly, so each draw has a scale of its own, sqrt(f / chi2_f) for f seeds beyond the first. Both
 curves are fitted again to what was found plus noise, and the middle 95 % of what comes out is the interval: for what
 depends linearly on the losses, Student's. Drawing seeds anew instead would make too little of the spread: with two a
 budget, such intervals hold in 70 to 80 of 100 cases.
@@ -144,7 +145,7 @@ def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DR
             found.append(Scaling(name, at, None, None, {}))
             continue
         fits = _fit_points(at), _fit_points(plain)
-        drawn = _drawn(at, plain, draws, np.random.default_rng(seed))
+        drawn = _drawn(at, plain, [*points.values()], draws, np.random.default_rng(seed))
         within = [c for c in sorted(plain) if min(at) / FAR < c < max(at) * FAR]
         multipliers = {c: _multiplier(fits, drawn, c) for c in within}
         found.append(Scaling(name, at, fits[0], _interval(fits[0].alpha, [f.alpha for f, _ in drawn]), multipliers))
@@ -156,23 +157,28 @@ def _fit_points(points: Points) -> Fit:
     return fit([c for c, _ in places], [points[c][seed] for c, seed in places])
 
 
-def _drawn(mine: Points, plain: Points, draws: int, random: np.random.Generator) -> list[tuple[Fit, Fit]]:
+def _drawn(
+    mine: Points, plain: Points, everyone: Sequence[Points], draws: int, random: np.random.Generator
+) -> list[tuple[Fit, Fit]]:
     """Curves of a residual and of the baseline, fitted to what was found plus noise; none where that is unknown."""
-    near = {c: min((abs(math.log(b / c)), b) for b in plain) for c in (*plain, *mine)}
+    near = {c: min((abs(math.log(b / c)), b) for b in plain) for at in everyone for c in at}
     off, plain_off = _deviations(mine), _deviations(plain)
     if not (off or plain_off):
         return []
     spread = {}
     for budgets in _neighbours([{near[c][1]: len(losses) - 1 for c, losses in at.items()} for at in (mine, plain)]):
-        here = [[value for (c, _), value in each.items() if near[c][1] in budgets] for each in (off, plain_off)]
-        seeds = [sum(len(at[c]) - 1 for c in at if near[c][1] in budgets) for at in (mine, plain)]
-        sigma = math.sqrt(sum(value**2 for values in here for value in values) / sum(seeds))
+        repeated = any(near[c][1] in budgets for c, _ in off)
+        pooled = [mine, plain] if repeated else everyone
+        here = [value for at in pooled for (c, _), value in _deviations(at).items() if near[c][1] in budgets]
+        seeds = [sum(len(at[c]) - 1 for c in at if near[c][1] in budgets) for at in pooled]
+        sigma = math.sqrt(sum(value**2 for value in here) / sum(seeds))
         scale = sigma * np.sqrt(max(seeds) / random.chisquare(max(seeds), draws))
         spread.update(dict.fromkeys(budgets, (sigma or 1.0, scale)))
     twins = {(c, s): (b, s) for c, (far, b) in near.items() for s in mine.get(c, ()) if far < TWIN and s in plain[b]}
     both = [(place, twin) for place, twin in twins.items() if place in off and twin in plain_off]
     a, b = np.array([(off[p] / spread[t[0]][0], plain_off[t] / spread[t[0]][0]) for p, t in both]).reshape(-1, 2).T
-    share = float(2 * a @ b / ((a @ a + b @ b) or 1.0))  # the correlation of what varies alike
+    enough = len(both) - len({place[0] for place, _ in both}) >= ENOUGH
+    share = float(2 * a @ b / ((a @ a + b @ b) or 1.0)) if enough else 0.0  # the correlation of what varies alike
     noise = {place: random.standard_normal(draws) for place in _places(plain)}
     own = {place: random.standard_normal(draws) for place in _places(mine)}
     for place, twin in twins.items():

@@ -145,6 +145,28 @@ def test_a_budget_with_one_seed_has_the_noise_of_the_others():
     assert one.high - one.low > three.high - three.low
 
 
+def test_a_residual_without_a_second_seed_has_the_noise_of_all_residuals():
+    """The baseline's seeds may happen to end close together."""
+    single = {c: {0: losses[0]} for c, losses in sampled(TRUE, 0, 1).items()}
+    points = {"standard": sampled(TRUE, 1e-4, 4), "single": single}
+    loud = points | {"loud": sampled(TRUE, 3e-3, 4, seed=1)}
+    pair, all_three = (compare_scaling(each, "standard", draws=400)[1].multipliers[1e16] for each in (points, loud))
+    assert all_three.high - all_three.low > 5 * (pair.high - pair.low)
+
+
+def test_few_pairs_do_not_tell_that_runs_vary_together():
+    """Two pairs always lie on a line."""
+    plain = sampled(TRUE, 1e-3, 4)
+    few = {c: {s: y for s, y in losses.items() if s < (2 if c == 1e15 else 1)} for c, losses in plain.items()}
+    unpaired = {c: {s + 9: y for s, y in losses.items()} for c, losses in few.items()}
+    paired, alone, many = (
+        compare_scaling({"standard": plain, "other": at}, "standard", draws=1000)[1].multipliers[1e16]
+        for at in (few, unpaired, plain)
+    )
+    assert paired.high - paired.low == pytest.approx(alone.high - alone.low, rel=0.1)
+    assert many.high - many.low < 1e-3
+
+
 def test_runs_that_do_not_tell_a_curve_are_said_not_to():
     flat = Fit(floor=1.2, scale=0.001, alpha=0.25, unit=1e16)
     found = compare_scaling({"standard": sampled(flat, 0.05, 2)}, "standard", draws=400)
