@@ -225,9 +225,11 @@ def skip_notes(skips: list[Record]) -> list[str]:
 
 
 def stop_reason(rows: list[Record], settings: Record) -> str:
-    """Whether the metrics end where the trainer stops by itself: more bad steps in a row than its settings bear, or a
-    validation loss that is not finite."""
+    """Whether the metrics end where the trainer stops by itself: more bad steps in a row than its settings bear, a
+    gradient of zero, or a validation loss that is not finite."""
     last = rows[-1] if rows else {}
+    if last.get("kind") == "train" and last.get("grad_norm") == 0 < (number(last.get("loss")) or 0):
+        return f"stopped at step {last['step']}: the gradient was zero"
     if last.get("kind") == "eval" and number(last.get("loss")) is None:
         return f"stopped at step {last['step']}: the validation loss was not finite"
     reason = str(last.get("reason"))

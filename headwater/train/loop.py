@@ -170,6 +170,14 @@ def report_step(run: Run, outcome: Outcome, line: ProgressLine, clock: Clock) ->
     if number == settings.steps or number % settings.log_every == 0:
         log_update(run, outcome, clock.tokens_per_second(number))
         clock.rewind(number)
+        if outcome.grad_norm == 0 < outcome.loss:
+            run.saver.wait()
+            raise diverged(
+                run,
+                f"the gradient is zero at step {number} (loss {outcome.loss:.4f}), so nothing is learned any more: the "
+                "stream may have overflowed, and a norm make zeros of it. Try a lower --lr, a longer --warmup, a "
+                "smaller --clip or --qk-norm True, in another --out",
+            )
 
 
 def result_in(out: Path) -> TrainResult | None:

@@ -71,6 +71,12 @@ def test_steps_left_out_are_counted_by_reason(tmp_path):
             [{"kind": "eval", "step": 6, "tokens": 1, "loss": None}],
             "stopped at step 6: the validation loss was not finite",
         ),
+        (
+            {},
+            [{"kind": "train", "step": 6, "tokens": 1, "loss": 9.01, "grad_norm": 0.0}],
+            "stopped at step 6: the gradient was zero",
+        ),
+        ({}, [{"kind": "train", "step": 6, "tokens": 1, "loss": 0.0, "grad_norm": 0.0}], ""),  # nothing left to learn
     ],
 )
 def test_a_run_that_stopped_by_itself_says_why(tmp_path, limits, rows, said):

@@ -362,6 +362,28 @@ def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_pa
     assert train(replace(config, train=more), tmp_path / "spikes", resume=True).skipped_steps == 2
 
 
+@pytest.mark.parametrize("loss", [9.01, 0.0])
+def test_a_run_that_no_longer_learns_stops_unless_it_has_learned_all_there_is(loss, tmp_path, monkeypatch):
+    """As where the stream has overflowed: a norm then makes zeros of it, and the loss is that of a guess."""
+    real = loop.accumulate
+
+    def accumulate(run, number):
+        found = real(run, number)
+        if number < 8:
+            return found
+        for parameter in run.model.parameters():
+            parameter.grad.zero_()
+        return loss
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+    if not loss:
+        assert train(tiny(tmp_path), tmp_path / "run").steps == STEPS
+        return
+    with pytest.raises(UserError, match=r"the gradient is zero at step 8 \(loss 9\.0100\).*lower --lr"):
+        train(tiny(tmp_path, log_every=4), tmp_path / "run")
+    assert "gradient is zero" in (tmp_path / "run" / "diverged.json").read_text()
+
+
 def test_each_kind_of_bad_step_has_its_own_count():
     settings = TrainSettings(skip_nonfinite=2, skip_spikes=2, spike_window=2)
     skips = Skips(losses=[1.0, 1.1])
