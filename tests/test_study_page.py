@@ -80,7 +80,9 @@ def test_a_recipe_goes_on_from_its_archive(recipe, rivals, tmp_path, monkeypatch
     tokens = SimpleNamespace(identity=text, tokenizer=SimpleNamespace(vocab_size=8192))
     monkeypatch.setattr("headwater.train.study.prepare", lambda data: tokens)
     found = study(STUDY / f"{recipe}.toml", tmp_path / recipe, minutes=0, progress=False)
-    assert found.finished.keys() == {run.name for run in (tmp_path / recipe / "runs").iterdir()}
+    packed_runs = {run.name: (run / "summary.json").exists() for run in (tmp_path / recipe / "runs").iterdir()}
+    assert found.finished.keys() == {name for name, ended in packed_runs.items() if ended}
+    assert {name for name, ended in packed_runs.items() if not ended} <= {*found.left}
 
 
 def test_noise_is_told_in_pairs_with_what_more_seeds_would_tell(page, tmp_path):
@@ -334,7 +336,7 @@ def test_copying_is_told_by_what_the_second_telling_gains_beside_the_score(page)
         "| `late` | 9.00 | 0.00 | 1.6000 |",
     ]
     assert text.splitlines()[2:5] == rows
-    assert text.endswith("over the 3 runs: −0.92.\n")
+    assert text.endswith("over the 3 runs: −0.92, of their ranks −1.00.\n")
     assert "Correlation" not in page.copying(measured[:2])
 
 

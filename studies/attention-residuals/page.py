@@ -490,10 +490,16 @@ def copying(measured: list[dict[str, Any]]) -> str:
         [f"`{one['run']}`", f"{one['first']:.2f}", f"{gain:.2f}", f"{end:.4f}"]
         for gain, end, one in sorted(zip(gains, ends, measured), key=lambda row: -row[0])
     ]
-    words = f"\nCorrelation of what is gained with bits per byte over the {len(measured)} runs: "
-    return grid(["", "first telling", "gained by the second", "bits per byte"], rows) + (
-        f"{words}{statistics.correlation(gains, ends):.2f}.\n".replace("-", "−") if len(measured) > 2 else ""
-    )
+    text = grid(["", "first telling", "gained by the second", "bits per byte"], rows)
+    if len(measured) < 3:
+        return text
+    straight, ranked = (statistics.correlation(*pair) for pair in ((gains, ends), map(_ranks, (gains, ends))))
+    words = f"{len(measured)} runs: {straight:.2f}, of their ranks {ranked:.2f}.\n".replace("-", "−")
+    return f"{text}\nCorrelation of what is gained with bits per byte over the {words}"
+
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    return [sorted(values).index(value) for value in values]
 
 
 def _by_arm(measured: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
