@@ -326,6 +326,21 @@ def test_runs_made_again_are_told_apart_from_other_seeds(page, tmp_path):
     assert row.endswith("| `standard` | 2 | 4 | 0.1414 | 0.2000 | 0.7071 | 1.6000 |")
 
 
+def test_repeats_stand_together_the_version_that_needs_most_memory_first(page):
+    def run(residual, seed, memory, end):
+        found = evaluated(residual, seed, {500: 1.7, 1000: 1.6, 1472: end}, optimizer="adamw")
+        found.summary["peak_memory_bytes"] = memory
+        return found
+
+    early = [run("standard", 0, 2e9, 1.52), run("standard", 1, 2e9, 1.51), run("mhc", 0, 2e9, 1.5)]
+    later = [run("mhc", 0, 1e9, 1.5), run("standard", 0, 1e9, 1.5)]
+    del later[1].evals[1]
+    assert page.repeats({"ablations": later, "rates": early}).splitlines()[2:] == [
+        "| 0.008 | `standard` | 0 | 2000 | 1.7000 | 1.6000 | 1.5200 |",
+        "| 0.008 | `standard` | 0 | 1000 | 1.7000 | - | 1.5000 |",
+    ]
+
+
 def test_copying_is_told_by_what_the_second_telling_gains_beside_the_score(page):
     runs = [("late", 9.0, 9.0, 1.6), ("between", 10.0, 3.0, 1.5), ("early", 9.0, 1.0, 1.4)]
     measured = [dict(zip(("run", "first", "second", "bits_per_byte"), run, strict=True)) for run in runs]

@@ -549,23 +549,47 @@ def again(found: dict[str, Runs]) -> str:
     runs = [run for some in found.values() for run in finished(some)]
     rows = []
     for key, group in grouped(runs, "model.dim", "model.layers", "optim.lr", "model.residual").items():
-        alike: dict[tuple[Any, ...], Runs] = defaultdict(list)
-        for run in group:
-            factor = setting(run, FACTOR) if run.residual.startswith("attnres") else None
-            around = (_arm(run), setting(run, "optim.optimizer"), setting(run, "train.steps"), factor)
-            alike[*around, run.seed].append(run)
-        repeated = {case: [*map(score, some)] for case, some in alike.items() if len(some) > 1}
+        repeated = [[*map(score, some)] for some in made_again(group)]
         if repeated:
-            freedom = sum(len(scores) - 1 for scores in repeated.values())
-            squares = sum((len(scores) - 1) * statistics.variance(scores) for scores in repeated.values())
-            most = max(max(scores) - min(scores) for scores in repeated.values())
-            means = [statistics.fmean(scores) for scores in repeated.values()]
+            freedom = sum(len(scores) - 1 for scores in repeated)
+            squares = sum((len(scores) - 1) * statistics.variance(scores) for scores in repeated)
+            most = max(max(scores) - min(scores) for scores in repeated)
+            means = [statistics.fmean(scores) for scores in repeated]
             seeds = f"{statistics.stdev(means):.4f}" if len(means) > 1 else "-"
             counts = [str(len(repeated)), str(freedom + len(repeated))]
             cells = [f"{math.sqrt(squares / freedom):.4f}", f"{most:.4f}", seeds, f"{statistics.fmean(means):.4f}"]
             rows.append([str(key[0]), f"{key[2]:g}", f"`{key[3]}`", *counts, *cells])
     head = ["width", "rate", "", "seeds", "runs", "deviation of repeats", "at most", "of the seeds' means", "mean"]
     return grid(head, rows)
+
+
+def made_again(runs: Runs) -> list[Runs]:
+    """Of runs with one size, learning rate and residual, those that share all other settings and the seed."""
+    alike: dict[tuple[Any, ...], Runs] = defaultdict(list)
+    for run in runs:
+        factor = setting(run, FACTOR) if run.residual.startswith("attnres") else None
+        around = (_arm(run), setting(run, "optim.optimizer"), setting(run, "train.steps"), factor)
+        alike[*around, run.seed].append(run)
+    return [some for some in alike.values() if len(some) > 1]
+
+
+def repeats(found: dict[str, Runs]) -> str:
+    """Each run of the first three arms that was made again, by version of the code, which the GPU's memory tells: each
+    version needs less than the one before."""
+    runs = [run for some in found.values() for run in _coloured(some)]
+    rows = []
+    for key, group in grouped(runs, "model.dim", "model.layers", "optim.lr", "model.residual").items():
+        for some in made_again(group):
+            for memory, run in sorted(((_memory(run), run) for run in some), key=lambda pair: -pair[0]):
+                scores = (at_step(run, EARLY), at_step(run, LATER), score(run))
+                cells = [f"{memory:.0f}", *("-" if value is None else f"{value:.4f}" for value in scores)]
+                rows.append([f"{key[2]:g}", f"`{key[3]}`", str(run.seed), *cells])
+    return grid(["rate", "", "seed", "million bytes", f"step {EARLY}", f"step {LATER}", "end"], rows)
+
+
+def _memory(run: RecordedRun) -> float:
+    assert run.summary is not None
+    return float(run.summary["peak_memory_bytes"]) / 1e6
 
 
 def cost(found: dict[str, Runs]) -> str:
@@ -587,7 +611,9 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": noise, "rates": rates, "query": query, "transfer": transfer, "scaling": scaling,
     "ablations": ablations, "longer": ablations, "dynamics": dynamics, "hybrid": rates,
 }  # fmt: skip
-OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {"again": again, "onset": onset, "sizes": sizes, "cost": cost}
+OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {
+    "again": again, "repeats": repeats, "onset": onset, "sizes": sizes, "cost": cost,
+}  # fmt: skip
 # Not by `headwater study`, but by scripts of their own.
 MEASURED = {"importance": importance, "hops": hops, "copying": copying}
 # Which runs of which recipes a table takes, if not all of those of its name alone.
