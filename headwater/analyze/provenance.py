@@ -103,7 +103,7 @@ def optimizer(run: RecordedRun) -> str:
 
 
 def versions(run: RecordedRun) -> str:
-    known = [(name, made_with(run, name)) for name in ("headwater", "torch")]
+    known = [(name, made_with(run, name)) for name in ("headwater", "code", "torch")]
     return ", ".join(f"{name} {value}" for name, value in known if value)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,17 @@ from headwater.train.files import read_json, write_json
 
 SUMMARY = "summary.json"
 DIVERGED = "diverged.json"  # why a run gave up by itself; gone as soon as it is taken up again
+PACKAGE = Path(__file__).parents[1]
+
+
+@functools.cache
+def code_of(package: Path = PACKAGE) -> str:
+    """The first twelve digits of a hash of a package's own files: what tells versions between two releases apart."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        for part in (path.relative_to(package).as_posix().encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8) + part)
+    return digest.hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +55,8 @@ class TrainResult:
     torch: str
     """Version, as the next one."""
     headwater: str
+    code: str = ""
+    """What `code_of` said of headwater when the run began, or was last taken up."""
 
     @classmethod
     def read(cls, folder: str | Path) -> TrainResult:

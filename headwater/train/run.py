@@ -40,7 +40,7 @@ from headwater.train.load import fill_from
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.monitor.metrics import MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
-from headwater.train.results import DIVERGED, SUMMARY, TrainResult
+from headwater.train.results import DIVERGED, SUMMARY, TrainResult, code_of
 
 FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
 LONG = 2000  # steps, in which a minute or two of compiling the whole model pays
@@ -86,6 +86,7 @@ class Run:
     load: Load | None = None
     """How uneven the last step's loads of experts were, where there are some."""
     began: float = field(default_factory=time.monotonic)
+    code: str = field(default_factory=code_of)
 
     @property
     def tokens(self) -> int:
@@ -390,6 +391,7 @@ def finish(run: Run) -> TrainResult:
         device=torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
         torch=str(torch.__version__),
         headwater=__version__,
+        code=run.code,
     )
     if run.ranks.main:
         result.write()

@@ -35,7 +35,7 @@ from headwater.train.load import load_run
 from headwater.train.loop import accumulate, evaluate, train, update, windows_of
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.optim import build_optimizers, learning_rate, set_learning_rate
-from headwater.train.results import TrainResult
+from headwater.train.results import TrainResult, code_of
 from headwater.train.run import begin, compile_mode, save
 
 
@@ -360,6 +360,21 @@ def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_pa
         train(config, tmp_path / "spikes")
     more = replace(config.train, skip_spikes=2, spike_sigmas=5.0)
     assert train(replace(config, train=more), tmp_path / "spikes", resume=True).skipped_steps == 2
+
+
+def test_a_result_tells_by_which_code_it_was_made(tmp_path):
+    """Runs of one release may be by two versions of its files."""
+    assert train(tiny(tmp_path, steps=1), tmp_path / "run").code == code_of() == TrainResult.read(tmp_path / "run").code
+    package = tmp_path / "package"
+    (package / "part").mkdir(parents=True)
+    hashes = []
+    for name, text in (("a.py", "1"), ("part/b.py", "2"), ("part/b.py", "3"), ("notes.txt", "4")):
+        (package / name).write_text(text)
+        code_of.cache_clear()
+        hashes.append(code_of(package))
+    code_of.cache_clear()
+    assert len({*hashes[:3]}) == 3
+    assert hashes[3] == hashes[2]
 
 
 @pytest.mark.parametrize("loss", [9.01, 0.0])
