@@ -32,7 +32,7 @@ def obstacle(source: Tensor, *others: Tensor, heads: int = 1) -> str | None:
     if source.numel() == 0:
         return f"shape {tuple(source.shape)} is empty"
     if heads != 1:
-        return f"{heads} heads: the kernels have one"
+        return f"{heads} heads: the kernels of this read have one"
     for other in others:
         if other.device != source.device or other.dtype != source.dtype:
             return f"tensors differ: {source.dtype} on {source.device} and {other.dtype} on {other.device}"

@@ -7,9 +7,11 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from headwater.ops import Backend, depth_attention, depth_logits, mix_sources
-from headwater.ops.depth.reference import stack_wide
-from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm
+from headwater.ops import Backend, depth_attention, mix_sources
+from headwater.ops.banks import mix_bank, project_source
+from headwater.ops.depth import weigh_sources
+from headwater.ops.depth.reference import depth_weights, fold, stack_wide
+from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm, wide
 from headwater.ops.routing import use_triton
 
 from .base import Layout, Next, Norm, Residual, State, apply_norm, hold, weights_held
@@ -166,15 +168,20 @@ class AttentionResidual(Residual):
         if forgets or (start and scale != "gain"):
             self.at_start = "different"  # outputs older than the window are gone; weights are not even
         self.block = block
-        self.query_kind, self.weight_kind = query, weights
-        self.key_norm, self.heads, self.window, self.eps = key_norm, heads, window, eps
+        self.query_kind, self.heads, self.window, self.eps = query, heads, window, eps
+        self.weighing: dict[str, Any] = {
+            "eps": eps, "heads": heads, "softmax": weights == "softmax", "key_norm": key_norm
+        }  # fmt: skip
         self.backend: Backend = backend
         self.key_dim = dim if key_dim is None else key_dim
         self.mixes = "scalar" if heads == 1 else "channel"
-        self.fused = query == "static" and weights == "softmax" and key_norm and self.key_dim == dim
-        if backend == "triton" and not (self.fused and heads == 1):
-            raise ValueError("backend=triton needs static queries, softmax weights, normed whole keys and one head")
-        self.phased = self.fused and heads == 1 and window is None  # can be computed in two phases
+        whole = self.key_dim == dim
+        self.kernels = heads == 1 or (whole and weights != "static")  # there are some for these options
+        if backend == "triton" and not self.kernels:
+            raise ValueError("backend=triton has several heads of whole keys alone, and not with weights=static")
+        self.fused = self.kernels and backend != "reference"
+        self.usual = query == "static" and weights == "softmax" and key_norm and whole and heads == 1
+        self.phased = self.usual and window is None  # can be computed in two phases
         if schedule == "two-phase" and not self.phased:
             raise ValueError(
                 "schedule=two-phase needs static queries, softmax weights, normed whole keys, one head, no window"
@@ -213,7 +220,8 @@ class AttentionResidual(Residual):
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         if self.two_phase is not None and self.two_phase.holds(state, "read", i):
             return self.two_phase.read(state, i, norm)
-        return apply_norm(norm, self._mix(state, i)), state
+        x, state = self._mix(state, i)
+        return apply_norm(norm, x), state
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         if self.two_phase is not None and self.two_phase.holds(state, "write", i):
@@ -307,16 +315,25 @@ class AttentionResidual(Residual):
     def _parameters_of(self, i: int) -> DepthRead:
         return cast(DepthRead, self.reads[str(i)])
 
-    def _mix(self, state: State, i: int) -> Tensor:
+    def _mix(self, state: State, i: int) -> tuple[Tensor, State]:
+        """Read `i`, and the state, whose sources may be threaded (see `ops.depth.autograd`)."""
         if i == 0:
-            return state[0]
-        if self.fused and not weights_held():
-            read = self._parameters_of(i)
-            return depth_attention(
-                state, read.scaled_query(), read.key_weight, eps=self.eps, heads=self.heads, backend=self.backend
-            )
-        stack = stack_wide(state)
-        return mix_sources(stack, hold(self._weights_of(stack, i))).to(state[0].dtype)
+            return state[0], state
+        if weights_held() or not self.kernels:
+            stack = stack_wide(state)
+            return mix_sources(stack, hold(self._weights_of(stack, i))).to(state[0].dtype), state
+        read, thread = self._parameters_of(i), i < self.sublayers
+        if read.scalars is not None:
+            (x,), state = mix_bank(state, wide(read.scalars).T, thread=thread, backend=self.backend)
+            return x, state
+        query, key_weight = read.scaled_query(), read.key_weight
+        if self.usual:
+            return depth_attention(state, query, key_weight, eps=self.eps, backend=self.backend), state
+        if self.query_kind == "projected":  # the key weight multiplies a few rows, not a query of each token
+            rows = query if key_weight is None else fold(query, key_weight.unsqueeze(-1), wide(query).dtype)
+            query, newest = project_source(state[-1], rows, self.eps, backend=self.backend)
+            state, key_weight = (*state[:-1], newest), None
+        return weigh_sources(state, query, key_weight, **self.weighing, thread=thread, backend=self.backend)
 
     def _weights_of(self, stack: Tensor, i: int) -> Tensor:
         """(N, ..., H) for stack (N, ..., D)."""
@@ -330,6 +347,4 @@ class AttentionResidual(Residual):
         if self.query_kind == "projected":
             with full_precision(stack):
                 query = rms_norm(stack[-1], None, self.eps) @ query.to(stack.dtype).T
-        keys = stack[..., -self.key_dim :]
-        logits = depth_logits(keys, query, read.key_weight, eps=self.eps, heads=self.heads, key_norm=self.key_norm)
-        return logits.softmax(0) if self.weight_kind == "softmax" else logits.sigmoid()
+        return depth_weights(stack, query, read.key_weight, **self.weighing)

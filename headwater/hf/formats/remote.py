@@ -57,7 +57,7 @@ def _about(model: PreTrainedModel) -> dict[str, Any]:
     """What the file needs to know of the layers."""
     conversion, body = conversion_of(model)
     residual = conversion.depth.residual
-    if not isinstance(residual, AttentionResidual) or not residual.fused or residual.heads > 1 or residual.window:
+    if not isinstance(residual, AttentionResidual) or not residual.phased:
         raise UserError(
             f"--remote-code knows attnres-block and attnres-full with their defaults, not '{residual.spec}'"
         )

@@ -1,6 +1,8 @@
-"""Reads by themselves under autograd, with the kernels: `depth_attention`, `attend_blocks`, `decode_read`.
+"""Reads by themselves under autograd, with the kernels: `depth_attention`, `attend_blocks`, `decode_read`, and
+`weigh_sources`, which threads its sources.
 
-No scores are kept and no sources threaded: a caller may take any of them, in any order. Importing this needs triton.
+The others keep no scores and thread no sources: a caller may take any of them, in any order. Importing this needs
+triton.
 """
 
 from collections.abc import Sequence
@@ -9,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import first_order, optional, vector
+from .autograd import apply, first_order, gathered, optional, own, vector
 from .mix import mix as mix_op
 from .mix import mix_backward
 from .read import read as read_op
 from .score import score as score_op
 from .score import score_backward
+from .weigh import weigh, weigh_backward, weigh_backward_
 
 
 class _Attend(torch.autograd.Function):
@@ -114,3 +117,45 @@ def decode_read(
     key_weight, norm_weight = optional("key weight", key_weight), optional("norm weight", norm_weight)
     x, summed, _ = read_op(contiguous, y.contiguous(), query, key_weight, norm_weight, eps, norm_eps, False)
     return x, summed
+
+
+class _Weigh(torch.autograd.Function):
+    """Sources are threaded, and gradients added to in place, as in `autograd`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        folded, eps, heads, softmax, norm, thread, *sources = args  # as in `autograd._Mix`
+        ctx.options = (eps, heads, softmax, norm)
+        x, largest = weigh(sources, folded, *ctx.options)
+        ctx.save_for_backward(folded, largest, *sources)
+        ctx.set_materialize_grads(False)
+        return (x, *(source.view_as(source) for source in sources if thread))
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None, *later: Tensor | None) -> tuple[Tensor | None, ...]:
+        first_order()
+        folded, largest, *sources = ctx.saved_tensors
+        nothing = (None,) * 5
+        if dx is None:  # this read was not used
+            return None, *nothing, *(later or [None] * len(sources))
+        given, made = (sources, folded, *ctx.options, largest, dx.contiguous()), gathered(later, sources)
+        if made is None:
+            made, df = weigh_backward(*given)
+        else:
+            (df,) = weigh_backward_(*given, made)
+        return df, *nothing, *map(own, made)
+
+
+def weigh_sources(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    eps: float,
+    heads: int,
+    softmax: bool,
+    key_norm: bool,
+    thread: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    folded, contiguous = fold(query, key_weight).contiguous(), [source.contiguous() for source in sources]
+    x, *again = apply(_Weigh, folded, eps, heads, softmax, key_norm, thread, *contiguous)
+    return x, tuple(again or sources)

@@ -75,6 +75,47 @@ def depth_attention(
     return (mixed, weights) if return_weights else mixed
 
 
+def weigh_sources(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    heads: int = 1,
+    softmax: bool = True,
+    key_norm: bool = True,
+    thread: bool = True,
+    backend: Backend = "auto",
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One read with the options of Attention Residuals; `weigh` has the mathematics.
+
+    Arguments:
+        sources: N tensors (..., D), all of one shape, dtype and device.
+        query: (K,), or one per token, (..., K); keys are the last K channels of a source.
+        key_weight: (K,), a gain on the keys; None is ones.
+        eps: of the keys' norm.
+        heads: groups of channels, each with weights of its own; must divide D and K.
+        softmax: False takes the sigmoid of each logit.
+        key_norm: whether keys are RMS-normed.
+        thread: False where no later read takes the sources: compiled, their gradients would be zeros that are written.
+        backend: as in `depth_attention`; the kernels have several heads of whole keys alone, K = D.
+
+    Returns the read, (..., D) in the sources' dtype; and the sources again, which are to be read in their place.
+    Raises ValueError for shapes that do not fit, and for backend="triton" where the kernels cannot take the tensors.
+    """
+    check_shapes(sources)
+    (*tokens, width), keys = sources[0].shape, query.shape[-1]
+    check_sources([sources[0][..., -keys:]], query, heads, key_weight=key_weight)
+    if query.dim() > 1 and query.shape[:-1] != sources[0].shape[:-1]:
+        raise ValueError(f"queries must be ({keys},) or {(*tokens, keys)}, got {tuple(query.shape)}")
+    if use_triton(backend, *sources, heads=1 if keys == width else heads):
+        from . import alone
+
+        return alone.weigh_sources(sources, query, key_weight, eps, heads, softmax, key_norm, thread)
+    mixed = reference.weigh_sources(sources, query, key_weight, eps, heads, softmax, key_norm)
+    return mixed, tuple(sources)
+
+
 def attend_blocks(
     sources: Sequence[Tensor],
     queries: Tensor,

@@ -64,6 +64,23 @@ def depth_logits(
     return logits
 
 
+def depth_weights(
+    stack: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None,
+    *,
+    eps: float,
+    heads: int = 1,
+    softmax: bool = True,
+    key_norm: bool = True,
+) -> Tensor:
+    """The weights of a read, (N, ..., H): softmax over N, or sigmoid, of the logits of keys, which are the last so many
+    channels of a source in `stack` (N, ..., D) as `query` has."""
+    keys = stack[..., -query.shape[-1] :]
+    logits = depth_logits(keys, query, key_weight, eps=eps, heads=heads, key_norm=key_norm)
+    return logits.softmax(0) if softmax else logits.sigmoid()
+
+
 def mix_sources(stack: Tensor, weights: Tensor) -> Tensor:
     """Returns sum_n weights_n * stack_n, (..., D), of a `stack` (N, ..., D); weights (N, ..., H) are spread over H
     equal groups of channels."""
@@ -83,11 +100,26 @@ def depth_attention(
 ) -> tuple[Tensor, Tensor]:
     """One read (..., D) in the sources' dtype, and its weights (N, ..., H) in fp32."""
     stack = stack_wide(sources)
-    weights = depth_logits(stack, query, key_weight, eps=eps, heads=heads).softmax(0)
+    weights = depth_weights(stack, query, key_weight, eps=eps, heads=heads)
     mixed = mix_sources(stack, weights)
     if norm_weight is not None:
         mixed = rms_norm(mixed, norm_weight, eps)
     return mixed.to(sources[0].dtype), weights
+
+
+def weigh_sources(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    eps: float,
+    heads: int,
+    softmax: bool,
+    key_norm: bool,
+) -> Tensor:
+    """One read (..., D) with weights that are a softmax or sigmoids, of keys that are normed or not."""
+    stack = stack_wide(sources)
+    weights = depth_weights(stack, query, key_weight, eps=eps, heads=heads, softmax=softmax, key_norm=key_norm)
+    return mix_sources(stack, weights).to(sources[0].dtype)
 
 
 def attend_blocks(
