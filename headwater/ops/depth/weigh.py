@@ -31,19 +31,20 @@ WARPS = 64  # of all programs of the backward on a multiprocessor; more would le
 
 
 @triton.jit
-def _channels(D, H: tl.constexpr, HP: tl.constexpr, CP: tl.constexpr):
+def _channels(D: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, CP: tl.constexpr):
     """Heads (HP,), their channels (HP, CP), and which of these there are."""
+    C: tl.constexpr = D // H
     o_h, o_c = tl.arange(0, HP), tl.arange(0, CP)
-    return o_h, o_h[:, None] * (D // H) + o_c[None, :], (o_h < H)[:, None] & (o_c < D // H)[None, :]
+    return o_h, o_h[:, None] * C + o_c[None, :], (o_h < H)[:, None] & (o_c < C)[None, :]
 
 
 @triton.jit
-def _query(f, t, o_d, m_k, D, K: tl.constexpr, EACH: tl.constexpr):
+def _query(f, t, o_d, m_k, D: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr):
     return tl.load((f + t * K if EACH else f) + o_d - (D - K), mask=m_k, other=0.0)
 
 
 @triton.jit
-def _rows(table, n0, N, t, o_d, m_d, D, like, G: tl.constexpr, VECTOR: tl.constexpr):
+def _rows(table, n0, N, t, o_d, m_d, D: tl.constexpr, like, G: tl.constexpr, VECTOR: tl.constexpr):
     """Sources from n0 on: which (G,), whether there are so many (G, 1), and their channels of token t (G, HP, CP)."""
     o_n = n0 + tl.arange(0, G)
     m_n = (o_n < N)[:, None]
@@ -53,9 +54,9 @@ def _rows(table, n0, N, t, o_d, m_d, D, like, G: tl.constexpr, VECTOR: tl.conste
 
 
 @triton.jit
-def _logits(v, b_f, m_k, eps, K: tl.constexpr, NORM: tl.constexpr):
+def _logits(v, b_f, m_k, eps, D: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
     """z (G, HP) and 1 / rms (G, 1) of the keys of sources v (G, HP, CP), and these keys."""
-    keys = tl.where(m_k[None], v, 0.0)
+    keys = tl.where(m_k[None], v, 0.0) if K < D else v
     z = tl.sum(keys * b_f[None], 2)
     r = tl.full([v.shape[0], 1], 1.0, tl.float32)
     if NORM:
@@ -65,8 +66,8 @@ def _logits(v, b_f, m_k, eps, K: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def _weigh(
-    table, f, x, largest, N, D, eps,
-    H: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
+    table, f, x, largest, N, eps,
+    D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
     HP: tl.constexpr, CP: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -74,32 +75,33 @@ def _weigh(
     m_k = m_d & (o_d >= D - K)
     b_f = _query(f, t, o_d, m_k, D, K, EACH)
     top = tl.full([HP], float("-inf"), tl.float32)
-    total = tl.zeros([HP], tl.float32)
-    acc = tl.zeros([HP, CP], tl.float32)
+    total = tl.zeros([G, HP], tl.float32)  # of every G-th source: threads exchange theirs at the end
+    acc = tl.zeros([G, HP, CP], tl.float32)
     for n0 in range(0, N, G):
         _, m_n, v = _rows(table, n0, N, t, o_d, m_d, D, x, G, VECTOR)
-        z, _, _ = _logits(v, b_f, m_k, eps, K, NORM)
+        z, _, _ = _logits(v, b_f, m_k, eps, D, K, NORM)
         if SOFTMAX:
             z = tl.where(m_n, z, float("-inf"))
             new = tl.maximum(top, tl.max(z, 0))
-            keep = tl.exp(top - new)
+            keep = tl.exp(top - new)[None, :]
             w = tl.exp(z - new[None, :])
             top = new
-            total = total * keep + tl.sum(w, 0)
-            acc = acc * keep[:, None]
+            total = total * keep + w
+            acc = acc * keep[:, :, None]
         else:
             w = tl.sigmoid(z)
-        acc += tl.sum(w[:, :, None] * v, 0)
+        acc += w[:, :, None] * v
+    b_x = tl.sum(acc, 0)
     if SOFTMAX:
-        acc = acc / total[:, None]
+        b_x = b_x / tl.sum(total, 0)[:, None]
         tl.store(largest + t * H + o_h, top, mask=o_h < H)
-    tl.store(x + t * D + o_d, acc.to(x.dtype.element_ty), mask=m_d)
+    tl.store(x + t * D + o_d, b_x.to(x.dtype.element_ty), mask=m_d)
 
 
 @triton.jit(do_not_specialize=["M", "N", "tokens"])
 def _weigh_backward(
-    table, f, largest, dx, like, df, M, N, D, eps, tokens,
-    H: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
+    table, f, largest, dx, like, df, M, N, eps, tokens,
+    D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
     HP: tl.constexpr, CP: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     # table: the addresses of N sources, and of N gradients to add to (FRESH: to write), both of like's type.
@@ -108,34 +110,35 @@ def _weigh_backward(
     o_h, o_d, m_d = _channels(D, H, HP, CP)
     m_k = m_d & (o_d >= D - K)
     b_f = _query(f, 0, o_d, m_k, D, K, False)
-    acc = tl.zeros([HP, CP], tl.float32)
+    acc = tl.zeros([G, HP, CP], tl.float32)
     for i in range(tl.minimum(tokens, M - start)):
         t = start + i
         if EACH:
             b_f = _query(f, t, o_d, m_k, D, K, True)
-            acc = tl.zeros([HP, CP], tl.float32)
+            acc = tl.zeros([G, HP, CP], tl.float32)
         d = tl.load(dx + t * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-        top = tl.zeros([HP], tl.float32)
-        total = tl.zeros([HP], tl.float32)
-        mean = tl.zeros([HP], tl.float32)
+        top = tl.zeros([1, HP], tl.float32)
+        total = tl.zeros([G, HP], tl.float32)
+        mean = tl.zeros([G, HP], tl.float32)
         if SOFTMAX:
-            top = tl.load(largest + t * H + o_h, mask=o_h < H, other=0.0)
+            top = tl.load(largest + t * H + o_h, mask=o_h < H, other=0.0)[None, :]
             for n0 in range(0, N, G):
                 _, m_n, v = _rows(table, n0, N, t, o_d, m_d, D, like, G, VECTOR)
-                z, _, _ = _logits(v, b_f, m_k, eps, K, NORM)
-                w = tl.where(m_n, tl.exp(z - top[None, :]), 0.0)
-                total += tl.sum(w, 0)
-                mean += tl.sum(w * tl.sum(d[None] * v, 2), 0)
-            mean = mean / total
+                z, _, _ = _logits(v, b_f, m_k, eps, D, K, NORM)
+                w = tl.where(m_n, tl.exp(z - top), 0.0)
+                total += w
+                mean += w * tl.sum(d[None] * v, 2)
+            total = tl.sum(total, 0)[None, :]
+            mean = tl.sum(mean, 0)[None, :] / total
         for n0 in range(0, N, G):
             o_n, m_n, v = _rows(table, n0, N, t, o_d, m_d, D, like, G, VECTOR)
             p_g = row_pointer(table, N + o_n, t, D, like, VECTOR)[:, None, None] + o_d[None]
             m = m_n[:, :, None] & m_d[None]
-            z, r, keys = _logits(v, b_f, m_k, eps, K, NORM)
+            z, r, keys = _logits(v, b_f, m_k, eps, D, K, NORM)
             u = tl.sum(d[None] * v, 2)
             if SOFTMAX:
-                w = tl.where(m_n, tl.exp(z - top[None, :]), 0.0) / total[None, :]
-                dz = w * (u - mean[None, :])
+                w = tl.where(m_n, tl.exp(z - top), 0.0) / total
+                dz = w * (u - mean)
             else:
                 w = tl.sigmoid(z)
                 dz = w * (1.0 - w) * u
@@ -147,11 +150,11 @@ def _weigh_backward(
             if not FRESH:
                 g += tl.load(p_g, mask=m, other=0.0).to(tl.float32)
             tl.store(p_g, g.to(like.dtype.element_ty), mask=m)
-            acc += tl.sum(slope * keys, 0)
+            acc += slope * keys
         if EACH:
-            tl.store(df + t * K + o_d - (D - K), acc, mask=m_k)
+            tl.store(df + t * K + o_d - (D - K), tl.sum(acc, 0), mask=m_k)
     if not EACH:
-        tl.store(df + tl.program_id(0).to(tl.int64) * K + o_d - (D - K), acc, mask=m_k)
+        tl.store(df + tl.program_id(0).to(tl.int64) * K + o_d - (D - K), tl.sum(acc, 0), mask=m_k)
 
 
 def _constants(width: int, keys: int, heads: int, softmax: bool, norm: bool, each: bool, vector: bool):
@@ -159,14 +162,14 @@ def _constants(width: int, keys: int, heads: int, softmax: bool, norm: bool, eac
     tile = {"HP": power_of_2(heads), "CP": power_of_2(width // heads)}
     block = tile["HP"] * tile["CP"]
     warps = max(1, min(16, block // 256))
-    kind = {"H": heads, "K": keys, "SOFTMAX": softmax, "NORM": norm, "EACH": each}
+    kind = {"D": width, "H": heads, "K": keys, "SOFTMAX": softmax, "NORM": norm, "EACH": each}
     return {**kind, **tile, "G": max(1, min(MAX_GROUP, 512 * warps // block)), "VECTOR": vector}, warps
 
 
 @functools.lru_cache(1024)
 def _forward(rows: int, width: int, count: int, eps: float, *kind) -> Launch:
     constants, warps = _constants(width, *kind)
-    return Launch(_weigh, (rows,), (count, width, eps), constants, num_warps=warps)
+    return Launch(_weigh, (rows,), (count, eps), constants, num_warps=warps)
 
 
 @functools.lru_cache(1024)
@@ -174,7 +177,7 @@ def _backward(rows: int, width: int, count: int, eps: float, fresh: bool, device
     """The ranges of tokens, and what is launched."""
     constants, warps = _constants(width, *kind)
     tokens = ceil_div(rows, processors(device) * max(1, WARPS // warps))
-    ranges, numbers = ceil_div(rows, tokens), (rows, count, width, eps, tokens)
+    ranges, numbers = ceil_div(rows, tokens), (rows, count, eps, tokens)
     return ranges, Launch(_weigh_backward, (ranges,), numbers, constants | {"FRESH": fresh}, num_warps=warps)
 
 
