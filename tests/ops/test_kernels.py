@@ -287,7 +287,17 @@ def results_of(net, forward=None):
     return [out.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
 
 
-@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-block:block=7", "attnres-full"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "attnres-block:block=3",
+        "attnres-block:block=7",
+        "attnres-full",
+        "attnres-full:heads=4",
+        "attnres-block:block=3,query=projected,key_dim=8",
+        "attnres-full:weights=static",
+    ],
+)
 def test_the_fused_residual_equals_the_reference(spec):
     extend = "," if ":" in spec else ":"
     expected = results_of(Net(f"{spec}{extend}backend=reference"))
@@ -303,7 +313,7 @@ def test_the_fused_residual_equals_the_reference(spec):
         assert all(torch.equal(a, b) for a, b in zip(ours, results_of(net)))
 
 
-@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full", "attnres-full:heads=4,query=projected"])
 def test_under_autocast_a_bf16_stream_meets_fp32_weights(spec):
     shape = {"vocab_size": 13, "dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 24, "context": 9}
 
@@ -328,7 +338,9 @@ def test_under_autocast_a_bf16_stream_meets_fp32_weights(spec):
         assert error(mine, exact) < 4 * error(other, exact) + 0.01  # the interpreter truncates to bf16
 
 
-@pytest.mark.parametrize("spec", ["attnres-block:block=3,backend=triton", "attnres-full:backend=triton"])
+@pytest.mark.parametrize(
+    "spec", [f"attnres-{how}backend=triton" for how in ("block:block=3,", "full:", "full:heads=4,key_norm=false,")]
+)
 def test_the_schedule_of_training_is_as_exact(spec):
     assert worst_of(spec, 40, 2, torch.float32, "cpu", draws=1) <= 1
 
@@ -356,6 +368,7 @@ def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec
     [
         ("attnres-block:block=3,backend=triton", "inductor"),  # which drops copies of gradients
         ("attnres-full:backend=triton", "aot_eager"),  # which keeps them, and takes a third of the time
+        ("attnres-full:heads=4,weights=sigmoid,backend=triton", "inductor"),
     ],
 )
 def test_the_fused_residual_compiles_without_a_break(spec, backend):

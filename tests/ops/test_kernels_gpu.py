@@ -59,6 +59,17 @@ def test_the_schedule_of_training_is_as_exact(spec, dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [192, 384, 2048])
+@pytest.mark.parametrize(
+    "options", ["heads=4", "weights=sigmoid", "key_norm=false,scale=root", "key_dim=32", "query=projected,scale=root"]
+)
+def test_options_are_as_exact(options, dim, dtype):
+    before = launches["weigh_backward"]
+    assert worst_of(f"attnres-full:{options}", dim, 33, dtype) <= 1
+    assert launches["weigh_backward"] > before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [7168, 12288, MAX_WIDTH])
 def test_rows_as_wide_as_allowed(dim, dtype):
     for function, count in ((growing, 3), (two_phases, 9), (read, 9)):
@@ -79,11 +90,11 @@ def test_repeats_are_bit_equal():
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-@pytest.fixture(scope="module")
-def step():
+@pytest.fixture(scope="module", params=["attnres-block:block=4", "attnres-full:heads=4", "attnres-full:weights=static"])
+def step(request):
     """A small decoder in bf16 and a function that returns its loss and all gradients."""
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(**SHAPE, residual="attnres-block:block=4")).to("cuda", torch.bfloat16)
+    model = Decoder(ModelConfig(**SHAPE, residual=request.param)).to("cuda", torch.bfloat16)
     for name, p in model.named_parameters():
         if name.endswith("query"):
             torch.nn.init.normal_(p, std=0.1)
@@ -105,10 +116,11 @@ def test_a_decoder_compiles_without_a_break(step):
         assert (mine - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
 
 
-def test_a_compiled_step_adds_gradients_in_place_too():
+@pytest.mark.parametrize("spec", ["attnres-block:block=2", "attnres-block:block=2,heads=4"])
+def test_a_compiled_step_adds_gradients_in_place_too(spec):
     """Its copies of them, of which there are as many as sources, must not be there at all."""
     x = torch.randn(4096, 512, device="cuda").bfloat16()
-    stack = Stack("attnres-block:block=2", 512, 24).to("cuda", torch.bfloat16)
+    stack = Stack(spec, 512, 24).to("cuda", torch.bfloat16)
     forwards = [stack, torch.compile(stack)]
     peaks = []
     for forward in [*forwards, *forwards]:  # compiled first, measured then

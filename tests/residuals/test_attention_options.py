@@ -1,0 +1,80 @@
+"""Options of Attention Residuals: their kernels against the reference, through all reads of a network."""
+
+import pytest
+import torch
+from kernel_cases import replay
+from test_residuals_banks import Additions, draw, with_backend
+
+from headwater.residuals import build
+from headwater.residuals.base import hold_weights
+
+DIM, READS = 16, 3
+SPECS = {  # kernels that run forward, and backward too
+    "attnres-full:heads=4": {"weigh": READS},
+    "attnres-full:weights=sigmoid,scale=root": {"weigh": READS},
+    "attnres-full:key_norm=false": {"weigh": READS},
+    "attnres-full:key_dim=5": {"weigh": READS},
+    "attnres-full:query=projected": {"weigh": READS, "score": READS},
+    "attnres-block:block=2,key_dim=8,query=projected,key_weight=false": {"weigh": READS, "score": READS},
+    "attnres-full:window=1,heads=2,weights=sigmoid,query=projected": {"weigh": READS, "score": READS},
+    "attnres-full:weights=static": {"mix_bank": READS},
+}
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
+
+
+@pytest.mark.parametrize("compiled", [None, "aot_eager"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_kernels_give_the_same(spec, compiled):
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from headwater.ops.triton.launch import launches
+
+    torch.compiler.reset()
+    before, tensors = launches.copy(), draw(READS)
+    found = replay(with_backend(spec, "triton"), tensors, compiled=compiled)
+    both = {f"{name}{way}": count for name, count in SPECS[spec].items() for way in ("", "_backward")}
+    assert launches - before == both
+    for mine, exact in zip(found, replay(spec, tensors, torch.float64), strict=True):
+        torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_gradient_is_added_outside_of_the_kernels(spec):
+    """Of one more read, as many are as of the one before: none for each source. Nor is one copied."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    counts, copies = [], []
+    for sublayers in (4, 6, 8):
+        residual, (x, *outputs) = build(with_backend(spec, "triton"), DIM, sublayers), draw(sublayers)
+        state = residual.begin(x.requires_grad_())
+        for i, y in enumerate(outputs):
+            read, state = residual.read(state, i)
+            state = residual.write(state, i, y * read)
+        out = residual.end(state)
+        with Additions() as seen:
+            out.sum().backward()
+        counts.append(seen.count)
+        copies.append(seen.copies)
+    assert len(set(copies)) == 1
+    assert counts[2] - counts[1] == counts[1] - counts[0] <= 2
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_mixing_matrix_is_read_off_the_reference(spec):
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from headwater.ops.triton.launch import launches
+
+    residual, before = build(with_backend(spec, "triton"), DIM, 4), sum(launches.values())
+    with hold_weights():
+        state = residual.begin(torch.randn(2, DIM))
+        for i in range(4):
+            state = residual.write(residual.read(state, i)[1], i, torch.randn(2, DIM))
+        residual.end(state)
+    assert sum(launches.values()) == before
+
+
+@pytest.mark.parametrize("spec", ["attnres-full", *SPECS])
+def test_what_has_kernels_gains_little_when_compiled(spec):
+    """A long run compiles its layers then, and not the whole model."""
+    assert build(spec, DIM, 4).fused
+    assert not build(with_backend(spec, "reference"), DIM, 4).fused
+    assert not build("attnres-full:heads=4,weights=static", DIM, 4).fused
