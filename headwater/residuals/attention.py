@@ -11,7 +11,7 @@ from headwater.ops import Backend, depth_attention, mix_sources
 from headwater.ops.banks import mix_bank, project_source
 from headwater.ops.depth import weigh_sources
 from headwater.ops.depth.reference import depth_weights, fold, stack_wide
-from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm, wide
+from headwater.ops.numerics import accumulation_dtype, wide
 from headwater.ops.routing import use_triton
 
 from .base import Layout, Next, Norm, Residual, State, apply_norm, hold, weights_held
@@ -326,13 +326,11 @@ class AttentionResidual(Residual):
         if read.scalars is not None:
             (x,), state = mix_bank(state, wide(read.scalars).T, thread=thread, backend=self.backend)
             return x, state
-        query, key_weight = read.scaled_query(), read.key_weight
         if self.usual:
-            return depth_attention(state, query, key_weight, eps=self.eps, backend=self.backend), state
-        if self.query_kind == "projected":  # the key weight multiplies a few rows, not a query of each token
-            rows = query if key_weight is None else fold(query, key_weight.unsqueeze(-1), wide(query).dtype)
-            query, newest = project_source(state[-1], rows, self.eps, backend=self.backend)
-            state, key_weight = (*state[:-1], newest), None
+            query = read.scaled_query()
+            return depth_attention(state, query, read.key_weight, eps=self.eps, backend=self.backend), state
+        query, key_weight, newest = self._query(read, state[-1], self.backend)
+        state = (*state[:-1], newest)
         return weigh_sources(state, query, key_weight, **self.weighing, thread=thread, backend=self.backend)
 
     def _weights_of(self, stack: Tensor, i: int) -> Tensor:
@@ -343,8 +341,15 @@ class AttentionResidual(Residual):
         if read.scalars is not None:
             shape = (-1, *[1] * (stack.dim() - 2), self.heads)
             return read.scalars.to(stack.dtype).view(shape).expand(*stack.shape[:-1], self.heads)
-        query = read.scaled_query()
-        if self.query_kind == "projected":
-            with full_precision(stack):
-                query = rms_norm(stack[-1], None, self.eps) @ query.to(stack.dtype).T
-        return depth_weights(stack, query, read.key_weight, **self.weighing)
+        query, key_weight, _ = self._query(read, stack[-1], "reference")
+        return depth_weights(stack, query, key_weight, **self.weighing)
+
+    def _query(self, read: DepthRead, newest: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The query, the weight that keys have beside it, and the newest source, to be read in its place. Of a query
+        that is projected, the weight multiplies the projection's rows instead."""
+        query, key_weight = read.scaled_query(), read.key_weight
+        if self.query_kind == "static":
+            return query, key_weight, newest
+        rows = fold(query, None if key_weight is None else key_weight.unsqueeze(-1), accumulation_dtype(query.dtype))
+        projected, newest = project_source(newest, rows, self.eps, backend=backend)
+        return projected, None, newest
