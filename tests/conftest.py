@@ -44,6 +44,7 @@ LONGEST = (
     "benchmarks/test_residuals_benchmark.py",
     "train/test_plan.py",
     "ops/test_banks.py",
+    "residuals/test_attention_options.py",
     "residuals/test_residuals_banks.py",
     "hf/test_hf_generate.py",
     "hf/test_hf_peft.py",

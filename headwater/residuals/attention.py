@@ -104,9 +104,10 @@ class AttentionResidual(Residual):
     `key_weight`: whether the keys' norm has a weight; `start`: queries are drawn with this standard deviation, zero
     unless given; `scale` of a query: one, root (1 / sqrt(D)), width (1 / D), or gain, a learned number, zero at start,
     times a query of length one, which is drawn.
-    How it is computed: `backend` as in `headwater.depth_attention`; `schedule` auto (in two phases where kernels run,
-    and where a CPU trains in fp32 what is not tiny, else read by read), one-pass, or two-phase (over the kernels; with
-    backend=reference over the plain operators, on any device).
+    How it is computed: `backend` as in `headwater.depth_attention` (no kernels: several heads with static weights or
+    with key_dim); `schedule` auto (in two phases where kernels run, and where a CPU trains in fp32 what is not tiny,
+    else read by read), one-pass, or two-phase (over the kernels; with backend=reference over the plain operators, on
+    any device).
     Attention Residuals, arXiv 2603.15031.
     """
 

@@ -56,7 +56,7 @@ def depth_attention(
         key_weight: (D,), the weight of the RMSNorm that makes keys of sources; None is ones.
         norm_weight: (D,), folds the reader's RMSNorm (with the same `eps`) into the call.
         eps: of both norms.
-        heads: groups of channels, each with a softmax of its own; must divide D.
+        heads: groups of channels, each with a softmax of its own; must divide D. The kernels have one.
         backend: "auto" takes the Triton kernels where they can run, "triton" runs them or raises, "reference" is plain
             PyTorch. Without gradients the kernel reads in one launch.
         return_weights: also return the fp32 weights, (N, ..., H), which sum to one over N.
@@ -87,7 +87,8 @@ def weigh_sources(
     thread: bool = True,
     backend: Backend = "auto",
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One read with the options of Attention Residuals; `weigh` has the mathematics.
+    """One read with the options of Attention Residuals, for which `depth_attention` has no kernels; `weigh` has the
+    mathematics.
 
     Arguments:
         sources: N tensors (..., D), all of one shape, dtype and device.
