@@ -104,10 +104,10 @@ class AttentionResidual(Residual):
     `key_weight`: whether the keys' norm has a weight; `start`: queries are drawn with this standard deviation, zero
     unless given; `scale` of a query: one, root (1 / sqrt(D)), width (1 / D), or gain, a learned number, zero at start,
     times a query of length one, which is drawn.
-    How it is computed: `backend` as in `headwater.depth_attention` (no kernels: several heads with static weights or
-    with key_dim); `schedule` auto (in two phases where kernels run, and where a CPU trains in fp32 what is not tiny,
-    else read by read), one-pass, or two-phase (over the kernels; with backend=reference over the plain operators, on
-    any device).
+    How it is computed: `backend` as in `headwater.depth_attention` (query, weights, key_norm, heads and key_dim have
+    kernels by the name triton alone; several heads with static weights, or with key_dim, none); `schedule` auto (in two
+    phases where kernels run, and where a CPU trains in fp32 what is not tiny, else read by read), one-pass, or
+    two-phase (over the kernels; with backend=reference over the plain operators, on any device).
     Attention Residuals, arXiv 2603.15031.
     """
 
@@ -180,8 +180,10 @@ class AttentionResidual(Residual):
         self.kernels = heads == 1 or (whole and weights != "static")  # there are some for these options
         if backend == "triton" and not self.kernels:
             raise ValueError("backend=triton has several heads of whole keys alone, and not with weights=static")
-        self.fused = self.kernels and backend != "reference"
         self.usual = query == "static" and weights == "softmax" and key_norm and whole and heads == 1
+        # Kernels of the options have not been timed on a GPU: they run where they are asked for by name.
+        self.chosen: Backend = "reference" if backend == "auto" and not self.usual else backend
+        self.fused = self.kernels and self.chosen != "reference"
         self.phased = self.usual and window is None  # can be computed in two phases
         if schedule == "two-phase" and not self.phased:
             raise ValueError(
@@ -325,14 +327,14 @@ class AttentionResidual(Residual):
             return mix_sources(stack, hold(self._weights_of(stack, i))).to(state[0].dtype), state
         read, thread = self._parameters_of(i), i < self.sublayers
         if read.scalars is not None:
-            (x,), state = mix_bank(state, wide(read.scalars).T, thread=thread, backend=self.backend)
+            (x,), state = mix_bank(state, wide(read.scalars).T, thread=thread, backend=self.chosen)
             return x, state
         if self.usual:
             query = read.scaled_query()
             return depth_attention(state, query, read.key_weight, eps=self.eps, backend=self.backend), state
-        query, key_weight, newest = self._query(read, state[-1], self.backend)
+        query, key_weight, newest = self._query(read, state[-1], self.chosen)
         state = (*state[:-1], newest)
-        return weigh_sources(state, query, key_weight, **self.weighing, thread=thread, backend=self.backend)
+        return weigh_sources(state, query, key_weight, **self.weighing, thread=thread, backend=self.chosen)
 
     def _weights_of(self, stack: Tensor, i: int) -> Tensor:
         """(N, ..., H) for stack (N, ..., D)."""

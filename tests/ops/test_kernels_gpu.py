@@ -65,7 +65,7 @@ def test_the_schedule_of_training_is_as_exact(spec, dim, dtype):
 )
 def test_options_are_as_exact(options, dim, dtype):
     before = launches["weigh_backward"]
-    assert worst_of(f"attnres-full:{options}", dim, 33, dtype) <= 1
+    assert worst_of(f"attnres-full:{options},backend=triton", dim, 33, dtype) <= 1
     assert launches["weigh_backward"] > before
 
 
@@ -90,7 +90,10 @@ def test_repeats_are_bit_equal():
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-@pytest.fixture(scope="module", params=["attnres-block:block=4", "attnres-full:heads=4", "attnres-full:weights=static"])
+STEPS = ("attnres-block:block=4", "attnres-full:heads=4,backend=triton", "attnres-full:weights=static,backend=triton")
+
+
+@pytest.fixture(scope="module", params=STEPS)
 def step(request):
     """A small decoder in bf16 and a function that returns its loss and all gradients."""
     torch.manual_seed(0)
@@ -116,7 +119,7 @@ def test_a_decoder_compiles_without_a_break(step):
         assert (mine - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
 
 
-@pytest.mark.parametrize("spec", ["attnres-block:block=2", "attnres-block:block=2,heads=4"])
+@pytest.mark.parametrize("spec", ["attnres-block:block=2", "attnres-block:block=2,heads=4,backend=triton"])
 def test_a_compiled_step_adds_gradients_in_place_too(spec):
     """Its copies of them, of which there are as many as sources, must not be there at all."""
     x = torch.randn(4096, 512, device="cuda").bfloat16()

@@ -77,8 +77,9 @@ def test_a_mixing_matrix_is_read_off_the_reference(spec):
 
 
 @pytest.mark.parametrize("spec", ["attnres-full", *SPECS])
-def test_what_has_kernels_gains_little_when_compiled(spec):
-    """A long run compiles its layers then, and not the whole model."""
-    assert build(spec, DIM, 4).fused
+def test_what_reads_over_kernels_gains_little_when_compiled(spec):
+    """A long run compiles its layers then, and not the whole model. Those of options are asked for by name."""
+    assert build(spec, DIM, 4).fused == (spec == "attnres-full")
+    assert build(with_backend(spec, "triton"), DIM, 4).fused
     assert not build(with_backend(spec, "reference"), DIM, 4).fused
     assert not build("attnres-full:heads=4,weights=static", DIM, 4).fused
