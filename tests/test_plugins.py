@@ -15,7 +15,7 @@ from tinyrun import tiny
 from headwater.cli import main
 from headwater.errors import Interrupted, UserError
 from headwater.residuals import StandardResidual, StreamResidual, build, names, pinned, register, registry
-from headwater.residuals.plugins import flags_for
+from headwater.residuals.plugins import flags_for, import_plugins
 from headwater.train import compare, train
 from headwater.train.comparison import job_of
 from headwater.train.config import asdict
@@ -105,7 +105,17 @@ def test_an_installed_package_that_cannot_be_imported_is_named(site, monkeypatch
     install(site, value="brook.absent")
     monkeypatch.syspath_prepend(site)
     with pytest.raises(
-        ValueError, match=r"'brook = brook.absent' of headwater.residuals .* uninstall the package brook"
+        ValueError, match=r"(?s)'brook = brook.absent' of headwater.residuals .* uninstall the package brook"
+    ):
+        build("leaky", 8, 4)
+
+
+def test_an_installed_package_that_raises_is_named_with_its_line(site, monkeypatch):
+    install(site)
+    (site / "brook" / "__init__.py").write_text("import json\n1 / 0\n")
+    monkeypatch.syspath_prepend(site)
+    with pytest.raises(
+        ValueError, match=r"'brook = brook' of .*__init__.py, line 2: ZeroDivisionError: .*\nMend or un"
     ):
         build("leaky", 8, 4)
 
@@ -167,11 +177,28 @@ def test_a_wrong_plugin_says_what_is_wrong(site, monkeypatch, capsys, name, mess
     assert message in said
 
 
-def test_an_error_inside_of_a_plugin_is_its_own(site, monkeypatch):
-    (site / "broken.py").write_text("import nothing_of_this_name\n")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import nothing_of_this_name\n", "line 1: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("\nimport brook.leaky\nbrook.leaky.build('x', 8)\n", "line 3: AttributeError: module 'brook.leaky' has no"),
+        ("import json\n\njson.loads('{')\n", "line 3: JSONDecodeError: "),  # the module's line, not that of json
+        ("def half(:\n", "line 1: SyntaxError: invalid syntax\n"),
+        ("\n" + LEAKY.replace('"leaky"', '"standard"'), "ValueError: residual 'standard' is registered already, by "),
+    ],
+)
+def test_an_error_inside_of_a_plugin_is_one_message_that_names_the_line(site, monkeypatch, capsys, text, message):
+    (site / "brook" / "broken.py").write_text(text)
     monkeypatch.chdir(site)
-    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
-        run("residuals", "standard", "--plugin", "broken")
+    assert run("residuals", "standard", "--plugin", "brook.broken") == 1
+    said = capsys.readouterr().err
+    place = site / "brook" / "broken.py"
+    assert said.startswith(f"headwater: --plugin brook.broken cannot be imported: {place}, line ")
+    assert message in said
+    assert said.endswith("\nMend the module; python -c 'import brook.broken' shows all that led there\n")
+    with pytest.raises(UserError) as raised, without_plugins():
+        import_plugins(["brook.broken"])
+    assert raised.value.__cause__ is not None  # in Python the whole way is there
 
 
 def test_register_refuses_what_would_not_work(site):

@@ -8,6 +8,7 @@ for messages: nothing is imported because a file names it. What is imported is w
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -21,7 +22,7 @@ GROUP = "headwater.residuals"
 def import_plugins(modules: Iterable[str]) -> None:
     """Import modules that register residuals, from the Python path or the current folder.
 
-    Raises UserError for what is no module's name, or one that is not found; errors inside a module are its own.
+    Raises UserError for what is no module's name, one that is not found, or one that raises: that error is its cause.
 
         import_plugins(["my_residuals"])
     """
@@ -32,13 +33,29 @@ def import_plugins(modules: Iterable[str]) -> None:
             sys.path.append(os.getcwd())  # the headwater command, unlike python -m, does not look there
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise
+        except Exception as error:  # a module of somebody else's: whatever it raises is what there is to say
+            absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            if absent is not None and f"{module}.".startswith(f"{absent}."):
+                raise UserError(
+                    f"--plugin {module}: there is no module '{absent}' in {os.getcwd()} or on the Python path: "
+                    "run the command where it lies, set PYTHONPATH to its folder, or install it"
+                ) from None
             raise UserError(
-                f"--plugin {module}: there is no module '{error.name}' in {os.getcwd()} or on the Python path: "
-                "run the command where it lies, set PYTHONPATH to its folder, or install it"
-            ) from None
+                f"--plugin {module} cannot be imported: {raised_in(module, error)}\n"
+                f"Mend the module; python -c 'import {module}' shows all that led there"
+            ) from error
+
+
+def raised_in(module: str, error: Exception) -> str:
+    """What the import of a module raised, and where: at the last line of its package, whatever that line called."""
+    package, said = module.partition(".")[0], str(error)
+    frames = [
+        (at.f_globals.get("__name__", ""), at.f_code, line) for at, line in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [f"{code.co_filename}, line {line}: " for name, code, line in frames if name.partition(".")[0] == package]
+    if isinstance(error, SyntaxError) and error.filename:  # of a file that never ran
+        own, said = [f"{error.filename}, line {error.lineno}: "], error.msg
+    return "".join(own[-1:]) + f"{type(error).__name__}: {said}"
 
 
 def flags_for(modules: Iterable[str | None]) -> str:
@@ -52,10 +69,11 @@ def load_entry_points() -> None:
     for point in entry_points(group=GROUP):
         try:
             point.load()
-        except ImportError as error:
+        except Exception as error:  # as above
             raise ValueError(
-                f"the entry point '{point.name} = {point.value}' of {GROUP} cannot be imported ({error}): mend or "
-                f"uninstall the package{'' if point.dist is None else f' {point.dist.name}'}"
+                f"the entry point '{point.name} = {point.value}' of {GROUP} cannot be imported: "
+                f"{raised_in(point.module, error)}\n"
+                f"Mend or uninstall the package{'' if point.dist is None else f' {point.dist.name}'}"
             ) from error
 
 
