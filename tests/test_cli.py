@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,22 @@ def test_version_help_and_python_m(capsys):
     assert "did you mean 'train'?" in fails(capsys, "help", "trian")
     shown = subprocess.run([sys.executable, "-m", "headwater", "-V"], capture_output=True, text=True, check=True).stdout
     assert shown == f"headwater {headwater.__version__}\n"
+
+
+@pytest.mark.parametrize("module", ["tyro", "torch"])
+def test_ctrl_c_while_the_command_is_imported_is_a_line(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    begin = "import sys; from headwater.__main__ import main; sys.argv = ['headwater', 'train']; sys.exit(main())"
+    for argv in (["-c", begin], ["-m", "headwater", "train"]):  # as the script does, and as python -m
+        done = subprocess.run(
+            [sys.executable, *argv], cwd=tmp_path, env=where, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 130
+        assert done.stderr.startswith("headwater: stopped by Ctrl-C")
+        assert len(done.stderr.splitlines()) == 1
+    with Path(inspect.getfile(headwater)).parents[1].joinpath("pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["project"]["scripts"] == {"headwater": "headwater.__main__:main"}
 
 
 def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
