@@ -1,7 +1,7 @@
 """Whether a residual keeps what every residual promises, for whoever writes one.
 
 As `torch.library.opcheck` and scikit-learn's `check_estimator` do, every check runs by itself on a small random model,
-and what is wrong with one leaves the others their say.
+and what is wrong with one leaves the others their say; but for the first two, without which the others cannot tell.
 """
 
 import copy
@@ -33,15 +33,19 @@ def check_residual(spec: str) -> dict[str, str]:
     Arguments: `spec`, a registered name, with options if you like.
 
     Returns a dictionary: for each check, by name, what is wrong and in which method, or "" where nothing is. A class
-    that cannot be built has no other checks.
+    that cannot be built, or whose pass has not the right shapes, has no other checks.
     Raises ValueError for an unknown name or option.
 
         assert not any(check_residual("leaky:start=0.5").values())
     """
     parse(spec)
     with torch.random.fork_rng(devices=[]):
-        wrong = outcome(methods, spec)
-        return {"methods": wrong} if wrong else {"methods": "", **{f.__name__: outcome(f, spec) for f in CHECKS}}
+        found: dict[str, str] = {}
+        for check in CHECKS:
+            found[check.__name__] = outcome(check, spec)
+            if check in FIRST and found[check.__name__]:
+                break
+        return found
 
 
 def outcome(check: Callable[[str], str], spec: str) -> str:
@@ -253,7 +257,8 @@ def bf16(spec: str) -> str:
     return ""
 
 
-CHECKS = (shapes, norms, states, gradients, start, maps, cache, loading, stages, device, bf16)
+FIRST = (methods, shapes)
+CHECKS = (*FIRST, norms, states, gradients, start, maps, cache, loading, stages, device, bf16)
 
 
 class Guard(Watcher):

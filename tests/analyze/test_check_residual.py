@@ -6,6 +6,7 @@ from outside import without_plugins
 from torch import nn
 
 from headwater.analyze import check_residual
+from headwater.analyze.contract import norms, states
 from headwater.cli import main
 from headwater.residuals import Residual, StandardResidual, StreamResidual, names, register
 from headwater.residuals.base import apply_norm
@@ -210,11 +211,6 @@ class Keeps(StandardResidual):
         return (state[0] + y,)
 
 
-class NoNumbers(StandardResidual):
-    def _write(self, state, i, y):
-        return (state[0] + y * torch.nan,)
-
-
 class Half(StandardResidual):
     def _write(self, state, i, y):
         return (state[0] + 0.5 * y,)
@@ -237,6 +233,13 @@ class Drawn(StandardResidual):
 
     def _write(self, state, i, y):
         return (state[0] + self.scale * y,)
+
+
+class Short(StandardResidual):
+    def _write(self, state, i, y):
+        if y.shape[-2] > 2:
+            raise ValueError("texts are short")
+        return (state[0] + y,)
 
 
 class Rounds(StandardResidual):
@@ -275,7 +278,6 @@ class Rounds(StandardResidual):
         (InPlace, "states", "_write changes in place what it was given"),
         (Remembers, "states", "two passes at a time disturb each other"),
         (Keeps, "states", "a pass sets last of self: what a pass needs belongs into the state"),
-        (NoNumbers, "bf16", "_read of sublayer 1 is not finite"),
         (Silent, "gradients", "no gradient reaches gains.0: "),
         (Endless, "gradients", "the gradient of gain is not finite"),
         (Half, "start", "at_start says 'exact', and against the plain residual it starts as 'different'"),
@@ -291,7 +293,7 @@ def test_a_mistake_is_named_by_its_check(cls, check, message):
         register("broken")(cls)
         found = check_residual("broken")
     assert message in found[check]
-    assert len(found) == (1 if check == "methods" else 12)
+    assert len(found) == {"methods": 1, "shapes": 2}.get(check, 12)  # what follows from these two is not said again
 
 
 def test_dropout_is_no_mistake():
@@ -303,15 +305,7 @@ def test_dropout_is_no_mistake():
 def test_nothing_is_said_to_be_changed_where_it_is_not_a_number():
     with without_plugins():
         register("broken")(Undefined)
-        found = check_residual("broken")
-    assert not found["states"]
-    assert not found["norms"]
-
-
-def test_what_is_not_finite_is_not_said_to_change_in_place():
-    with without_plugins():
-        register("broken")(NoNumbers)
-        assert check_residual("broken")["states"] == ""
+        assert states("broken") == norms("broken") == ""
 
 
 def test_the_draws_of_a_caller_stay_as_they_are():
@@ -341,3 +335,20 @@ def test_the_command_has_a_line_for_each_check(capsys):
     assert main(["residuals", "--check", "standard"]) == 0
     assert main(["residuals", "--check", "standrad"]) == 1
     assert "unknown residual 'standrad'" in capsys.readouterr().err
+
+
+def test_a_fault_of_several_checks_is_told_once(capsys):
+    with without_plugins():
+        register("broken")(Short)
+        assert main(["residuals", "--check", "broken"]) == 1
+    said = capsys.readouterr()
+    assert said.out.count("in _write: ValueError: texts are short") == 1
+    assert "  gradients  in _write: ValueError: texts are short\n" in said.out
+    assert "  maps       as gradients\n  cache      as gradients\n" in said.out
+    assert said.err.startswith("headwater: 1 of these must be mended: ")
+
+
+@pytest.mark.parametrize("flag", ["--dim", "--layers", "--markdown"])
+def test_the_command_refuses_what_a_check_does_not_heed(capsys, flag):
+    assert main(["residuals", "--check", "standard", *([flag] if flag == "--markdown" else [flag, "8"])]) == 1
+    assert f"4 layers of width 32, and has no table: leave out {flag}\n" in capsys.readouterr().err
