@@ -321,29 +321,37 @@ def job_of(name: str, config: Config, out: Path) -> Job:
 
 def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     """A run that is finished counts, and one that was cut off goes on, only if it is the one that the file describes:
-    `headwater train --resume` would take the latter to other steps. What all of them see is noted in `corpora`: a file
-    that has changed keeps its name. A factor on the rate of queries changes nothing where there are none: runs from
-    before its default was another still count."""
+    `headwater train --resume` would take the latter to other steps. One that diverged is tried again with other
+    settings, from the start if they make it another run. What all of them see is noted in `corpora`: a file that has
+    changed keeps its name. A factor on the rate of queries changes nothing where there are none: runs from before its
+    default was another still count."""
     from headwater.train.run import resolve_model
 
     seen = read_json(corpora) if corpora.exists() else {}
+    again: list[Job] = []
+    anew: list[Job] = []
     for job, config in zip(jobs, plan.runs.values(), strict=True):
         data = prepared(config.data)
-        begun = job.finished or any((job.folder / "checkpoints").glob("step-*"))
-        if begun or job.diverged:  # else it begins anew
+        if job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*")):  # else it begins anew
             asked = {**asdict(config), "model": resolve_model(config.model, data).to_dict(), "corpus": data.identity}
             saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label, data.identity)}
             idle = frozenset() if has_queries(config, data) else frozenset({"optim.query_lr"})
             listing = differences(saved, asked, FREE | idle)
-            if begun and listing:
+            if listing and not job.diverged:
                 raise UserError(
                     f"{job.folder} holds a run with other settings, or on other text:\n  "
                     + "\n  ".join(listing)
                     + "\nChoose another --out"
                 )
+            if listing:
+                anew.append(job)
             if differences(saved, asked, OUTER | idle):  # such as more steps that it may leave out: worth another try
-                (job.folder / DIVERGED).unlink(missing_ok=True)
+                again.append(job)
         seen[job.label] = data.identity
+    for job in anew:
+        shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+    for job in again:
+        (job.folder / DIVERGED).unlink(missing_ok=True)
     write_json(corpora, seen)
 
 

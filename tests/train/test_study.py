@@ -326,10 +326,26 @@ def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, tmp_path, m
     assert said.count("with the same command and train.skip_nonfinite = 1") == 1
     assert said.count(f"0 of 3 runs finished, 1 diverged ({hot}; not run again") == 2
     for changed in ("steps = 4\nskip_nonfinite = 1", "steps = 3"):  # the latter makes it another run, which begins anew
+        saved = out / "runs" / hot / "checkpoints" / "step-00000002"
+        saved.mkdir(parents=True, exist_ok=True)
         write_json(out / "runs" / hot / "diverged.json", {"why": "as before"})
         recipe.write_text(recipe.read_text().replace("steps = 4", changed))
         study(recipe, out)
         assert hot in started[-1]
+        assert saved.exists() == (changed != "steps = 3")
+
+
+def test_a_study_that_is_refused_leaves_a_run_that_diverged_as_it_is(recipe, tmp_path):
+    out = tmp_path / "study"
+    arms = ("standard", "attnres-block_block=2")
+    folder, finished = (begin_by_hand(recipe, out, f"residual-{arm}-seed-0") for arm in arms)
+    (folder / "summary.json").unlink()
+    write_json(folder / "diverged.json", {"why": "by itself"})
+    recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 3"))
+    with pytest.raises(UserError, match=f"{finished} holds a run with other settings"):
+        study(recipe, out)
+    assert (folder / "diverged.json").exists()
+    assert any((folder / "checkpoints").iterdir())
 
 
 def test_a_study_with_nothing_to_do_says_so_once(recipe, tmp_path, capsys):
