@@ -403,9 +403,11 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(
     saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE, before: Mapping[str, Any] = BEFORE
 ) -> list[str]:
-    """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists).
-    `before`: values of keys that the saved configuration may be too old to have."""
+    """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists);
+    settings come before what follows from them. `before`: values of keys that the saved configuration may be too old to
+    have."""
     old, new = (flatten(json.loads(json.dumps(values))) for values in (saved, asked))
     old = {**before, **old}
-    keys = [key for key in sorted(old.keys() | new.keys()) if key not in free and old.get(key) != new.get(key)]
+    keys = [key for key in old.keys() | new.keys() if key not in free and old.get(key) != new.get(key)]
+    keys.sort(key=lambda key: (key.startswith("corpus."), key))
     return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]

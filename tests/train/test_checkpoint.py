@@ -316,6 +316,14 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):
     train(config(run_folder, **free), run_folder / "run", resume=True)
 
 
+def test_another_text_is_refused_with_the_setting_before_what_follows_from_it(run_folder):
+    (run_folder / "other.txt").write_text("one two three four\n" * 2000)
+    asked = config(run_folder)
+    asked = replace(asked, data=replace(asked.data, source=(str(run_folder / "other.txt"),)))
+    with pytest.raises(UserError, match=r"configuration:\n  data.source: .* asked for\n  corpus.source_hash: "):
+        train(asked, run_folder / "run", resume=True)
+
+
 def fill_disk(monkeypatch, file_name: str) -> None:
     real = shards.write_file
 
