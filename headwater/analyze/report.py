@@ -20,7 +20,7 @@ from headwater.analyze.markup import listing, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands, facts, results_data, run_rows, settings_table
 from headwater.analyze.results import first_colour, look, table
 from headwater.analyze.runs import RecordedRun, beside, find_order, read_runs
-from headwater.analyze.words import caption, findings, headline, page_notes
+from headwater.analyze.words import caption, findings, headline, page_notes, trained
 from headwater.errors import UserError
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
@@ -112,6 +112,7 @@ def fill_template(groups: list[Group], data: dict[str, Any], notes: list[str] | 
         "facts": facts(groups),
         "table": table(groups),
         "caption": text(caption(groups)),
+        "loss": "" if trained(groups) else " hidden",
         "notes": listing("notes", [*(notes or []), *page_notes(groups)]),
         "runs": run_rows(groups),
         "settings": settings_table(groups),

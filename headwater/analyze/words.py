@@ -97,7 +97,14 @@ def mean(group: Group, key: str) -> float | None:
     return None if found is None else found.mean
 
 
+def trained(groups: list[Group]) -> bool:
+    """Whether any run has a loss to show; a model that read a prompt has none."""
+    return any(run.train or run.evals for group in groups for run in group.runs)
+
+
 def caption(groups: list[Group]) -> str:
+    if not trained(groups):
+        return "No losses are shown: there are no records of training here."
     words = ["Validation loss in nats per token; ± is the standard deviation over seeds."]
     judged = [paired for group in groups if (paired := group.difference()) is not None]
     if judged:

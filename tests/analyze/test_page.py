@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 from runfolder import make_comparison, make_run
+from tinymodels import model_of
 
+import headwater
+from headwater.analyze.prompted import prompted_run
 from headwater.analyze.report import write_report
 
 pytestmark = pytest.mark.browser
@@ -47,6 +50,18 @@ def test_draws_every_curve_map_and_panel(visit, written):
         assert page.locator(f"#measure-{measure} svg").count() == 3
     assert page.locator("#measure-read .panel").first.locator(".dot").count() == 13
     assert page.locator("#measure-output .panel").first.locator(".dot").count() == 12
+
+
+def test_models_that_read_a_prompt_have_no_section_about_loss(visit, comparison, tmp_path):
+    found = headwater.inspect(model_of("attnres-full"), [1, 2, 3], name="mine", removals="none")
+    model = prompted_run(found, dim=32, layers=4)
+    page = visit(write_report([], tmp_path / "alone.html", models=[model]))
+    assert not page.locator(".loss").is_visible()
+    assert page.get_by_text("No losses are shown: there are no records of training here.").is_visible()
+    assert page.locator("#maps canvas").count() == 1
+    page = visit(write_report([comparison], tmp_path / "beside.html", models=[model]))
+    assert page.locator(".loss").is_visible()
+    assert page.locator("#eval path.mean").count() == 3
 
 
 def test_hover_shows_the_recorded_values(visit, comparison, written):
