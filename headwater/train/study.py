@@ -127,7 +127,7 @@ def study(
 
         study("studies/noise/recipe.toml", minutes=20)
     """
-    console = Console(quiet=not progress)
+    console = Console(quiet=not progress, markup=False, highlight=False)  # names and messages may have [brackets]
     plan = read_recipe(Path(recipe))
     go_on = f"headwater study {recipe}" + ("" if out is None else f" --out {out}")
     go_on += flags_for(plugin_for(config.model.residual) for config in plan.runs.values())
@@ -139,7 +139,7 @@ def study(
         for job, config in zip(jobs, plan.runs.values(), strict=True):
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
         before = describe(standing(out, jobs, plan))
-        console.print(before, highlight=False, soft_wrap=True)
+        console.print(before, soft_wrap=True)
         due = [job for job in jobs if not job.diverged]
         failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
         if not plan.keep_weights:
@@ -148,9 +148,9 @@ def study(
                     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         result = standing(out, jobs, plan)
         for label in failures.keys() & {*result.diverged}:
-            console.print(as_settings(failures.pop(label)), highlight=False, markup=False, soft_wrap=True)
+            console.print(as_settings(failures.pop(label)), soft_wrap=True)
         if describe(result) != before:
-            console.print(describe(result), highlight=False, soft_wrap=True)
+            console.print(describe(result), soft_wrap=True)
     if failures:
         listing = "\n  ".join(failures.values())
         raise UserError(

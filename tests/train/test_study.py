@@ -335,6 +335,23 @@ def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, tmp_path, m
         assert saved.exists() == (changed != "steps = 3")
 
 
+def test_brackets_in_messages_and_folders_are_printed_as_they_are(recipe, tmp_path, monkeypatch, capsys):
+    out, name = tmp_path / "[red]study", "residual-standard-seed-0"
+    message = "the loss [1.5] of [bold]tokens[/bold] is not finite [/]"
+
+    def run_all(*_, **__):
+        (out / "runs" / name).mkdir(parents=True)
+        write_json(out / "runs" / name / "diverged.json", {"why": message})
+        return {name: message}
+
+    monkeypatch.setattr("headwater.train.study.run_all", run_all)
+    study(recipe, out)
+    before, said, after = capsys.readouterr().out.splitlines()
+    assert said == message
+    assert before.startswith(f"{out}: 0 of 2 runs finished")
+    assert after.startswith(f"{out}: 0 of 2 runs finished, 1 diverged")
+
+
 def test_a_study_that_is_refused_leaves_a_run_that_diverged_as_it_is(recipe, tmp_path):
     out = tmp_path / "study"
     arms = ("standard", "attnres-block_block=2")

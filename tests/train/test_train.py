@@ -346,6 +346,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path,
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+def test_one_rank_writes_that_a_run_diverged(tmp_path):
+    for main in (False, True):
+        run = SimpleNamespace(folder=tmp_path, ranks=SimpleNamespace(main=main))
+        assert str(loop.diverged(run, "why")) == "why"  # raised by all of them
+        assert (tmp_path / "diverged.json").exists() == main
+
+
 def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_path, monkeypatch):
     spikes(monkeypatch, 8, factor=math.nan)
     with pytest.raises(UserError, match=r"loss or gradient is not finite at step 8 .*--resume and --skip-nonfinite 1"):
