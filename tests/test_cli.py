@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 from tinyrun import flags, tiny
 
 import headwater
@@ -26,7 +27,7 @@ from headwater.analyze import table as table_module
 from headwater.cli import main
 from headwater.cli.flags import DEMO, flag_of, sized
 from headwater.errors import UserError
-from headwater.models import ModelConfig
+from headwater.models import ModelConfig, decoder
 from headwater.models.sampling import Sampling
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
 from headwater.train import study as study_module
@@ -374,6 +375,29 @@ def test_a_full_disk_sends_to_a_flag_that_the_command_has(tmp_path, capsys, monk
     monkeypatch.setattr(loop, "train", full)
     monkeypatch.setattr(headwater.train, "train", full)
     assert "the same command with --resume" in fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"))
+
+
+def test_an_export_to_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    assert main(flags(tiny(tmp_path, steps=2), tmp_path / "run")) == 0
+    words, real = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")], decoder.save_file
+
+    def full(tensors, path):
+        path.write_bytes(b"the first ten")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(decoder, "save_file", full)
+    assert f"No space left on device: {tmp_path / 'exported'}. Make room, then run the same" in fails(capsys, *words)
+    assert sorted(tmp_path.iterdir()) == before
+    monkeypatch.setattr(decoder, "save_file", real)
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "log.txt").write_text("mine")  # logs may be there before
+    assert main(words) == 0
+    written = {"config.json", "log.txt", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "exported").iterdir()} == written
+    assert "A file stands where a folder is needed" in fails(capsys, *words[:-1], tmp_path / "run" / "config.json")
+    page = ["report", str(tmp_path / "run"), "--out", str(tmp_path / "run")]
+    assert f"Is a directory: {tmp_path / 'run'}. A folder stands where a file is needed" in fails(capsys, *page)
 
 
 def test_generate_and_report_from_a_run(tmp_path, capsys):

@@ -6,8 +6,10 @@ nothing that a name contains can run or reach the network.
 """
 
 import base64
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import resources
@@ -49,6 +51,8 @@ def write_report(folders: list[Path], out: Path | None = None, *, models: Sequen
 
 def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "web page") -> Path:
     """Whole or not at all, over a page of before but nothing else. A link is replaced: what it leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.is_file() and not path.is_symlink():
         with path.open("rb") as file:
             if file.read(len(begins)).lower() != begins:

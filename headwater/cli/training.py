@@ -22,6 +22,7 @@ from headwater.cli.flags import (
 from headwater.cli.looking import make_report
 from headwater.cli.models import say
 from headwater.errors import UserError, user_values
+from headwater.folders import made_whole
 from headwater.train.config import Config, check
 from headwater.train.files import read_json, refuse_others
 
@@ -89,8 +90,9 @@ def export(argv: list[str]) -> None:
     from headwater.train import load_run
 
     model, tokenizer, _ = load_run(flags.folder)
-    model.save(flags.out)
-    tokenizer.save(flags.out)
+    with made_whole(flags.out) as folder:
+        model.save(folder)
+        tokenizer.save(folder)
     say(f"{flags.out}: {model.parameter_count()['total']:,} parameters in model.safetensors")
 
 

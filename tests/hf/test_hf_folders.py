@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 from processes import python
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tinyhf import stir, tiny_model, tokens
+from tinyrun import tiny
 from transformers import AutoModelForCausalLM
 
 from headwater.cli import main
@@ -17,6 +19,7 @@ from headwater.errors import UserError
 from headwater.hf import Layout, convert, load_delta, verify
 from headwater.hf.formats import convert as folders
 from headwater.hf.formats.shards import ADDED
+from headwater.train import train
 
 
 @pytest.fixture
@@ -109,6 +112,20 @@ def test_an_interrupted_convert_leaves_nothing(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "copy_companions", interrupt)
     with pytest.raises(KeyboardInterrupt):
         folders.convert_folder(plain, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
+    train(tiny(tmp_path, steps=2), tmp_path / "run")
+
+    def full(self, folder):
+        (folder / "config.json").write_text("{}")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    assert main(["convert", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 1
+    assert f"No space left on device: {tmp_path / 'out'}. Make room" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
 
 

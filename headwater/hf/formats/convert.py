@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwater.errors import UserError, user_values
+from headwater.folders import made_whole
 from headwater.hf.convert.classes import class_of, saved_settings
 from headwater.hf.convert.conversion import convert
 from headwater.hf.convert.depth import RESIDUAL
@@ -26,7 +27,7 @@ from headwater.residuals import parse
 from .fla import is_fla
 from .folder import check_out, load, load_config, read_config
 from .remote import write_remote_code
-from .shards import copy_companions, link_weights, made_whole, size_of, unlink_weights, weight_map
+from .shards import copy_companions, link_weights, size_of, unlink_weights, weight_map
 
 NOTE = """
 ## Residual

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headwater.errors import UserError
+from headwater.folders import made_whole
 from headwater.hf.convert.classes import class_of
 from headwater.hf.convert.refusals import layout_of
 from headwater.hf.verify import Verification, verify
@@ -104,8 +105,9 @@ def verify_folders(
 
 def write_model(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
     check_out(out)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with made_whole(out) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def check_out(out: Path) -> None:

@@ -7,9 +7,7 @@ plain folder shares; a test holds that it stays as it was.
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -23,21 +21,6 @@ SINGLE = "model.safetensors"
 ADDED = "headwater.safetensors"
 LINKED = "plain-"
 NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", "*.gguf", "config.json")
-
-
-@contextmanager
-def made_whole(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes it at the end; if anything goes wrong, Ctrl-C included, nothing is left."""
-    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if out.exists():
-            out.rmdir()  # it is empty: checked before
-        partial.rename(out)
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial)
 
 
 def weight_map(folder: Path) -> dict[str, str]:

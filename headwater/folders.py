@@ -1,0 +1,38 @@
+"""Folders that are written whole or not at all. No torch here."""
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+
+@contextmanager
+def made_whole(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes it at the end, or whose files go there if it is there already; if anything
+    goes wrong, Ctrl-C included, nothing is left.
+
+    Raises OSError where safetensors names an error of the system, such as a full disk, in words alone.
+    """
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(out))
+    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if not out.exists():
+            partial.rename(out)
+        else:
+            for path in partial.iterdir():
+                path.replace(out / path.name)
+    except SafetensorError as error:
+        if (named := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(named[1]), os.strerror(int(named[1])), str(out)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
