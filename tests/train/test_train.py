@@ -774,5 +774,7 @@ def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):
         with pytest.raises(PowerCut):
             train(config, tmp_path / "run")
     (write_corpus(tmp_path) / "more.txt").write_text("a text that was not there before " * 20)
-    with pytest.raises(UserError, match=r"(?s)another configuration:\n  corpus.source_hash.*--init-from .*step-"):
+    with pytest.raises(
+        UserError, match=r"(?s)on other text:\n  corpus.source_hash.*Put back the text.*--init-from .*step-"
+    ):
         train(config, tmp_path / "run", resume=True)

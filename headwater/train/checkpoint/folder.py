@@ -159,11 +159,15 @@ def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
     before = {**BEFORE, "model.fp32_stream": True}  # it was so before there was a choice
     differing = differences(read_state(folder)["config"], asked, before=before)
     if differing:
+        if all(line.startswith("corpus.") for line in differing):  # a file that has changed keeps its name
+            other, cure = "was trained on other text", "Put back the text that it began with"
+        else:
+            other = "belongs to another configuration"
+            cure = "Resume with the settings it was made with (leave the flags out)"
         listing = "\n  ".join(differing)
         raise UserError(
-            f"the checkpoint {folder} belongs to another configuration:\n  {listing}\n"
-            "Resume with the settings it was made with (leave the flags out), or start a new run in another --out, "
-            f"with its weights by --init-from {folder}"
+            f"the checkpoint {folder} {other}:\n  {listing}\n{cure}, or start a new run in another --out, with its "
+            f"weights by --init-from {folder}"
         )
 
 
