@@ -177,6 +177,16 @@ def test_a_bad_configuration_file_is_explained(tmp_path, capsys, text, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_settings_of_a_newer_release_are_said_to_be_so(tmp_path, capsys):
+    train(tiny(tmp_path, steps=2), tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    write_json(tmp_path / "run" / "config.json", {**saved, "train": {**saved["train"], "warp": 9}})
+    for words in (["train", "--resume", "--out"], ["generate"]):
+        message = fails(capsys, *words, tmp_path / "run")
+        assert "unknown key 'warp'" in message
+        assert "If a newer headwater wrote it, read it with that" in message
+
+
 def test_a_misspelt_flag_names_the_nearest(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["train", "--warmpu", "3"])

@@ -304,7 +304,15 @@ def load_file(path: str | Path, base: Config | None = None) -> Config:
         raise UserError(f"no configuration file at {path}") from None
     except (ValueError, OSError) as error:
         raise UserError(f"cannot read the configuration {path}: {error}") from None
-    return override(base or Config(), values, str(path))
+    return (override_saved if path.suffix == ".json" else override)(base or Config(), values, str(path))
+
+
+def override_saved(base: T, values: Any, where: str) -> T:
+    """As `override`, with what a run has saved, perhaps one of another release."""
+    try:
+        return override(base, values, where)
+    except UserError as error:
+        raise UserError(f"{error}. If a newer headwater wrote it, read it with that") from None
 
 
 def override(base: T, values: Any, where: str) -> T:

@@ -9,7 +9,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.residuals import pinned
 from headwater.train.checkpoint.folder import STATE, load_model, read_state
-from headwater.train.config import Config, override, with_before
+from headwater.train.config import Config, override_saved, with_before
 from headwater.train.data.tokenizer import Tokenizer
 from headwater.train.files import read_json
 
@@ -80,4 +80,5 @@ def settings_of(folder: Path) -> Config | None:
     saved = read_state(folder)["config"] if (folder / STATE).is_file() else read_json(folder / "config.json")
     if "train" not in saved:
         return None
-    return override(with_before(Config()), {key: value for key, value in saved.items() if key != "corpus"}, str(folder))
+    settings = {key: value for key, value in saved.items() if key != "corpus"}
+    return override_saved(with_before(Config()), settings, str(folder))
