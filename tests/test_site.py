@@ -188,6 +188,18 @@ def test_pictures_keep_their_size_on_a_phone(site, visit):
 
 @pytest.mark.slow
 @pytest.mark.browser
+@pytest.mark.parametrize("settings", [{}, PHONE], ids=["desk", "phone"])
+def test_a_row_of_numbers_is_a_line(settings, site, visit):
+    """An interval that breaks over three lines cannot be held against the one below it."""
+    page = visit(site / "results" / "study.html", within=site, **settings)
+    rows = "[...document.querySelectorAll('table:has(th:nth-child(5)) tbody tr')].map(row => row.offsetHeight)"
+    heights = page.evaluate(rows)
+    assert len(heights) > 50
+    assert max(heights) < 40
+
+
+@pytest.mark.slow
+@pytest.mark.browser
 def test_search_works_from_disk(site, visit):
     page = visit(site / "index.html", within=site)
     page.locator(".md-search__input").press_sequentially("sinkhorn")  # it listens to keys

@@ -407,8 +407,8 @@ def fits(runs: Runs, cost: Cost = operations) -> str:
         assert curve.fit is not None  # points at two budgets are left out before
         law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
         saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != BASELINE else "1" for c in budgets]
-        rows.append([f"`{curve.residual}`", law, *saved])
-    return grid(["", "bits per byte", *(f"at {shown(c)}" for c in budgets)], rows)
+        rows.append([f"`{curve.residual}`", *saved, law])
+    return grid(["", *(f"at {shown(c)}" for c in budgets), "bits per byte"], rows)
 
 
 def _multiplier(interval: Interval | None) -> str:
