@@ -170,3 +170,15 @@ def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(count, heads, dim, keys,
     for _ in range(10):
         again = run(inputs, seeds, heads, softmax, norm, "triton")
         assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+
+
+def test_whole_keys_are_the_sources_themselves():
+    """A slice of all channels would give a gradient of its own, copied into zeros."""
+    sources = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
+    for keys in (8, 5):
+        reached, seen = [weigh_sources(sources, torch.randn(keys), backend="reference")[0].grad_fn], set()
+        while reached:
+            node = reached.pop()
+            seen.add(node.name())
+            reached += [after for after, _ in node.next_functions if after is not None]
+        assert ("SliceBackward0" in seen) == (keys == 5)

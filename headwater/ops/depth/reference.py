@@ -76,7 +76,8 @@ def depth_weights(
 ) -> Tensor:
     """The weights of a read, (N, ..., H): softmax over N, or sigmoid, of the logits of keys, which are the last so many
     channels of a source in `stack` (N, ..., D) as `query` has."""
-    keys = stack[..., -query.shape[-1] :]
+    width = query.shape[-1]
+    keys = stack if width == stack.shape[-1] else stack[..., -width:]  # a slice's gradient is padded with zeros
     logits = depth_logits(keys, query, key_weight, eps=eps, heads=heads, key_norm=key_norm)
     return logits.softmax(0) if softmax else logits.sigmoid()
 
