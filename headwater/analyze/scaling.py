@@ -162,9 +162,9 @@ def _drawn(
 ) -> list[tuple[Fit, Fit]]:
     """Curves of a residual and of the baseline, fitted to what was found plus noise; none where that is unknown."""
     near = {c: min((abs(math.log(b / c)), b) for b in plain) for at in everyone for c in at}
-    off, plain_off = _deviations(mine), _deviations(plain)
-    if not (off or plain_off):
+    if not any(map(_deviations, everyone)):
         return []
+    off, plain_off = _deviations(mine), _deviations(plain)
     spread = {}
     for budgets in _neighbours([{near[c][1]: len(losses) - 1 for c, losses in at.items()} for at in (mine, plain)]):
         repeated = any(near[c][1] in budgets for c, _ in off)

@@ -152,6 +152,8 @@ def test_a_residual_without_a_second_seed_has_the_noise_of_all_residuals():
     loud = points | {"loud": sampled(TRUE, 3e-3, 4, seed=1)}
     pair, all_three = (compare_scaling(each, "standard", draws=400)[1].multipliers[1e16] for each in (points, loud))
     assert all_three.high - all_three.low > 5 * (pair.high - pair.low)
+    neither = compare_scaling(loud | {"standard": single}, "standard", draws=400)[1].multipliers[1e16]
+    assert neither.high - neither.low == pytest.approx(all_three.high - all_three.low, rel=0.7)
 
 
 def test_few_pairs_do_not_tell_that_runs_vary_together():
