@@ -13,6 +13,10 @@ class UserError(Exception):
     exit_code = 1
 
 
+class BackendError(UserError, ValueError):
+    """A backend was asked for by name and cannot run here: a ValueError to whoever calls an operator."""
+
+
 class Interrupted(UserError):
     """A signal ended the run in good order; the exit code is the shell's convention, 128 + signal."""
 

@@ -14,22 +14,22 @@ from safetensors import SafetensorError
 
 @contextmanager
 def made_whole(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes it at the end, or whose files go there if it is there already; if anything
-    goes wrong, Ctrl-C included, nothing is left.
+    """A folder beside `out` that becomes it at the end, or, if `out` is there already, one inside whose files move up:
+    it may be a volume of its own. If anything goes wrong, Ctrl-C included, nothing is left.
 
     Raises OSError where safetensors names an error of the system, such as a full disk, in words alone.
     """
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(out))
-    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
+    partial = (out if out.exists() else out.parent) / f".{out.name}.{uuid.uuid4().hex[:8]}"
     partial.mkdir(parents=True)
     try:
         yield partial
-        if not out.exists():
-            partial.rename(out)
-        else:
+        if partial.parent == out:
             for path in partial.iterdir():
                 path.replace(out / path.name)
+        else:
+            partial.rename(out)
     except SafetensorError as error:
         if (named := re.search(r"\(os error (\d+)\)", str(error))) is None:
             raise

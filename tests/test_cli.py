@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from headwater.analyze import table as table_module
 from headwater.cli import main
 from headwater.cli.flags import DEMO, flag_of, sized
 from headwater.errors import UserError
+from headwater.folders import made_whole
 from headwater.models import ModelConfig, decoder
 from headwater.models.sampling import Sampling
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
@@ -405,9 +407,18 @@ def test_an_export_to_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, ca
     assert main(words) == 0
     written = {"config.json", "log.txt", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in (tmp_path / "exported").iterdir()} == written
+    with made_whole(tmp_path / "exported") as folder:
+        assert folder.parent == tmp_path / "exported"  # which may be a volume of its own
     assert "A file stands where a folder is needed" in fails(capsys, *words[:-1], tmp_path / "run" / "config.json")
     page = ["report", str(tmp_path / "run"), "--out", str(tmp_path / "run")]
     assert f"Is a directory: {tmp_path / 'run'}. A folder stands where a file is needed" in fails(capsys, *page)
+
+
+def test_kernels_by_name_on_a_cpu_are_one_message(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for residual in ("attnres-full:backend=triton", "attnres-full:heads=2,backend=triton"):
+        words = flags(tiny(tmp_path, residual=residual, device="cpu"), tmp_path / residual)
+        assert re.search("the kernels need cuda|triton is not installed", fails(capsys, *words))
 
 
 def test_generate_and_report_from_a_run(tmp_path, capsys):

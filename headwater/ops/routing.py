@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headwater.errors import BackendError
+
 Backend = Literal["auto", "reference", "triton"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,5 +51,5 @@ def use_triton(backend: Backend, source: Tensor, *others: Tensor, heads: int = 1
         return False
     reason = obstacle(source, *others, heads=heads)
     if reason is not None and backend == "triton":
-        raise ValueError(f"backend='triton' cannot take shape {tuple(source.shape)}, {source.dtype}: {reason}")
+        raise BackendError(f"backend='triton' cannot take shape {tuple(source.shape)}, {source.dtype}: {reason}")
     return reason is None
