@@ -55,11 +55,19 @@ __all__ = [
     "verify",
 ]
 
+_rooms = {"analyze", "errors", "hf", "models", "ops", "residuals", "train"}  # headwater.hf.reset needs no other import
+
 
 def __getattr__(name: str) -> Any:
+    if name in _rooms:
+        return import_module(f".{name}", __name__)
     if name not in _homes:
         raise AttributeError(f"module 'headwater' has no attribute '{name}'")
     return getattr(import_module(f".{_homes[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_rooms, "__version__"]
 
 
 if "transformers.models.auto.modeling_auto" in sys.modules:  # then it costs nothing to make converted models known

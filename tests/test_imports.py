@@ -377,6 +377,19 @@ def test_imports_stay_light(statement, unwanted):
     assert answer(probe) == "[]"
 
 
+@pytest.mark.parametrize("room", ["analyze", "errors", "hf", "models", "ops", "residuals", "train"])
+def test_a_room_needs_no_import_of_its_own(room):
+    """The guides write `headwater.hf.save_delta` and `headwater.analyze.check_residual` after `import headwater`."""
+    assert answer(f"import headwater; print(headwater.{room}.__name__)") == f"headwater.{room}"
+
+
+def test_names_that_load_on_first_use_are_listed_before():
+    """What a notebook offers after a dot."""
+    said = answer("import headwater as h; print(*(name for room in (h, h.train, h.analyze) for name in dir(room)))")
+    assert {"build", "convert", "hf", "load_run", "check_residual"} <= set(said.split())
+    assert "Decoder" in answer("import headwater; print(dir(headwater.models))")
+
+
 @pytest.mark.parametrize(("statement", "installs"), [("import headwater", "0"), ("sys.meta_path.append(None)", "1")])
 def test_importing_installs_nothing_into_the_import_machinery(statement, installs):
     probe = f"import sys; before = [*sys.meta_path, *sys.path_hooks]; {statement}; "

@@ -15,3 +15,7 @@ def __getattr__(name: str) -> Any:
     if name != "Decoder":
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return import_module(".decoder", __name__).Decoder
+
+
+def __dir__() -> list[str]:
+    return __all__

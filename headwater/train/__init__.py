@@ -55,3 +55,7 @@ def __getattr__(name: str) -> Any:
     if name not in _homes:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return getattr(import_module(f".{_homes[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
