@@ -331,10 +331,17 @@ def test_the_command_has_a_line_for_each_check(capsys):
     assert fine.splitlines()[0] == "standard"
     assert [line.split() for line in fine.splitlines()[1:]] == [[name, "ok"] for name in check_residual("standard")]
     assert "  states     _write changes in place what it was given: make a new tensor\n" in broken
-    assert "must be mended: the lines without ok" in said.err
+    assert said.err.endswith("must be mended: the lines without ok\n")
     assert main(["residuals", "--check", "standard"]) == 0
     assert main(["residuals", "--check", "standrad"]) == 1
     assert "unknown residual 'standrad'" in capsys.readouterr().err
+
+
+def test_checks_that_could_not_be_made_are_promised(capsys):
+    with without_plugins():
+        register("broken")(Bare)
+        assert main(["residuals", "--check", "broken", "standard"]) == 1
+    assert capsys.readouterr().err.endswith("without ok. The checks that are missing follow then\n")
 
 
 def test_a_fault_of_several_checks_is_told_once(capsys):
