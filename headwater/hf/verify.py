@@ -95,6 +95,9 @@ def verify(model: nn.Module, reference: nn.Module, batch: Tensor | Mapping[str, 
         result = headwater.verify(model, plain, tokenizer(text, return_tensors="pt"))
         assert result.equal, str(result)
     """
+    for given in (model, reference):
+        if not isinstance(given, nn.Module):
+            raise UserError(f"verify takes two loaded models and a batch; got a {type(given).__name__}")
     if isinstance(batch, str):
         raise UserError("a batch is token ids, and this is a text: give tokenizer(text, return_tensors='pt')")
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)

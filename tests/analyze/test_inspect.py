@@ -209,6 +209,7 @@ def test_what_does_not_fit_is_refused():
     for tokens, words in (
         ([1], "two tokens at least, .* got 1"),
         ([], "two tokens at least, .* got 0"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 1]}, r"give ...\['input_ids'\]"),
         ([[1, 2], [3, 4]], "one prompt"),
         ([1, 48], "0 and 47"),
         ([1] * 33, "context of 32"),

@@ -104,6 +104,18 @@ def test_dtype_and_layout_flags(plain, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_what_was_said_of_a_model_does_not_go_along(plain, tmp_path):
+    """Neither pages and scores of another model, nor the code of a residual that is gone."""
+    (plain / "eval.json").write_text("{}")
+    folders.convert_folder(plain, tmp_path / "out", remote_code=True)
+    assert not (tmp_path / "out" / "eval.json").exists()
+    for name in ("eval.json", "matrix.html", "report.html"):
+        (tmp_path / "out" / name).write_text("of the converted model")
+    folders.revert_folder(tmp_path / "out", tmp_path / "back")
+    kept = {path.name for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
+    assert kept == {path.name for path in plain.iterdir() if path.suffix != ".safetensors"} - {"eval.json"}
+
+
 def test_an_interrupted_convert_leaves_nothing(plain, tmp_path, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt

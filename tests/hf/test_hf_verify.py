@@ -173,6 +173,14 @@ def test_a_text_is_no_batch():
         verify(tiny_model("llama"), tiny_model("llama"), "hello")
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_folder_is_no_model(place):
+    given = [tiny_model("llama"), tiny_model("llama")]
+    given[place] = "llama"
+    with pytest.raises(UserError, match="verify takes two loaded models and a batch; got a str"):
+        verify(*given, tokens())
+
+
 def test_where_there_is_no_cache_none_is_tried():
     classifier = AutoModelForSequenceClassification.from_config(tiny_config("qwen3")).eval()
     plain = copy.deepcopy(classifier)

@@ -1,6 +1,6 @@
 """One forward pass of a model, taken apart."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -92,6 +92,8 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
         raise UserError(
             "tokens are numbers, and this is a text: give tokenizer.encode(text), with the tokenizer beside it"
         )
+    if isinstance(tokens, Mapping):
+        raise UserError(f"tokens are numbers, and this has them under a name: give ...['input_ids'], of {[*tokens]}")
     rows = torch.as_tensor(tokens, dtype=torch.long, device=next(model.parameters()).device)
     rows = rows[None] if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[0] != 1:

@@ -26,6 +26,7 @@ from headwater.residuals import parse
 
 from .fla import is_fla
 from .folder import check_out, load, load_config, read_config
+from .remote import FILE as REMOTE_CODE
 from .remote import write_remote_code
 from .shards import copy_companions, link_weights, size_of, unlink_weights, weight_map
 
@@ -128,6 +129,7 @@ def revert_folder(source: Path, out: Path) -> str:
         plain["model_type"] = config["model_type"].removeprefix(PREFIX)
         plain["architectures"] = [type(model).plain.__name__]  # type: ignore[attr-defined]
         copy_companions(source, folder)
+        (folder / REMOTE_CODE).unlink(missing_ok=True)
         _write_config(folder, plain)
         readme = folder / "README.md"
         if readme.is_file():

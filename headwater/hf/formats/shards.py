@@ -20,7 +20,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADDED = "headwater.safetensors"
 LINKED = "plain-"
-NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", "*.gguf", "config.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", "*.gguf")
+ABOUT = ("report.html", "matrix.html", "eval.json")  # written by headwater about the model beside it, and no other
+NOT_COPIED = (*WEIGHTS, *ABOUT, "config.json")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -88,7 +90,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def copy_companions(source: Path, out: Path) -> None:
-    """Everything in the folder besides weights and config: tokenizer, processor, chat template, generation settings."""
+    """All files besides weights, config and what is about that model alone: tokenizer, processor, chat template."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not any(path.match(each) for each in NOT_COPIED):
             shutil.copy2(path, out / path.name)
