@@ -442,6 +442,23 @@ def test_the_trainer_trains_saves_and_resumes_the_format(tmp_path):
     assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
 
 
+def test_the_schedule_of_the_trainer_keeps_the_rate_of_the_queries(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny_model("llama")
+    convert(model)
+    optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=1e-2, weight_decay=0.1))
+    settings = TrainingArguments(
+        str(tmp_path), max_steps=2, save_strategy="no", report_to=[], use_cpu=True, warmup_steps=4
+    )
+    data = [{"input_ids": row, "labels": row} for row in tokens(16)]
+    Trainer(model=model, args=settings, train_dataset=data, optimizers=(optimizer, None)).train()
+    assert {group["name"]: group["lr"] for group in optimizer.param_groups} == pytest.approx(
+        {"matrices": 5e-3, "rest": 5e-3, "queries": 5e-4}
+    )
+
+
 def test_the_command_line_converts_and_verifies(tmp_path, capsys):
     from headwater.cli import main
 

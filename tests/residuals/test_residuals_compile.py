@@ -91,3 +91,24 @@ def test_autocast_is_part_of_the_graph():
         torch.testing.assert_close(
             torch.compile(model, backend="aot_eager", fullgraph=True)(tokens), expected, atol=0.02, rtol=0.02
         )
+
+
+@pytest.mark.parametrize("spec", ["attnres-block:block=2", "mhc"])
+def test_torch_export_takes_a_network_with_a_residual(spec):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+            self.residual = build(spec, DIM, 4)
+
+        def forward(self, x):
+            state = self.residual.begin(x)
+            for i, layer in enumerate(self.layers):
+                read, state = self.residual.read(state, i)
+                state = self.residual.write(state, i, layer(read))
+            return self.residual.end(state)
+
+    network, x = Network(), torch.randn(2, 5, DIM)
+    exported = torch.export.export(network, (x,)).module()
+    with torch.no_grad():
+        torch.testing.assert_close(exported(x), network(x))
