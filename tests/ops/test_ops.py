@@ -153,3 +153,19 @@ def test_wrong_shapes_are_named():
             depth_attention([torch.zeros(2, 4)], torch.zeros(4), **{name: torch.ones(1)})
     with pytest.raises(ValueError, match="3 heads do not divide 4"):
         depth_attention([torch.zeros(2, 4)], torch.zeros(4), heads=3)
+
+
+@pytest.mark.parametrize("sums", [1, 3])
+def test_sums_source_by_source_are_those_of_products(sums, monkeypatch):
+    """Which of the two is faster depends on the width; both paths are taken whatever that is here."""
+    torch.manual_seed(0)
+    sources = [torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    scores = torch.randn(2, 5, 4, sums, dtype=torch.float64, requires_grad=True)
+    expected = torch.einsum("btns,nbtd->sbtd", scores.softmax(-2), torch.stack(sources))
+    wanted = torch.autograd.grad(expected.square().sum(), (scores, *sources))
+    for small in (0, 1024):
+        monkeypatch.setattr(reference, "SMALL", small)
+        outs, _, _ = reference.mix(sources, (scores[..., :1, :], scores[..., 1:, :]))
+        torch.testing.assert_close(torch.stack(outs), expected)
+        found = torch.autograd.grad(torch.stack(outs).square().sum(), (scores, *sources))
+        torch.testing.assert_close(found, wanted)

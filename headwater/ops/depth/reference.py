@@ -27,6 +27,7 @@ from torch import Tensor
 from headwater.ops.numerics import accumulation_dtype, full_precision, rms_norm, rms_scale, shares
 
 Tensors = tuple[Tensor, ...]
+SMALL = 1024  # numbers in all sums of a token, up to which they are faster source by source
 
 
 def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -182,9 +183,7 @@ def mix(
     `pieces`: scores (..., N, S) in fp32, in parts (..., n, S).
     """
     z = torch.cat(tuple(pieces), -2)
-    stack = torch.stack([source.to(z.dtype) for source in sources], -2)  # (..., N, D)
-    with full_precision(stack):
-        mixed = (z.softmax(-2).mT @ stack).unbind(-2)  # S of (..., D)
+    mixed = _mixed(z.softmax(-2), [source.to(z.dtype) for source in sources])
     if norm_weight is not None:
         mixed = (rms_norm(mixed[0], norm_weight, norm_eps), *mixed[1:])
     return (
@@ -192,6 +191,19 @@ def mix(
         z.logsumexp(-2).unbind(-1),
         tuple(sources) if thread else (),
     )
+
+
+def _mixed(weights: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """S sums (..., D) of N sources, by weights (..., N, S): source by source where there is one, or they are small,
+    which moves S sums N times; else as a matrix product for each token, which a CPU without MKL calls one by one."""
+    if weights.shape[-1] * sources[0].shape[-1] > SMALL and weights.shape[-1] > 1:
+        with full_precision(weights):
+            return (weights.mT @ torch.stack(list(sources), -2)).unbind(-2)
+    first, *later = weights.unsqueeze(-1).unbind(-3)  # (..., S, 1) each
+    total = first * sources[0].unsqueeze(-2)
+    for weight, source in zip(later, sources[1:], strict=True):
+        total = torch.addcmul(total, weight, source.unsqueeze(-2))
+    return total.unbind(-2)
 
 
 def open_block(

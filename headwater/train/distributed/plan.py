@@ -230,7 +230,8 @@ def _rank_plan(
     state = {key: size for i in places for key, size in found.held[i].items()}
     kept = {key: size for i in places for key, size in found.kept[i].items()}
     head = sum(found.kept[-1].values()) if last else 0
-    largest = max(sum(found.kept[i].values()) + sum(found.held[i].values()) for i in places)
+    # What is kept of the state is there already; its gradient, which is not, takes as much.
+    largest = max(sum((found.kept[i] | found.held[i]).values()) for i in places)
     logits = 4 * found.tokens * model.vocab_size
     inside = sum(found.bodies[i] for i in places)
     outside = parameters - inside  # embedding, norms, residual, head: divided over all ranks with other tokens
