@@ -153,8 +153,8 @@ def run_everything() -> None:
         train("attnres-block:block=3", dim, dtype)
     train("attnres-full:window=8", 512, torch.bfloat16)
     for options, dim in (("heads=16", 128), ("key_dim=32", 512), ("weights=sigmoid", 192), ("query=projected", 2048)):
-        train(f"attnres-full:{options},backend=triton", dim, torch.bfloat16)
-    train("attnres-full:heads=3,key_norm=false,backend=triton", 123, torch.float32)
+        train(f"attnres-full:{options}", dim, torch.bfloat16)
+    train("attnres-full:heads=3,key_norm=false", 123, torch.float32)
     for spec, dim, dtype in (
         ("mhc:streams=4", 512, torch.bfloat16),
         ("mhc:streams=8", 384, torch.bfloat16),
