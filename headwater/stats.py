@@ -167,3 +167,25 @@ def beta_fraction(a: float, b: float, x: float) -> float:
 
 def minus(text: str) -> str:
     return text.replace("-", "−")
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """From 1; equal values share the mean of theirs."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    found = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for place in order[start : end + 1]:
+            found[place] = (start + end) / 2 + 1
+        start = end + 1
+    return found
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """None where one side is all the same: it ranks nothing."""
+    if len(set(a)) < 2 or len(set(b)) < 2:
+        return None
+    return statistics.correlation(ranks(a), ranks(b))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headwater.stats import Paired, Stat, limits, pair, reach, summarize, t_quantile, t_tails
+from headwater.stats import Paired, Stat, limits, pair, ranks, reach, spearman, summarize, t_quantile, t_tails
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +91,10 @@ def test_what_seeds_can_tell_is_said_in_words():
 
 def test_needs_no_torch():
     subprocess.run([sys.executable, "-c", "import sys, headwater.stats; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_ranks_and_their_correlation():
+    assert ranks([3.0, 1.0, 3.0, 2.0]) == [3.5, 1.0, 3.5, 2.0]
+    assert spearman([1, 2, 3], [10, 1000, 20000]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3, 4], [4, 3, 1, 2]) == pytest.approx(-0.8)
+    assert spearman([1, 1, 1], [1, 2, 3]) is None

@@ -21,7 +21,7 @@ from headwater.analyze.plot import ARMS, Line, Map, Panel, lines_of, picture
 from headwater.analyze.runs import RecordedRun, find_runs, read_run
 from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, panels_of, points_of, shown
 from headwater.models.config import SIZES
-from headwater.stats import Paired, Stat, pair, reach, summarize
+from headwater.stats import Paired, Stat, minus, pair, reach, spearman, summarize
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results" / "study.md"
@@ -493,13 +493,9 @@ def copying(measured: list[dict[str, Any]]) -> str:
     text = grid(["", "first telling", "gained by the second", "bits per byte"], rows)
     if len(measured) < 3:
         return text
-    straight, ranked = (statistics.correlation(*pair) for pair in ((gains, ends), map(_ranks, (gains, ends))))
-    words = f"{len(measured)} runs: {straight:.2f}, of their ranks {ranked:.2f}.\n".replace("-", "−")
+    found = f"{statistics.correlation(gains, ends):.2f}, of their ranks {spearman(gains, ends):.2f}"
+    words = f"{len(measured)} runs: {minus(found)}.\n"
     return f"{text}\nCorrelation of what is gained with bits per byte over the {words}"
-
-
-def _ranks(values: Sequence[float]) -> list[int]:
-    return [sorted(values).index(value) for value in values]
 
 
 def _by_arm(measured: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

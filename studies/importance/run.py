@@ -22,32 +22,11 @@ import torch
 from torch import Tensor
 
 import headwater
+from headwater.stats import spearman
 from headwater.train import load_run
 from headwater.train.data.dataset import prepare
 
 FEWEST = 3  # sources of a read that has a rank correlation
-
-
-def ranks(values: Sequence[float]) -> list[float]:
-    """From 1; equal values share the mean of theirs."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    found = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for place in order[start : end + 1]:
-            found[place] = (start + end) / 2 + 1
-        start = end + 1
-    return found
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """None where one side is all the same: it ranks nothing."""
-    if len(set(a)) < 2 or len(set(b)) < 2:
-        return None
-    return statistics.correlation(ranks(a), ranks(b))
 
 
 class Measured(NamedTuple):

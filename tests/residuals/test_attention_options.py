@@ -3,10 +3,9 @@
 import pytest
 import torch
 from kernel_cases import replay
-from test_residuals_banks import Additions, draw, with_backend
+from test_residuals_banks import additions_of, draw, launches_with_weights_held, with_backend
 
 from headwater.residuals import build
-from headwater.residuals.base import hold_weights
 
 DIM, READS = 16, 3
 SPECS = {  # kernels that run forward, and backward too
@@ -46,18 +45,7 @@ def test_kernels_give_the_same(spec, compiled):
 def test_no_gradient_is_added_outside_of_the_kernels(spec):
     """Of one more read, as many are as of the one before: none for each source. Nor is one copied."""
     pytest.importorskip("triton", reason="the kernels need triton")
-    counts, copies = [], []
-    for sublayers in (4, 6, 8):
-        residual, (x, *outputs) = build(with_backend(spec, "triton"), DIM, sublayers), draw(sublayers)
-        state = residual.begin(x.requires_grad_())
-        for i, y in enumerate(outputs):
-            read, state = residual.read(state, i)
-            state = residual.write(state, i, y * read)
-        out = residual.end(state)
-        with Additions() as seen:
-            out.sum().backward()
-        counts.append(seen.count)
-        copies.append(seen.copies)
+    counts, copies = additions_of(spec)
     assert len(set(copies)) == 1
     assert counts[2] - counts[1] == counts[1] - counts[0] <= 2
 
@@ -65,15 +53,7 @@ def test_no_gradient_is_added_outside_of_the_kernels(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_mixing_matrix_is_read_off_the_reference(spec):
     pytest.importorskip("triton", reason="the kernels need triton")
-    from headwater.ops.triton.launch import launches
-
-    residual, before = build(with_backend(spec, "triton"), DIM, 4), sum(launches.values())
-    with hold_weights():
-        state = residual.begin(torch.randn(2, DIM))
-        for i in range(4):
-            state = residual.write(residual.read(state, i)[1], i, torch.randn(2, DIM))
-        residual.end(state)
-    assert sum(launches.values()) == before
+    assert launches_with_weights_held(spec) == 0
 
 
 @pytest.mark.parametrize("spec", ["attnres-full", *SPECS])
