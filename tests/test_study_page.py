@@ -266,15 +266,34 @@ def test_a_best_rate_at_the_edge_is_called_unknown(page, tmp_path):
 
 def test_a_run_without_a_result_is_named(page, tmp_path):
     """A mean over the seeds that did not diverge speaks of those alone."""
-    archive(tmp_path, "rates", [("standard", 0, 1.5, {}), ("standard", 1, None, {})])
-    log = tmp_path / "rates" / "runs" / "run-1" / "log.txt"
-    log.write_text("headwater: the loss or gradient is not finite at step 2.\n")
+    lower, higher = ({"optim.lr": rate} for rate in (5e-4, 2e-3))
+    runs = [("standard", 0, 1.5, {}), ("standard", 1, None, {}), ("standard", 0, 1.6, lower)]
+    archive(tmp_path, "rates", [*runs, ("standard", 0, None, higher), ("highway", 0, None, higher)])
+    for number in (1, 3, 4):
+        log = tmp_path / "rates" / "runs" / f"run-{number}" / "log.txt"
+        log.write_text("headwater: the loss or gradient is not finite at step 2.\n")
     with tarfile.open(tmp_path / "rates.tar.xz", "w:xz") as packed:
         packed.add(tmp_path / "rates", "rates")
     with page.unpacked(tmp_path) as found:
         text = page.filled("<!-- rates:begin -->\n<!-- rates:end -->", found)
-    assert "| 0.001 | **1.5000** |" in text
-    assert "not in the table: `run-1` (its last words were: the loss or gradient is not finite at step 2).\n" in text
+    assert "| 0.001 | **1.5000** | - |" in text
+    assert "| 0.002 | fails | fails |\n" in text
+    assert "not yet known" not in text  # the best rate is between a worse one and one that fails
+    assert "not in the table: `run-1` (its last words were: the loss or gradient is not finite at step 2);" in text
+
+
+def test_arms_of_kimi_linear_are_compared_at_the_rate_of_most_seeds_and_through_training(page):
+    def run(arm, seed, rate, *scores):
+        return evaluated(arm, seed, dict(zip((5, 9), scores)), lr=rate)
+
+    runs = [run("standard", 0, 2e-3, 1.6, 1.4), run("attnres-block", 0, 2e-3, 1.6, 1.3)]
+    for seed in (0, 1, 2):
+        runs += [run("standard", seed, 1e-3, 1.6, 1.5), run("attnres-block", seed, 1e-3, 1.55, 1.48 + seed / 100)]
+    text = page.hybrid(runs)
+    assert "| 0.002 | **1.4000** | **1.3000** |" in text
+    assert "At 0.001, and" in text
+    assert "| `attnres-block` | 3 | 1.4900 | 0.0100 | −0.0100 | −0.0348 to +0.0148 | not told apart |" in text
+    assert "| `attnres-block` | −0.0500 (−0.0500 to −0.0500) | −0.0100 (−0.0348 to +0.0148) |" in text
 
 
 def test_the_queries_factor_is_told_by_width_by_optimizer_and_by_rate(page, tmp_path):
@@ -362,7 +381,7 @@ def evaluated(residual, seed, rows, **settings):
     config["train"] = {"steps": [*rows][-1]}
     evals = [{"step": step, "bits_per_byte": value} for step, value in rows.items()]
     summary = {"bits_per_byte": [*rows.values()][-1], "parameters": 1000}
-    return SimpleNamespace(residual=residual, seed=seed, config=config, evals=evals, summary=summary)
+    return SimpleNamespace(residual=residual, seed=seed, config=config, evals=evals, summary=summary, depth=[])
 
 
 def test_runs_that_fell_early_are_told_from_the_others(page):

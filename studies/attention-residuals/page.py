@@ -41,7 +41,10 @@ PAPER = {
 }  # fmt: skip
 MAPPED = 8e-3  # the learning rate whose depth weights are drawn, and of whose runs the table of magnitudes takes more
 RULE = {128: 1.1e-2, 192: 8e-3, 256: 6e-3, 384: 4e-3}  # README.md's learning rates of the scaling, by width
-OWN = {"completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}}  # of arms whose best is another
+OWN = {  # of arms whose best is another, or that fail at these
+    "completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3},
+    "muddformer": {128: 1.1e-2, 192: 8e-3, 256: 3e-3, 384: 2e-3},
+}
 NEAR_BEST = (8e-3, 1.1e-2, 1.6e-2)  # learning rates of the smallest size
 EARLY, LATER, STEPS = 500, 1000, 1472  # of its evaluations, and all
 FALL = 0.13  # between the first two of them: more than most
@@ -197,15 +200,18 @@ def _needed(arm: str, scores: dict[int | None, float], baseline: dict[int | None
 
 
 def sweep(runs: Runs, down: str, *across: str) -> str:
-    """Bits per byte; the best of each column in bold, and a word where that is the edge of what was tried."""
+    """Bits per byte; the best of each column in bold, and a word where that is the edge of what was tried. Runs without
+    a result are there if they failed."""
     values, columns = swept(runs, score, down, *across)
+    groups = grouped([run for run in runs if not run.summary], "model.residual", *across)
+    failed = {(key, setting(run, down)) for key, some in groups.items() for run in some}
     cells, edges = {}, []
     for key, stats in columns.items():
-        best = min((stat.mean, n) for n, stat in enumerate(stats) if stat)[1]
-        tried = [n for n, stat in enumerate(stats) if stat]
+        best = min(((stat.mean, n) for n, stat in enumerate(stats) if stat), default=(0, None))[1]
+        tried = [n for n, stat in enumerate(stats) if stat or (key, values[n]) in failed]
         if len(tried) > 1 and best in (tried[0], tried[-1]):
             edges.append(" ".join(map(str, key)))
-        shown = ["-" if stat is None else str(stat) for stat in stats]
+        shown = [str(stat or ("fails" if (key, value) in failed else "-")) for stat, value in zip(stats, values)]
         cells[key] = [f"**{text}**" if n == best else text for n, text in enumerate(shown)]
     return crossed(down, values, cells) + (
         f"\nThe best value is the edge of what was tried, so not yet known, for: {', '.join(edges)}.\n" if edges else ""
@@ -221,7 +227,9 @@ def swept(runs: Runs, measure: Callable[[RecordedRun], float], down: str, *acros
     values = sorted({setting(run, down) for run in runs})
     columns: Columns = {}
     for key, group in grouped(runs, "model.residual", *across).items():
-        columns[key] = [summarize([measure(run) for run in group if setting(run, down) == value]) for value in values]
+        columns[key] = [
+            summarize([measure(run) for run in finished(group) if setting(run, down) == value]) for value in values
+        ]
     return values, columns
 
 
@@ -267,12 +275,29 @@ def by_size(runs: Runs, down: str, *across: str) -> str:
         ]
         words = f"; the plain residual has {', '.join(beside)}" if beside else ""
         tables.append(f"\nWidth {width}, {layers} layers{words}:\n\n" + sweep(others, down, *across))
-        tables.append(evenness(others, down, *across))
+        tables.append(evenness(finished(others), down, *across))
     return "".join(tables).lstrip()
 
 
 def rates(runs: Runs) -> str:
-    return by_size(runs, "optim.lr") + at_own_best(runs)
+    return by_size(runs, "optim.lr") + at_own_best(finished(runs))
+
+
+def hybrid(runs: Runs) -> str:
+    """The sweep; at the rate that most seeds have run the arms side by side, and their differences through training."""
+    most = max(grouped(finished(runs), "optim.lr").values(), key=len)
+    steps = [row["step"] for row in most[0].evals]
+    at = {
+        arm: [{run.seed: at_step(run, step) for run in some} for step in steps] for arm, some in _by_name(most).items()
+    }
+    rows = []
+    for arm, scores in at.items():
+        if arm != BASELINE:
+            paired = [Paired(pair(mine, plain)) for mine, plain in zip(scores, at[BASELINE], strict=True)]
+            rows.append([f"`{arm}`", *(f"{signed(one.mean)} ({_range(one.interval)})" for one in paired)])
+    words = f"\nAt {setting(most[0], 'optim.lr'):g}, and the differences after these steps:\n\n"
+    through = grid(["", *(f"step {step}" for step in steps)], rows)
+    return f"{by_size(runs, 'optim.lr')}{words}{beside_plain(most)}\n{through}"
 
 
 def at_own_best(runs: Runs) -> str:
@@ -487,7 +512,7 @@ def copying(measured: list[dict[str, Any]]) -> str:
     gains = [one["first"] - one["second"] for one in measured]
     ends = [one["bits_per_byte"] for one in measured]
     rows = [
-        [f"`{one['run']}`", f"{one['first']:.2f}", f"{gain:.2f}", f"{end:.4f}"]
+        [f"`{one['run']}`", f"{one['first']:.2f}", minus(f"{gain:.2f}"), f"{end:.4f}"]
         for gain, end, one in sorted(zip(gains, ends, measured), key=lambda row: -row[0])
     ]
     text = grid(["", "first telling", "gained by the second", "bits per byte"], rows)
@@ -605,8 +630,9 @@ def cost(found: dict[str, Runs]) -> str:
 
 TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": noise, "rates": rates, "query": query, "transfer": transfer, "scaling": scaling,
-    "ablations": ablations, "longer": ablations, "dynamics": dynamics, "hybrid": rates,
+    "ablations": ablations, "longer": ablations, "dynamics": dynamics, "hybrid": hybrid,
 }  # fmt: skip
+SWEEPS = ("rates", "hybrid", "query", "transfer")  # tables that show where a run fails
 OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {
     "again": again, "repeats": repeats, "onset": onset, "sizes": sizes, "cost": cost,
 }  # fmt: skip
@@ -751,7 +777,8 @@ def filled(text: str, found: dict[str, Runs]) -> str:
             made = clock(finished(taken("scaling", found)), speeds()) if speeds() else "Not measured yet.\n"
         elif name in TABLES:
             runs = taken(name, found)
-            made = (TABLES[name](finished(runs)) if finished(runs) else "Not run yet.\n") + left_out(runs)
+            ended = [run for run in runs if run.summary or (run.stopped and name in SWEEPS)]
+            made = (TABLES[name](ended) if finished(runs) else "Not run yet.\n") + left_out(runs)
         elif name in MEASURED:
             measured = measured_in(HERE / "runs", name)
             made = MEASURED[name](measured) if measured else "Not run yet.\n"
