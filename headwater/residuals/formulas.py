@@ -225,7 +225,12 @@ def muddformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
         dense = residual.dense[str(i)]
         hidden = F.linear(F.gelu(F.linear(unit(outputs[-1]), dense.down)), dense.up)
         weights = hidden.unflatten(-1, dense.constant.shape) + dense.constant
-        return [weighted(way.unsqueeze(-1).unbind(-2), outputs) for way in weights.unbind(-2)]
+        if not o.norm:
+            return [weighted(way.unsqueeze(-1).unbind(-2), outputs) for way in weights.unbind(-2)]
+        firsts = [*(layer[0] for layer in layers_of(residual, o)), residual.sublayers]
+        normed = [unit(u) * residual.before[str(first)] for u, first in zip(outputs, firsts)]
+        *sums, stream = [weighted(way.unsqueeze(-1).unbind(-2), normed) for way in weights.unbind(-2)]
+        return [outputs[-1] + u for u in (*sums, unit(stream) * residual.after[str(i)])]
 
     outputs = [x]
     for *short, i, j in layers_of(residual, o):

@@ -41,10 +41,7 @@ PAPER = {
 }  # fmt: skip
 MAPPED = 8e-3  # the learning rate whose depth weights are drawn, and of whose runs the table of magnitudes takes more
 RULE = {128: 1.1e-2, 192: 8e-3, 256: 6e-3, 384: 4e-3}  # README.md's learning rates of the scaling, by width
-OWN = {  # of arms whose best is another, or that fail at these
-    "completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3},
-    "muddformer": {128: 1.1e-2, 192: 8e-3, 256: 3e-3, 384: 2e-3},
-}
+OWN = {"completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}}  # of arms whose best is another
 NEAR_BEST = (8e-3, 1.1e-2, 1.6e-2)  # learning rates of the smallest size
 EARLY, LATER, STEPS = 500, 1000, 1472  # of its evaluations, and all
 FALL = 0.13  # between the first two of them: more than most

@@ -34,6 +34,7 @@ OPERATIONS = {
     "deepcrossattention:inputs=shared": 5 * D * (2 + 3) + ADDS,
     # Four ways over two sources: matrices of 8 D and 8 * 8; then the stream's way over three: 3 D and 3 * 3.
     "muddformer": 2 * (8 * D + 64 + 3 * D + 9) + 2 * D * (8 + 3) + ADDS,
+    "muddformer:norm=true": 2 * (8 * D + 64 + 3 * D + 9) + 2 * D * (8 + 3) + ADDS + 5 * 5 * D + 2 * D * (4 + 1),
     # Of two streams: a read, a write and the mixing of 2 by 2; every stream makes four coefficients of itself.
     "hyper-connections:streams=2": 2 * D * 2 * (1 + 1 + 2) * L + 2 * 2 * 4 * D * L,
     "hyper-connections:streams=2,form=static": 2 * D * 2 * (1 + 1 + 2) * L,

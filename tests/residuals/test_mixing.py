@@ -24,7 +24,9 @@ def matrix_of(spec, dim=16, sublayers=SUBLAYERS, scale=0.5):
     return mixing(residual, list(torch.randn(sublayers + 1, 2, 3, dim)))
 
 
-@pytest.mark.parametrize("spec", [*names(), "ddl:width=2,compress=token", "attnres-full:heads=4"])
+@pytest.mark.parametrize(
+    "spec", [*names(), "ddl:width=2,compress=token", "attnres-full:heads=4", "muddformer:norm=true"]
+)
 def test_with_its_weights_held_a_residual_is_linear_in_its_sources(spec):
     """Euler: the Jacobian applied to the sources is the read itself, also where no scalar matrix can say so."""
     torch.manual_seed(0)
@@ -41,6 +43,23 @@ def test_with_its_weights_held_a_residual_is_linear_in_its_sources(spec):
             gradients = torch.autograd.grad(h, sources, along, retain_graph=True, allow_unused=True)
             total = sum((g * v).sum() for g, v in zip(gradients, sources) if g is not None)
             torch.testing.assert_close(total, (h * along).sum(), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "spec", ["muddformer", "muddformer:norm=true", "denseformer", "elc-bert", "vertical-attention"]
+)
+def test_weights_times_what_the_state_holds_are_the_read(spec):
+    torch.manual_seed(0)
+    residual = build(spec, 16, 6).double()
+    for p in residual.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    state = residual.begin(torch.randn(2, 3, 16, dtype=torch.float64))
+    for i in range(7):
+        expected = sum(w * s for w, s in zip(residual.weights(state, i), state))
+        x, state = residual.read(state, i) if i < 6 else (residual.end(state), state)
+        torch.testing.assert_close(x[0] if isinstance(x, tuple) else x, expected)
+        if i < 6:
+            state = residual.write(state, i, torch.randn(2, 3, 16, dtype=torch.float64))
 
 
 def test_what_is_no_residual_or_not_one_pass_is_refused():

@@ -48,6 +48,7 @@ SPECS = [
     "deepcrossattention:version=v2,inputs=shared",
     "deepcrossattention:last=1",
     "deepcrossattention:version=v1,last=2",
+    "muddformer:norm=true",
     "hyper-connections:form=static",
     "hyper-connections:streams=1",
     "hyper-connections:streams=2,form=static",
