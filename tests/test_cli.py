@@ -549,10 +549,11 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
 
     arguments, drawn = called(scaling_module, "scaling_of", []), called(scaling_module, "write_plot", tmp_path)
     assert main(["scaling", "a", "b", "--baseline", "rezero"]) == 0
-    assert arguments == {"folders": (Path("a"), Path("b")), "baseline": "rezero"}
+    assert arguments == {"folders": (Path("a"), Path("b")), "baseline": "rezero", "lr": None}
     assert drawn == {"found": [], "baseline": "rezero", "path": Path("a/scaling.svg")}
-    assert main(["scaling", "a", "--out", "c.svg", "--plugin", "json"]) == 0  # as every command that looks at runs
-    assert drawn["path"] == Path("c.svg")
+    for rate, lr in (("best", "best"), ("6e-3", 0.006)):  # --plugin: as every command that looks at runs
+        assert main(["scaling", "a", "--lr", rate, "--out", "c.svg", "--plugin", "json"]) == 0
+        assert (arguments["lr"], drawn["path"]) == (lr, Path("c.svg"))
 
     rows = called(table_module, "residual_table", [])
     monkeypatch.setattr(table_module, "print_table", lambda rows: None)

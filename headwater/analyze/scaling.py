@@ -16,17 +16,19 @@ budget, such intervals hold in 70 to 80 of 100 cases.
 """
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from headwater.analyze.groups import differing, flatten
 from headwater.analyze.plot import Line, Panel, colours_of, picture
 from headwater.analyze.report import write_page
-from headwater.analyze.runs import RecordedRun, find_runs, number, read_run
+from headwater.analyze.runs import RecordedRun, find_runs, number, read_run, section
 from headwater.errors import UserError
 
 ALPHAS = np.geomspace(0.01, 2.0, 100)
@@ -38,6 +40,7 @@ NEAR = 0.03  # budgets whose logarithms differ by less are one
 TWIN = 0.2  # and by less than this, budgets of two residuals: their own operations tell them apart
 FAR = 1.5  # times its largest budget, or of its smallest: further out a curve is not asked
 SAYS = 4.0  # times the compute: an interval that reaches further is drawn to the picture's edge
+RATE = "optim.lr"
 Points = Mapping[float, Mapping[int | None, float]]  # compute to the loss of each seed
 
 
@@ -263,6 +266,8 @@ def points_of(
         if (other := known.setdefault((run.residual, near, run.seed), run)) is not run:
             keys = differing([flatten(each.config) for each in (other, run)])
             told = ", ".join(keys) or "nothing, so name its folder once"
+            if RATE in keys:
+                told += f". There are {_rates(runs)}: choose one, as with --lr {_rate(run):g}, or --lr best"
             raise UserError(
                 f"{other.name} and {run.name} are both {run.residual} at {c:.3g} operations with seed {run.seed}: a "
                 f"fit takes one run for each seed; they differ in {told}"
@@ -271,9 +276,43 @@ def points_of(
     return {name: dict(budgets) for name, budgets in found.items()}
 
 
-def scaling_of(folders: Sequence[Path], baseline: str = "standard") -> list[Scaling]:
-    """The curves of the runs in these folders; a folder may be a run, a comparison or a study."""
-    return compare_scaling(points_of([read_run(folder) for folder in find_runs(list(folders))]), baseline)
+def scaling_of(
+    folders: Sequence[Path], baseline: str = "standard", lr: float | Literal["best"] | None = None
+) -> list[Scaling]:
+    """The curves of the runs in these folders; a folder may be a run, a comparison or a study. `lr`: see `at_rate`."""
+    runs = [read_run(folder) for folder in find_runs(list(folders))]
+    return compare_scaling(points_of(runs if lr is None else at_rate(runs, lr)), baseline)
+
+
+def at_rate(runs: Sequence[RecordedRun], lr: float | Literal["best"]) -> list[RecordedRun]:
+    """The runs with this learning rate; or, of each residual and size (of all settings but the rate), the finished runs
+    with the rate at which they have the lowest mean loss. Raises UserError for a rate that no run has."""
+    if lr != "best":
+        if found := [run for run in runs if _rate(run) == lr]:
+            return found
+        raise UserError(f"no run has the learning rate {lr:g}; there are {_rates(runs)}")
+    sweeps: dict[Any, dict[float, list[RecordedRun]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run.summary is not None:
+            rest = sorted((key, value) for key, value in flatten(run.config).items() if key != RATE)
+            sweeps[run.residual, *rest][_rate(run)].append(run)
+    return [run for sweep in sweeps.values() for run in min(sweep.values(), key=_mean_loss)]
+
+
+def _mean_loss(runs: Sequence[RecordedRun]) -> float:
+    return statistics.fmean(math.inf if (loss := run.final("bits_per_byte")) is None else loss for run in runs)
+
+
+def _rate(run: RecordedRun) -> float:
+    return number(section(run.config, "optim").get("lr")) or math.nan
+
+
+def _rates(runs: Sequence[RecordedRun]) -> str:
+    """As in: standard with 0.003 and 0.006, attnres-block with 0.006."""
+    found: dict[str, set[float]] = defaultdict(set)
+    for run in runs:
+        found[run.residual].add(_rate(run))
+    return ", ".join(f"{name} with {' and '.join(f'{lr:g}' for lr in sorted(rates))}" for name, rates in found.items())
 
 
 def table(found: Sequence[Scaling], baseline: str) -> str:

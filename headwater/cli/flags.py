@@ -237,6 +237,9 @@ class ScalingFlags(PluginFlags):
     """Run folders, or the folder of a comparison or a study."""
     baseline: str = "standard"
     """The residual whose compute the others are measured in."""
+    lr: float | Literal["best"] | None = None
+    """Of runs with several learning rates, those with this one; best: of each residual and size, those with the one at
+    which their mean loss is lowest."""
     out: Path | None = None
     """The plot; by default scaling.svg in the first folder."""
 

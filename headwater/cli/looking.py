@@ -100,7 +100,7 @@ def scaling(argv: list[str]) -> None:
         from headwater.analyze.runs import beside
         from headwater.analyze.scaling import scaling_of, table, write_plot
 
-        found = scaling_of(flags.folders, flags.baseline)
+        found = scaling_of(flags.folders, flags.baseline, flags.lr)
         say(table(found, flags.baseline))
         out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out
         say(f"Plot: {write_plot(found, flags.baseline, out)}")

@@ -4,17 +4,19 @@ import itertools
 import math
 import re
 from dataclasses import replace
-from types import SimpleNamespace
+from datetime import UTC, datetime
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from headwater.analyze.plot import HIGH, TOP, Line, Panel, lines_of, picture
+from headwater.analyze.runs import RecordedRun
 from headwater.analyze.scaling import (
     Fit,
     Interval,
     _neighbours,
+    at_rate,
     compare_scaling,
     fit,
     plot,
@@ -200,29 +202,53 @@ def test_a_curve_that_may_never_be_reached_leaves_the_interval_open():
     assert "to inf" in table(found, "standard")
 
 
+def recorded(residual, per_token, tokens, bits, seed=0, lr=1e-3):
+    return RecordedRun(
+        name=f"{residual}-{bits}",
+        residual=residual,
+        seed=seed,
+        config={"model": {"dim": per_token}, "optim": {"lr": lr}, "train": {"seed": seed}},
+        summary={"flops_per_token": per_token, "tokens": tokens, "bits_per_byte": bits, "loss": 9.0},
+        train=[],
+        evals=[],
+        depth=[],
+        notes=[],
+        written=datetime.now(UTC),
+    )
+
+
 def test_points_are_operations_times_tokens():
     """Budgets within three per cent are one, that of the run that came first."""
-
-    def run(residual, per_token, tokens, bits, seed=0, lr=1e-3):
-        return SimpleNamespace(
-            name=f"{residual}-{bits}",
-            residual=residual,
-            seed=seed,
-            config={"optim": {"lr": lr}, "train": {"seed": seed}},
-            summary={"flops_per_token": per_token, "tokens": tokens, "bits_per_byte": bits, "loss": 9.0},
-        )
-
-    runs = [run("a", 10, 1000, 1.0), run("a", 10, 2000, 2.0), run("a", 10.2, 1000, 3.0, 1), run("b", 20, 1000, 4.0)]
-    unfinished = SimpleNamespace(residual="a", summary=None)
+    runs = [
+        recorded("a", 10, 1000, 1.0),
+        recorded("a", 10, 2000, 2.0),
+        recorded("a", 10.2, 1000, 3.0, 1),
+        recorded("b", 20, 1000, 4.0, lr=3e-3),
+    ]
+    unfinished = replace(runs[0], summary=None)
     assert points_of([*runs, unfinished]) == {
         "a": {10_000: {0: 1.0, 1: 3.0}, 20_000: {0: 2.0}},
         "b": {20_000: {0: 4.0}},
     }
     assert points_of(runs[:1], "loss") == {"a": {10_000: {0: 9.0}}}
-    with pytest.raises(UserError, match=r"a-2.0 and a-5.0 are both a at .* with seed 0: .* they differ in optim.lr"):
-        points_of([*runs, run("a", 10, 2000, 5.0, lr=2e-3)])
-    with pytest.raises(UserError, match="they differ in nothing, so name its folder once"):
-        points_of([runs[0], run("a", 10, 1000, 1.0)])
+    told = r"a-2.0 and a-5.0 are both a at .* with seed 0: .* they differ in optim.lr. There are a with 0.001 and 0.002"
+    with pytest.raises(UserError, match=told + ", b with 0.003: choose one, as with --lr 0.002, or --lr best"):
+        points_of([*runs, recorded("a", 10, 2000, 5.0, lr=2e-3)])
+    with pytest.raises(UserError, match=r"they differ in nothing, so name its folder once$"):
+        points_of([runs[0], recorded("a", 10, 1000, 1.0)])
+
+
+def test_of_several_learning_rates_one_is_taken_or_the_best_of_each_residual_and_size():
+    """The best by the mean over seeds, not by the luckiest of them; runs that have not finished have no say."""
+    small = {0.001: (2.0, 2.1), 0.002: (1.9, 2.4)}
+    runs = [recorded("a", 10, 1000, bits, seed, lr) for lr, losses in small.items() for seed, bits in enumerate(losses)]
+    runs += [recorded("a", 20, 1000, bits, 0, lr) for lr, bits in ((0.001, 1.8), (0.002, 1.7))]
+    runs += [recorded("b", 10, 1000, bits, 0, lr) for lr, bits in ((0.001, 2.3), (0.002, 2.2))]
+    unfinished = replace(recorded("b", 10, 1000, 1.0, 0, 0.004), summary=None)
+    assert [run.name for run in at_rate(runs, 0.002)] == ["a-1.9", "a-2.4", "a-1.7", "b-2.2"]
+    assert [run.name for run in at_rate([*runs, unfinished], "best")] == ["a-2.0", "a-2.1", "a-1.7", "b-2.2"]
+    with pytest.raises(UserError, match=r"rate 0.003; there are a with 0.001 and 0.002, b with 0.001 and 0.002$"):
+        at_rate(runs, 0.003)
 
 
 def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
