@@ -317,7 +317,7 @@ def _rates(runs: Sequence[RecordedRun]) -> str:
 
 def table(found: Sequence[Scaling], baseline: str) -> str:
     """Lines for a terminal."""
-    lines = []
+    lines = ["L in bits per byte of held-out text, C in operations"]
     for scaling in found:
         curve, budgets = scaling.fit, len(scaling.points)
         if curve is None:

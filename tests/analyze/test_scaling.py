@@ -254,6 +254,7 @@ def test_of_several_learning_rates_one_is_taken_or_the_best_of_each_residual_and
 def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
     points = {"standard": sampled(TRUE, 0.002, 3), "same": sampled(TRUE, 0.002, 3, seed=1)}
     text = table(compare_scaling(points, "standard", draws=100), "standard")
+    assert text.startswith("L in bits per byte of held-out text, C in operations\nstandard: L = 1.")
     assert "3 seeds at least" in text
     assert "not told apart from 1" in text
     assert re.search(r"operations: as standard with \d\.\d+ times the compute \(", text)
