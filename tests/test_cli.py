@@ -541,7 +541,8 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     done = SimpleNamespace(folder=tmp_path, finished={"a": 1})
     arguments = called(study_module, "study", done)
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
-    assert f"headwater report {tmp_path}, and headwater scaling {tmp_path}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"table.json are in {tmp_path}; look at them with: headwater report {tmp_path}, and headwater " in said
     done.finished = {}
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
     assert not capsys.readouterr().out, "there is nothing to look at yet"

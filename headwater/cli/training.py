@@ -65,7 +65,8 @@ def study(argv: list[str]) -> None:
 
     done = run(flags.recipe, flags.out, minutes=flags.minutes, whole=flags.whole)
     if done.finished:
-        say(f"Look at them with: headwater report {done.folder}, and headwater scaling {done.folder} for several sizes")
+        look = f"headwater report {done.folder}, and headwater scaling {done.folder} for several sizes"
+        say(f"Runs and table.json are in {done.folder}; look at them with: {look}")
 
 
 def plan(argv: list[str]) -> None:

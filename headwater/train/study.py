@@ -44,7 +44,7 @@ from headwater.train.config import FREE, OUTER, Config, DataSettings, check, dif
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
 from headwater.train.jobs import Job, plugin_for, run_all
-from headwater.train.results import DIVERGED, TrainResult
+from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
 RATIO = "tokens_per_parameter"
@@ -77,6 +77,11 @@ class StudyResult:
     left: tuple[str, ...]
     seconds: float | None
     diverged: tuple[str, ...] = ()
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows as table.json has them: the name of each finished run, its settings and its result."""
+        files = {name: (run.folder / "config.json", run.folder / SUMMARY) for name, run in self.finished.items()}
+        return [{"run": name, **read_json(config), **read_json(result)} for name, (config, result) in files.items()]
 
 
 @contextmanager
@@ -115,7 +120,8 @@ def study(
 
     Arguments:
         recipe: a TOML file: `name`, settings that all runs share under [config], tables [[runs]] with lists of others.
-        out: folder of the study, by default runs/ and its name. `headwater report` and `headwater scaling` take it.
+        out: folder of the study, by default runs/ and its name: table.json, and under runs/ a folder for each run.
+            `headwater report` and `headwater scaling` take it.
         minutes: no run is started after them, and those under way are saved: the next call goes on from there.
         whole: start no run that would not end in those minutes, going by those that have ended, but a shorter one
             instead: for a machine whose disk is lost.
@@ -147,6 +153,7 @@ def study(
                 if job.finished:
                     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         result = standing(out, jobs, plan)
+        write_json(out / "table.json", result.table())
         for label in failures.keys() & {*result.diverged}:
             console.print(as_settings(failures.pop(label)), soft_wrap=True)
         if describe(result) != before:

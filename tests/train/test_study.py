@@ -155,12 +155,18 @@ def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys
     nothing = study(recipe, out, minutes=0)
     assert (len(nothing.finished), len(nothing.left), nothing.seconds) == (0, 2, None)
     assert not any(out.glob("runs/*/config.json"))
+    assert json.loads((out / "table.json").read_text()) == []
     done = study(recipe, out)
     assert (len(done.finished), done.left) == (2, ())
     assert "2 of 2 runs finished" in capsys.readouterr().out
     files = {path.name for path in (out / "runs" / "residual-standard-seed-0").iterdir()}
     assert {"metrics.jsonl", "config.json", "summary.json"} <= files
     assert "checkpoints" not in files
+    rows = json.loads((out / "table.json").read_text())
+    assert rows == json.loads(json.dumps(done.table()))
+    assert [(row["run"], row["model"]["residual"], row["bits_per_byte"]) for row in rows] == [
+        (name, run.residual, run.bits_per_byte) for name, run in done.finished.items()
+    ]
     before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/metrics.jsonl")}
     assert study(recipe, out).finished.keys() == done.finished.keys()
     assert {path: path.stat().st_mtime_ns for path in before} == before
