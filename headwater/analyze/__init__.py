@@ -9,16 +9,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .contract import check_residual
     from .mixing import MixingMatrix, mixing_matrix
+    from .scaling import Fit, Interval, Scaling, scaling_of
     from .table import residual_table
 
 _homes = {
+    "Fit": "scaling",
+    "Interval": "scaling",
     "MixingMatrix": "mixing",
+    "Scaling": "scaling",
     "check_residual": "contract",
     "mixing_matrix": "mixing",
     "residual_table": "table",
+    "scaling_of": "scaling",
 }
 
-__all__ = ["MixingMatrix", "check_residual", "mixing_matrix", "residual_table"]
+__all__ = [
+    "Fit",
+    "Interval",
+    "MixingMatrix",
+    "Scaling",
+    "check_residual",
+    "mixing_matrix",
+    "residual_table",
+    "scaling_of",
+]
 
 
 def __getattr__(name: str) -> Any:

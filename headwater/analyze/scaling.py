@@ -46,7 +46,8 @@ Points = Mapping[float, Mapping[int | None, float]]  # compute to the loss of ea
 
 @dataclass(frozen=True)
 class Fit:
-    """L = floor + scale * (C / unit)^-alpha; `unit` is the geometric mean of the budgets, which keeps numbers small."""
+    """L = floor + scale * (C / unit)^-alpha: bits per byte L by operations C. `unit` is the geometric mean of the
+    budgets, which keeps numbers small."""
 
     floor: float
     scale: float
@@ -277,10 +278,23 @@ def points_of(
 
 
 def scaling_of(
-    folders: Sequence[Path], baseline: str = "standard", lr: float | Literal["best"] | None = None
+    folders: Sequence[str | Path], baseline: str = "standard", lr: float | Literal["best"] | None = None
 ) -> list[Scaling]:
-    """The curves of the runs in these folders; a folder may be a run, a comparison or a study. `lr`: see `at_rate`."""
-    runs = [read_run(folder) for folder in find_runs(list(folders))]
+    """Fit bits per byte against compute for each residual; what `headwater scaling` calls.
+
+    Arguments:
+        folders: of runs, comparisons and studies.
+        baseline: the residual whose compute the others are measured in.
+        lr: take the runs with this learning rate; "best": of each residual and size, those with the rate at which
+            their mean loss is lowest.
+
+    Returns a `Scaling` for each residual. Raises `headwater.errors.UserError` for folders without runs, for runs with
+    several learning rates and no `lr`, and for too few budgets.
+
+        for found in scaling_of(["runs/sizes"]):
+            print(found.residual, found.fit, found.multipliers)
+    """
+    runs = [read_run(folder) for folder in find_runs([Path(folder) for folder in folders])]
     return compare_scaling(points_of(runs if lr is None else at_rate(runs, lr)), baseline)
 
 

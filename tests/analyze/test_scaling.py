@@ -9,7 +9,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from runfolder import write_json
 
+from headwater.analyze import scaling_of
 from headwater.analyze.plot import HIGH, TOP, Line, Panel, lines_of, picture
 from headwater.analyze.runs import RecordedRun
 from headwater.analyze.scaling import (
@@ -207,7 +209,7 @@ def recorded(residual, per_token, tokens, bits, seed=0, lr=1e-3):
         name=f"{residual}-{bits}",
         residual=residual,
         seed=seed,
-        config={"model": {"dim": per_token}, "optim": {"lr": lr}, "train": {"seed": seed}},
+        config={"model": {"residual": residual, "dim": per_token}, "optim": {"lr": lr}, "train": {"seed": seed}},
         summary={"flops_per_token": per_token, "tokens": tokens, "bits_per_byte": bits, "loss": 9.0},
         train=[],
         evals=[],
@@ -249,6 +251,21 @@ def test_of_several_learning_rates_one_is_taken_or_the_best_of_each_residual_and
     assert [run.name for run in at_rate([*runs, unfinished], "best")] == ["a-2.0", "a-2.1", "a-1.7", "b-2.2"]
     with pytest.raises(UserError, match=r"rate 0.003; there are a with 0.001 and 0.002, b with 0.001 and 0.002$"):
         at_rate(runs, 0.003)
+
+
+def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
+    for lr, floor in ((0.001, 1.2), (0.002, 1.3)):
+        for size, c in enumerate(BUDGETS):
+            folder = tmp_path / "runs" / f"lr-{lr}-{size}"
+            folder.mkdir(parents=True)
+            run = recorded("standard", c / 1000, 1000, replace(TRUE, floor=floor).loss(c), lr=lr)
+            write_json(folder / "config.json", run.config)
+            write_json(folder / "summary.json", run.summary)
+    with pytest.raises(UserError, match=r"There are standard with 0.001 and 0.002: choose one"):
+        scaling_of([str(tmp_path)])
+    for lr, floor in (("best", 1.2), (0.002, 1.3)):
+        (found,) = scaling_of([str(tmp_path)], lr=lr)
+        assert found.fit.floor == pytest.approx(floor, rel=0.01)
 
 
 def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
