@@ -49,6 +49,7 @@ def write_matrix(folders: list[Path], out: Path | None = None, *, models: Sequen
         title="Depth-mixing matrices",
         heading="Who reads whom",
         findings=paragraphs("finding", [FINDING]),
+        rows="",
         table=measure_table(groups, data),
         caption=text(CAPTION),
         commands=command_lines(commands(folders)),

@@ -22,7 +22,7 @@ from headwater.analyze.markup import listing, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands, facts, results_data, run_rows, settings_table
 from headwater.analyze.results import first_colour, look, table
 from headwater.analyze.runs import RecordedRun, beside, find_order, read_runs
-from headwater.analyze.words import caption, findings, headline, page_notes, trained
+from headwater.analyze.words import caption, findings, has_results, headline, page_notes, trained
 from headwater.errors import UserError
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
@@ -114,6 +114,7 @@ def fill_template(groups: list[Group], data: dict[str, Any], notes: list[str] | 
         "heading": " ".join(f"<span>{text(word)}</span>" for word in headline(groups).split()),  # no break inside
         "findings": paragraphs("finding", findings(groups)),
         "facts": facts(groups),
+        "rows": "" if has_results(groups) else " hidden",
         "table": table(groups),
         "caption": text(caption(groups)),
         "loss": "" if trained(groups) else " hidden",

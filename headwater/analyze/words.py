@@ -98,12 +98,17 @@ def mean(group: Group, key: str) -> float | None:
 
 
 def trained(groups: list[Group]) -> bool:
-    """Whether any run has a loss to show; a model that read a prompt has none."""
+    """Whether any run has a curve to show; a model that read a prompt has none."""
     return any(run.train or run.evals for group in groups for run in group.runs)
 
 
+def has_results(groups: list[Group]) -> bool:
+    """Whether the table says anything: of a run under way that it is, of a model that read a prompt nothing."""
+    return trained(groups) or any(group.final("loss") is not None for group in groups)
+
+
 def caption(groups: list[Group]) -> str:
-    if not trained(groups):
+    if not has_results(groups):
         return "No losses are shown: there are no records of training here."
     words = ["Validation loss in nats per token; ± is the standard deviation over seeds."]
     judged = [paired for group in groups if (paired := group.difference()) is not None]

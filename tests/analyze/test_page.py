@@ -14,6 +14,7 @@ from runfolder import make_comparison, make_run
 from tinymodels import model_of
 
 import headwater
+from headwater.analyze.matrix import write_matrix
 from headwater.analyze.prompted import prompted_run
 from headwater.analyze.report import write_report
 
@@ -52,13 +53,21 @@ def test_draws_every_curve_map_and_panel(visit, written):
     assert page.locator("#measure-output .panel").first.locator(".dot").count() == 12
 
 
-def test_models_that_read_a_prompt_have_no_section_about_loss(visit, comparison, tmp_path):
+def test_models_that_read_a_prompt_have_no_results_and_no_section_about_loss(visit, comparison, tmp_path):
     found = headwater.inspect(model_of("attnres-full"), [1, 2, 3], name="mine", removals="none")
     model = prompted_run(found, dim=32, layers=4)
     page = visit(write_report([], tmp_path / "alone.html", models=[model]))
-    assert not page.locator(".loss").is_visible()
-    assert page.get_by_text("No losses are shown: there are no records of training here.").is_visible()
+    none = "No losses are shown: there are no records of training here."
+    assert [page.locator(part).is_visible() for part in (".loss", "#results", "#table")] == [False] * 3
+    assert page.get_by_text(none).is_visible()
     assert page.locator("#maps canvas").count() == 1
+    page = visit(write_matrix([], tmp_path / "matrix.html", models=[model]))
+    assert page.locator("#table").is_visible()
+    archived = make_run(tmp_path / "archived", "standard", 0)
+    (archived / "metrics.jsonl").unlink()  # its result is left
+    page = visit(write_report([archived]))
+    assert [page.locator(part).is_visible() for part in (".loss", "#results", "#table")] == [False, True, True]
+    assert not page.get_by_text(none).count()
     page = visit(write_report([comparison], tmp_path / "beside.html", models=[model]))
     assert page.locator(".loss").is_visible()
     assert page.locator("#eval path.mean").count() == 3
