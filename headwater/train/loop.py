@@ -33,7 +33,7 @@ from headwater.train.distributed.ranks import gathered
 from headwater.train.files import locked, write_json
 from headwater.train.losses import half_precision, nats_per_token
 from headwater.train.monitor import loggers
-from headwater.train.monitor.bad_steps import Reason
+from headwater.train.monitor.bad_steps import Reason, cause_file
 from headwater.train.monitor.depth import depth_record, gradient_norms
 from headwater.train.monitor.interrupts import RESUME, Interruption
 from headwater.train.monitor.progress import ProgressLine
@@ -267,8 +267,8 @@ def diverged(run: Run, why: str) -> UserError:
 def write_cause(
     run: Run, number: int, loss: float, grad_norm: float, reason: Reason, depth: list[float] | None
 ) -> Path:
-    """nonfinite-step-N.json or spike-step-N.json: what helps to find out which tokens, rank or depth it came from."""
-    path, settings = run.folder / f"{reason.kind}-step-{number}.json", run.config.train
+    """What helps to find out which tokens, rank or depth it came from."""
+    path, settings = cause_file(run.folder, reason.kind, number), run.config.train
     losses = run.ranks.all_gather_object(run.own_loss)
     if run.ranks.main:
         batch = {"seed": settings.seed, "step": number - 1, "size": settings.batch_size}

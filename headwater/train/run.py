@@ -37,7 +37,7 @@ from headwater.train.distributed.ranks import Ranks
 from headwater.train.distributed.tensor_parallel import bodies, parallelize, refuse_undivided
 from headwater.train.files import read_json, refuse_others, write_json
 from headwater.train.load import fill_from
-from headwater.train.monitor.bad_steps import Skips
+from headwater.train.monitor.bad_steps import Skips, drop_causes
 from headwater.train.monitor.metrics import MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
 from headwater.train.results import DIVERGED, SUMMARY, TrainResult, code_of
@@ -152,6 +152,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         data.tokenizer.save(out)
         for ended in (SUMMARY, DIVERGED):  # of a run that had ended and is to go further
             (out / ended).unlink(missing_ok=True)
+        drop_causes(out, after=state["step"])
     run = Run(
         config=config,
         folder=out,

@@ -369,6 +369,18 @@ def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_pa
     assert train(replace(config, train=more), tmp_path / "spikes", resume=True).skipped_steps == 2
 
 
+def test_what_is_known_of_a_bad_step_goes_when_the_step_is_taken_again(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    spikes(monkeypatch, 3, 8, 9, factor=math.nan)
+    with pytest.raises(UserError, match=r"not finite at step 9"):
+        train(tiny(tmp_path, skip_nonfinite=1), run)
+    assert {path.name for path in run.glob("*-step-*")} == {f"nonfinite-step-{step}.json" for step in (3, 8, 9)}
+    (run / "my-step-9.json").touch()
+    spikes(monkeypatch)
+    train(tiny(tmp_path, skip_nonfinite=1), run, resume=True)  # from step 5
+    assert {path.name for path in run.glob("*-step-*")} == {"nonfinite-step-3.json", "my-step-9.json"}
+
+
 def test_a_result_tells_by_which_code_it_was_made(tmp_path):
     """Runs of one release may be by two versions of its files."""
     assert train(tiny(tmp_path, steps=1), tmp_path / "run").code == code_of() == TrainResult.read(tmp_path / "run").code

@@ -7,7 +7,9 @@ of the last steps, which a checkpoint holds, so that a resumed run decides as an
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 from headwater.train.config import TrainSettings
@@ -68,3 +70,16 @@ class Skips:
         middle = median(self.losses)
         deviation = 1.4826 * median(abs(loss - middle) for loss in self.losses)
         return middle + sigmas * max(deviation, abs(middle) / 1000)
+
+
+def cause_file(folder: Path, kind: str, step: int) -> Path:
+    """nonfinite-step-N.json or spike-step-N.json."""
+    return folder / f"{kind}-step-{step}.json"
+
+
+def drop_causes(folder: Path, after: int) -> None:
+    """Of later steps, which will be taken again: as with their records, what then happens counts."""
+    for path in folder.glob("*-step-*.json"):
+        found = re.fullmatch(r"(nonfinite|spike)-step-(\d+)", path.stem)
+        if found and int(found[2]) > after:
+            path.unlink()
