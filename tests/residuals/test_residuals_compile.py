@@ -94,7 +94,7 @@ def test_autocast_is_part_of_the_graph():
 
 
 @pytest.mark.parametrize("spec", ["attnres-block:block=2", "mhc"])
-def test_torch_export_takes_a_network_with_a_residual(spec):
+def test_torch_export_takes_a_network_with_a_residual_and_what_it_gives_can_be_trained(spec):
     class Network(nn.Module):
         def __init__(self):
             super().__init__()
@@ -110,5 +110,8 @@ def test_torch_export_takes_a_network_with_a_residual(spec):
 
     network, x = Network(), torch.randn(2, 5, DIM)
     exported = torch.export.export(network, (x,)).module()
-    with torch.no_grad():
-        torch.testing.assert_close(exported(x), network(x))
+    expected, found = network(x), exported(x)
+    torch.testing.assert_close(found, expected)
+    parameters = [*network.parameters()]
+    gradients = [torch.autograd.grad(y.square().sum(), parameters, allow_unused=True) for y in (found, expected)]
+    torch.testing.assert_close(*gradients)

@@ -29,6 +29,11 @@ class Operator:
     def __call__(self, *args):
         return (self.overload if traced() else self.function)(*args)
 
+    def differentiate(self, backward: Callable, keep: Callable) -> None:
+        """Give the node by itself the gradient of the autograd function around it, which torch.export leaves out."""
+        name = f"headwater::{self.function.__name__}"
+        torch.library.register_autograd(name, backward, setup_context=keep, lib=_library)
+
 
 class Writer(Operator):
     """An operator that returns nothing: it writes to the last of its arguments, which `allocate` makes of the others.
