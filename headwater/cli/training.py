@@ -98,7 +98,7 @@ def export(argv: list[str]) -> None:
 
 
 def demo(argv: list[str]) -> None:
-    """Compare the plain residual with Attention Residuals on this machine in a few minutes."""
+    """Compare the plain residual with Attention Residuals on this machine: three to seven minutes on two cores."""
     flags = parse(DemoFlags, argv, demo)
     from headwater.train import compare as run
 
