@@ -431,10 +431,13 @@ def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     ]
     archive(tmp_path, "scaling", runs)
     with page.unpacked(tmp_path) as found:
-        *sizes, row = [line for line in page.scaling(found["scaling"]).splitlines() if "attnres" in line]
+        text = page.scaling(found["scaling"])
+        *sizes, row, smaller, larger = [line for line in text.splitlines() if "attnres" in line]
         two = [run for run in found["scaling"] if run.config["model"]["dim"] < 100]
         assert page.scaling(two).endswith("The curves need a third size.\n")
     assert row.count("2.00 (2.00 to 2.00)") == 4
+    assert smaller.count("2.00 (2.00 to 2.00)") == larger.count("2.00 (2.00 to 2.00)") == 3
+    assert re.findall(r"Without width (\d+):", text) == ["1000", "1"]
     assert sizes[0] == "| `attnres-block` | 2 | 1.7071 | 0.0000 | −0.2929 | −0.2929 to −0.2929 | lower |"
     assert len(sizes) == 4
 

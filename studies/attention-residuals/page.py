@@ -390,7 +390,7 @@ def scaling(runs: Runs) -> str:
         apart = [f", {rate} of `{arm}`" for arm, rate in own.items() if rate != common]
         words = f"Width {width}, {layers} layers, learning rate {common}{''.join(apart)}"
         tables.append(f"{words}:\n\n{beside_plain(group)}\n")
-    return "".join(tables) + (fits(runs) or "The curves need a third size.\n")
+    return "".join(tables) + (fits(runs) + without_a_size(runs) or "The curves need a third size.\n")
 
 
 def sizes(found: dict[str, Runs]) -> str:
@@ -431,6 +431,16 @@ def fits(runs: Runs, cost: Cost = operations) -> str:
         saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != BASELINE else "1" for c in budgets]
         rows.append([f"`{curve.residual}`", *saved, law])
     return grid(["", *(f"at {shown(c)}" for c in budgets), "bits per byte"], rows)
+
+
+def without_a_size(runs: Runs, cost: Cost = operations) -> str:
+    """How far the curves hang on the largest and on the smallest size."""
+    widths = sorted({setting(run, "model.dim") for run in runs})
+    tables = []
+    for left_out in (widths[-1], widths[0]):
+        if fitted := fits([run for run in runs if setting(run, "model.dim") != left_out], cost):
+            tables.append(f"\nWithout width {left_out}:\n\n{fitted}")
+    return "".join(tables) if len(widths) > 3 else ""
 
 
 def _multiplier(interval: Interval | None) -> str:
@@ -478,7 +488,7 @@ def clock(runs: Runs, speeds: dict[str, Any]) -> str:
     head = ["width", "", "thousand tokens a second", "of plain", "GiB", "seconds of a run", "bits per byte"]
     timed = [run for run in runs if cost(run) is not None]
     words = "\nFits to seconds, and what an arm is worth in the plain residual's:\n\n"
-    fitted = fits(timed, cost)
+    fitted = fits(timed, cost) + without_a_size(timed, cost)
     return grid(head, rows) + (words + fitted if fitted else "")
 
 
