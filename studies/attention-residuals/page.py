@@ -411,12 +411,18 @@ def sizes(found: dict[str, Runs]) -> str:
 
 
 Cost = Callable[[RecordedRun], float | None]
+COMPARED: dict[str, list[Scaling]] = {}  # by their points: a table and a picture show the same curves
 
 
 def curves(runs: Runs, cost: Cost = operations) -> list[Scaling]:
     """Of the arms that have run at three sizes or more; none, unless the plain residual has."""
     points = {arm: at for arm, at in points_of(runs, cost=cost).items() if len(at) > 2}
-    return compare_scaling(points, BASELINE) if BASELINE in points else []
+    if BASELINE not in points:
+        return []
+    key = repr(points)
+    if key not in COMPARED:
+        COMPARED[key] = compare_scaling(points, BASELINE)
+    return COMPARED[key]
 
 
 def fits(runs: Runs, cost: Cost = operations) -> str:
