@@ -134,7 +134,7 @@ def _takes(kind: type, name: str) -> bool:
     known = getattr(kind, own, None)
     if isinstance(known, property):
         return known.fset is not None
-    return any(own in vars(base).get("__annotations__", {}) for base in kind.__mro__)
+    return any({name, own} & vars(base).get("__annotations__", {}).keys() for base in kind.__mro__)
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides):

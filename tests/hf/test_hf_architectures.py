@@ -12,6 +12,7 @@ from transformers import T5Config, T5Model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.architectures import MARKS, PAGE, RESULTS, TEXT_OF, tables
+from benchmarks.tinyhf import tiny_config
 from headwater.errors import UserError
 from headwater.hf import Layout, convert, revert, verify
 from headwater.hf.convert.layouts import ROWS
@@ -28,6 +29,11 @@ def digest(model: nn.Module) -> str:
 
 def classes(model: nn.Module) -> list[tuple[str, type]]:
     return [(name, type(module)) for name, module in model.named_modules()]
+
+
+def test_a_tiny_model_has_few_experts_by_whatever_name():
+    """Of its 128, each stored by itself, saving and loading would take seconds."""
+    assert tiny_config("qwen3_moe").num_experts == 4
 
 
 @pytest.mark.parametrize("model_type", sample())
