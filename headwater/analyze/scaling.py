@@ -329,6 +329,22 @@ def _rates(runs: Sequence[RecordedRun]) -> str:
     return ", ".join(f"{name} with {' and '.join(f'{lr:g}' for lr in sorted(rates))}" for name, rates in found.items())
 
 
+def without_ends(found: Sequence[Scaling], baseline: str) -> dict[float, list[Scaling]]:
+    """How far curves hang on single sizes: those without the baseline's largest budget, and those without its smallest,
+    by the budget that is left out. None where three budgets are all there are: with fewer there is no curve."""
+    points = {scaling.residual: scaling.points for scaling in found}
+    budgets = sorted(points[baseline])
+    fitted = {}
+    for end in (budgets[-1], budgets[0]):
+        rest = {
+            name: {c: at for c, at in each.items() if abs(math.log(c / end)) >= TWIN} for name, each in points.items()
+        }
+        enough = {name: each for name, each in rest.items() if len(each) >= BUDGETS}
+        if baseline in enough and len(enough) > 1:
+            fitted[end] = compare_scaling(enough, baseline)
+    return fitted
+
+
 def table(found: Sequence[Scaling], baseline: str) -> str:
     """Lines for a terminal."""
     lines = ["L in bits per byte of held-out text, C in operations"]
@@ -348,7 +364,17 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
             for budget, interval in scaling.multipliers.items():
                 text = "the curves do not meet" if interval is None else f"as {baseline} with {_words(interval)}"
                 lines.append(f"  at {budget:.3g} operations: {text}")
+    for end, others in without_ends(found, baseline).items():
+        lines.append(f"Without {end:.3g} operations:")
+        for other in (other for other in others if other.residual != baseline):
+            worth = {budget: interval for budget, interval in other.multipliers.items() if interval is not None}
+            told = (f"{interval.value:.2f}{_limits(interval)} at {budget:.3g}" for budget, interval in worth.items())
+            lines.append(f"  {other.residual}: {', '.join(told) or 'the curves do not meet'}")
     return "\n".join(lines)
+
+
+def _limits(interval: Interval) -> str:
+    return "" if interval.low is None or interval.high is None else f" ({interval.low:.2f} to {interval.high:.2f})"
 
 
 def write_plot(found: Sequence[Scaling], baseline: str, path: Path) -> Path:

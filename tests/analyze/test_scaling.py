@@ -24,6 +24,7 @@ from headwater.analyze.scaling import (
     plot,
     points_of,
     table,
+    without_ends,
     write_plot,
 )
 from headwater.errors import UserError
@@ -279,6 +280,24 @@ def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
         fit([1, 2, 2], [3.0, 2.0, 2.1])
     with pytest.raises(UserError, match="no runs of the baseline 'plain'"):
         compare_scaling(points, "plain")
+
+
+def test_curves_without_the_largest_and_the_smallest_budget_tell_what_hangs_on_them():
+    """A residual that is worth a quarter more compute but for its last size, which has operations of its own."""
+    better = {1.05 * c: {0: TRUE.loss(1.25 * c)} for c in BUDGETS}
+    better[1.05e17] = {0: TRUE.loss(1e17)}
+    points = {"standard": sampled(TRUE, 0, 1), "better": better, "short": {c: better[1.05 * c] for c in BUDGETS[2:]}}
+    found = compare_scaling(points, "standard")
+    last, first = without_ends(found, "standard").values()
+    assert [list(curve.points) for curve in last] == [BUDGETS[:-1], [1.05 * c for c in BUDGETS[:-1]]]  # short has two
+    assert [len(curve.points) for curve in first] == [4, 4, 3]
+    assert all(worth.value == pytest.approx(1.25 / 1.05, rel=1e-3) for worth in last[1].multipliers.values())
+    assert first[1].multipliers[1e17].value < 1.1
+    text = table(found, "standard")
+    assert "\nWithout 1e+17 operations:\n  better: 1.19 at 1e+15, 1.19 at 3e+15, 1.19 at 1e+16, 1.19 at 3e+16\n" in text
+    assert "\nWithout 1e+15 operations:\n  better: " in text
+    three = {name: {c: at for c, at in each.items() if c < 2e16} for name, each in points.items() if name != "short"}
+    assert not without_ends(compare_scaling(three, "standard"), "standard")
 
 
 def test_a_residual_with_too_few_budgets_is_left_out_and_said_to_be():
