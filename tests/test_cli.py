@@ -548,9 +548,11 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     assert not capsys.readouterr().out, "there is nothing to look at yet"
     assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0, "whole": True}
 
-    arguments, drawn = called(scaling_module, "scaling_of", []), called(scaling_module, "write_plot", tmp_path)
+    arguments, drawn = called(scaling_module, "chosen", []), called(scaling_module, "write_plot", tmp_path)
+    compared = called(scaling_module, "compare_scaling", [])
     assert main(["scaling", "a", "b", "--baseline", "rezero"]) == 0
-    assert arguments == {"folders": (Path("a"), Path("b")), "baseline": "rezero", "lr": None}
+    assert arguments == {"folders": (Path("a"), Path("b")), "lr": None}
+    assert compared == {"points": {}, "baseline": "rezero"}
     assert drawn == {"found": [], "baseline": "rezero", "path": Path("a/scaling.svg")}
     for rate, lr in (("best", "best"), ("6e-3", 0.006)):  # --plugin: as every command that looks at runs
         assert main(["scaling", "a", "--lr", rate, "--out", "c.svg", "--plugin", "json"]) == 0

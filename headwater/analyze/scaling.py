@@ -294,8 +294,13 @@ def scaling_of(
         for found in scaling_of(["runs/sizes"]):
             print(found.residual, found.fit, found.multipliers)
     """
+    return compare_scaling(points_of(chosen(folders, lr)), baseline)
+
+
+def chosen(folders: Sequence[str | Path], lr: float | Literal["best"] | None) -> list[RecordedRun]:
+    """The runs that `scaling_of` fits."""
     runs = [read_run(folder) for folder in find_runs([Path(folder) for folder in folders])]
-    return compare_scaling(points_of(runs if lr is None else at_rate(runs, lr)), baseline)
+    return runs if lr is None else at_rate(runs, lr)
 
 
 def at_rate(runs: Sequence[RecordedRun], lr: float | Literal["best"]) -> list[RecordedRun]:
@@ -333,9 +338,9 @@ def without_ends(found: Sequence[Scaling], baseline: str) -> dict[float, list[Sc
     """How far curves hang on single sizes: those without the baseline's largest budget, and those without its smallest,
     by the budget that is left out. None where three budgets are all there are: with fewer there is no curve."""
     points = {scaling.residual: scaling.points for scaling in found}
-    budgets = sorted(points[baseline])
+    budgets = sorted(points.get(baseline, ()))
     fitted = {}
-    for end in (budgets[-1], budgets[0]):
+    for end in (budgets[-1], budgets[0]) if len(budgets) > BUDGETS else ():
         rest = {
             name: {c: at for c, at in each.items() if abs(math.log(c / end)) >= TWIN} for name, each in points.items()
         }
@@ -343,6 +348,15 @@ def without_ends(found: Sequence[Scaling], baseline: str) -> dict[float, list[Sc
         if baseline in enough and len(enough) > 1:
             fitted[end] = compare_scaling(enough, baseline)
     return fitted
+
+
+def rates_by_budget(runs: Sequence[RecordedRun]) -> str:
+    """As in: standard 0.016 at 1.46e+15, 0.008 at 1e+16; a line for each residual."""
+    rates = {(run.residual, c): _rate(run) for run in runs if (c := operations(run)) is not None}
+    told: dict[str, list[str]] = defaultdict(list)
+    for (name, c), rate in sorted(rates.items()):
+        told[name].append(f"{rate:g} at {c:.3g}")
+    return "\n".join(f"  {name} {', '.join(each)}" for name, each in told.items())
 
 
 def table(found: Sequence[Scaling], baseline: str) -> str:

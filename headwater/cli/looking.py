@@ -98,10 +98,13 @@ def scaling(argv: list[str]) -> None:
     flags = parse(ScalingFlags, argv, scaling)
     with user_values():
         from headwater.analyze.runs import beside
-        from headwater.analyze.scaling import scaling_of, table, write_plot
+        from headwater.analyze.scaling import chosen, compare_scaling, points_of, rates_by_budget, table, write_plot
 
-        found = scaling_of(flags.folders, flags.baseline, flags.lr)
+        runs = chosen(flags.folders, flags.lr)
+        found = compare_scaling(points_of(runs), flags.baseline)
         say(table(found, flags.baseline))
+        if flags.lr == "best":
+            say(f"Learning rates, by operations:\n{rates_by_budget(runs)}")
         out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out
         say(f"Plot: {write_plot(found, flags.baseline, out)}")
 

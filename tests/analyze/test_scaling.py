@@ -23,6 +23,7 @@ from headwater.analyze.scaling import (
     fit,
     plot,
     points_of,
+    rates_by_budget,
     table,
     without_ends,
     write_plot,
@@ -249,7 +250,9 @@ def test_of_several_learning_rates_one_is_taken_or_the_best_of_each_residual_and
     runs += [recorded("b", 10, 1000, bits, 0, lr) for lr, bits in ((0.001, 2.3), (0.002, 2.2))]
     unfinished = replace(recorded("b", 10, 1000, 1.0, 0, 0.004), summary=None)
     assert [run.name for run in at_rate(runs, 0.002)] == ["a-1.9", "a-2.4", "a-1.7", "b-2.2"]
-    assert [run.name for run in at_rate([*runs, unfinished], "best")] == ["a-2.0", "a-2.1", "a-1.7", "b-2.2"]
+    best = at_rate([*runs, unfinished], "best")
+    assert [run.name for run in best] == ["a-2.0", "a-2.1", "a-1.7", "b-2.2"]
+    assert rates_by_budget(best) == "  a 0.001 at 1e+04, 0.002 at 2e+04\n  b 0.002 at 1e+04"
     with pytest.raises(UserError, match=r"rate 0.003; there are a with 0.001 and 0.002, b with 0.001 and 0.002$"):
         at_rate(runs, 0.003)
 
