@@ -66,6 +66,7 @@ class MUDDFormerResidual(LayerwiseResidual):
         self.norm = norm
         if norm:
             self.mixes = "channel"
+            self.fused = False  # its norms have no kernels, and gain from a compiled model
             self.before = nn.ParameterDict({self.key(m): nn.Parameter(torch.ones(dim)) for m in range(last + 1)})
             self.after = nn.ParameterDict({self.key(m): nn.Parameter(torch.full((dim,), 1e-3)) for m in ways})
 

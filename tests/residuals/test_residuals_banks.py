@@ -46,6 +46,11 @@ def test_kernels_give_the_same(spec, compiled):
         torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_long_run_compiles_the_whole_model_where_not_all_are_kernels(spec):
+    assert build(spec, DIM, 6).fused == (spec != "muddformer:norm=true")
+
+
 class Additions(TorchDispatchMode):
     """Counts sums of two tensors as large as the stream, and copies of one."""
 
