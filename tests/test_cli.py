@@ -557,6 +557,7 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     for rate, lr in (("best", "best"), ("6e-3", 0.006)):  # --plugin: as every command that looks at runs
         assert main(["scaling", "a", "--lr", rate, "--out", "c.svg", "--plugin", "json"]) == 0
         assert (arguments["lr"], drawn["path"]) == (lr, Path("c.svg"))
+        assert ("Learning rates, by operations" in capsys.readouterr().out) == (lr == "best")
 
     rows = called(table_module, "residual_table", [])
     monkeypatch.setattr(table_module, "print_table", lambda rows: None)

@@ -16,19 +16,19 @@ budget, such intervals hold in 70 to 80 of 100 cases.
 """
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from headwater.analyze.groups import differing, flatten
 from headwater.analyze.plot import Line, Panel, colours_of, picture
+from headwater.analyze.rates import RATE, at_rate, rate_of, rates_told
 from headwater.analyze.report import write_page
-from headwater.analyze.runs import RecordedRun, find_runs, number, read_run, section
+from headwater.analyze.runs import RecordedRun, find_runs, number, read_run
 from headwater.errors import UserError
 
 ALPHAS = np.geomspace(0.01, 2.0, 100)
@@ -40,7 +40,6 @@ NEAR = 0.03  # budgets whose logarithms differ by less are one
 TWIN = 0.2  # and by less than this, budgets of two residuals: their own operations tell them apart
 FAR = 1.5  # times its largest budget, or of its smallest: further out a curve is not asked
 SAYS = 4.0  # times the compute: an interval that reaches further is drawn to the picture's edge
-RATE = "optim.lr"
 Points = Mapping[float, Mapping[int | None, float]]  # compute to the loss of each seed
 
 
@@ -268,7 +267,7 @@ def points_of(
             keys = differing([flatten(each.config) for each in (other, run)])
             told = ", ".join(keys) or "nothing, so name its folder once"
             if RATE in keys:
-                told += f". There are {_rates(runs)}: choose one, as with --lr {_rate(run):g}, or --lr best"
+                told += f". There are {rates_told(runs)}: choose one, as with --lr {rate_of(run):g}, or --lr best"
             raise UserError(
                 f"{other.name} and {run.name} are both {run.residual} at {c:.3g} operations with seed {run.seed}: a "
                 f"fit takes one run for each seed; they differ in {told}"
@@ -280,7 +279,7 @@ def points_of(
 def scaling_of(
     folders: Sequence[str | Path], baseline: str = "standard", lr: float | Literal["best"] | None = None
 ) -> list[Scaling]:
-    """Fit bits per byte against compute for each residual; what `headwater scaling` calls.
+    """Fit bits per byte against compute for each residual, as `headwater scaling` does.
 
     Arguments:
         folders: of runs, comparisons and studies.
@@ -303,37 +302,6 @@ def chosen(folders: Sequence[str | Path], lr: float | Literal["best"] | None) ->
     return runs if lr is None else at_rate(runs, lr)
 
 
-def at_rate(runs: Sequence[RecordedRun], lr: float | Literal["best"]) -> list[RecordedRun]:
-    """The runs with this learning rate; or, of each residual and size (of all settings but the rate), the finished runs
-    with the rate at which they have the lowest mean loss. Raises UserError for a rate that no run has."""
-    if lr != "best":
-        if found := [run for run in runs if _rate(run) == lr]:
-            return found
-        raise UserError(f"no run has the learning rate {lr:g}; there are {_rates(runs)}")
-    sweeps: dict[Any, dict[float, list[RecordedRun]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        if run.summary is not None:
-            rest = sorted((key, value) for key, value in flatten(run.config).items() if key != RATE)
-            sweeps[run.residual, *rest][_rate(run)].append(run)
-    return [run for sweep in sweeps.values() for run in min(sweep.values(), key=_mean_loss)]
-
-
-def _mean_loss(runs: Sequence[RecordedRun]) -> float:
-    return statistics.fmean(math.inf if (loss := run.final("bits_per_byte")) is None else loss for run in runs)
-
-
-def _rate(run: RecordedRun) -> float:
-    return number(section(run.config, "optim").get("lr")) or math.nan
-
-
-def _rates(runs: Sequence[RecordedRun]) -> str:
-    """As in: standard with 0.003 and 0.006, attnres-block with 0.006."""
-    found: dict[str, set[float]] = defaultdict(set)
-    for run in runs:
-        found[run.residual].add(_rate(run))
-    return ", ".join(f"{name} with {' and '.join(f'{lr:g}' for lr in sorted(rates))}" for name, rates in found.items())
-
-
 def without_ends(found: Sequence[Scaling], baseline: str) -> dict[float, list[Scaling]]:
     """How far curves hang on single sizes: those without the baseline's largest budget, and those without its smallest,
     by the budget that is left out. None where three budgets are all there are: with fewer there is no curve."""
@@ -348,15 +316,6 @@ def without_ends(found: Sequence[Scaling], baseline: str) -> dict[float, list[Sc
         if baseline in enough and len(enough) > 1:
             fitted[end] = compare_scaling(enough, baseline)
     return fitted
-
-
-def rates_by_budget(runs: Sequence[RecordedRun]) -> str:
-    """As in: standard 0.016 at 1.46e+15, 0.008 at 1e+16; a line for each residual."""
-    rates = {(run.residual, c): _rate(run) for run in runs if (c := operations(run)) is not None}
-    told: dict[str, list[str]] = defaultdict(list)
-    for (name, c), rate in sorted(rates.items()):
-        told[name].append(f"{rate:g} at {c:.3g}")
-    return "\n".join(f"  {name} {', '.join(each)}" for name, each in told.items())
 
 
 def table(found: Sequence[Scaling], baseline: str) -> str:

@@ -97,14 +97,15 @@ def scaling(argv: list[str]) -> None:
     """Fit loss against compute for each residual, and say how much compute each is worth."""
     flags = parse(ScalingFlags, argv, scaling)
     with user_values():
+        from headwater.analyze.rates import rates_by_budget
         from headwater.analyze.runs import beside
-        from headwater.analyze.scaling import chosen, compare_scaling, points_of, rates_by_budget, table, write_plot
+        from headwater.analyze.scaling import chosen, compare_scaling, operations, points_of, table, write_plot
 
         runs = chosen(flags.folders, flags.lr)
         found = compare_scaling(points_of(runs), flags.baseline)
         say(table(found, flags.baseline))
         if flags.lr == "best":
-            say(f"Learning rates, by operations:\n{rates_by_budget(runs)}")
+            say(f"Learning rates, by operations:\n{rates_by_budget(runs, operations)}")
         out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out
         say(f"Plot: {write_plot(found, flags.baseline, out)}")
 

@@ -13,17 +13,17 @@ from runfolder import write_json
 
 from headwater.analyze import scaling_of
 from headwater.analyze.plot import HIGH, TOP, Line, Panel, lines_of, picture
+from headwater.analyze.rates import at_rate, rates_by_budget
 from headwater.analyze.runs import RecordedRun
 from headwater.analyze.scaling import (
     Fit,
     Interval,
     _neighbours,
-    at_rate,
     compare_scaling,
     fit,
+    operations,
     plot,
     points_of,
-    rates_by_budget,
     table,
     without_ends,
     write_plot,
@@ -252,7 +252,7 @@ def test_of_several_learning_rates_one_is_taken_or_the_best_of_each_residual_and
     assert [run.name for run in at_rate(runs, 0.002)] == ["a-1.9", "a-2.4", "a-1.7", "b-2.2"]
     best = at_rate([*runs, unfinished], "best")
     assert [run.name for run in best] == ["a-2.0", "a-2.1", "a-1.7", "b-2.2"]
-    assert rates_by_budget(best) == "  a 0.001 at 1e+04, 0.002 at 2e+04\n  b 0.002 at 1e+04"
+    assert rates_by_budget(best, operations) == "  a 0.001 at 1e+04, 0.002 at 2e+04\n  b 0.002 at 1e+04"
     with pytest.raises(UserError, match=r"rate 0.003; there are a with 0.001 and 0.002, b with 0.001 and 0.002$"):
         at_rate(runs, 0.003)
 

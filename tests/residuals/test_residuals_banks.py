@@ -51,6 +51,13 @@ def test_a_long_run_compiles_the_whole_model_where_not_all_are_kernels(spec):
     assert build(spec, DIM, 6).fused == (spec != "muddformer:norm=true")
 
 
+def test_muddformer_s_norm_of_the_stream_starts_small():
+    residual = build("muddformer:norm=true", DIM, 6)
+    assert [w.unique().tolist() for w in residual.after.values()] == [[pytest.approx(1e-3)]] * 3
+    assert all(w.eq(1).all() for w in residual.before.values())
+    assert len(residual.before) == 4
+
+
 class Additions(TorchDispatchMode):
     """Counts sums of two tensors as large as the stream, and copies of one."""
 
