@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from outside import without_plugins
 
+from headwater.analyze.plot import Panel, lines_of, picture
 from headwater.residuals.plugins import import_plugins
 from headwater.residuals.registry import build
 from headwater.stats import t_quantile
@@ -54,10 +55,10 @@ def test_the_page_is_what_the_raw_runs_give(page):
         assert found["noise"]
         text = page.PAGE.read_text()
         assert page.filled(text, found) == text
-        for file, drawn in page.pictures(found).items():
+        for file, drawn in page.pictures.pictures(found).items():
             assert file.read_text(encoding="utf-8") == drawn
             assert f"(../assets/{file.name})" in text
-        plain = [page.score(run) for run in found["noise"] if run.residual == "standard"]
+        plain = [page.tables.score(run) for run in found["noise"] if run.residual == "standard"]
     assert f"| `standard` | {len(plain)} | {statistics.fmean(plain):.4f} | {statistics.stdev(plain):.4f} |" in text
 
 
@@ -90,10 +91,10 @@ def test_noise_is_told_in_pairs_with_what_more_seeds_would_tell(page, tmp_path):
     runs = [(arm, seed, score, {}) for arm, values in scores.items() for seed, score in enumerate(values)]
     archive(tmp_path, "noise", runs)
     with page.unpacked(tmp_path) as found:
-        text = page.noise(found["noise"])
+        text = page.tables.noise(found["noise"])
     differences = [-0.04, -0.05, -0.03]
     half = t_quantile(0.05, 2) * statistics.stdev(differences) / 3**0.5
-    low, high = (page.signed(-0.04 + side * half) for side in (-1, 1))
+    low, high = (page.tables.signed(-0.04 + side * half) for side in (-1, 1))
     assert f"| `attnres-block` | 3 | 1.4700 | 0.0100 | −0.0400 | {low} to {high} | lower |" in text
     assert f"| 4 | {t_quantile(0.05, 3) * 0.01 / 2:.4f} |" in text
 
@@ -115,7 +116,7 @@ def test_ablations_are_sorted_and_stand_beside_the_papers(page, tmp_path):
     scores = {"standard": 1.5, "mhc": 1.6, "attnres-full": 1.35, "attnres-full:window=8": 1.4}
     archive(tmp_path, "ablations", [(arm, 0, score, {}) for arm, score in scores.items()])
     with page.unpacked(tmp_path) as found:
-        residuals, options = page.ablations(found["ablations"]).split("Options of Attention Residuals:")
+        residuals, options = page.tables.ablations(found["ablations"]).split("Options of Attention Residuals:")
     assert re.findall(r"^\| `(.+?)`", residuals, re.M) == ["attnres-full", "standard", "mhc"]
     assert re.findall(r"^\| `(.+?)`", options, re.M) == ["attnres-full", "attnres-full:window=8"]
     assert "| +0.1000 | - | +6.7 % | −1.1 % |" in residuals  # of the paper's losses: 1.747 beside 1.766
@@ -135,13 +136,13 @@ def test_each_arm_is_beside_the_plain_residual_at_its_own_best_rate(page, tmp_pa
     ]
     archive(tmp_path, "rates", runs)
     with page.unpacked(tmp_path) as found:
-        text = page.rates(found["rates"])
+        text = page.tables.rates(found["rates"])
     assert "| 8 | `ddl` | 0.001 | 0.002 | 2 | −0.0950 |" in text
 
 
 def test_pictures_have_a_dot_for_each_run_and_a_line_through_the_means(page):
     points = {"standard": {1e-3: [1.6, 1.7], 2e-3: [1.5, 1.9]}}
-    drawn = page.picture([page.Panel("bits", "rate", page.lines_of(points), log=True)], "a label")
+    drawn = picture([Panel("bits", "rate", lines_of(points), log=True)], "a label")
     assert drawn.count("<circle") == 4
     places = [float(y) for y in re.findall(r'cy="([\d.]+)"', drawn)]
     line = [float(y) for y in re.findall(r",([\d.]+)", re.search(r'points="([^"]+)"', drawn)[1])]
@@ -164,7 +165,7 @@ def test_sources_in_effect_are_fewer_where_weights_are_a_choice(page):
     even, chosen = [[1, 0, 0], [0.5, 0.5, 0], [1 / 3] * 3], [[1, 0, 0], [1, 0, 0], [0, 0, 1]]
     runs = [recorded("attnres-full", 1e-3, (1, even), (2, rows)) for rows in (even, chosen)]
     runs.append(recorded("attnres-block", 2e-3, (1, chosen), (2, chosen)))
-    text = page.evenness([*runs, recorded("standard", 1e-3, (2, even))], "optim.lr")
+    text = page.tables.evenness([*runs, recorded("standard", 1e-3, (2, even))], "optim.lr")
     assert "all even: 2), at steps 1, 2:\n" in text
     assert "| `optim.lr` | `attnres-block` | `attnres-full` |\n" in text
     assert text.endswith("| 0.001 | - | 2.00, 1.50 |\n| 0.002 | 1.00, 1.00 | - |\n")
@@ -174,10 +175,10 @@ def test_maps_are_means_over_seeds_in_even_shares(page):
     """Rows that sum to more than one, as those of blocks do, are made to sum to one first."""
     first, second = [[1, 0], [1.5, 0.5]], [[1, 0], [0.5, 1.5]]
     runs = [recorded("attnres-block", 8e-3, (5, rows), (9, first)) for rows in (first, second)]
-    early, late = page.maps_of("attnres-block", [*runs, recorded("standard", 8e-3, (5, first))])
+    early, late = page.pictures.maps_of("attnres-block", [*runs, recorded("standard", 8e-3, (5, first))])
     assert (early.title, late.title) == ("Block, step 5", "Block, step 9")
     assert (early.shares, late.shares) == ([[1, 0], [1, 1]], [[1, 0], [1.5, 0.5]])
-    drawn = page.picture([early, late], "maps")
+    drawn = picture([early, late], "maps")
     assert re.findall(r'd="([^"]+)" fill="currentColor" fill-opacity="1.00"', drawn)[0].count("M") == 3
     assert "the most: 1.5 even shares" in drawn  # in a dark picture it is the lightest
     ElementTree.fromstring(drawn)
@@ -186,8 +187,8 @@ def test_maps_are_means_over_seeds_in_even_shares(page):
 @pytest.mark.parametrize("spread", [0.5, 0.05, 0.015, 0.0015])
 def test_lines_of_a_picture_are_called_what_they_are(page, spread):
     """At equal distances, as they are drawn."""
-    lines = page.lines_of({"standard": {1: [1.495], 2: [1.495 + spread]}})
-    drawn = page.picture([page.Panel("bits", "rate", lines)], "a label")
+    lines = lines_of({"standard": {1: [1.495], 2: [1.495 + spread]}})
+    drawn = picture([Panel("bits", "rate", lines)], "a label")
     texts = [node.text for node in ElementTree.fromstring(drawn).iter() if node.get("text-anchor") == "end"]
     values = [float(text) for text in texts]
     steps = [later - earlier for earlier, later in pairwise(values)]
@@ -197,18 +198,18 @@ def test_lines_of_a_picture_are_called_what_they_are(page, spread):
 @pytest.mark.browser
 def test_names_beside_lines_are_not_cut_off(page, visit, tmp_path):
     """In whatever font the machine has; on many a Linux that is a wide one."""
-    lines = page.lines_of({"momentum:start=0.5": {1: [1.0], 2: [2.0]}, "muddformer": {1: [1.0], 2: [1.5]}})
-    (tmp_path / "drawn.html").write_text(page.picture([page.Panel("bits", "rate", lines)], "a label"))
+    lines = lines_of({"momentum:start=0.5": {1: [1.0], 2: [2.0]}, "muddformer": {1: [1.0], 2: [1.5]}})
+    (tmp_path / "drawn.html").write_text(picture([Panel("bits", "rate", lines)], "a label"))
     ends = "svg => [...svg.querySelectorAll('.named')].map(name => name.getBBox()).map(box => box.x + box.width)"
     svg = visit(tmp_path / "drawn.html").locator("svg")
     assert max(svg.evaluate(ends)) <= svg.evaluate("svg => svg.viewBox.baseVal.width")
 
 
 def test_panels_come_two_in_a_row(page):
-    panel = page.Panel("bits", "rate", page.lines_of({"standard": {1: [1.0], 2: [2.0]}}))
+    panel = Panel("bits", "rate", lines_of({"standard": {1: [1.0], 2: [2.0]}}))
     sizes = []
     for count in (1, 2, 4):
-        *_, wide, high = ElementTree.fromstring(page.picture([panel] * count, "a label")).get("viewBox").split()
+        *_, wide, high = ElementTree.fromstring(picture([panel] * count, "a label")).get("viewBox").split()
         sizes.append((int(wide), int(high)))
     (wide, high), two, four = sizes
     assert two == (2 * wide, high)
@@ -216,8 +217,8 @@ def test_panels_come_two_in_a_row(page):
 
 
 def test_growth_with_depth_is_the_last_quarter_over_the_first_and_the_slope_of_the_logarithm(page):
-    assert page.growth([1, 3, 100, 100, 100, 100, 5, 7]) == 3
-    assert page.slope([math.exp(2 * i / 7) for i in range(8)]) == pytest.approx(2)
+    assert page.tables.growth([1, 3, 100, 100, 100, 100, 5, 7]) == 3
+    assert page.tables.slope([math.exp(2 * i / 7) for i in range(8)]) == pytest.approx(2)
     runs = [
         SimpleNamespace(residual="standard", summary={"bits_per_byte": 1.5}, depth=[first, last])
         for last in (
@@ -226,9 +227,9 @@ def test_growth_with_depth_is_the_last_quarter_over_the_first_and_the_slope_of_t
         )
         for first in ({"output_norm": [1] * 4, "read_norm": [1] * 5, "gradient_norm": [9, 9, 9, 9], "step": 10},)
     ]
-    for run, rate in zip(runs, (page.MAPPED, page.MAPPED), strict=True):
+    for run, rate in zip(runs, (page.tables.MAPPED, page.tables.MAPPED), strict=True):
         run.config = {"model": {"dim": 8, "layers": 2}, "optim": {"lr": rate}}
-    text = page.dynamics(runs)
+    text = page.tables.dynamics(runs)
     assert "| 8 | 2 | 0.008 | `standard` | 2 | 1.5000 | 5.00 ± 1.41 | " in text
     assert " | 3.00 ± 0.00 | 0.88 ± 0.00 | 0.50 ± 0.00 | −0.62 ± 0.00 |\n" in text
     assert "| layers |  |  | step 10 | step 20 |\n" in text
@@ -257,7 +258,7 @@ def test_a_best_rate_at_the_edge_is_called_unknown(page, tmp_path):
     ]
     archive(tmp_path, "rates", runs)
     with page.unpacked(tmp_path) as found:
-        text = page.rates(found["rates"])
+        text = page.tables.rates(found["rates"])
     assert "Width 8, 2 layers:" in text
     assert "| 0.002 | **1.5050 ± 0.0071** | 1.5050 ± 0.0071 |" in text
     assert "| 0.004 | 1.5550 ± 0.0071 | **1.4050 ± 0.0071** |" in text
@@ -289,7 +290,7 @@ def test_arms_of_kimi_linear_are_compared_at_the_rate_of_most_seeds_and_through_
     runs = [run("standard", 0, 2e-3, 1.6, 1.4), run("attnres-block", 0, 2e-3, 1.6, 1.3)]
     for seed in (0, 1, 2):
         runs += [run("standard", seed, 1e-3, 1.6, 1.5), run("attnres-block", seed, 1e-3, 1.55, 1.48 + seed / 100)]
-    text = page.hybrid(runs)
+    text = page.tables.hybrid(runs)
     assert "| 0.002 | **1.4000** | **1.3000** |" in text
     assert "At 0.001, and" in text
     assert "| `attnres-block` | 3 | 1.4900 | 0.0100 | −0.0100 | −0.0348 to +0.0148 | not told apart |" in text
@@ -322,7 +323,7 @@ def test_the_plain_residual_has_no_queries_and_is_not_of_a_sweep_of_their_factor
     runs += [("attnres-block", 0, 1.5, {"optim.query_lr": factor}) for factor in (0.1, 0.3)]
     archive(tmp_path, "query", runs)
     with page.unpacked(tmp_path) as found:
-        text = page.query(found["query"])
+        text = page.tables.query(found["query"])
     assert "layers; the plain residual has 1.6000 ± 0.0000 (" in text
     assert "`standard`" not in text
 
@@ -331,7 +332,7 @@ def test_an_arm_with_a_rate_of_its_own_is_at_that_in_the_scaling(page, tmp_path)
     arms = [("standard", 8e-3), ("completep", 8e-3), ("completep", 1.6e-2)]
     archive(tmp_path, "rates", [(arm, 0, 1 + rate, {"model.dim": 192, "optim.lr": rate}) for arm, rate in arms])
     with page.unpacked(tmp_path) as found:
-        text = page.scaling(page.taken("scaling", found))
+        text = page.curves.scaling(page.taken("scaling", found))
     assert "learning rate 0.008, 0.016 of `completep`:\n" in text
     assert "| `completep` | 1 | 1.0160 |" in text
     assert "1.0080 | - | +" not in text
@@ -341,7 +342,7 @@ def test_runs_made_again_are_told_apart_from_other_seeds(page, tmp_path):
     archive(tmp_path, "rates", [("standard", seed, score, {}) for seed, score in ((0, 1.0), (1, 2.0), (2, 9.0))])
     archive(tmp_path, "query", [("standard", seed, score, {}) for seed, score in ((0, 1.2), (1, 2.2))])
     with page.unpacked(tmp_path) as found:
-        row = page.again(found).splitlines()[-1]
+        row = page.repeats.again(found).splitlines()[-1]
     assert row.endswith("| `standard` | 2 | 4 | 0.1414 | 0.2000 | 0.7071 | 1.6000 |")
 
 
@@ -354,7 +355,7 @@ def test_repeats_stand_together_the_version_that_needs_most_memory_first(page):
     early = [run("standard", 0, 2e9, 1.52), run("standard", 1, 2e9, 1.51), run("mhc", 0, 2e9, 1.5)]
     later = [run("mhc", 0, 1e9, 1.5), run("standard", 0, 1e9, 1.5)]
     del later[1].evals[1]
-    assert page.repeats({"ablations": later, "rates": early}).splitlines()[2:] == [
+    assert page.repeats.repeats({"ablations": later, "rates": early}).splitlines()[2:] == [
         "| 0.008 | `standard` | 0 | 2000 | 1.7000 | 1.6000 | 1.5200 |",
         "| 0.008 | `standard` | 0 | 1000 | 1.7000 | - | 1.5000 |",
     ]
@@ -363,7 +364,7 @@ def test_repeats_stand_together_the_version_that_needs_most_memory_first(page):
 def test_copying_is_told_by_what_the_second_telling_gains_beside_the_score(page):
     runs = [("late", 9.0, 9.0, 1.6), ("between", 10.0, 3.0, 1.5), ("early", 9.0, 1.0, 1.4)]
     measured = [dict(zip(("run", "first", "second", "bits_per_byte"), run, strict=True)) for run in runs]
-    text = page.copying(measured)
+    text = page.tables.copying(measured)
     rows = [
         "| `early` | 9.00 | 8.00 | 1.4000 |",
         "| `between` | 10.00 | 7.00 | 1.5000 |",
@@ -371,7 +372,7 @@ def test_copying_is_told_by_what_the_second_telling_gains_beside_the_score(page)
     ]
     assert text.splitlines()[2:5] == rows
     assert text.endswith("over the 3 runs: −0.92, of their ranks −1.00.\n")
-    assert "Correlation" not in page.copying(measured[:2])
+    assert "Correlation" not in page.tables.copying(measured[:2])
 
 
 def evaluated(residual, seed, rows, **settings):
@@ -390,7 +391,7 @@ def test_runs_that_fell_early_are_told_from_the_others(page):
     others = [evaluated("attnres-full", n, {500: 1.6, 1000: 1.5, 1472: 1.4}, query_lr=1.0) for n in range(3)]
     others += [evaluated("standard", n, {500: 1.7, 1000: 1.4, 2944: 1.3}) for n in range(3)]
     few = [evaluated("mhc", n, {500: 1.6, 1000: 1.5, 1472: 1.4}) for n in range(2)]
-    text = page.onset({"rates": runs[:2] + others, "query": runs[2:] + few})
+    text = page.repeats.onset({"rates": runs[:2] + others, "query": runs[2:] + few})
     assert text.splitlines()[2:] == ["| `standard` | 3 | 1.7000 ± 0.0000 | 1 | 1.3000 | 1.4000 ± 0.0000 |"]
 
 
@@ -401,15 +402,15 @@ def test_a_drop_is_drawn_less_the_run_that_saw_the_same_text(page):
         return found
 
     noise = [run("standard", seed, 3e-3, [5 + seed, 4 + seed, 3 + seed]) for seed in (0, 1)]
-    rates = [run("attnres-full", seed, page.RULE[128], [4 + seed, 3 + seed, -1 + seed]) for seed in (0, 1, 2)]
-    (panel,) = page.drops({"noise": noise, "rates": [*rates, run("attnres-full", 0, 1e-3, [1, 1, 1])]})
+    rates = [run("attnres-full", seed, page.curves.RULE[128], [4 + seed, 3 + seed, -1 + seed]) for seed in (0, 1, 2)]
+    (panel,) = page.pictures.drops({"noise": noise, "rates": [*rates, run("attnres-full", 0, 1e-3, [1, 1, 1])]})
     assert [(line.name, line.points) for line in panel.lines] == [(f"seed {s}", {350: [-2]}) for s in (0, 1)]
 
 
 def test_ablations_have_the_difference_before_the_drop_too(page):
     runs = [evaluated("standard", seed, {500: 1.7, 1472: 1.5}) for seed in (0, 1)]
     runs += [evaluated("attnres-full", seed, {500: 1.6 + seed / 10, 1472: 1.4}) for seed in (0, 1)]
-    row = next(line for line in page.ablations(runs).splitlines() if "attnres-full" in line)
+    row = next(line for line in page.tables.ablations(runs).splitlines() if "attnres-full" in line)
     assert "| 1.4000 | 0.0000 | −0.1000 | −0.0500 | −6.7 % | −1.6 % | +0.0 % |" in row
 
 
@@ -417,8 +418,8 @@ def test_sizes_are_told_with_their_passes_over_the_text(page, tmp_path):
     archive(tmp_path, "scaling", [("standard", 0, 1.3, {"model.dim": 128, "model.layers": 12, "optim.lr": 1.1e-2})])
     with page.unpacked(tmp_path) as found:
         run = found["scaling"][0]
-        run.summary.update(tokens=7 * page.TEXT, steps=7)
-        assert page.sizes(found).splitlines()[-1] == "| 2 million | 128 | 12 | 7 | 717 million | 7.0 | 0.011 |"
+        run.summary.update(tokens=7 * page.curves.TEXT, steps=7)
+        assert page.curves.sizes(found).splitlines()[-1] == "| 2 million | 128 | 12 | 7 | 717 million | 7.0 | 0.011 |"
 
 
 def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
@@ -431,10 +432,10 @@ def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     ]
     archive(tmp_path, "scaling", runs)
     with page.unpacked(tmp_path) as found:
-        text = page.scaling(found["scaling"])
+        text = page.curves.scaling(found["scaling"])
         *sizes, row, smaller, larger = [line for line in text.splitlines() if "attnres" in line]
         two = [run for run in found["scaling"] if run.config["model"]["dim"] < 100]
-        assert page.scaling(two).endswith("The curves need a third size.\n")
+        assert page.curves.scaling(two).endswith("The curves need a third size.\n")
     assert row.count("2.00 (2.00 to 2.00)") == 4
     assert smaller.count("2.00 (2.00 to 2.00)") == larger.count("2.00 (2.00 to 2.00)") == 3
     assert re.findall(r"Without width (\d+):", text) == ["1000", "1"]
@@ -458,14 +459,20 @@ def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_p
         size: {arm: {"tokens_per_second": rate, "peak_gib": 2.5} for arm, rate in rates.items()} for size in sizes
     }
     with page.unpacked(tmp_path) as found:
-        text = page.clock(found["scaling"], {**speeds, "gpu": "NVIDIA H200"})
-        pictures = page.scaling_pictures(found["scaling"], speeds)
-        assert [file.name for file in page.scaling_pictures(found["scaling"], {})] == ["study-scaling.svg"]
+        worth = page.curves.worth(found["scaling"], speeds).splitlines()
+        text = page.curves.clock(found["scaling"], {**speeds, "gpu": "NVIDIA H200"})
+        pictures = page.pictures.scaling_pictures(found["scaling"], speeds)
+        assert [file.name for file in page.pictures.scaling_pictures(found["scaling"], {})] == ["study-scaling.svg"]
     assert "| 256 | `attnres-block` | 300 | 75 % | 2.5 | 1 | 1.0442 ± 0.0000 |" in text
     row = next(line for line in text.splitlines() if line.startswith("| `attnres-block`"))
     assert row.count("1.50 (1.50 to 1.50)") == 4
     assert "never-timed" not in text
-    assert "worth so many times the seconds of standard" in pictures[page.ASSETS / "study-clock.svg"]
+    sides = ("compute, 7 million", "time, 7 million", "compute, 16 million", "time, 16 million")
+    assert worth[0] == f"|  | {' | '.join(sides)} |"
+    twice, half_more, thrice = (f"**{value}** ({value} to {value})" for value in ("2.00", "1.50", "3.00"))
+    assert worth[2] == f"| `attnres-block` | {twice} | {half_more} | {twice} | {half_more} |"
+    assert worth[3] == f"| `never-timed` | {thrice} | - | {thrice} | - |"
+    assert "worth so many times the seconds of standard" in pictures[page.pictures.ASSETS / "study-clock.svg"]
 
 
 @pytest.mark.parametrize("lacks", ["runs", "speeds"])
@@ -483,9 +490,10 @@ def test_without_the_plain_residual_at_three_sizes_there_are_rows_and_no_curves(
     }
     with page.unpacked(tmp_path) as found:
         runs = found["scaling"]
-        assert page.scaling(runs).endswith("The curves need a third size.\n") == (lacks == "runs")
-        text = page.clock(runs, speeds)
-        drawn = [file.name for file in page.scaling_pictures(runs, speeds)]
+        assert page.curves.scaling(runs).endswith("The curves need a third size.\n") == (lacks == "runs")
+        assert (page.curves.worth(runs, speeds) == page.curves.NO_CURVES) == (lacks == "runs")
+        text = page.curves.clock(runs, speeds)
+        drawn = [file.name for file in page.pictures.scaling_pictures(runs, speeds)]
     assert "| 256 | `attnres-block` | 100 | - |" in text
     assert "Fits" not in text
     assert drawn == ([] if lacks == "runs" else ["study-scaling.svg"])
@@ -516,7 +524,7 @@ def test_what_scripts_measured_is_told_by_arm_with_the_spread_over_seeds(page, t
         for arm, value in (("denseformer", 0.2), ("attnres-full", 0.5), ("attnres-full", 0.7))
     ]
     (tmp_path / "importance.json").write_text(json.dumps(runs))
-    text = page.importance(page.measured_in(tmp_path, "importance"))
+    text = page.tables.importance(page.tables.measured_in(tmp_path, "importance"))
     assert "| `attnres-full` | 2 | 0.60 ± 0.14 | 0.10 ± 0.00 | - | 0.90 ± 0.00 | 0.40 ± 0.00 | - |\n" in text
     assert "| `denseformer` | 1 | 0.20 |" in text
     (tmp_path / "hops").mkdir()
@@ -526,7 +534,7 @@ def test_what_scripts_measured_is_told_by_arm_with_the_spread_over_seeds(page, t
         ("c", "standard", [1, 0.3]),
     ):
         (tmp_path / "hops" / f"{name}.json").write_text(json.dumps({"residual": arm, "accuracy": accuracy}))
-    text = page.hops(page.measured_in(tmp_path, "hops"))
+    text = page.tables.hops(page.tables.measured_in(tmp_path, "hops"))
     assert text.startswith("|  | seeds | 1 | 2 |\n")
     assert "| `standard` | 2 | 0.95 ± 0.07 | 0.20 ± 0.14 |\n| `attnres-block` | 1 | 1.00 | 0.40 |\n" in text
-    assert page.measured_in(tmp_path, "nothing") == []
+    assert page.tables.measured_in(tmp_path, "nothing") == []

@@ -1,0 +1,165 @@
+"""Loss against compute and against time: what an arm is worth at each of the plain residual's budgets."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from records import BASELINE, HERE, RULE, Runs, finished, grid, grouped, score, setting, taken
+from tables import beside_plain
+
+from headwater.analyze.runs import RecordedRun
+from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, points_of, shown
+from headwater.models.config import SIZES
+from headwater.stats import summarize
+
+TEXT = 102_435_696  # tokens of the training text
+NO_CURVES = "The curves need a third size.\n"
+
+
+def scaling(runs: Runs) -> str:
+    """The arms at each size, and from three on the fits, and what compute each saves at each of the baseline's
+    budgets."""
+    tables = []
+    for (width, layers), group in grouped(runs, "model.dim", "model.layers").items():
+        own = {run.residual: f"{setting(run, 'optim.lr'):g}" for run in group}
+        common = own.get(BASELINE, "")
+        apart = [f", {rate} of `{arm}`" for arm, rate in own.items() if rate != common]
+        words = f"Width {width}, {layers} layers, learning rate {common}{''.join(apart)}"
+        tables.append(f"{words}:\n\n{beside_plain(group)}\n")
+    return "".join(tables) + (fits(runs) + without_a_size(runs) or NO_CURVES)
+
+
+def sizes(found: dict[str, Runs]) -> str:
+    """What the plain residual's runs of the scaling are, by size."""
+    plain = [run for run in finished(taken("scaling", found)) if run.residual == BASELINE]
+    rows = []
+    for (width, layers), group in grouped(plain, "model.dim", "model.layers").items():
+        tokens, steps = (group[0].summary[key] for key in ("tokens", "steps"))  # type: ignore[index]
+        told = [f"{tokens / 1e6:.0f} million", f"{tokens / TEXT:.1f}", f"{RULE[width]:g}"]
+        rows.append([million(width), str(width), str(layers), str(steps), *told])
+    return grid(["parameters", "width", "layers", "steps", "tokens", "passes over the text", "learning rate"], rows)
+
+
+def million(width: int) -> str:
+    """The parameters that a size is named by."""
+    named = {shape["dim"]: name for name, shape in SIZES.items() if name.startswith("ladder")}
+    return f"{named[width].removeprefix('ladder-').removesuffix('m')} million"
+
+
+Cost = Callable[[RecordedRun], float | None]
+COMPARED: dict[str, list[Scaling]] = {}  # by their points: a table and a picture show the same curves
+
+
+def curves(runs: Runs, cost: Cost = operations) -> list[Scaling]:
+    """Of the arms that have run at three sizes or more; none, unless the plain residual has."""
+    points = {arm: at for arm, at in points_of(runs, cost=cost).items() if len(at) > 2}
+    if BASELINE not in points:
+        return []
+    key = repr(points)
+    if key not in COMPARED:
+        COMPARED[key] = compare_scaling(points, BASELINE)
+    return COMPARED[key]
+
+
+def fits(runs: Runs, cost: Cost = operations) -> str:
+    found = curves(runs, cost)
+    if not found:
+        return ""
+    budgets = sorted({c for curve in found for c in curve.multipliers})
+    rows = []
+    for curve in found:
+        assert curve.fit is not None  # points at two budgets are left out before
+        law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
+        saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != BASELINE else "1" for c in budgets]
+        rows.append([f"`{curve.residual}`", *saved, law])
+    return grid(["", *(f"at {shown(c)}" for c in budgets), "bits per byte"], rows)
+
+
+def without_a_size(runs: Runs, cost: Cost = operations) -> str:
+    """How far the curves hang on the largest and on the smallest size."""
+    widths = sorted({setting(run, "model.dim") for run in runs})
+    tables = []
+    for left_out in (widths[-1], widths[0]):
+        if fitted := fits([run for run in runs if setting(run, "model.dim") != left_out], cost):
+            tables.append(f"\nWithout width {left_out}:\n\n{fitted}")
+    return "".join(tables) if len(widths) > 3 else ""
+
+
+def _multiplier(interval: Interval | None) -> str:
+    if interval is None:
+        return "-"
+    reach = "one seed" if interval.low is None else f"{interval.low:.2f} to {interval.high:.2f}"
+    return f"{interval.value:.2f} ({reach})"
+
+
+def alone(speeds: dict[str, Any]) -> dict[tuple[int, str], dict[str, float]]:
+    """What `benchmarks.speed` measured of each arm, by width: runs side by side do not know how fast they are."""
+    return {
+        (SIZES[size]["dim"], arm): found
+        for size, arms in speeds.items()
+        if size in SIZES
+        for arm, found in arms.items()
+        if "tokens_per_second" in found
+    }
+
+
+def seconds(measured: dict[tuple[int, str], dict[str, float]]) -> Cost:
+    """How long a run takes by itself, where its speed was measured."""
+
+    def of(run: RecordedRun) -> float | None:
+        speed = measured.get((setting(run, "model.dim"), run.residual))
+        return None if speed is None or not run.summary else run.summary["tokens"] / speed["tokens_per_second"]
+
+    return of
+
+
+def clock(runs: Runs, speeds: dict[str, Any]) -> str:
+    """Speed and memory of each arm at each size, and from three sizes on what it is worth at equal time."""
+    measured = alone(speeds)
+    cost, rows = seconds(measured), []
+    trained = grouped(runs, "model.dim", "model.residual")
+    for (width, arm), speed in sorted(
+        measured.items(), key=lambda item: (item[0][0], item[0][1] != BASELINE, item[0][1])
+    ):
+        plain, mine = measured.get((width, BASELINE)), speed["tokens_per_second"]
+        share = "-" if plain is None else f"{100 * mine / plain['tokens_per_second']:.0f} %"
+        cells = [f"{mine / 1e3:.0f}", share, f"{speed['peak_gib']:.1f}"]
+        group = trained.get((width, arm), [])
+        ends = [f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))] if group else ["-", "-"]
+        rows.append([str(width), f"`{arm}`", *cells, *ends])
+    head = ["width", "", "thousand tokens a second", "of plain", "GiB", "seconds of a run", "bits per byte"]
+    timed = [run for run in runs if cost(run) is not None]
+    words = "\nFits to seconds, and what an arm is worth in the plain residual's:\n\n"
+    fitted = fits(timed, cost) + without_a_size(timed, cost)
+    return grid(head, rows) + (words + fitted if fitted else "")
+
+
+def worth(runs: Runs, speeds: dict[str, Any]) -> str:
+    """What arms with a curve are worth in compute and in time at the sizes between the ends, where curves are surest;
+    bold where an interval tells it from one."""
+    clocked = seconds(alone(speeds))
+    timed = [run for run in runs if clocked(run) is not None]
+    found = [("compute", operations, curves(runs)), ("time", clocked, curves(timed, clocked))]
+    if not found[0][2]:
+        return NO_CURVES
+    head, columns = [""], []
+    for width in sorted({setting(run, "model.dim") for run in runs})[1:-1]:
+        plain = next(run for run in runs if run.residual == BASELINE and setting(run, "model.dim") == width)
+        for words, cost, fitted in found:
+            head.append(f"{words}, {million(width)}")
+            columns.append({curve.residual: _told(curve.multipliers.get(cost(plain) or 0.0)) for curve in fitted})
+    arms = [curve.residual for curve in found[0][2] if curve.residual != BASELINE]
+    return grid(head, [[f"`{arm}`", *(column.get(arm, "-") for column in columns)] for arm in arms])
+
+
+def _told(interval: Interval | None) -> str:
+    if interval is None or interval.low is None or interval.high is None or interval.low <= 1 <= interval.high:
+        return _multiplier(interval)
+    value, reach = _multiplier(interval).split(" ", 1)
+    return f"**{value}** {reach}"
+
+
+def speeds() -> dict[str, Any]:
+    """Of all sizes that were measured, each in one process of its own or with others."""
+    files = sorted((HERE / "runs" / "speed").glob("*.json"))
+    return {key: found for file in files for key, found in json.loads(file.read_text()).items()}
