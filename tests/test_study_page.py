@@ -475,6 +475,30 @@ def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_p
     assert "worth so many times the seconds of standard" in pictures[page.pictures.ASSETS / "study-clock.svg"]
 
 
+def test_an_arm_has_one_colour_and_one_name_in_all_panels(page, tmp_path):
+    """Also beside one that has no curve, and so is in the panel of memory alone."""
+    sizes = {"ladder-2m": 128, "ladder-7m": 192, "ladder-16m": 256}
+    arms = {"a-beginner": 2, "mhc": 3, "muddformer": 3, "standard": 3}
+    runs = [
+        (arm, 0, 1 + (saved * width) ** -0.5, {"model.dim": width})
+        for saved, (arm, count) in enumerate(arms.items(), 1)
+        for width in [*sizes.values()][:count]
+    ]
+    archive(tmp_path, "scaling", runs)
+    speeds = {
+        size: {arm: {"tokens_per_second": 1e5, "peak_gib": width} for arm in arms} for size, width in sizes.items()
+    }
+    with page.unpacked(tmp_path) as found:
+        drawn = page.pictures.scaling_pictures(found["scaling"], speeds)[page.pictures.ASSETS / "study-clock.svg"]
+    loss, _, memory = (
+        {line.find("{*}text").text: line.get("class") for line in panel.findall("{*}g")}
+        for panel in ElementTree.fromstring(drawn).findall("{*}g")
+    )
+    assert loss.keys() == {"mhc", "muddformer", "standard"}
+    assert memory == loss | {"a-beginner": memory["a-beginner"]}
+    assert len({*memory.values()}) == 4
+
+
 @pytest.mark.parametrize("lacks", ["runs", "speeds"])
 def test_without_the_plain_residual_at_three_sizes_there_are_rows_and_no_curves(page, tmp_path, lacks):
     """It may have diverged at one, or not have been timed there."""

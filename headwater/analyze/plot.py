@@ -176,12 +176,13 @@ def _means(line: Line) -> list[tuple[float, float]]:
 
 
 def _spaced(ends: Sequence[float]) -> list[float]:
-    """Where names go, from the top: beside their ends, unless they would overlap or leave the picture."""
+    """Where names go, from the top: beside their ends, unless they would overlap, or stand among the numbers below."""
     found: list[float] = []
+    floor = min(HIGH - 6, max(FLOOR, TOP + 13 * (len(ends) - 1)))
     for end in ends:
         found.append(max([end, *(before + 13 for before in found[-1:])]))
     for index in reversed(range(len(found))):
-        found[index] = min(found[index], HIGH - 6 - 13 * (len(found) - 1 - index))
+        found[index] = min(found[index], floor - 13 * (len(found) - 1 - index))
     return found
 
 

@@ -22,7 +22,7 @@ from records import (
 )
 from tables import BY_DEPTH
 
-from headwater.analyze.plot import ARMS, Line, Map, Panel, lines_of, picture
+from headwater.analyze.plot import ARMS, Line, Map, Panel, colours_of, lines_of, picture
 from headwater.analyze.scaling import panels_of
 from headwater.stats import pair
 
@@ -86,7 +86,10 @@ def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
         held: dict[str, dict[float, list[float]]] = {}
         for (width, arm), group in grouped(timed, "model.dim", "model.residual").items():
             held.setdefault(arm, {})[measured[width, arm]["peak_gib"]] = [*map(score, group)]
-        memory = Panel("bits per byte", "GiB", lines_of(held), log=True, label="{:.1f}".format)
+        curved = [curve.residual for curve in found]
+        colours = colours_of([*curved, *(arm for arm in held if arm not in curved)])  # as in the panels before
+        lines = [Line(arm, colours[arm], at) for arm, at in held.items()]
+        memory = Panel("bits per byte", "GiB", lines, log=True, label="{:.1f}".format)
         panels = [*panels_of(found, BASELINE, "seconds"), memory]
         drawn[ASSETS / "study-clock.svg"] = picture(panels, "Loss against time and memory")
     return drawn

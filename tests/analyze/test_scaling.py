@@ -12,7 +12,7 @@ import pytest
 from runfolder import write_json
 
 from headwater.analyze import scaling_of
-from headwater.analyze.plot import HIGH, TOP, Line, Panel, lines_of, picture
+from headwater.analyze.plot import FLOOR, HIGH, TOP, Line, Panel, lines_of, picture
 from headwater.analyze.rates import at_rate, rates_by_budget
 from headwater.analyze.runs import RecordedRun
 from headwater.analyze.scaling import (
@@ -384,7 +384,11 @@ def test_names_beside_lines_neither_overlap_nor_leave_the_picture():
     assert all(after - before >= 12.9 for before, after in itertools.pairwise(places))
     (end,) = (line.get("points").split(",")[-1] for line in drawn.iterfind(f".//{SVG}g[@class='full']/{SVG}polyline"))
     assert places[0] == pytest.approx(float(end) + 4), "beside its line"
-    assert places[-1] < HIGH
+    assert places[-1] <= FLOOR, "above the numbers across"
+    crowd = lines_of({f"arm {n}": {1: [1.0], 2: [1.0]} for n in range(19)})
+    drawn = ElementTree.fromstring(picture([Panel("bits", "rate", crowd)], "label"))
+    places = [float(each.get("y")) for each in drawn.iterfind(f".//{SVG}text[@class='named']")]
+    assert TOP <= min(places) < max(places) < HIGH
 
 
 def test_the_plot_of_one_seed_has_no_intervals_and_none_of_an_interval_without_end_leaves_it():
