@@ -87,6 +87,10 @@ def percent(share: float) -> str:
 # Which runs of which recipes a table takes, if not all of those of its name alone.
 TAKES: dict[str, dict[str, Callable[[RecordedRun], bool]]] = {
     "dynamics": {"noise": bool, "rates": lambda run: setting(run, "optim.lr") == MAPPED, "dynamics": bool},
+    "rates": {  # the arm that was taken in last began at the rates of the scaling
+        "rates": bool,
+        "scaling": lambda run: run.residual == "muddformer:norm=true" and setting(run, "model.dim") < 256,
+    },
     "scaling": {
         "rates": lambda run: setting(run, "optim.lr") == OWN.get(run.residual, RULE)[setting(run, "model.dim")],
         "scaling": bool,
