@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,8 @@ class Job:
     """What a comparison calls it, where that is more than its residual."""
     work: float = 1.0
     """Its operations, where it is asked how long it will take beside others."""
+    keep_weights: bool = True
+    """Whether its checkpoints outlast it."""
 
     @property
     def log(self) -> Path:
@@ -61,6 +64,10 @@ class Job:
     @property
     def diverged(self) -> bool:
         return (self.folder / DIVERGED).exists()
+
+    def clear(self) -> None:
+        if self.finished and not self.keep_weights:
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -128,12 +135,15 @@ def run_all(
                     show(active, tasks)
                     if active.process.poll() is not None:
                         running.remove(active)
+                        active.job.clear()  # at once: those of a long study fill a disk
                         took += [(active.job.work, active.seconds())] if active.job.finished else []
                         tasks.remove(active.task)
                         tasks.update(total, len(runs) - len(waiting) - len(running))
                         failures |= conclude(active, tasks)
         finally:
             stop(running)  # none is left, unless a signal or an error ended the loop
+            for job in runs:
+                job.clear()
         if interruption.signum:
             done = sum(job.finished for job in runs)
             raise interruption.error(f"{done} of {len(runs)} runs", go_on)

@@ -140,7 +140,7 @@ def study(
     out = Path("runs") / plan.name if out is None else Path(out)
     with locked(out):
         (out / "settings").mkdir(exist_ok=True)
-        jobs = [job_of(name, config, out) for name, config in plan.runs.items()]
+        jobs = [job_of(name, config, out, plan.keep_weights) for name, config in plan.runs.items()]
         refuse_others(jobs, plan, out / CORPORA)
         for job, config in zip(jobs, plan.runs.values(), strict=True):
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
@@ -148,10 +148,6 @@ def study(
         console.print(before, soft_wrap=True)
         due = [job for job in jobs if not job.diverged]
         failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
-        if not plan.keep_weights:
-            for job in jobs:
-                if job.finished:
-                    shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         result = standing(out, jobs, plan)
         write_json(out / "table.json", result.table())
         for label in failures.keys() & {*result.diverged}:
@@ -309,7 +305,7 @@ def folder_name(choice: Mapping[str, Any]) -> str:
     return re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
 
 
-def job_of(name: str, config: Config, out: Path) -> Job:
+def job_of(name: str, config: Config, out: Path, keep_weights: bool) -> Job:
     """Its model is made without weights, so that one that does not fit is known before anything runs."""
     settings = out / "settings" / f"{name}.json"
     try:
@@ -323,6 +319,7 @@ def job_of(name: str, config: Config, out: Path) -> Job:
         steps=config.train.steps,
         plugin=plugin_for(config.model.residual),
         work=work,
+        keep_weights=keep_weights,
     )
 
 
@@ -416,5 +413,6 @@ def describe(result: StudyResult) -> str:
         return text
     if result.seconds is None:
         return f"{text}; how long the others take is known when one is done"
-    minutes = "less than a minute" if result.seconds < 60 else f"about {result.seconds / 60:.0f} minutes"
+    whole = round(result.seconds / 60)
+    minutes = "less than a minute" if result.seconds < 60 else f"about {whole} minute{'s' * (whole > 1)}"
     return f"{text}; {minutes} for the {'one that is' if left == 1 else f'{left} that are'} left"

@@ -180,6 +180,24 @@ def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys
     assert tiny(tmp_path).train.steps != 4, "the recipe's own settings were used"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+def test_weights_go_when_their_run_is_finished_not_when_the_study_is(recipe, tmp_path, monkeypatch, keep):
+    """Those of a long study fill a disk, and an interrupted one must not leave them."""
+    out, there = tmp_path / "study", []
+
+    class Watched(Forked):
+        def __init__(self, *arguments, **options):
+            there.append(sorted(path.parent.name for path in out.glob("runs/*/checkpoints")))
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Watched)
+    recipe.write_text(recipe.read_text().replace("jobs = 2", f"jobs = 1\nkeep_weights = {str(keep).lower()}"))
+    study(recipe, out)
+    assert there == [[], ["residual-standard-seed-0"] if keep else []]
+    assert len([*out.glob("runs/*/checkpoints")]) == 2 * keep
+
+
 def begin_by_hand(recipe, out, name, *, upto=None):
     """A run of the recipe in its place, as a study leaves it: finished, or cut off after a step."""
     config = read_recipe(recipe).runs[name]
@@ -383,6 +401,7 @@ def test_what_is_left_is_never_said_to_take_no_time(tmp_path):
     assert said[0].endswith("; less than a minute for the 2 that are left")
     assert said[1].endswith("; about 3 minutes for the 2 that are left")
     assert describe(StudyResult(tmp_path, {}, ("a",), 20.0)).endswith(" for the one that is left")
+    assert describe(StudyResult(tmp_path, {}, ("a",), 80.0)).endswith("; about 1 minute for the one that is left")
 
 
 def test_the_time_that_is_left_counts_the_starts_of_processes(recipe, tmp_path):
