@@ -210,6 +210,10 @@ def test_register_refuses_what_would_not_work(site):
         def __init__(self, dim, sublayers, *, rate=0.1):
             super().__init__(dim, sublayers)
 
+    class Positional(Mine):
+        def __init__(self, dim, sublayers, rate: float = 0.1):
+            super().__init__(dim, sublayers)
+
     for name in ("", "My Own", "a:b", "a@b", "a+b", "a,b", "-a", "../a"):
         with pytest.raises(ValueError, match="made of small letters"):
             register(name)
@@ -217,6 +221,10 @@ def test_register_refuses_what_would_not_work(site):
         register("standard")(Mine)
     with pytest.raises(ValueError, match="option 'rate' of residual 'mine' needs a type, for example rate: float"):
         register("mine")(Untyped)
+    with pytest.raises(ValueError, match=r"'rate' of residual 'mine' is no option: write `\*,` before it in __init__"):
+        register("mine")(Positional)
+    with pytest.raises(ValueError, match=r"'mine' must be a subclass of Residual or StreamResidual; got torch\.nn"):
+        register("mine")(torch.nn.Linear)
     assert "mine" not in registry._entries
     assert register("mine")(Mine) is register("mine")(Mine)  # a module loaded again
     assert torch.equal(build("mine", 4, 1).begin(torch.ones(4))[0], torch.ones(4))

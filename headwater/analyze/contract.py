@@ -79,19 +79,32 @@ def shapes(spec: str) -> str:
     """Reads are (..., D) as the stream is, and weights (N, ..., H)."""
     residual, (x, *outputs) = scattered(spec).residual, sources()
     state = residual.begin(x)
+    if wrong := unlaid(residual, state, "read", 0):
+        return f"_begin {wrong}"
     for i, y in enumerate(outputs):
         if wrong := misshapen(residual.weights(state, i), i, x):
             return wrong
         read, state = residual.read(state, i)
+        if wrong := unlaid(residual, state, "write", i):
+            return f"_read of sublayer {i} {wrong}"
         if len(parts := inputs(read)) not in (1, 3):
             return f"_read of sublayer {i} gives {len(parts)} tensors: one, or three for query, key and value"
         if wrong := next(filter(None, (unlike(part, x) for part in parts)), ""):
             return f"_read of sublayer {i} {wrong}"
         state = residual.write(state, i, y)
+        if wrong := unlaid(residual, state, "read", i + 1):
+            return f"_write of sublayer {i} {wrong}"
     if wrong := misshapen(residual.weights(state, SUBLAYERS), SUBLAYERS, x):
         return wrong
     wrong = unlike(residual.end(state), x)
     return wrong and f"_end {wrong}"
+
+
+def unlaid(residual: Residual, state: State, verb: base.Next, i: int) -> str:
+    layouts = residual.layouts[verb, i]
+    if len(state) in map(len, layouts):
+        return ""
+    return f"gives a state of {len(state)} tensors, and layout({i}) names " + " or ".join(map(str, layouts))
 
 
 def unlike(read: Tensor, x: Tensor) -> str:

@@ -40,7 +40,8 @@ def register(name: str, *, formula: str | None = None, **fixed: Any) -> Callable
     `kinds`, if it is among them, is given the kind of each sublayer.
 
     Returns a decorator that gives the class back.
-    Raises ValueError for a name that cannot be one or that another class has, and for an option without a type.
+    Raises ValueError for a name that cannot be one or that another class has, for a class that is no Residual, and for
+    an option without a type or that is not keyword-only.
 
         @register("leaky")
         class LeakyResidual(StreamResidual): ...
@@ -52,8 +53,13 @@ def register(name: str, *, formula: str | None = None, **fixed: Any) -> Callable
         taken = _entries.get(name)
         if taken is not None and _place(taken.build) != _place(cls):  # the same place: a module loaded again
             raise ValueError(f"residual '{name}' is registered already, by {_place(taken.build)}: choose another name")
+        if not issubclass(cls, Residual):
+            raise ValueError(f"residual '{name}' must be a subclass of Residual or StreamResidual; got {_place(cls)}")
         hints = get_type_hints(cls.__init__)
-        keywords = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        parameters = inspect.signature(cls).parameters.values()
+        keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        if surplus := [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]:
+            raise ValueError(f"'{surplus[0]}' of residual '{name}' is no option: write `*,` before it in __init__")
         if bare := [k for k in keywords if k not in hints]:
             raise ValueError(f"option '{bare[0]}' of residual '{name}' needs a type, for example {bare[0]}: float")
         options = {k: hints[k] for k in keywords if k not in fixed and k != "kinds"}

@@ -176,6 +176,16 @@ class Longer(StandardResidual):
         return (state[0], y)
 
 
+class LongerBegin(StandardResidual):
+    def _begin(self, x):
+        return (x, x)
+
+
+class LongerRead(StandardResidual):
+    def _read(self, state, i, norm):
+        return state[0], (*state, state[0])
+
+
 class Silent(StandardResidual):
     def __init__(self, dim, sublayers):
         super().__init__(dim, sublayers)
@@ -274,7 +284,9 @@ class Rounds(StandardResidual):
         (Heads, "shapes", "_weights of read 0 gives (1, 3, 2), not (N, ..., H) for (3, 2, 32)"),
         (LastHeads, "shapes", "_weights of read 8 gives (1, 3, 2), not (N, ..., H)"),
         (Lost, "shapes", "in _write: KeyError: 0"),
-        (Longer, "shapes", "in weights: ValueError: read 1 of 'broken' takes a state of 1 tensors (stream); got 2"),
+        (Longer, "shapes", "_write of sublayer 0 gives a state of 2 tensors, and layout(1) names ('stream',)"),
+        (LongerBegin, "shapes", "_begin gives a state of 2 tensors, and layout(0) names ('stream',)"),
+        (LongerRead, "shapes", "_read of sublayer 0 gives a state of 2 tensors, and layout(0) names ('stream',)"),
         (InPlace, "states", "_write changes in place what it was given"),
         (Remembers, "states", "two passes at a time disturb each other"),
         (Keeps, "states", "a pass sets last of self: what a pass needs belongs into the state"),
