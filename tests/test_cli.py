@@ -233,6 +233,13 @@ def test_a_configuration_made_in_python_is_held_to_its_types(tmp_path, change, m
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("config", [{"train": {"steps": 2}}, "run.toml"])
+def test_what_is_no_configuration_is_refused(tmp_path, config):
+    with pytest.raises(UserError, match=r"must be a headwater.train.Config; got a (dict|str): `load_file` makes one"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_lists_and_whole_numbers_will_do_in_python():
     config = check(Config(data=DataSettings(source=["a", "b"]), optim=OptimSettings(lr=1)))
     assert config == Config(data=DataSettings(source=("a", "b")), optim=OptimSettings(lr=1.0))

@@ -21,7 +21,7 @@ SKIPS = {  # by the reason in a record: the limit on them in a row, one step, se
 PROGRESS = re.compile(r"step \d+(/\d+|:) ")  # what a run prints as it goes on
 
 EXPECTED = (
-    "a run folder holds config.json and metrics.jsonl; a comparison folder holds runs/ with one run folder per run"
+    "a run folder holds config.json and metrics.jsonl; a comparison's or a study's holds runs/ with a folder per run"
 )
 
 

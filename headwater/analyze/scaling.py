@@ -298,6 +298,8 @@ def scaling_of(
 
 def chosen(folders: Sequence[str | Path], lr: float | Literal["best"] | None) -> list[RecordedRun]:
     """The runs that `scaling_of` fits."""
+    if isinstance(folders, str | Path):
+        raise UserError(f"folders takes a list; got {str(folders)!r}: write [{str(folders)!r}]")
     runs = [read_run(folder) for folder in find_runs([Path(folder) for folder in folders])]
     return runs if lr is None else at_rate(runs, lr)
 

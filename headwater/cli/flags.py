@@ -76,7 +76,7 @@ class CompareFlags(Where):
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags(PluginFlags):
     folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders, a comparison's folder, or converted transformers folders."""
+    """Run folders, the folder of a comparison or a study, or converted transformers folders."""
     out: Path | None = None
     """The file to write; by default report.html, or matrix.html, in the first folder."""
     prompt: str = "def add(a, b):\n    return a +"

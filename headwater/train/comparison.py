@@ -110,6 +110,8 @@ def admit(config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: 
     """The arguments checked, `all` spelled out and every repetition dropped."""
     if isinstance(residuals, str):
         raise UserError(f"residuals takes a list of names; got {residuals!r}: write [{residuals!r}]")
+    if isinstance(seeds, int):
+        raise UserError(f"seeds takes a list of numbers; got {seeds}: write [{seeds}]")
     for seed in seeds:
         check(replace(config, train=replace(config.train, seed=seed)))
     if jobs < 1:

@@ -360,6 +360,9 @@ def _describe(options: tuple[Any, ...]) -> str:
 
 def check(config: Config) -> Config:
     """`config` with numbers and lists as its fields have them, if types and ranges hold: once, at the door of a run."""
+    if not isinstance(config, Config):
+        made = "`load_file` makes one of a file"
+        raise UserError(f"the configuration must be a headwater.train.Config; got a {type(config).__name__}: {made}")
     sections = asdict(config).items()
     given = {name: _with_lists(section) if isinstance(section, dict) else section for name, section in sections}
     config = override(Config(), given, "the configuration")

@@ -267,6 +267,9 @@ def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
             write_json(folder / "summary.json", run.summary)
     with pytest.raises(UserError, match=r"There are standard with 0.001 and 0.002: choose one"):
         scaling_of([str(tmp_path)])
+    for folder in (tmp_path, str(tmp_path)):
+        with pytest.raises(UserError, match=f"folders takes a list; got '{tmp_path}': write"):
+            scaling_of(folder)
     for lr, floor in (("best", 1.2), (0.002, 1.3)):
         (found,) = scaling_of([str(tmp_path)], lr=lr)
         assert found.fit.floor == pytest.approx(floor, rel=0.01)

@@ -152,6 +152,7 @@ def test_arms_are_another_word_for_residuals(word):
         ({"residuals": []}, "--residuals needs at least one name, or `all`. Valid: standard, "),
         ({"residuals": "standard"}, r"a list of names; got 'standard': write \['standard'\]"),
         ({"seeds": []}, "--seeds needs at least one seed"),
+        ({"seeds": 0}, r"seeds takes a list of numbers; got 0: write \[0\]"),
         ({"seeds": [0, -1]}, "seed must be at least 0; got -1"),
         ({"jobs": 0}, "--jobs must be at least 1; got 0"),
     ],
