@@ -127,6 +127,12 @@ def test_shares_of_all_sources_sum_to_the_read(spec):
             torch.testing.assert_close(total, part[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("spec", names())
+def test_every_residual_can_be_inspected(spec):
+    found = headwater.inspect(model_of(spec, scatter=True, layers=2), tokens_of(1, LENGTH), removals="none")
+    assert (found.residual.partition(":")[0], len(found.mixing)) == (spec, 5)
+
+
 def test_heads_and_inputs_have_weights_of_their_own():
     model = model_of("attnres-full:heads=4", scatter=True, layers=2)
     found = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")

@@ -21,7 +21,9 @@ class Subject:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.converted = not isinstance(model, Decoder)
-        found = [module for module in model.modules() if isinstance(module, Residual)]
+        residuals = [module for module in model.modules() if isinstance(module, Residual)]
+        parts = {part for residual in residuals for part in residual.modules() if part is not residual}
+        found = [residual for residual in residuals if residual not in parts]  # one may be made of others
         if len(found) != 1:
             raise UserError(_refusal(model, len(found)))
         if not isinstance(model, Decoder) and not hasattr(model, "get_output_embeddings"):
