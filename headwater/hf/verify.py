@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import UserError
-from headwater.hf.convert.check import decoded, evaluating, pad_left, parts_of, whole
+from headwater.evaluation import evaluating
+from headwater.hf.convert.check import decoded, pad_left, parts_of, whole
 from headwater.hf.convert.install import Conversion, conversion_of
 
 KL_LIMIT = 1e-6  # nats per token, fp32
@@ -150,7 +151,7 @@ def _passes(model: nn.Module, inputs: Mapping[str, Any], has_cache: bool) -> dic
     device = next(model.parameters()).device
     device = torch.device("cpu") if device.type == "meta" else device  # offloaded: a hook takes it from there
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         logits, mask = whole(model, moved), moved.get("attention_mask")
         found = {"whole": logits[mask.bool()] if mask is not None and mask.shape == logits.shape[:2] else logits}
         if has_cache and moved["input_ids"].shape[1] > 1:

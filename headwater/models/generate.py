@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from headwater.evaluation import evaluating
+
 from .decoder import Cache, Decoder
 from .draw import NO_NUMBERS, Draw
 from .prefill import choose_chunk
@@ -160,14 +162,8 @@ def stream(
 def _in_evaluation(module: nn.Module, steps: Iterator[list[int]]) -> Iterator[list[int]]:
     """The steps, each with the model in evaluation mode; between two of them it is as its owner has it."""
     while True:
-        training = [part for part in module.modules() if part.training]
-        for part in training:
-            part.training = False
-        try:
+        with evaluating(module):
             new = next(steps, None)
-        finally:
-            for part in training:
-                part.training = True
         if new is None:
             return
         yield new

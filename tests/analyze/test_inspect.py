@@ -196,9 +196,11 @@ def test_as_json_everything_is_there_in_plain_numbers():
 
 def test_the_model_is_left_as_it_was():
     model = model_of("attnres-block:block=2", scatter=True, layers=2).train()
+    model.sublayers[1].eval()  # which its owner has frozen
     before = {name: p.clone() for name, p in model.named_parameters()}
+    modes = [module.training for module in model.modules()]
     headwater.inspect(model, tokens_of(1, 4))
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import UserError
+from headwater.evaluation import evaluating
 from headwater.residuals import Norm, Residual, Trace, build, mixing, pinned
 
 from .inspection import Inspection, Top
 from .removal import losses, remove, top_of
 from .shares import STREAMS, Shares
-from .subject import Subject, evaluating
+from .subject import Subject
 
 Removals = Literal["auto", "none", "sources", "pairs"]
 # Operations that are spent on pairs without being asked: about a minute. 24 layers of width 64 and 128 tokens, 4e11,

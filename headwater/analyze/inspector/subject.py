@@ -165,14 +165,3 @@ def _chosen(inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
     if experts.is_floating_point() or experts.dtype == torch.bool or not weights.is_floating_point():
         return None
     return experts, weights if weights.shape == experts.shape else weights.gather(-1, experts)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode; afterwards as it was."""
-    before = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(before)

@@ -1,7 +1,6 @@
 """Running a model as its users do: in one pass, and token by token from a cache, rows with and without padding."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,19 +8,6 @@ from torch import Tensor, nn
 
 STEPS = 4  # tokens decoded from the cache
 CACHES = ("past_key_values", "cache_params")  # what models call it in their outputs and arguments
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without gradients and dropout; every module is in the mode it had afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def whole(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

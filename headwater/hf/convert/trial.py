@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from headwater.errors import UserError
+from headwater.evaluation import evaluating
 from headwater.residuals import Residual
 
-from .check import decoded, evaluating, pad_left, parts_of, whole
+from .check import decoded, pad_left, parts_of, whole
 from .devices import execution_device, hooked
 from .find import Found
 
@@ -155,7 +156,7 @@ def _run(found: Found, with_gap: bool) -> Trial:
     device = execution_device(found.body.get_input_embeddings(), ids.device)
     inputs = pad_left({"input_ids": ids.to("cpu" if device.type == "meta" else device)})
     mask = inputs["attention_mask"]
-    with evaluating(found.body):
+    with evaluating(found.body), torch.no_grad():
         hidden = decoded(found.body, inputs, STEPS)
         at_once = whole(found.body, inputs) if hidden is None or with_gap else hidden
     if hidden is None:
