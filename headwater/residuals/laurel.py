@@ -5,9 +5,10 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from .base import Layout, Norm, Residual, State, apply_norm
+from .base import Layout, State
 from .numerics import combine, project
 from .registry import register
+from .standard import StreamResidual
 
 
 class LowRank(nn.Module):
@@ -28,7 +29,7 @@ class Balance(nn.Module):
 
 
 @register("laurel")
-class LaurelResidual(Residual):
+class LaurelResidual(StreamResidual):
     """h_{i+1} = a_i f_i(h_i) + b_i h_i + B_i A_i sum_{j<k} c_{ij} h_{i-j}.
 
     `form` low-rank (a = b = 1, k = 1), previous (a = b = 1, the last k states), weighted (no low-rank map,
@@ -67,12 +68,6 @@ class LaurelResidual(Residual):
     def layout(self, i: int) -> Layout:
         return ("stream", *(f"state {back} before" for back in range(1, min(i + 1, self.states))))
 
-    def _begin(self, x: Tensor) -> State:
-        return (x,)
-
-    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        return apply_norm(norm, state[0]), state
-
     def _write(self, state: State, i: int, y: Tensor) -> State:
         h = state[0]
         if self.balance:
@@ -85,12 +80,6 @@ class LaurelResidual(Residual):
             x = h if low.mix is None else combine(state, low.mix.split(1))
             new = (new + project(project(x, low.down), low.up)).to(h.dtype)
         return (new, *state[: self.states - 1])
-
-    def _end(self, state: State, norm: Norm | None) -> Tensor:
-        return apply_norm(norm, state[0])
-
-    def _weights(self, state: State, i: int) -> Tensor:
-        return torch.ones(1, *state[0].shape[:-1], 1, device=state[0].device)
 
     def flops_per_token(self) -> int:
         maps = 4 * self.rank * self.dim * len(self.low_rank)

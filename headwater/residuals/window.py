@@ -80,18 +80,15 @@ class DepthWindowResidual(Residual):
         )
 
     def layout(self, i: int) -> Layout:
-        return self._layout(i)
+        kept = ("state",) if self.maps == "reader" else ("key", "value")
+        return ("stream", *(f"{name} {n}" for name in kept for n in range(self.held(i))))
 
     def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
-        return (self._layout(i if verb == "read" else i + 1),)
+        return (self.layout(i if verb == "read" else i + 1),)
 
     def held(self, i: int) -> int:
         """States that are kept before read i: their keys and values, or themselves."""
         return min(i, self.window - 1 if self.maps == "reader" else self.window)
-
-    def _layout(self, i: int) -> Layout:
-        kept = ("state",) if self.maps == "reader" else ("key", "value")
-        return ("stream", *(f"{name} {n}" for name in kept for n in range(self.held(i))))
 
     def may_cut(self, i: int) -> bool:
         return self.maps != "shared"
