@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from headwater._torch import adjusted_rate, newton_schulz
+from headwater.train.distributed.parts import local
 
 
 class BatchedMuon(torch.optim.Muon):
@@ -74,28 +75,9 @@ class StackedMuon(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
-        ns_steps: int = 5,
-        eps: float = 1e-7,
-        adjust_lr_fn: str | None = None,
-    ) -> None:
-        settings: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "eps": eps,
-        }
-        settings |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(params, settings)
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        of_a_matrix = torch.optim.Muon([torch.zeros(1, 1)], **settings)  # which refuses stacks, and knows its defaults
+        super().__init__(params, of_a_matrix.defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody passes one
@@ -107,7 +89,7 @@ class StackedMuon(torch.optim.Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        part, buffer, gradient = (_here(x) for x in (parameter, state["momentum_buffer"], cast(Tensor, parameter.grad)))
+        part, buffer, gradient = (local(x) for x in (parameter, state["momentum_buffer"], cast(Tensor, parameter.grad)))
         momentum = buffer.lerp(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         update = self._orthogonalise(parameter, update, group)
@@ -127,10 +109,6 @@ class StackedMuon(torch.optim.Optimizer):
         whole = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in like.placements]
         matrices = redistribute(update, like, tuple(like.shape), like.placements, whole)
         return redistribute(orthogonalise(matrices, *settings), like, tuple(like.shape), whole, like.placements)
-
-
-def _here(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 class DividedMuon(torch.optim.Muon):
