@@ -243,6 +243,12 @@ class Residual(nn.Module, ABC):
         return self.spec
 
 
+def sublayer_of(name: str) -> int | None:
+    """Of a residual's parameter, by its name: those of sublayer i live under the key i, of the final read under the
+    next. None of one that belongs to no read."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
 @overload
 def apply_norm(norm: Norm | None, x: Tensor) -> Tensor: ...
 @overload

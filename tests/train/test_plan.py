@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from headwater.cli import main
 from headwater.errors import UserError
-from headwater.models import ModelConfig
+from headwater.models import Decoder, ModelConfig
 from headwater.residuals import attention
 from headwater.train.config import Config, ParallelSettings, TrainSettings
 from headwater.train.distributed.plan import in_flight, make_plan
+from headwater.train.distributed.stages import prune
 from headwater.train.loop import accumulate, update
 from headwater.train.run import begin
 
@@ -118,6 +119,15 @@ def test_sharding_divides_the_weights_and_gathers_a_layer_at_a_time():
         config = Config(train=TrainSettings(batch_size=8, accumulate=micros), parallel=ParallelSettings(**settings))
         plan = make_plan(config, ModelConfig(**shape), world, half=False, fused=False).ranks[0]
         assert (plan.static, plan.late) == (static, late), (world, settings)
+
+
+@pytest.mark.parametrize("residual", ["hyper-attnres", "ddl:width=2,compress=token,expand=token"])
+def test_parameters_of_a_residual_in_parts_are_counted_where_they_are(residual):
+    model = ModelConfig.named("nano", vocab_size=256, residual=residual, layers=2)
+    config = Config(parallel=ParallelSettings(pipeline=2), train=TrainSettings(batch_size=2, accumulate=2))
+    plan = make_plan(config, model, 2, half=True, fused=True)
+    stages = [prune(Decoder(model), *bounds) for bounds in ((0, 2), (2, 4))]
+    assert [rank.parameters for rank in plan.ranks] == [sum(p.numel() for p in stage.parameters()) for stage in stages]
 
 
 def test_activations_are_those_of_the_passes_in_flight():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.residuals import Residual, State
+from headwater.residuals.base import sublayer_of
 
 
 class Verbs(nn.Module):
@@ -40,11 +41,6 @@ def belongs(name: str, i: int) -> bool:
     """A tensor of sublayer i, or of all. The one before counts too: `ddl` may read with those of a layer's first."""
     number = sublayer_of(name)
     return number is None or number in (i - 1, i)
-
-
-def sublayer_of(name: str) -> int | None:
-    """Parameters of sublayer i live under the key i; those of the final read, where there are any, under the next."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def before_hop(module: nn.Module, residual: Residual, state: State, i: int) -> State:

@@ -23,6 +23,7 @@ from headwater._torch import storage_key, without_data
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
+from headwater.residuals.base import sublayer_of
 from headwater.train.config import Config
 from headwater.train.distributed.stages import States, cut, hops, name_states, one_pass
 from headwater.train.distributed.tensor_parallel import (
@@ -126,14 +127,13 @@ class FusedReads(Watcher):
 
 
 def _parameters(model: Decoder) -> tuple[int, ...]:
-    count = len(model.sublayers)
+    """Of each sublayer with its part of the residual, then of norm, head and final read. What belongs to no read, such
+    as what makes the columns of an embedding, is needed first."""
     sizes = [sum(p.numel() for p in sublayer.parameters()) for sublayer in model.sublayers]
+    sizes.append(model.norm.weight.numel() + model.head.weight.numel())
     for name, parameter in model.residual.named_parameters():
-        place = int(name.split(".")[1])
-        if place < count:
-            sizes[place] += parameter.numel()
-    final = sum(p.numel() for n, p in model.residual.named_parameters() if int(n.split(".")[1]) == count)
-    return (*sizes, final + model.norm.weight.numel() + model.head.weight.numel())
+        sizes[sublayer_of(name) or 0] += parameter.numel()
+    return tuple(sizes)
 
 
 @dataclass(frozen=True)
