@@ -178,6 +178,11 @@ def poisoned():
         torch.use_deterministic_algorithms(before)
 
 
+def ways(specs, compiled):
+    """Parameters of a test of `replay`: every spec as it is, and some compiled."""
+    return [*((spec, None) for spec in specs), *((spec, "aot_eager") for spec in compiled)]
+
+
 def replay(spec, tensors, dtype=torch.float32, compiled=None, unused=False):
     """All reads of a residual, what the head sees, and every gradient, with sublayers that produce a part of what they
     read. `unused`: some have no gradient."""

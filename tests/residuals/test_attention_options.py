@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import replay
+from kernel_cases import replay, ways
 from test_residuals_banks import additions_of, draw, launches_with_weights_held, with_backend
 
 from headwater.residuals import build
@@ -18,16 +18,12 @@ SPECS = {  # kernels that run forward, and backward too
     "attnres-full:window=1,heads=2,weights=sigmoid,query=projected": {"weigh": READS, "score": READS},
     "attnres-full:weights=static": {"mix_bank": READS},
 }
+COMPILED = ("attnres-full:heads=4", "attnres-full:query=projected", "attnres-full:weights=static")  # each kernel once
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
 
 
-COMPILED = ("attnres-full:heads=4", "attnres-full:query=projected", "attnres-full:weights=static")  # each kernel once
-
-
-@pytest.mark.parametrize(
-    ("spec", "compiled"), [*((spec, None) for spec in SPECS), *((spec, "aot_eager") for spec in COMPILED)]
-)
+@pytest.mark.parametrize(("spec", "compiled"), ways(SPECS, COMPILED))
 def test_kernels_give_the_same(spec, compiled):
     pytest.importorskip("triton", reason="the kernels need triton")
     from headwater.ops.triton.launch import launches

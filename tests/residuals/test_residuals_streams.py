@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from kernel_cases import replay
+from kernel_cases import replay, ways
 
 from headwater.residuals import build
 from headwater.residuals.base import hold_weights
 
 BATCH, TOKENS, DIM, SUBLAYERS, STREAMS = 3, 5, 64, 6, 4
 SPECS = ["hyper-connections", "hyper-connections:form=static", "mhc", "mhc-lite", "ddl:width=4,compress=channel"]
+COMPILED = ("mhc", "hyper-connections", "hyper-connections:streams=2,form=static")  # every kernel as it is called
 
 
 def scattered(spec):
@@ -57,11 +58,7 @@ def test_a_sublayer_keeps_its_n_streams_and_no_copy_of_them(spec):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
-@pytest.mark.parametrize("compiled", [None, "aot_eager"])
-@pytest.mark.parametrize(
-    "spec",
-    ["mhc", "mhc:streams=2", "mhc-lite:streams=3", "hyper-connections", "hyper-connections:streams=2,form=static"],
-)
+@pytest.mark.parametrize(("spec", "compiled"), ways(("mhc:streams=2", "mhc-lite:streams=3", *COMPILED), COMPILED))
 def test_kernels_give_the_same(spec, compiled):
     pytest.importorskip("triton", reason="the kernels need triton")
     from headwater.ops.triton.launch import launches
