@@ -19,7 +19,7 @@ from headwater.train.arms import parse_arm
 from headwater.train.config import OUTER, Config, check, differences
 from headwater.train.data.dataset import SPLITS, Dataset, prepare
 from headwater.train.files import locked, read_json, refuse_others, write_json
-from headwater.train.jobs import Job, plugin_for, run_all, side_by_side
+from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all, side_by_side
 from headwater.train.monitor.interrupts import RESUME
 from headwater.train.results import CompareResult, TrainResult
 from headwater.train.table import draw, tabulate
@@ -80,12 +80,7 @@ def compare(
         result = CompareResult(folder=out, rows=rows, runs=tuple(finished.values()))
         write_json(out / "table.json", result.table())
         console.print(fitting(draw(result.rows, config), console))
-    if failures:
-        listing = "\n  ".join(failures.values())
-        raise UserError(
-            f"{len(failures)} of {len(runs)} runs failed:\n  {listing}\n"
-            f"The others are kept. Mend the cause and go on with: {command} --resume"
-        )
+    refuse_failures(failures, len(runs), f"Mend the cause and go on with: {command} --resume")
     return result
 
 

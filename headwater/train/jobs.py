@@ -265,6 +265,13 @@ def cause(said: str, code: int) -> str:
     return next((line for line in reversed(lines) if not PROGRESS.match(line)), "it left no message")
 
 
+def refuse_failures(failures: Mapping[str, str], runs: int, advice: str) -> None:
+    """Raises UserError where some of the runs failed."""
+    if failures:
+        listing = "\n  ".join(failures.values())
+        raise UserError(f"{len(failures)} of {runs} runs failed:\n  {listing}\nThe others are kept. {advice}")
+
+
 def stop(running: list[Active]) -> None:
     """Ask every run to save and end, and wait until it has."""
     for active in running:

@@ -43,7 +43,7 @@ from headwater.residuals.plugins import flags_for
 from headwater.train.config import FREE, OUTER, Config, DataSettings, check, differences, override
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
-from headwater.train.jobs import Job, plugin_for, run_all
+from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all
 from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
@@ -154,12 +154,7 @@ def study(
             console.print(as_settings(failures.pop(label)), soft_wrap=True)
         if describe(result) != before:
             console.print(describe(result), soft_wrap=True)
-    if failures:
-        listing = "\n  ".join(failures.values())
-        raise UserError(
-            f"{len(failures)} of {len(jobs)} runs failed:\n  {listing}\n"
-            f"The others are kept. Settings are those of {recipe}; the same command tries again what failed"
-        )
+    refuse_failures(failures, len(jobs), f"Settings are those of {recipe}; the same command tries again what failed")
     return result
 
 
