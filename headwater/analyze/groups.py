@@ -68,8 +68,13 @@ class Group:
     @property
     def beside(self) -> int | None:
         """The most runs made at a time with any run of a table row; None where one of them does not say."""
-        counts = [run.beside for run in self.results]
-        return max((count for count in counts if count is not None), default=None) if None not in counts else None
+        return most_beside(self.results)
+
+
+def most_beside(some: Sequence[Group] | Sequence[RecordedRun]) -> int | None:
+    """The most runs made at a time with any of these; None where one of them does not say."""
+    counts = [each.beside for each in some]
+    return None if None in counts else max(filter(None, counts), default=None)
 
 
 def noun(groups: Sequence[Group]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwater.analyze.groups import Group, noun
+from headwater.analyze.groups import Group, most_beside, noun
 from headwater.analyze.markup import count, definitions, text, unique
 from headwater.analyze.runs import Record, RecordedRun, find_runs, read_object, section
 
@@ -45,11 +45,9 @@ def plain_range(counts: set[int]) -> str:
 def side_by_side(groups: list[Group], runs: list[RecordedRun]) -> str:
     if len(runs) == 1:
         return ""
-    most = [group.beside for group in groups]
-    if None in most:
+    if (most := most_beside(groups)) is None:
         return "; how many at a time is unknown"
-    largest = max(number for number in most if number is not None)
-    return ", one at a time" if largest == 1 else f", up to {largest} at a time"
+    return ", one at a time" if most == 1 else f", up to {most} at a time"
 
 
 def models(runs: list[RecordedRun]) -> str:

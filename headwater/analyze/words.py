@@ -6,7 +6,7 @@ A verdict is that of headwater.stats, in its words; none is stronger than the in
 import math
 from collections import Counter
 
-from headwater.analyze.groups import Group, differing, noun
+from headwater.analyze.groups import Group, differing, most_beside, noun
 from headwater.analyze.markup import count, join
 from headwater.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, minus
 
@@ -127,11 +127,10 @@ def caption(groups: list[Group]) -> str:
 
 def wall_clock(groups: list[Group]) -> str:
     """Times of runs that shared the machine say how busy it was."""
-    most = [group.beside for group in groups]
-    if None in most:
+    if (most := most_beside(groups)) is None:
         return "Wall-clock is not compared: how many runs were made side by side is unknown."
-    if (largest := max(count for count in most if count is not None)) > 1:
-        return f"Wall-clock is not compared: up to {largest} runs were made at a time."
+    if most > 1:
+        return f"Wall-clock is not compared: up to {most} runs were made at a time."
     return "Runs were made one at a time."
 
 
