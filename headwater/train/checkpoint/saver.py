@@ -40,15 +40,15 @@ class Saver:
         self.timeout = timeout
         self.buffers, self.planner = HostBuffers(), Planner()
         self.group: Any = None
-        self.thread: Outcome | None = None
+        self.thread: BackgroundSave | None = None
 
     def save(
         self, step: int, state: dict[str, Any], *, keep: int, before: Callable[[], None], background: bool = False
     ) -> Path:
         self.wait()
         tensors = contents(self.model, self.optimizers)
-        options: dict[str, Any] = {"config": self.config, "keep": keep, "ranks": self.ranks, "planner": self.planner}
-        options["before"] = before
+        options: dict[str, Any] = {"config": self.config, "keep": keep, "before": before}
+        options |= {"ranks": self.ranks, "planner": self.planner}
         if not background:
             return checkpoint.save(self.root, step, tensors, state, **options)
         options |= {"values": self.buffers.take(tensors), "group": self._connect()}
@@ -59,7 +59,7 @@ class Saver:
                 arrived.synchronize()
             checkpoint.save(self.root, step, tensors, state, **options)
 
-        self.thread = Outcome(write)
+        self.thread = BackgroundSave(write)
         self.thread.start()
         return checkpoint.place(self.root, step)
 
@@ -105,8 +105,8 @@ class Saver:
             self.thread.join()
 
 
-class Outcome(threading.Thread):
-    """A thread that keeps the error it ended with."""
+class BackgroundSave(threading.Thread):
+    """Keeps the error it ended with."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         super().__init__(name="checkpoint", daemon=True)
