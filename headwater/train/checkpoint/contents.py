@@ -29,8 +29,9 @@ def contents(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
     return found
 
 
-def fill_model(reader: Reader, model: nn.Module, *, alone: bool) -> None:
-    read(reader, model_targets(reader, model, whole=alone), alone=alone)
+def fill_model(reader: Reader, model: nn.Module) -> None:
+    """The whole model, in a process by itself."""
+    read(reader, model_targets(reader, model, whole=True), alone=True)
 
 
 def fill(reader: Reader, model: nn.Module, optimizers: Optimizers, *, alone: bool) -> None:

@@ -134,7 +134,7 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
         model = Decoder(ModelConfig.from_dict(settings))
     except (ValueError, TypeError) as error:
         raise UserError(f"{chosen / CONFIG} does not describe a model: {error}") from None
-    fill_model(_reader(chosen), model, alone=True)
+    fill_model(_reader(chosen), model)
     return model.to(device), load_tokenizer(chosen.parent.parent)
 
 
