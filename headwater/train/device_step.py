@@ -27,7 +27,6 @@ from headwater.train.optim import learning_rate, set_learning_rate
 from headwater.train.run import Run
 
 WARMUP = 3  # steps before a capture: kernels are compiled, and the optimizer has its state
-LOSS, NORM, KIND, THRESHOLD = range(4)  # of a step's results; behind them the experts' loads, where there are some
 KINDS = ("", "nonfinite", "spike")
 
 
@@ -59,6 +58,7 @@ class DeviceStep:
         self.tokens = torch.empty(shape, dtype=torch.long, device=run.device)
         self.loss = torch.zeros((), device=run.device)
         self.routers = list(routers(run.whole).values())
+        # Loss, gradient norm, kind, threshold; then the two numbers of the experts' loads, where there are some.
         self.results = torch.zeros(6 if self.routers else 4, dtype=torch.float64, device=run.device)
         self.norms = torch.zeros(len(self.parameters), device=run.device)
         self.sublayers = sublayer_of_each(run.whole, self.parameters)

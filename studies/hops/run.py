@@ -28,7 +28,6 @@ from torch import Tensor
 import headwater
 from headwater.capture import NotCaptured, record
 
-HERE = Path(__file__).parent
 WARM = 3  # steps before one is recorded
 
 

@@ -17,7 +17,7 @@ from headwater.train.data.tokenizer import ByteTokenizer
 naive_attnres = pytest.importorskip("fla.ops.attnres.naive", reason="the oracle is fla-core's reference").naive_attnres
 
 
-def released(release, layers=4, dim=32):
+def released(release):
     """A small random checkpoint in a release's layout, on the body of a tiny Llama."""
     model = tiny_model("llama")
     convert(model, "attnres-block", exact=False, block=2)

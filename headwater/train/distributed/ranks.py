@@ -40,7 +40,7 @@ class Ranks:
         self.world = 1 if mesh is None else dist.get_world_size()
         coordinate = (0, 0, 0, 0) if mesh is None else cast(list[int], mesh.get_coordinate())
         self.pipeline_rank, replica, part, self.tensor_rank = coordinate
-        self.pipeline_world, self.replicas, self.shards, self.tensor = (1, 1, 1, 1) if mesh is None else mesh.shape
+        _, self.replicas, self.shards, self.tensor = (1, 1, 1, 1) if mesh is None else mesh.shape
         self.data_rank, self.data_world = replica * self.shards + part, self.replicas * self.shards
         self.token_world = self.data_world * self.tensor  # ranks of one stage, each with tokens of its own
 
