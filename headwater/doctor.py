@@ -68,8 +68,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    digits = (part for part in version.split("+")[0].split("."))
-    return tuple(int(part) for part in digits if part.isdecimal())
+    return tuple(int(part) for part in version.split("+")[0].split(".") if part.isdecimal())
 
 
 def _device() -> Iterator[Finding]:

@@ -8,7 +8,7 @@ hyper-connections whose five steps each run by themselves.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,8 +151,7 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        inputs, results = _tensors((args, kwargs)), _tensors(out)
         if {_storage(t) for t in results} & {_storage(t) for t in inputs}:
             return out  # a view moves nothing
         for tensor in (*inputs, *results):
@@ -214,13 +213,9 @@ def _reads(spec: str, dim: int, sublayers: int) -> Tensor:
     return torch.stack([*reads, residual.end(state)])
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor of nested tuples, states included, which torch's tree functions do not open."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    """What nested tuples hold, states included, which torch's own tree functions do not open."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
