@@ -98,7 +98,9 @@ def _permission(granted: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if granted and before is None:
+        if before is not None:
+            os.environ[ALLOW] = before
+        elif granted:
             del os.environ[ALLOW]
 
 

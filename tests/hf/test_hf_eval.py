@@ -226,7 +226,9 @@ def test_code_that_a_model_writes_is_run_only_when_asked(run, tmp_path, capsys, 
         raise FileNotFoundError("Couldn't find a module script")
 
     monkeypatch.setattr(lm_eval, "simple_evaluate", cannot_fetch)
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
     assert main([*command, "unsafe", "--unsafe-code"]) == 1
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "0"
     assert "the data of unsafe is not on this machine and cannot be fetched" in capsys.readouterr().err
 
 
