@@ -367,17 +367,16 @@ def check(config: Config) -> Config:
     given = {name: _with_lists(section) if isinstance(section, dict) else section for name, section in sections}
     config = override(Config(), given, "the configuration")
     flat = flatten(asdict(config))
-    counts = [f"train.{f.name}" for f in fields(TrainSettings) if f.type == "int"]
-    positive = {**dict.fromkeys(counts, 1), "data.bpe_vocab": 257, "parallel.pipeline": 1, "parallel.chunks": 1}
-    positive["parallel.tensor"] = 1
-    none = ("optim.warmup", "train.seed", "train.skip_nonfinite", "train.skip_spikes", "parallel.shard")
-    positive |= dict.fromkeys((*none, "parallel.hang_timeout"), 0) | {"train.spike_window": 2}
-    for key, low in positive.items():
+    least = {f"train.{f.name}": 1 for f in fields(TrainSettings) if f.type == "int"}
+    least |= {"train.seed": 0, "train.skip_nonfinite": 0, "train.skip_spikes": 0, "train.spike_window": 2}
+    least |= {"parallel.pipeline": 1, "parallel.chunks": 1, "parallel.tensor": 1, "parallel.shard": 0}
+    least |= {"data.bpe_vocab": 257, "optim.warmup": 0, "parallel.hang_timeout": 0}
+    for key, low in least.items():
         if flat[key] < low:
             raise UserError(f"{key} must be at least {low}; got {flat[key]}")
-    shares = ("data.validation", "optim.beta1", "optim.beta2", "optim.decay", "optim.final_lr")
-    for key in shares:
-        if not 0 <= flat[key] <= 1 or (key in ("data.validation", "optim.beta1", "optim.beta2") and flat[key] == 1):
+    below_one = ("data.validation", "optim.beta1", "optim.beta2")
+    for key in (*below_one, "optim.decay", "optim.final_lr"):
+        if not 0 <= flat[key] <= 1 or (key in below_one and flat[key] == 1):
             raise UserError(f"{key} must lie between 0 and 1; got {flat[key]}")
     for key in ("optim.lr", "optim.clip", "data.validation", "train.spike_sigmas"):
         if not (flat[key] > 0 and math.isfinite(flat[key])):
