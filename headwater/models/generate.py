@@ -105,11 +105,13 @@ def generate(
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    ways = {"seed": seed, "use_cache": use_cache, "prefill_chunk": prefill_chunk, "stop": stop, "ended": ended}
-    ways["graph"] = graph
-    steps = list(stream(model, tokens, max_new_tokens, sampling, **ways))  # type: ignore[arg-type]
+    steps = stream(
+        model, tokens, max_new_tokens, sampling, seed=seed, use_cache=use_cache, prefill_chunk=prefill_chunk,
+        stop=stop, ended=ended, graph=graph,
+    )  # fmt: skip
+    drawn = list(steps)  # which refuses what are no prompts
     rows = _rows(tokens)
-    for new in steps:
+    for new in drawn:
         for row, token in zip(rows, new):
             row.extend([] if token is None else [token])
     if not isinstance(tokens, Tensor):
@@ -151,9 +153,8 @@ def stream(
     for new in _in_evaluation(engine.module, reader.tokens(draw, drawn, max_new_tokens)):
         _refuse_no_numbers(new, live, len(drawn[0]))
         yield [token if alive else None for token, alive in zip(new, live)]
-        for r, token in enumerate(new):
-            drawn[r].append(max(token, 0))  # a row that has ended may have no numbers
-            own = drawn[r]
+        for r, (token, own) in enumerate(zip(new, drawn)):
+            own.append(max(token, 0))  # a row that has ended may have no numbers
             live[r] = live[r] and token != stop and not (ended is not None and ended(r, own))
         if not any(live):
             return
