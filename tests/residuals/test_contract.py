@@ -1,7 +1,7 @@
 """What every registered residual promises, whatever its formula."""
 
 import copy
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -35,6 +35,13 @@ OPTIONS = [
     "attnres-block:block=2,key_dim=8,heads=4,query=projected",
 ]
 SPECS = [*names(), *OPTIONS]
+
+
+@cache
+def plain_start():
+    """A model with the plain residual at its start, its logits and its gradients; nobody changes them."""
+    model = model_of("standard")
+    return model, *gradients_of(model, tokens_of())
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -78,19 +85,19 @@ def test_decoding_with_a_cache_equals_decoding_without(spec):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_one_seed_gives_every_residual_the_same_shared_weights(spec):
-    plain, model = model_of("standard"), model_of(spec)
+    model = model_of(spec)
     if model.residual.weight_gain != 1:
         pytest.skip("this method asks for smaller sublayer weights")
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(dict(model.named_parameters())[name], parameter), name
+    weights = dict(model.named_parameters())
+    for name, parameter in plain_start()[0].named_parameters():
+        assert torch.equal(weights[name], parameter), name
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_it_starts_as_it_says(spec):
-    plain, tokens = model_of("standard"), tokens_of()
-    model = model_of(spec)
+    (plain, expected, shared), model = plain_start(), model_of(spec)
     model.load_state_dict(plain.state_dict(), strict=False)
-    (expected, shared), (logits, gradients) = gradients_of(plain, tokens), gradients_of(model, tokens)
+    logits, gradients = gradients_of(model, tokens_of())
     distance = (logits - expected).abs().max()
     if model.residual.at_start == "different":
         assert distance > 1e-3
