@@ -18,7 +18,7 @@ SPECS = [
     "elc-bert",
     "elc-bert:variant=weighted-output",
 ]
-COMPILED = ("muddformer", "denseformer")  # each kernel once, with several sums a read and with one
+COMPILED = ("muddformer", "denseformer", "muddformer:norm=true")  # each kernel once, and what a long run compiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
 
