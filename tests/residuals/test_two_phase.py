@@ -186,11 +186,12 @@ class Centred(torch.nn.RMSNorm):
         return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
+@pytest.mark.parametrize("kind", [Centred, torch.nn.RMSNorm])
 @pytest.mark.parametrize("spec", SPECS)
-def test_over_the_plain_operators_a_norm_is_called(spec, monkeypatch):
+def test_over_the_plain_operators_a_norm_is_called(spec, kind, monkeypatch):
     """As one by one: with a forward and with hooks of its own, which FSDP's unsharding is."""
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
-    norm, seen, outputs = Centred(16, eps=1e-6), [], torch.randn(11, 2, 16)
+    norm, seen, outputs = kind(16, eps=1e-6), [], torch.randn(11, 2, 16)
     norm.register_forward_hook(lambda module, arguments, out: seen.append(1))
     results = []
     for residual in (scattered(one_by_one(spec), 10), scattered(spec, 10)):
