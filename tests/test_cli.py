@@ -126,7 +126,8 @@ def test_version_help_and_python_m(capsys):
 
 @pytest.mark.parametrize("module", ["tyro", "torch"])
 def test_ctrl_c_while_the_command_is_imported_is_a_line(tmp_path, module):
-    (tmp_path / f"{module}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # also where tests run in the background
+    (tmp_path / f"{module}.py").write_text(f"import signal\n{heard}\nsignal.raise_signal(signal.SIGINT)\n")
     where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     begin = "import sys; from headwater.__main__ import main; sys.argv = ['headwater', 'train']; sys.exit(main())"
     for argv in (["-c", begin], ["-m", "headwater", "train"]):  # as the script does, and as python -m
