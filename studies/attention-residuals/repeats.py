@@ -12,7 +12,7 @@ from headwater.analyze.runs import RecordedRun
 from headwater.stats import summarize
 
 NEAR_BEST = (8e-3, 1.1e-2, 1.6e-2)  # learning rates of the smallest size
-FALL = 0.13  # between the first two of them: more than most
+FALL = 0.13  # from EARLY to LATER: more than most
 
 
 def onset(found: dict[str, Runs]) -> str:
