@@ -210,6 +210,27 @@ def test_values_out_of_range(tmp_path, changes, message):
     check(tiny(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("key", "least"),
+    [
+        *((f"parallel.{key}", 1) for key in ("pipeline", "chunks", "tensor")),
+        *((f"parallel.{key}", 0) for key in ("shard", "hang_timeout")),
+        *((f"train.{key}", 0) for key in ("seed", "skip_nonfinite", "skip_spikes")),
+        ("train.spike_window", 2),
+        ("optim.warmup", 0),
+        ("data.bpe_vocab", 257),
+    ],
+)
+def test_each_number_has_its_least_value(tmp_path, key, least):
+    config, (section, name) = tiny(tmp_path), key.split(".")
+    below, at = (
+        replace(config, **{section: replace(getattr(config, section), **{name: value})}) for value in (least - 1, least)
+    )
+    with pytest.raises(UserError, match=f"{key} must be at least {least}; got {least - 1}"):
+        check(below)
+    check(at)
+
+
 def test_shares_and_rates_out_of_range(tmp_path):
     config = tiny(tmp_path)
     for change in ({"lr": 0.0}, {"lr": float("nan")}, {"beta1": 1.0}, {"final_lr": 2.0}, {"clip": -1.0}):

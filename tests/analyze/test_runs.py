@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runfolder import make_comparison, make_run, write_json
 from tinyrun import tiny
 
+from headwater.analyze.groups import most_beside
 from headwater.analyze.runs import read_run
 from headwater.errors import UserError
 from headwater.train.loop import train
@@ -97,6 +99,13 @@ def test_else_the_log_has_its_last_words(tmp_path):
     assert read_run(folder).stopped == ""
     log.write_text("headwater: " + "x" * 1000)
     assert len(read_run(folder).stopped) < 400
+
+
+def test_the_most_runs_at_a_time_are_unknown_where_one_does_not_say():
+    def most(*counts):
+        return most_beside([SimpleNamespace(beside=count) for count in counts])
+
+    assert (most(1, 3, 2), most(3, None), most()) == (3, None, None)
 
 
 @pytest.mark.parametrize(("jobs", "beside"), [(1, 1), (3, 3), (None, None)])
