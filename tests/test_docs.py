@@ -243,13 +243,15 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
         assert found
         mean, high, low = found.groups()
         assert f"{mean} {words}({low} to {high})" in readme
-    saved = re.search(r"`attnres-block` \|[^|]*\| (\S+) \((\S+ to \S+)\) \|.*\^", scaling)
-    assert saved
-    assert f"worth {saved[1]} times the compute there ({saved[2]})" in readme
-    clock = study[study.index("<!-- clock:begin -->") :]
-    timed = re.search(r"`attnres-block` \|[^|]*\| (\S+) \((\S+ to \S+)\) \|.*\^", clock)
-    assert timed
-    assert f"{timed[1]} times the time ({timed[2]})" in readme
+    worth = study[study.index("<!-- worth:begin -->") :]
+    cell = r"\*\*(\S+)\*\* \((\S+ to \S+)\)"
+    found = {arm: re.search(rf"`attnres-{arm}` \| {cell} \| {cell} \|", worth) for arm in ("block", "full")}
+    assert found["block"]
+    assert found["full"]
+    saved, of_it, timed, of_time = found["block"].groups()
+    assert f"worth {saved} times the compute there ({of_it}) and {timed} times the time ({of_time})" in readme
+    saved, of_it, timed, of_time = found["full"].groups()
+    assert f"Full {saved} ({of_it}) and {timed} ({of_time})" in readme
     exact = json.loads(tables.path("cpu-architectures").read_text())["exact"]
     assert f"{exact} types convert" in readme
     assert "Twenty residuals" in readme
