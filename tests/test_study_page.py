@@ -460,7 +460,7 @@ def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_p
     }
     with page.unpacked(tmp_path) as found:
         worth = page.curves.worth(found["scaling"], speeds).splitlines()
-        text = page.curves.clock(found["scaling"], {**speeds, "gpu": "NVIDIA H200"})
+        text = page.curves.clock(found["scaling"], speeds)
         pictures = page.pictures.scaling_pictures(found["scaling"], speeds)
         assert [file.name for file in page.pictures.scaling_pictures(found["scaling"], {})] == ["study-scaling.svg"]
     assert "| 256 | `attnres-block` | 300 | 75 % | 2.5 | 1 | 1.0442 ± 0.0000 |" in text
@@ -497,6 +497,19 @@ def test_an_arm_has_one_colour_and_one_name_in_all_panels(page, tmp_path):
     assert loss.keys() == {"mhc", "muddformer", "standard"}
     assert memory == loss | {"a-beginner": memory["a-beginner"]}
     assert len({*memory.values()}) == 4
+
+
+def test_an_arm_that_was_timed_later_is_as_fast_beside_the_plain_one_as_it_was_there(page, tmp_path):
+    measured = [
+        {"standard": 4e5, "mhc": 3e5, "failed": None},
+        {"standard": 5e5, "muddformer": 2.5e5, "mhc": 1e5},
+    ]
+    for number, rates in enumerate(measured):
+        arms = {arm: {"tokens_per_second": rate, "peak_gib": 2.0} if rate else {} for arm, rate in rates.items()}
+        (tmp_path / f"{number}.json").write_text(json.dumps({"gpu": "NVIDIA H200", "ladder-7m": arms}))
+    found = {arm: each["tokens_per_second"] for arm, each in page.curves.speeds(tmp_path)["ladder-7m"].items()}
+    assert found == {"standard": 4e5, "mhc": 3e5, "muddformer": 2e5}
+    assert list(page.curves.speeds(tmp_path)) == ["ladder-7m"]
 
 
 @pytest.mark.parametrize("lacks", ["runs", "speeds"])
