@@ -1,5 +1,6 @@
 """PEFT: what an adapter trains of the residual is in its folder, and comes back."""
 
+import warnings
 from unittest import TestCase
 
 import pytest
@@ -80,6 +81,21 @@ def test_saving_beside_a_plain_base_warns_of_nothing_and_an_adapter_alone_is_no_
         model.save_pretrained(tmp_path / "adapter")
     assert main(["generate", str(tmp_path / "adapter")]) == 1
     assert "it holds an adapter of PEFT; load it on its model" in capsys.readouterr().err
+
+
+def test_an_adapter_of_a_saved_conversion_brings_its_residual_and_pefts_own_way_compares_none(tmp_path):
+    """What the guide warns of: should PEFT come to compare them, the guide can say so."""
+    converted(block=2).save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora())
+    trainable(model)
+    steps(model).save_pretrained(tmp_path / "adapter")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+    for base in (converted(block=4), converted("attnres-full"), tiny_model("llama")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        assert not torch.allclose(other(tokens()).logits, model(tokens()).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("make", WAYS)
