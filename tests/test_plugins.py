@@ -93,6 +93,48 @@ def test_a_study_takes_it(site, tmp_path, monkeypatch):
     assert run("study", recipe, "--out", tmp_path / "study") == 1  # unknown: nothing is run
 
 
+BROKEN = {  # what takes the place of a line of the guide's residual; the command that meets it first; what it raises
+    "shape": ("* state[0] + y,)", "* state[0][..., :-1] + y[..., :-1],)", "train", RuntimeError, "normalized_shape"),
+    "name": ("(self.keep", "(self.gate", "train", AttributeError, "no attribute 'gate'"),
+    "start": ("in range(sublayers)", "in range(layers)", "compare", NameError, "'layers' is not defined"),
+    "start of a study's": ("in range(sublayers)", "in range(layers)", "study", NameError, "'layers' is not defined"),
+    "values": ("* state[0] + y,)", "* float('nan') + y,)", "train", UserError, "not finite at step 1"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_a_broken_one_raises_is_followed_by_how_to_test_it(site, tmp_path, monkeypatch, capsys, case):
+    old, new, command, error, said = BROKEN[case]
+    assert LEAKY.count(old) == 1
+    (site / "brook" / "leaky.py").write_text(LEAKY.replace(old, new))
+    monkeypatch.syspath_prepend(site)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'[config.model]\nsize = "nano"\n[[runs]]\n"model.residual" = ["{SPEC}"]')
+    words = {
+        "train": (*settings(tmp_path), "--residual", SPEC),
+        "compare": (*settings(tmp_path), "--residuals", SPEC),
+        "study": (recipe,),
+    }
+    argv = (command, *words[command], "--out", tmp_path / "out", "--plugin", "brook")
+    advice = f"To test the residual by itself: headwater residuals --check {SPEC} --plugin brook.leaky"
+    if error is UserError:
+        assert run(*argv) == 1
+        shown = capsys.readouterr().err
+        assert said in shown
+        assert shown.endswith(f", in another --out. {advice}\n")
+    else:
+        with pytest.raises(error, match=said) as raised:
+            run(*argv)
+        assert raised.value.__notes__ == [advice]
+
+
+def test_of_headwater_s_own_nothing_is_to_be_tested(tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater.train.loop.begin", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        train(tiny(tmp_path), tmp_path / "out")
+    assert not hasattr(raised.value, "__notes__")
+
+
 def test_an_installed_package_needs_no_flag(site, tmp_path, monkeypatch):
     install(site)
     monkeypatch.syspath_prepend(site)

@@ -3,13 +3,16 @@
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from headwater.errors import UserError
+
 from .base import Residual
-from .plugins import absence, is_own, load_entry_points
+from .plugins import absence, flags_for, is_own, load_entry_points
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 COMMON = {"eps": "added to the mean square in its norms"}  # options that need no sentence in every docstring
@@ -224,6 +227,24 @@ def plugin_of(spec: str) -> str | None:
     """Returns the module that registered the residual of a `spec`; None for those of headwater."""
     module = entry(spec.partition(":")[0]).build.__module__
     return None if is_own(module) else module
+
+
+def how_to_test(spec: str) -> str | None:
+    """Returns what to run to test the residual of a `spec` by itself; None for those of headwater, which are tested."""
+    module = plugin_of(spec)
+    flags = flags_for([module])
+    return None if module is None else f"To test the residual by itself: headwater residuals --check {spec}{flags}"
+
+
+@contextmanager
+def suspected(spec: str) -> Iterator[None]:
+    """A traceback out of here ends with how to test the residual of a `spec`, if that is a user's own."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UserError) and (advice := how_to_test(spec)):
+            error.add_note(advice)
+        raise
 
 
 def _convert(label: str, text: str, kind: Any) -> Any:

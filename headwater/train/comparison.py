@@ -14,6 +14,7 @@ from rich.console import Console
 
 from headwater.errors import UserError
 from headwater.residuals.plugins import flags_for
+from headwater.residuals.registry import suspected
 from headwater.tables import fitting
 from headwater.train.arms import parse_arm
 from headwater.train.config import OUTER, Config, check, differences
@@ -146,7 +147,8 @@ def try_out(arms: Sequence[str], config: Config, data: Dataset) -> None:
             model = resolve_model(parse_arm(text).apply(config).model, data)
             for split in SPLITS:
                 data.windows(split, model.context)
-            build_model(model, config.train.seed, meta=True)
+            with suspected(parse_arm(text).residual):
+                build_model(model, config.train.seed, meta=True)
         except UserError as error:
             raise UserError(f"arm {text!r} does not fit: {error}") from None
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from rich.console import Console
@@ -253,8 +254,9 @@ def conclude(active: Active, tasks: Tasks) -> dict[str, str]:
 
 
 def cause(said: str, code: int) -> str:
-    """Why a run failed: its last message to the user in full, else the signal that killed it, else its last words."""
-    lines = [line for line in said.splitlines() if line.strip()]
+    """Why a run failed: its last message to the user in full, else the signal that killed it, else the error that its
+    last traceback ends with, its first line and its last, else its last words."""
+    lines = [line for line in said.splitlines() if line.strip() and not PROGRESS.match(line)]
     begins = [number for number, line in enumerate(lines) if line.startswith("headwater: ")]
     if begins:
         first, *rest = lines[begins[-1] :]
@@ -262,7 +264,9 @@ def cause(said: str, code: int) -> str:
     if code < 0:
         hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
         return f"it was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
-    return next((line for line in reversed(lines) if not PROGRESS.match(line)), "it left no message")
+    traces = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
+    error = [*dropwhile(lambda line: line.startswith(" "), lines[traces[-1] + 1 :])] if traces else lines[-1:]
+    return "\n    ".join(dict.fromkeys((error[0], error[-1]))) if error else "it left no message"
 
 
 def refuse_failures(failures: Mapping[str, str], runs: int, advice: str) -> None:

@@ -23,6 +23,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.residuals import plugin_of
 from headwater.residuals.plugins import flags_for
+from headwater.residuals.registry import how_to_test, suspected
 from headwater.train.balance import balance
 from headwater.train.checkpoint.folder import last_good
 from headwater.train.config import Config, check
@@ -74,7 +75,11 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
     if resume and not (out / "config.json").exists():
         raise UserError(f"there is no run at {out} to resume: check --out, or leave --resume out to start one")
     loggers.require(config.log)
-    with gathered(config.parallel, choose_device(config)) as ranks, locked(out) if ranks.main else nullcontext():
+    with (
+        suspected(config.model.residual),
+        gathered(config.parallel, choose_device(config)) as ranks,
+        locked(out) if ranks.main else nullcontext(),
+    ):
         run = begin(config, out, resume=resume, ranks=ranks)
         if run.step == settings.steps and (result := ranks.broadcast_object(result_in(out) if ranks.main else None)):
             return result
@@ -261,7 +266,7 @@ def diverged(run: Run, why: str) -> UserError:
     """The error with which a run gives up; its folder says so too, since the same settings would lead there again."""
     if run.ranks.main:
         write_json(run.folder / DIVERGED, {"why": why})
-    return UserError(why)
+    return UserError(". ".join(filter(None, (why, how_to_test(run.config.model.residual)))))
 
 
 def write_cause(

@@ -40,6 +40,7 @@ from headwater.errors import UserError, nearest
 from headwater.models.config import ModelConfig
 from headwater.residuals.groups import sort_parameters
 from headwater.residuals.plugins import flags_for
+from headwater.residuals.registry import suspected
 from headwater.train.config import FREE, OUTER, Config, DataSettings, check, differences, override
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
@@ -304,7 +305,8 @@ def job_of(name: str, config: Config, out: Path, keep_weights: bool) -> Job:
     """Its model is made without weights, so that one that does not fit is known before anything runs."""
     settings = out / "settings" / f"{name}.json"
     try:
-        work = operations(config)
+        with suspected(config.model.residual):
+            work = operations(config)
     except UserError as error:
         raise UserError(f"run {name} does not fit: {error}") from None
     return Job(

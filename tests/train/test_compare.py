@@ -265,6 +265,13 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nMemoryEr
             "a checkpoint differs:\n.*lr: 1\n.*other$",
         ),
         (TRACEBACK + PROGRESS, 1, ": MemoryError: no room$"),
+        (
+            'Traceback (most recent call last):\n  File "x.py"\nKeyError: 3\n\nDuring it another:\n\n'
+            + TRACEBACK.replace("no room", "no room\n  for 3\n\nIt is a note"),
+            1,
+            r"txt\): MemoryError: no room\n    It is a note$",
+        ),
+        ("sh: no python\n", 127, "sh: no python$"),
         (PROGRESS, -9, r"killed by signal 9 \(Killed\), as the system does when memory runs out$"),
         (PROGRESS, 1, "it left no message$"),
     ],

@@ -348,7 +348,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path,
 
 def test_one_rank_writes_that_a_run_diverged(tmp_path):
     for main in (False, True):
-        run = SimpleNamespace(folder=tmp_path, ranks=SimpleNamespace(main=main))
+        run = SimpleNamespace(folder=tmp_path, config=tiny(tmp_path), ranks=SimpleNamespace(main=main))
         assert str(loop.diverged(run, "why")) == "why"  # raised by all of them
         assert (tmp_path / "diverged.json").exists() == main
 
