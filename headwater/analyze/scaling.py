@@ -84,6 +84,15 @@ class Scaling:
     alpha: Interval | None
     multipliers: dict[float, Interval | None]
 
+    @property
+    def miss(self) -> float | None:
+        """How far the curve is at most from the mean loss of a budget, in bits per byte; None without a curve. Of three
+        budgets that is next to nothing, whatever the runs: a curve has three numbers."""
+        if (curve := self.fit) is None:
+            return None
+        means = {c: sum(losses.values()) / len(losses) for c, losses in self.points.items()}
+        return max(abs(mean - curve.loss(c)) for c, mean in means.items())
+
 
 def fit(compute: Sequence[float], losses: Sequence[float]) -> Fit:
     """Least squares over the points. Raises UserError with fewer than three budgets."""
@@ -335,6 +344,7 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
             f"{scaling.residual}: L = {curve.floor:.4f} + {curve.scale:.4f} (C / {curve.unit:.3g})^-{curve.alpha:.3f}"
             f"  ({_edge(curve.alpha)}{_reach(scaling.alpha)}{budgets} budgets, {seeds} at least)"
         )
+        lines.append(f"  {_missed(scaling)}")
         if scaling.residual != baseline:
             for budget, interval in scaling.multipliers.items():
                 text = "the curves do not meet" if interval is None else f"as {baseline} with {_words(interval)}"
@@ -399,6 +409,11 @@ def _words(interval: Interval) -> str:
         return f"{interval.value:.3f} times the compute (one seed: no interval)"
     told = "" if interval.low > 1 or interval.high < 1 else ", not told apart from 1"
     return f"{interval.value:.3f} times the compute ({interval.low:.3f} to {interval.high:.3f}{told})"
+
+
+def _missed(scaling: Scaling) -> str:
+    told = f"at most {scaling.miss:.4f} from the mean of a budget"
+    return told if len(scaling.points) > BUDGETS else f"{told}, as a curve of three numbers is through three"
 
 
 def _edge(alpha: float) -> str:

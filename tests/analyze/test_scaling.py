@@ -288,6 +288,23 @@ def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
         compare_scaling(points, "plain")
 
 
+def test_a_curve_says_how_far_it_misses_its_budgets():
+    """By their means, which seeds that differ do not move; three budgets are no test of a curve of three numbers."""
+    off = {1e15: 0.0, 3e15: 0.02, 1e16: -0.05, 3e16: 0.02, 1e17: 0.0}
+    bent = {c: {0: TRUE.loss(c) + off[c] + 0.3, 1: TRUE.loss(c) + off[c] - 0.3} for c in BUDGETS}
+    three = {c: bent[c] for c in BUDGETS[::2]}
+    found = compare_scaling(
+        {"standard": bent, "three": three, "two": {1.0: {0: 2.0}, 2.0: {0: 1.0}}}, "standard", draws=20
+    )
+    assert found[0].miss == pytest.approx(max(abs(TRUE.loss(c) + off[c] - found[0].fit.loss(c)) for c in BUDGETS))
+    assert found[0].miss == pytest.approx(0.041, abs=0.01)
+    assert found[1].miss < 1e-3
+    assert found[2].miss is None
+    lines = table(found, "standard").splitlines()
+    assert lines[2] == f"  at most {found[0].miss:.4f} from the mean of a budget"
+    assert lines[4].endswith("from the mean of a budget, as a curve of three numbers is through three")
+
+
 def test_curves_without_the_largest_and_the_smallest_budget_tell_what_hangs_on_them():
     """A residual that is worth a quarter more compute but for its last size, which has operations of its own."""
     better = {1.05 * c: {0: TRUE.loss(1.25 * c)} for c in BUDGETS}
