@@ -425,4 +425,6 @@ def _reach(alpha: Interval | None) -> str:
         return ""
     if alpha.low < ALPHAS[1] and alpha.high > ALPHAS[-2]:
         return "alpha may be anything that is tried, so these runs do not tell the curve; "
-    return f"alpha {alpha.low:.3f} to {alpha.high:.3f}; "
+    low = f"{alpha.low:.3f}" if alpha.low > ALPHAS[0] else f"{ALPHAS[0]:g} or less"
+    high = f"{alpha.high:.3f}" if alpha.high < ALPHAS[-1] else f"{ALPHAS[-1]:g} or more"
+    return f"alpha {low} to {high}; "
