@@ -572,6 +572,7 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
     said = capsys.readouterr().out
     assert f"table.json are in {tmp_path}; look at them with: headwater report {tmp_path}, and headwater " in said
+    assert said.endswith(f" headwater scaling {tmp_path} for three sizes or more\n")
     done.finished = {}
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
     assert not capsys.readouterr().out, "there is nothing to look at yet"

@@ -65,7 +65,7 @@ def study(argv: list[str]) -> None:
 
     done = run(flags.recipe, flags.out, minutes=flags.minutes, whole=flags.whole)
     if done.finished:
-        look = f"headwater report {done.folder}, and headwater scaling {done.folder} for several sizes"
+        look = f"headwater report {done.folder}, and headwater scaling {done.folder} for three sizes or more"
         say(f"Runs and table.json are in {done.folder}; look at them with: {look}")
 
 
