@@ -78,7 +78,8 @@ def test_a_recipe_goes_on_from_its_archive(recipe, rivals, tmp_path, monkeypatch
         packed.extractall(tmp_path, filter="data")
     noted = tmp_path / recipe / "corpora.json"
     text = next(iter(read_json(noted).values())) if noted.exists() else {}
-    tokens = SimpleNamespace(identity=text, tokenizer=SimpleNamespace(vocab_size=8192))
+    parts = {"identity": text, "tokenizer": SimpleNamespace(vocab_size=8192)}
+    tokens = SimpleNamespace(**parts, check_length=lambda context: None)
     monkeypatch.setattr("headwater.train.study.prepare", lambda data: tokens)
     found = study(STUDY / f"{recipe}.toml", tmp_path / recipe, minutes=0, progress=False)
     packed_runs = {run.name: (run / "summary.json").exists() for run in (tmp_path / recipe / "runs").iterdir()}

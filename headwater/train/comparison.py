@@ -18,7 +18,7 @@ from headwater.residuals.registry import suspected
 from headwater.tables import fitting
 from headwater.train.arms import parse_arm
 from headwater.train.config import OUTER, Config, check, differences
-from headwater.train.data.dataset import SPLITS, Dataset, prepare
+from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all, side_by_side
 from headwater.train.monitor.interrupts import RESUME
@@ -145,8 +145,7 @@ def try_out(arms: Sequence[str], config: Config, data: Dataset) -> None:
     for text in arms:
         try:
             model = resolve_model(parse_arm(text).apply(config).model, data)
-            for split in SPLITS:
-                data.windows(split, model.context)
+            data.check_length(model.context)
             with suspected(parse_arm(text).residual):
                 build_model(model, config.train.seed, meta=True)
         except UserError as error:

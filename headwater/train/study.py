@@ -207,6 +207,9 @@ def instead_of(key: str) -> str:
         return "a module that registers residuals is named to the command: --plugin MODULE"
     if hasattr(Config(), key):
         return f"what all runs share stands under [config.{key}], and lists of it under [[runs]]"
+    if setting := setting_near(key):
+        section, _, name = setting.partition(".")
+        return f'{name} stands under [config.{section}], or as "{setting}" under [[runs]], where it may be a list'
     return nearest(key, KEYS)
 
 
@@ -260,10 +263,15 @@ def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
 
 
 def example_of(key: str) -> str:
-    """The setting that a key without a section is nearest to, such as `seeds`; else one that everybody knows."""
+    """The setting that a key without a section is nearest to; else one that everybody knows."""
+    return f'such as "{near}"' if (near := setting_near(key)) else 'as "optim.lr" does'
+
+
+def setting_near(key: str) -> str | None:
+    """The setting, with its section, that a key without one is nearest to, such as `seeds`."""
     named = {name.partition(".")[2]: name for name in SETTINGS.values()}
     close = difflib.get_close_matches(key, named, n=1)
-    return f'such as "{named[close[0]]}"' if close else 'as "optim.lr" does'
+    return named[close[0]] if close else None
 
 
 def steps_for(config: Config, tokens_per_parameter: float) -> int:
@@ -302,11 +310,14 @@ def folder_name(choice: Mapping[str, Any]) -> str:
 
 
 def job_of(name: str, config: Config, out: Path, keep_weights: bool) -> Job:
-    """Its model is made without weights, so that one that does not fit is known before anything runs."""
+    """Its model is made without weights, so that one that does not fit is known before anything runs, as is a corpus
+    that is too short."""
     settings = out / "settings" / f"{name}.json"
     try:
         with suspected(config.model.residual):
             work = operations(config)
+        data = prepared(config.data)
+        data.check_length(model_of(config, data).config.context)
     except UserError as error:
         raise UserError(f"run {name} does not fit: {error}") from None
     return Job(

@@ -110,6 +110,10 @@ def test_two_runs_that_would_share_a_folder_are_refused(recipe):
         ("name = 'x'", r"needs at least one table \[\[runs\]\]"),
         ("plugins = ['mine']", "unknown key 'plugins'; a module .* is named to the command: --plugin MODULE"),
         ("[model]\nlayers = 2", r"unknown key 'model'; what all runs share stands under \[config.model\]"),
+        (
+            "seeds = [0]",
+            r"""unknown key 'seeds'; seed stands under \[config.train\], or as "train.seed" under \[\[runs""",
+        ),
         ("[[runs]]\nlr = [1.0]", """'lr' must name its section, such as "optim.lr"; or be"""),
         ("[[runs]]\nseeds = [0]", """'seeds' must name its section, such as "train.seed"; or be"""),
         ("[[runs]]\nresiduals = ['ddl']", """'residuals' must name its section, such as "model.residual"; or be"""),
@@ -234,7 +238,8 @@ def test_a_run_that_was_cut_off_does_not_go_on_to_other_steps(recipe, tmp_path):
 def test_a_size_that_changes_the_model_is_noticed(recipe, tmp_path, old, new, told):
     """What a run spells out comes from its size, where the recipe says nothing else."""
     if "size" in old:
-        recipe.write_text(recipe.read_text().replace("context = 32\n", ""))
+        text = recipe.read_text().replace("context = 32\n", "")
+        recipe.write_text(text.replace("validation = 0.1", "validation = 0.5"))  # for the longer context too
     begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
     recipe.write_text(recipe.read_text().replace(old, new))
     with pytest.raises(UserError, match=rf"other settings, or on other text:\n  {told}"):
@@ -291,6 +296,14 @@ def test_the_factor_of_queries_counts_where_there_are_some(recipe, tmp_path):
 def test_a_model_that_does_not_fit_is_known_before_anything_runs(recipe, tmp_path):
     recipe.write_text(recipe.read_text() + '\n[[runs]]\n"model.heads" = [2, 3]\n')
     with pytest.raises(UserError, match=r"^run heads-3 does not fit: heads must divide dim"):
+        study(recipe, tmp_path / "study", minutes=0)
+    assert not (tmp_path / "study" / "runs").exists()
+
+
+def test_a_corpus_that_is_too_short_is_known_before_anything_runs(recipe, tmp_path):
+    recipe.write_text(recipe.read_text() + '\n[[runs]]\n"model.context" = [32, 65536]\n')
+    short = r"^run context-65536 does not fit: the corpus is shorter than the context: .* lower model.context"
+    with pytest.raises(UserError, match=short):
         study(recipe, tmp_path / "study", minutes=0)
     assert not (tmp_path / "study" / "runs").exists()
 

@@ -94,6 +94,11 @@ class Dataset:
     def windows(self, split: str, context: int) -> Windows:
         return Windows(self.folder, self.manifest, split, context)
 
+    def check_length(self, context: int) -> None:
+        """Raise UserError unless each split has a window."""
+        for split in SPLITS:
+            self.windows(split, context)
+
 
 class Windows:
     """The windows of one split: context + 1 tokens each, so that inputs and targets are one slice shifted by one.
