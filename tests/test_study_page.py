@@ -434,14 +434,35 @@ def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     archive(tmp_path, "scaling", runs)
     with page.unpacked(tmp_path) as found:
         text = page.curves.scaling(found["scaling"])
-        *sizes, row, smaller, larger = [line for line in text.splitlines() if "attnres" in line]
+        *sizes, row, off, smaller, larger = [line for line in text.splitlines() if "attnres" in line]
         two = [run for run in found["scaling"] if run.config["model"]["dim"] < 100]
         assert page.curves.scaling(two).endswith("The curves need a third size.\n")
     assert row.count("2.00 (2.00 to 2.00)") == 4
     assert smaller.count("2.00 (2.00 to 2.00)") == larger.count("2.00 (2.00 to 2.00)") == 3
+    assert re.sub("[−+]", "", off) == "| `attnres-block` | 0.0000 | 0.0000 | 0.0000 | 0.0000 |"
     assert re.findall(r"Without width (\d+):", text) == ["1000", "1"]
     assert sizes[0] == "| `attnres-block` | 2 | 1.7071 | 0.0000 | −0.2929 | −0.2929 to −0.2929 | lower |"
     assert len(sizes) == 4
+
+
+def test_scaling_shows_where_means_lie_off_their_curve(page, tmp_path):
+    """Two seeds that differ, and a size that is off the law; an arm with three sizes has nothing to show."""
+    runs = [
+        (arm, seed, 1 + size**-0.5 + (0.05 if size == 100 else 0) + (-1) ** seed * 1e-3, {"model.dim": size})
+        for arm, sizes in (("standard", (1, 10, 100, 1000)), ("attnres-block", (1, 10, 100)))
+        for size in sizes
+        for seed in (0, 1)
+    ]
+    archive(tmp_path, "scaling", runs)
+    with page.unpacked(tmp_path) as found:
+        _, rows = page.curves.scaling(found["scaling"]).split("Means above their own curve:\n\n")
+        plain = next(curve for curve in page.curves.curves(found["scaling"]) if curve.residual == "standard")
+    (row,) = rows.split("\n\n")[0].splitlines()[2:]
+    off = [float(cell.replace("−", "-")) for cell in row.strip("| ").split(" | ")[1:]]
+    assert row.startswith("| `standard` |")
+    assert off[2] == max(map(abs, off)) == pytest.approx(plain.miss, abs=5e-5)
+    assert 0.02 < off[2] < 0.05
+    assert sum(off) == pytest.approx(0, abs=2e-4)
 
 
 def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_path):

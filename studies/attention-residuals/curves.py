@@ -3,9 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from records import BASELINE, HERE, RULE, Runs, finished, grid, grouped, score, setting, taken
+from records import BASELINE, HERE, RULE, Runs, finished, grid, grouped, score, setting, signed, taken
 from tables import beside_plain
 
 from headwater.analyze.runs import RecordedRun
@@ -27,7 +28,7 @@ def scaling(runs: Runs) -> str:
         apart = [f", {rate} of `{arm}`" for arm, rate in own.items() if rate != common]
         words = f"Width {width}, {layers} layers, learning rate {common}{''.join(apart)}"
         tables.append(f"{words}:\n\n{beside_plain(group)}\n")
-    return "".join(tables) + (fits(runs) + without_a_size(runs) or NO_CURVES)
+    return "".join(tables) + (fits(runs) + missed(runs) + without_a_size(runs) or NO_CURVES)
 
 
 def sizes(found: dict[str, Runs]) -> str:
@@ -74,6 +75,21 @@ def fits(runs: Runs, cost: Cost = operations) -> str:
         saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != BASELINE else "1" for c in budgets]
         rows.append([f"`{curve.residual}`", *saved, law])
     return grid(["", *(f"at {shown(c)}" for c in budgets), "bits per byte"], rows)
+
+
+def missed(runs: Runs) -> str:
+    """How far means lie from their curves, where a curve has more points than numbers."""
+    found = {curve.residual: curve for curve in curves(runs)}
+    if BASELINE not in found or len(found[BASELINE].points) < 4:
+        return ""
+    budgets = sorted(found[BASELINE].points)
+    rows = []
+    for arm, curve in found.items():
+        if len(curve.points) == len(budgets):
+            assert curve.fit is not None
+            off = [fmean(losses.values()) - curve.fit.loss(c) for c, losses in sorted(curve.points.items())]
+            rows.append([f"`{arm}`", *map(signed, off)])
+    return "\nMeans above their own curve:\n\n" + grid(["", *(f"at {shown(c)}" for c in budgets)], rows)
 
 
 def without_a_size(runs: Runs, cost: Cost = operations) -> str:
