@@ -22,8 +22,8 @@ def param_groups(
 
     Arguments:
         model: any module: a `Decoder`, a transformers model that `headwater.convert` has converted, your own. A matrix
-            decays if it belongs to a numbered stack of layers (`nn.ModuleList`, `nn.Sequential`, a dictionary with
-            numbers for keys); an embedding, a norm or an nn.Conv1d inside of one does not.
+            decays if it belongs to a numbered stack of layers (`nn.ModuleList`, `nn.Sequential`, an `nn.ModuleDict`
+            whose keys end in numbers); an embedding, a norm or an nn.Conv1d inside of one does not.
         lr: the learning rate.
         weight_decay: of the matrices.
         query_lr: factor on the learning rate of the residual's queries, 0.1 by default: at one, Block Attention
@@ -71,10 +71,13 @@ def sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     residuals = [module for module in model.modules() if isinstance(module, Residual)]
     owned = {id(parameter) for residual in residuals for parameter in residual.parameters()}
     kept = {id(p) for module in model.modules() if keeps_its_scale(module) for p in module.parameters(recurse=False)}
+    dicts = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleDict)]
+    stacked = tuple(f"{name}.{key}.".lstrip(".") for name, keys in dicts for key in keys if key[-1:].isdigit())
     found: dict[str, list[nn.Parameter]] = {"matrices": [], "rest": [], "queries": []}
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
-        hidden = parameter.ndim > 1 and not last.endswith("bias") and any(part.isdigit() for part in path)
+        numbered = any(part.isdigit() for part in path) or name.startswith(stacked)
+        hidden = parameter.ndim > 1 and not last.endswith("bias") and numbered
         if id(parameter) in owned:
             found["queries" if last == QUERY else "rest"].append(parameter)
         else:

@@ -74,6 +74,16 @@ def test_a_model_of_ones_own():
     assert {"layers.0.norm.weight", "mixer.reads.1.key_weight"} <= found["rest"]
 
 
+def test_a_stack_in_a_dictionary_may_have_names_that_end_in_numbers():
+    """Without that, of these layers the MLPs would decay, which nn.Sequential numbers, and nothing else."""
+    layer = {"attention": nn.Linear(8, 8), "mlp": nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))}
+    layers = nn.ModuleDict({f"layer{i}": nn.ModuleDict(layer) for i in range(1)})
+    whole = members(nn.ModuleDict({"words": nn.Embedding(10, 8), "layers": layers, "output": nn.Linear(8, 10)}))
+    matrices = {"layer0.attention.weight", "layer0.mlp.0.weight", "layer0.mlp.2.weight"}
+    assert members(layers)["matrices"] == matrices
+    assert whole["matrices"] == {f"layers.{name}" for name in matrices}
+
+
 @pytest.mark.parametrize(("model_type", "matrix"), [("llama", "self_attn.q_proj"), ("gpt2", "attn.c_attn")])
 def test_a_converted_model(model_type, matrix):
     model = tiny_model(model_type)
