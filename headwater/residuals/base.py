@@ -101,6 +101,7 @@ class Residual(nn.Module, ABC):
         """
         if torch.compiler.is_compiling():
             return self._read(state, i, norm)
+        self._check_index(i)  # a state before the final read has a place in the table, and `end` takes it
         self.check(state, "read", i)
         watcher = _watcher_of(self)
         x, state = self._read(state, i, norm) if watcher is None else watcher.read(self, state, i, norm)
@@ -202,7 +203,7 @@ class Residual(nn.Module, ABC):
         """Raise ValueError unless `state` may stand before read or write `i`; the message names what is expected. Never
         compiled."""
         place = (verb, i)
-        wrong = state.next != place if isinstance(state, Placed) else isinstance(state, Tensor)
+        wrong = state.next != place if isinstance(state, Placed) else not _is_tensors(state)
         if wrong or len(state) not in self._lengths.get(place, ()):
             self._refuse(state, verb, i)
 
@@ -213,9 +214,13 @@ class Residual(nn.Module, ABC):
         name = " ".join(map(str, (verb, *at)))
         raise ValueError(f"{name} of '{self.spec}' takes one tensor whose last axis is dim={self.dim}; got {got}")
 
+    def _check_index(self, i: int) -> None:
+        if not 0 <= i < self.sublayers:
+            raise ValueError(f"'{self.spec}' connects {self.sublayers} sublayers, 0 to {self.sublayers - 1}; got {i}")
+
     def _refuse(self, state: State, verb: Next, i: int) -> None:
         if (verb, i) not in self.layouts:
-            raise ValueError(f"'{self.spec}' connects {self.sublayers} sublayers, 0 to {self.sublayers - 1}; got {i}")
+            self._check_index(i)
         name = "end" if (verb, i) == ("read", self.sublayers) else f"{verb} {i}"
         if isinstance(state, Placed) and state.next != (verb, i):
             due, at = state.next
@@ -226,6 +231,11 @@ class Residual(nn.Module, ABC):
             )
         if isinstance(state, Tensor):
             raise ValueError(f"{name} of '{self.spec}' takes a state, which `begin` makes of a tensor; got a tensor")
+        if not _is_tensors(state):
+            raise ValueError(
+                f"{name} of '{self.spec}' takes a state, which is a tuple of tensors; got a {type(state).__name__} of "
+                "something else. `read` returns two things: read, state = residual.read(state, i)"
+            )
         expected = " or ".join(f"{len(layout)} tensors ({', '.join(layout)})" for layout in self.layouts[verb, i])
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in state)
         raise ValueError(f"{name} of '{self.spec}' takes a state of {expected}; got {len(state)}: {shapes}")
@@ -241,6 +251,10 @@ class Residual(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return self.spec
+
+
+def _is_tensors(state: State) -> bool:
+    return not isinstance(state, Tensor) and all(isinstance(tensor, Tensor) for tensor in state)
 
 
 def sublayer_of(name: str) -> int | None:

@@ -63,10 +63,23 @@ def test_misuse_is_an_error(spec):
         residual.read((x,) * 99, 0)
     with pytest.raises(ValueError, match=r"read 0 of .* takes a state, which `begin` makes of a tensor; got a tensor"):
         residual.read(x, 0)
+    with pytest.raises(ValueError, match=r"write 0 of .* got a tuple of .*: read, state = residual\.read"):
+        residual.write(residual.read(state, 0), 0, x)
     with pytest.raises(ValueError, match=r"begin of .* takes one tensor whose last axis is dim=16; got \(2, 3, 8\)"):
         residual.begin(x[..., :8])
     with pytest.raises(ValueError, match=r"write 0 of .* takes one tensor whose last axis is dim=16; got a tuple"):
         residual.write(reading, 0, (x, None))  # what an attention of transformers returns
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_one_sublayer_more_than_were_named_is_an_error(spec):
+    """The state that `end` takes is none to read for a sublayer."""
+    residual, x = begun(spec)
+    state = residual.begin(x)
+    for i in range(8):
+        state = residual.write(residual.read(state, i)[1], i, x)
+    with pytest.raises(ValueError, match=r"connects 8 sublayers, 0 to 7; got 8"):
+        residual.read(state, 8)
 
 
 @pytest.mark.parametrize("spec", SPECS)
