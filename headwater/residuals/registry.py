@@ -156,6 +156,9 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 
         parse("attnres-block:block=4,key_norm=false")  # ("attnres-block", {"block": 4, "key_norm": False})
     """
+    if not isinstance(spec, str):
+        got = spec.__name__ if isinstance(spec, type) else f"a {type(spec).__name__}"
+        raise ValueError(f"a residual is given by its name, such as 'attnres-block:block=4'; got {got}")
     name, _, text = spec.partition(":")
     known = entry(name).options
     name = name.partition("@")[0]

@@ -17,7 +17,7 @@ from headwater.errors import UserError
 from headwater.hf import Layout, convert, revert, verify
 from headwater.hf.convert.layouts import ROWS
 from headwater.hf.convert.refusals import REFUSED, layout_of
-from headwater.residuals import names
+from headwater.residuals import build, names
 
 
 def digest(model: nn.Module) -> str:
@@ -124,6 +124,8 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
     refused("'doge' cannot be converted: its residual is not the plain one already", tiny_model("doge"))
     refused("block counts sublayers and must lie between 1 and 8, got 99", tiny_model("llama"), block=99)
     refused("unknown residual 'attnres'", tiny_model("llama"), "attnres")
+    built = build("attnres-block", dim=64, sublayers=8)
+    refused("is given by its name, such as 'attnres-block.*; got a AttentionResidual", tiny_model("llama"), built)
     refused("has no option 'depth'", tiny_model("llama"), depth=3)
     refused("takes a transformers model; a Linear holds none", nn.Linear(2, 2))
     refused("has none of the modules feed_forward", tiny_model("llama"), layout=Layout(mlp=("feed_forward",)))
@@ -134,8 +136,10 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
     refused("already converted, to 'attnres-block:block=2'", model)
     with pytest.raises(UserError, match="is not a model that headwater"):
         revert(tiny_model("llama"))
-    with pytest.raises(UserError, match="takes a transformers model, got a NoneType"):
-        convert(None)
+    with pytest.raises(UserError, match=r"got a str: load one with .*\. For a folder there is .* headwater convert"):
+        convert("llama")
+    with pytest.raises(UserError, match="this str is not a model that headwater"):
+        revert("llama")
     with pytest.raises(UserError, match=r"no layout .* 'lama2'; the nearest that is known is 'llama'. .* pass layout="):
         layout_of("lama2", ["lama2"])
 

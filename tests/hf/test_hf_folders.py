@@ -311,6 +311,8 @@ def test_a_misspelt_residual_is_told_before_anything_is_loaded(plain, tmp_path, 
     monkeypatch.setattr(folders, "load", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(UserError, match="unknown residual 'attnres-blok'"):
         folders.convert_folder(plain, tmp_path / "out", "attnres-blok")
+    with pytest.raises(UserError, match="unknown residual ''"):  # of a script whose variable is empty
+        folders.convert_folder(plain, tmp_path / "out", "")
 
 
 def test_remote_code_refuses_what_its_file_does_not_compute(plain, tmp_path):

@@ -32,7 +32,10 @@ class Found:
 def find(model: nn.Module, layout: Layout | None) -> Found:
     """The model that loops over decoder layers, alone or inside a head: of a vision-language model, its text part."""
     if not isinstance(model, nn.Module):
-        raise UserError(f"convert takes a transformers model, got a {type(model).__name__}")
+        raise UserError(
+            f"convert takes a transformers model, got a {type(model).__name__}: load one with "
+            "AutoModelForCausalLM.from_pretrained. For a folder there is the command headwater convert"
+        )
     head = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if head is None:
         raise UserError(f"convert takes a transformers model; a {type(model).__name__} holds none")

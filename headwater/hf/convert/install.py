@@ -133,7 +133,7 @@ def revert(model: nn.Module) -> None:
 
 
 def conversion_of(model: nn.Module) -> tuple[Conversion, PreTrainedModel]:
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel) and "_conversion" in module.__dict__:
             return module.__dict__["_conversion"], module
     raise UserError(f"this {type(model).__name__} is not a model that headwater.convert has converted")

@@ -102,6 +102,7 @@ def _plan(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, Any]
 
 def spell(residual: str, options: Mapping[str, Any]) -> str:
     """'attnres-block' and block=4 to 'attnres-block:block=4', checked."""
+    parse(residual)
     words = [f"{key}={_word(value)}" for key, value in options.items()]
     name, _, given = residual.partition(":")
     spec = ":".join(filter(None, (name, ",".join(filter(None, (given, *words))))))

@@ -74,8 +74,9 @@ def convert_folder(
         print(convert_folder(Path("llama"), Path("llama-attnres"), "attnres-block:block=4"))
     """
     check_out(out)
+    chosen = "attnres-block" if residual is None else residual
     with user_values():  # a misspelt residual is no reason to load a model
-        parse(residual or "attnres-block")
+        parse(chosen)
     config = read_config(source)
     if is_fla(config):
         return _convert_fla(source, out, residual)
@@ -86,7 +87,7 @@ def convert_folder(
     if not loads and dtype is not None:
         raise UserError("--dtype writes all weights again, for which the model must be loaded: leave --check no out")
     model = load(source, dtype or "auto", device) if loads else _empty(source)
-    report = convert(model, residual or "attnres-block", layout=layout)
+    report = convert(model, chosen, layout=layout)
     with made_whole(out) as folder:
         if dtype is None and _named_alike(model, source):
             link_weights(source, folder, _added(model, source))
