@@ -111,6 +111,16 @@ def test_depth_weights_and_hidden_states(model):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("config", [True, False])
+def test_hidden_states_in_a_tuple(model, config):
+    """Of the model inside: of a whole one transformers asks it for names."""
+    expected = model.model(tokens(), output_hidden_states=True).hidden_states
+    model.config.return_dict = config
+    found = model.model(tokens(), output_hidden_states=True, return_dict=False if config else None)
+    assert isinstance(found, tuple)
+    assert all(torch.equal(one, other) for one, other in zip(found[-1], expected, strict=True))
+
+
 def test_passes_at_the_same_time_keep_their_records_apart(model):
     """Three threads meet inside a layer and again before the head; two record, and the first runs two passes more from
     within its own."""

@@ -245,9 +245,11 @@ def run_loop(body: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwar
         return forward(*args, **kwargs)
     if asked is not True:
         raise ValueError(f"a converted model returns all hidden states or none: output_hidden_states={asked!r}")
-    outputs, record = watch(partial(forward, *args, **kwargs))
+    by_name = kwargs.get("return_dict")
+    by_name = body.config.return_dict if by_name is None else by_name
+    outputs, record = watch(partial(forward, *args, **kwargs if by_name else {**kwargs, "return_dict": True}))
     outputs["hidden_states"] = (*record.reads, outputs["hidden_states"][-1])
-    return outputs
+    return outputs if by_name else outputs.to_tuple()
 
 
 def _subclass(*bases: type, **members: Any) -> type[nn.Module]:
