@@ -92,7 +92,7 @@ def test_the_text_part_of_a_vision_language_model(build, tmp_path):
 
 def test_a_stream_that_is_changed_between_layers_is_named():
     """As Qwen3-VL does with image features: not a failure somewhere in its code."""
-    state = DepthState((torch.zeros(1),))
+    state = DepthState((torch.zeros(1),), 0)
     with pytest.raises(AttributeError, match="which has no 'device': this model changes its stream there"):
         state.device  # noqa: B018
 

@@ -64,6 +64,20 @@ def test_static_cache_beams_and_padding(model):
     assert torch.equal(with_cache, without)
 
 
+@pytest.mark.parametrize("residual", ["attnres-block:block=3", "attnres-full", "muddformer", "hyper-connections"])
+def test_drafts_that_leave_after_a_few_layers(residual):
+    """Assisted decoding by the model's own first layers: the head sees what the next layer would have read."""
+    model = tiny_model("llama")
+    convert(model, residual)
+    stir(model)
+    prompt = {"input_ids": tokens(1)}
+    alone = generate(model, prompt, count=12)
+    assert torch.equal(alone, generate(model, prompt, count=12, assistant_early_exit=2))
+    seen = model(tokens(), output_hidden_states=True).hidden_states[2]
+    model.config.num_hidden_layers = 2
+    torch.testing.assert_close(model(tokens()).logits, model.lm_head(model.model.norm(seen)))
+
+
 def test_a_residual_that_looks_back_along_tokens_refuses_a_cache():
     model = tiny_model("llama")
     convert(model, "ddl:width=2,compress=token,expand=token")

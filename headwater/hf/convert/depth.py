@@ -50,12 +50,15 @@ def watch(run: Callable[[], Any]) -> tuple[Any, Record]:
 
 
 class DepthState:
-    """What travels between layers: the residual's state; and, if a record is to be filled, what was seen on the way."""
+    """What travels between layers: the residual's state, before read `at`; and, if a record is to be filled, what was
+    seen on the way."""
 
-    __slots__ = ("reads", "record", "tensors", "weights")
+    __slots__ = ("at", "reads", "record", "tensors", "weights")
 
-    def __init__(self, tensors: State, record: Record | None = None, weights: State = (), reads: State = ()) -> None:
-        self.tensors, self.record, self.weights, self.reads = tensors, record, weights, reads
+    def __init__(
+        self, tensors: State, at: int, record: Record | None = None, weights: State = (), reads: State = ()
+    ) -> None:
+        self.tensors, self.at, self.record, self.weights, self.reads = tensors, at, record, weights, reads
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -63,13 +66,13 @@ class DepthState:
             "changes its stream there, by image features perhaps, and a conversion does not cover that"
         )
 
-    def after(self, tensors: State, weights: State = (), reads: State = ()) -> "DepthState":
+    def after(self, tensors: State, at: int, weights: State = (), reads: State = ()) -> "DepthState":
         """The state one step on; `weights` and `reads` are what was seen in that step."""
-        return DepthState(tensors, self.record, (*self.weights, *weights), (*self.reads, *reads))
+        return DepthState(tensors, at, self.record, (*self.weights, *weights), (*self.reads, *reads))
 
     def to(self, *args: Any, **kwargs: Any) -> "DepthState":
         """Device maps move what enters a module."""
-        return self.after(tuple(tensor.to(*args, **kwargs) for tensor in self.tensors))
+        return self.after(tuple(tensor.to(*args, **kwargs) for tensor in self.tensors), self.at)
 
 
 @dataclass
@@ -101,8 +104,8 @@ class Depth:
             bring_back(self.residual)
         record, _asked.record = _asked.record, None
         if hooked(layer):
-            return DepthState(call_on(x.device, self.residual, 0, "begin", x), record)
-        return DepthState(self.residual.begin(x), record)
+            return DepthState(call_on(x.device, self.residual, 0, "begin", x), 0, record)
+        return DepthState(self.residual.begin(x), 0, record)
 
     def call(self, site: nn.Module, verb: str, state: State, i: int, *args: Any, **kwargs: Any) -> Any:
         """`read`, `write` or `weights` of sublayer i for `site`, the module that asks: hooks may have moved it."""
@@ -122,10 +125,15 @@ class Depth:
         return norm if self.scales[i] == 1.0 else partial(_norm_scaled, norm, self.scales[i])
 
     def end(self, site: nn.Module, state: DepthState, norm: Norm) -> Tensor:
+        """What the head sees. Where the loop stopped early, as assisted decoding's drafts do (`assistant_early_exit`),
+        that is what the next layer would have read."""
         last = self.residual.sublayers
         if state.record is not None:
-            state.record.weights = (*state.weights, self.call(site, "weights", state.tensors, last))
+            state.record.weights = (*state.weights, self.call(site, "weights", state.tensors, state.at))
             state.record.reads = state.reads
+        if state.at < last:
+            read, _ = self.read(site, state.tensors, state.at, norm)
+            return read[0] if isinstance(read, tuple) else read
         prepared = self.norms.get(last)
         if prepared is None or prepared.norm is not site:  # an adapter trains a copy of it
             scaled: Norm = partial(_norm_scaled, norm, self.scales[last])

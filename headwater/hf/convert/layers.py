@@ -106,12 +106,13 @@ class ConvertedLayer(nn.Module):
         tensors = before_hop(self, self._depth.residual, state.tensors, self._depth_sites[0].sublayer)
         flat = super().__call__(*tensors, _depth_watched=watched, **kwargs)
         flat, returned = _cut(flat, len(self._depth_returns))
-        after = self._watched(state, flat) if watched else state.after(flat)
+        at = self._depth_sites[-1].sublayer + 1
+        after = self._watched(state, flat, at) if watched else state.after(flat, at)
         return (after, *returned) if returned else after
 
-    def _watched(self, state: DepthState, flat: State) -> DepthState:
+    def _watched(self, state: DepthState, flat: State, at: int) -> DepthState:
         *after, read = flat[: -len(self._depth_sites)]
-        return state.after(tuple(after), weights=flat[-len(self._depth_sites) :], reads=(read,))
+        return state.after(tuple(after), at, weights=flat[-len(self._depth_sites) :], reads=(read,))
 
     def forward(self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         """The state; what was watched; and what is returned beside the state."""
@@ -215,8 +216,8 @@ def converted_layer(base: type[nn.Module]) -> type[nn.Module]:
 def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
         if isinstance(hidden_states, DepthState):
-            residual = self._depth.residual
-            hidden_states = hidden_states.after(before_hop(self, residual, hidden_states.tensors, residual.sublayers))
+            at = hidden_states.at
+            hidden_states = hidden_states.after(before_hop(self, self._depth.residual, hidden_states.tensors, at), at)
         return base.__call__(self, hidden_states)
 
     def forward(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
