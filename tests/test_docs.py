@@ -214,6 +214,11 @@ def test_every_residual_has_its_costs_and_what_has_none_on_a_gpu_is_named():
     assert sorted(said) == sorted(name for name, found in costs.items() if found["time of a step, one H200"] is None)
 
 
+def test_the_residuals_that_tell_attention_from_mlp_are_named():
+    said = re.search(r"tell attention from MLP \((.*?)\)", (DOCS / "guides/own-model.md").read_text(), re.DOTALL)
+    assert set(re.findall("`(.*?)`", said[1])) == {name for name in names() if registry.entry(name).takes_kinds}
+
+
 def test_there_is_one_current_set_of_results():
     """benchmarks/results/README.md says how it is kept."""
     listed = set(re.findall(r"`([\w-]+\.(?:json|txt))`", (tables.RESULTS / "README.md").read_text()))
