@@ -90,11 +90,17 @@ def test_what_the_trial_finds_is_refused(monkeypatch):
             1 + self.residual.reads["1"].query.abs().max() * state.tensors[0].shape[1]
         )
 
+    def interrupted(self, site, state, norm):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(Depth, "end", wrong)
     with pytest.raises(UserError, match="computes something else: hidden states of tokens in one pass are off by"):
         convert(model)
     monkeypatch.setattr(Depth, "end", counting)
     with pytest.raises(UserError, match="decodes from a cache what one pass does not give"):
+        convert(model)
+    monkeypatch.setattr(Depth, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         convert(model)
     monkeypatch.setattr(Depth, "end", end)
     assert convert(model).equal_at_start

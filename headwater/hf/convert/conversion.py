@@ -75,7 +75,7 @@ def _install_checked(model: nn.Module, plan: Plan, plain: Trial) -> None:
         conversion = conversion_of(model)[0]
         if conversion.depth.residual.token_local:
             check_off_start(plan.found, plain, conversion.depth.residual)
-    except UserError:
+    except BaseException:  # Ctrl-C too: half of a check is none
         revert(model)
         raise
     dtype = str(plain.dtype).removeprefix("torch.")
