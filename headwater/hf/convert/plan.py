@@ -69,7 +69,8 @@ def saved_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
     count = sum(len(group) for group in groups)
     if len(settings["scales"]) != count + 1:
         raise UserError(
-            f"made for {len(settings['scales']) - 1} sublayers, and this {type(found.head).__name__} has {count}"
+            f"residual '{settings['residual']}' was made for {len(settings['scales']) - 1} sublayers, and this "
+            f"{type(found.head).__name__} has {count}. To change the number of layers: headwater.revert, then convert"
         )
     with user_values():
         start = _start(settings["residual"], found, groups)
