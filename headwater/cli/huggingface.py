@@ -19,6 +19,11 @@ def convert(argv: list[str]) -> None:
     from headwater.hf.formats.convert import add_remote_code, convert_folder, is_converted
     from headwater.hf.formats.folder import check_out, is_transformers, write_model
 
+    if not flags.folder.exists():
+        raise UserError(
+            f"{flags.folder} is not a folder: give that of a model, or of a run. For a model of the Hub, first: "
+            "hf download NAME --local-dir FOLDER"
+        )
     if is_transformers(flags.folder):
         others = (flags.residual, flags.layout, flags.dtype)
         if flags.remote_code and is_converted(flags.folder) and others == (None, None, None):

@@ -134,6 +134,7 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
     model = tiny_model("llama")
     convert(model)
     refused("already converted, to 'attnres-block:block=2'", model)
+    refused("skips layers at random while it trains .layerdrop=0.1.", tiny_model("opt", layerdrop=0.1))
     with pytest.raises(UserError, match="is not a model that headwater"):
         revert(tiny_model("llama"))
     with pytest.raises(UserError, match=r"got a str: load one with .*\. For a folder there is .* headwater convert"):

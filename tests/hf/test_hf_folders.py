@@ -154,6 +154,7 @@ def test_what_is_no_checkpoint_is_one_message(plain, tmp_path, capsys):
     refused("'bert' cannot be converted: it is not a decoder", "convert", str(bert))
     (bert / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
     refused("'t5' cannot be converted: it is not a decoder", "convert", str(bert))
+    refused("hf download NAME --local-dir FOLDER", "convert", "meta-llama/Llama-3.2-1B")
     refused("is not a checkpoint that headwater has converted", "revert", str(plain))
     (bert / "config.json").write_text("[1]")
     refused("must hold an object, and holds a list", "convert", str(bert))

@@ -68,6 +68,11 @@ def _check_body(body: PreTrainedModel, model_type: str) -> None:
         raise UserError(
             f"{type(body).__name__} already has a module named 'residual'; '{model_type}' cannot be converted"
         )
+    if dropped := getattr(body, "layerdrop", 0):
+        raise UserError(
+            f"{type(body).__name__} skips layers at random while it trains (layerdrop={dropped}), and a residual reads "
+            "them by their place: set its layerdrop to 0 first"
+        )
 
 
 def find_sites(found: Found) -> list[tuple[Site, ...]]:
