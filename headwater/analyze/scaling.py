@@ -87,7 +87,7 @@ class Scaling:
     @property
     def miss(self) -> float | None:
         """How far the curve is at most from the mean loss of a budget, in bits per byte; None without a curve. Of three
-        budgets that is next to nothing, whatever the runs: a curve has three numbers."""
+        budgets a small one says nothing: a curve has three numbers."""
         if (curve := self.fit) is None:
             return None
         means = {c: sum(losses.values()) / len(losses) for c, losses in self.points.items()}
@@ -413,7 +413,8 @@ def _words(interval: Interval) -> str:
 
 def _missed(scaling: Scaling) -> str:
     told = f"at most {scaling.miss:.4f} from the mean of a budget"
-    return told if len(scaling.points) > BUDGETS else f"{told}, as a curve of three numbers is through three"
+    few = "; to be near three says nothing, as a curve has three numbers"
+    return told if len(scaling.points) > BUDGETS else told + few
 
 
 def _edge(alpha: float) -> str:

@@ -294,16 +294,21 @@ def test_a_curve_says_how_far_it_misses_its_budgets():
     off = {1e15: 0.0, 3e15: 0.02, 1e16: -0.05, 3e16: 0.02, 1e17: 0.0}
     bent = {c: {0: TRUE.loss(c) + off[c] + 0.3, 1: TRUE.loss(c) + off[c] - 0.3} for c in BUDGETS}
     three = {c: bent[c] for c in BUDGETS[::2]}
+    steeper = {1e15: {0: 3.0}, 1e16: {0: 2.9}, 1e17: {0: 2.0}}  # which no curve goes through
     found = compare_scaling(
-        {"standard": bent, "three": three, "two": {1.0: {0: 2.0}, 2.0: {0: 1.0}}}, "standard", draws=20
+        {"standard": bent, "three": three, "two": {1.0: {0: 2.0}, 2.0: {0: 1.0}}, "steeper": steeper},
+        "standard",
+        draws=20,
     )
     assert found[0].miss == pytest.approx(max(abs(TRUE.loss(c) + off[c] - found[0].fit.loss(c)) for c in BUDGETS))
     assert found[0].miss == pytest.approx(0.041, abs=0.01)
     assert found[1].miss < 1e-3
     assert found[2].miss is None
+    assert found[3].miss > 0.2
     lines = table(found, "standard").splitlines()
     assert lines[2] == f"  at most {found[0].miss:.4f} from the mean of a budget"
-    assert lines[4].endswith("from the mean of a budget, as a curve of three numbers is through three")
+    of_three = [line for line in lines if line.endswith("near three says nothing, as a curve has three numbers")]
+    assert [line.split()[2] for line in of_three] == [f"{found[i].miss:.4f}" for i in (1, 3)]
 
 
 def test_curves_without_the_largest_and_the_smallest_budget_tell_what_hangs_on_them():
