@@ -265,7 +265,8 @@ def cause(said: str, code: int) -> str:
         hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
         return f"it was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
     traces = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-    error = [*dropwhile(lambda line: line.startswith(" "), lines[traces[-1] + 1 :])] if traces else lines[-1:]
+    raised = [*dropwhile(lambda line: line.startswith(" "), lines[traces[-1] + 1 :])] if traces else []
+    error = raised or lines[-1:]  # the traceback may be cut off
     return "\n    ".join(dict.fromkeys((error[0], error[-1]))) if error else "it left no message"
 
 

@@ -272,6 +272,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nMemoryEr
             r"txt\): MemoryError: no room\n    It is a note$",
         ),
         ("sh: no python\n", 127, "sh: no python$"),
+        (TRACEBACK.partition("MemoryError")[0], 1, 'File "x.py", line 1$'),  # the disk is full
         (PROGRESS, -9, r"killed by signal 9 \(Killed\), as the system does when memory runs out$"),
         (PROGRESS, 1, "it left no message$"),
     ],
