@@ -8,7 +8,7 @@ import torch
 import transformers
 from tinyhf import sample, stir, tiny_model, tokens
 from torch import nn
-from transformers import T5Config, T5Model
+from transformers import AutoModelForCausalLM, T5Config, T5Model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.architectures import MARKS, PAGE, RESULTS, TEXT_OF, tables
@@ -134,7 +134,6 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
     model = tiny_model("llama")
     convert(model)
     refused("already converted, to 'attnres-block:block=2'", model)
-    refused("skips layers at random while it trains .layerdrop=0.1.", tiny_model("opt", layerdrop=0.1))
     with pytest.raises(UserError, match="is not a model that headwater"):
         revert(tiny_model("llama"))
     with pytest.raises(UserError, match=r"got a str: load one with .*\. For a folder there is .* headwater convert"):
@@ -143,6 +142,18 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
         revert("llama")
     with pytest.raises(UserError, match=r"no layout .* 'lama2'; the nearest that is known is 'llama'. .* pass layout="):
         layout_of("lama2", ["lama2"])
+
+
+def test_layerdrop_is_refused_and_without_it_a_model_converts_saves_and_loads(tmp_path):
+    model = tiny_model("opt", layerdrop=0.1)
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(UserError, match=r"at random .*layerdrop=0.1.*: load it with from_pretrained.*, layerdrop=0.0"):
+        convert(model)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", layerdrop=0.0)
+    convert(model)
+    model.save_pretrained(tmp_path / "converted")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    assert again.model.decoder.layerdrop == 0
 
 
 def test_models_that_share_a_config_do_not_share_a_conversion():

@@ -71,7 +71,7 @@ def _check_body(body: PreTrainedModel, model_type: str) -> None:
     if dropped := getattr(body, "layerdrop", 0):
         raise UserError(
             f"{type(body).__name__} skips layers at random while it trains (layerdrop={dropped}), and a residual reads "
-            "them by their place: set its layerdrop to 0 first"
+            "them by their place: load it with from_pretrained(..., layerdrop=0.0), or change its config.json"
         )
 
 
