@@ -258,7 +258,9 @@ for name in sys.argv[1:]:
     model = transformers.AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
     with torch.no_grad():
         long = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
-        save_file({"logits": model(rows).logits, "words": model.generate(rows, **long)}, f"{name}/found.safetensors")
+        found = {"logits": model(rows).logits, "words": model.generate(rows, **long)}
+        model.config.num_hidden_layers = 2
+        save_file(found | {"early": model(rows, use_cache=False).logits}, f"{name}/found.safetensors")
 os._exit(0)  # taking all that is imported apart takes a second
 """
 
@@ -286,6 +288,9 @@ def test_remote_code_loads_without_headwater(tmp_path):
         with torch.no_grad():
             torch.testing.assert_close(found["logits"], model(tokens()).logits, rtol=1e-4, atol=1e-5)
         assert torch.equal(found["words"], model.generate(tokens(), **long))
+        model.config.num_hidden_layers = 2  # as assisted decoding's drafts do; Llama and Gemma stop then
+        with torch.no_grad():
+            torch.testing.assert_close(found["early"], model(tokens(), use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_remote_code_is_added_to_what_was_converted_before_and_trained(plain, tmp_path, capsys):
