@@ -101,7 +101,8 @@ class Residual(nn.Module, ABC):
         """
         if torch.compiler.is_compiling():
             return self._read(state, i, norm)
-        self._check_index(i)  # a state before the final read has a place in the table, and `end` takes it
+        if i == self.sublayers:  # before the final read a state has a place in the table, and `end` takes it
+            raise self._no_such(i)
         self.check(state, "read", i)
         watcher = _watcher_of(self)
         x, state = self._read(state, i, norm) if watcher is None else watcher.read(self, state, i, norm)
@@ -214,13 +215,12 @@ class Residual(nn.Module, ABC):
         name = " ".join(map(str, (verb, *at)))
         raise ValueError(f"{name} of '{self.spec}' takes one tensor whose last axis is dim={self.dim}; got {got}")
 
-    def _check_index(self, i: int) -> None:
-        if not 0 <= i < self.sublayers:
-            raise ValueError(f"'{self.spec}' connects {self.sublayers} sublayers, 0 to {self.sublayers - 1}; got {i}")
+    def _no_such(self, i: int) -> ValueError:
+        return ValueError(f"'{self.spec}' connects {self.sublayers} sublayers, 0 to {self.sublayers - 1}; got {i!r}")
 
     def _refuse(self, state: State, verb: Next, i: int) -> None:
         if (verb, i) not in self.layouts:
-            self._check_index(i)
+            raise self._no_such(i)
         name = "end" if (verb, i) == ("read", self.sublayers) else f"{verb} {i}"
         if isinstance(state, Placed) and state.next != (verb, i):
             due, at = state.next

@@ -1,5 +1,6 @@
 """A state says what it holds: every verb of every residual takes the states it can take, and names the others."""
 
+import re
 import threading
 
 import pytest
@@ -56,8 +57,8 @@ def test_misuse_is_an_error(spec):
         residual.read(state, 1)
     with pytest.raises(ValueError, match=r"end .*next verb is read 1"):
         residual.end(written)
-    for wrong in (99, -1):
-        with pytest.raises(ValueError, match=rf"connects 8 sublayers, 0 to 7; got {wrong}"):
+    for wrong in (99, -1, "0", torch.tensor(0)):
+        with pytest.raises(ValueError, match=rf"connects 8 sublayers, 0 to 7; got {re.escape(repr(wrong))}"):
             residual.read(tuple(state), wrong)
     with pytest.raises(ValueError, match=r"read 0 of .* takes a state of \d+ tensors? .*; got \d+: \(2, 3, 16\)"):
         residual.read((x,) * 99, 0)
