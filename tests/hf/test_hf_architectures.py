@@ -134,6 +134,9 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
     model = tiny_model("llama")
     convert(model)
     refused("already converted, to 'attnres-block:block=2'", model)
+    shared = tiny_model("llama")
+    shared.model.layers[1] = shared.model.layers[0]
+    refused("LlamaModel runs a layer more than once", shared)
     with pytest.raises(UserError, match="is not a model that headwater"):
         revert(tiny_model("llama"))
     with pytest.raises(UserError, match=r"got a str: load one with .*\. For a folder there is .* headwater convert"):

@@ -53,7 +53,7 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
             continue
         layers, norm = getattr(body, known.layers, None), getattr(body, known.final_norm, None)
         if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, nn.Module):
-            _check_body(body, model_type)
+            _check_body(body, model_type, layers)
             return Found(model_type, known, head, body, f"{name}." if name else "", list(layers), norm)
     model_type = head.config.model_type.removeprefix(PREFIX)
     known = layout_of(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if layout is None else layout
@@ -63,11 +63,13 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
     )
 
 
-def _check_body(body: PreTrainedModel, model_type: str) -> None:
+def _check_body(body: PreTrainedModel, model_type: str, layers: nn.ModuleList) -> None:
     if "residual" in dict(body.named_children()):
         raise UserError(
             f"{type(body).__name__} already has a module named 'residual'; '{model_type}' cannot be converted"
         )
+    if len({*layers}) < len(layers):
+        raise UserError(f"{type(body).__name__} runs a layer more than once, and a residual reads them by their place")
     if dropped := getattr(body, "layerdrop", 0):
         raise UserError(
             f"{type(body).__name__} skips layers at random while it trains (layerdrop={dropped}), and a residual reads "
