@@ -103,33 +103,39 @@ def fit_each(compute: Sequence[float], losses: np.ndarray) -> list[Fit]:
     """A fit to each row of losses (draws, points)."""
     if len(losses) > AT_ONCE:
         return [*fit_each(compute, losses[:AT_ONCE]), *fit_each(compute, losses[AT_ONCE:])]
-    c = np.asarray(compute, dtype=float)
-    if len(np.unique(c)) < BUDGETS:
-        raise UserError(f"a scaling fit needs runs at three budgets at least, and got {len(np.unique(c))}")
-    unit = float(np.exp(np.log(c).mean()))
-    coarse = _best(ALPHAS[None], c / unit, losses)[2]
+    budgets, which, runs = np.unique(np.asarray(compute, dtype=float), return_inverse=True, return_counts=True)
+    if len(budgets) < BUDGETS:
+        raise UserError(f"a scaling fit needs runs at three budgets at least, and got {len(budgets)}")
+    # What runs of a budget differ by is the same for every curve: their mean decides, as often as there are runs.
+    means = np.stack([losses[:, which == n].mean(-1) for n in range(len(budgets))], -1)
+    share = runs / runs.sum()
+    unit = float(np.exp(share @ np.log(budgets)))
+    coarse = _best(ALPHAS[None], budgets / unit, means, share)[2]
     step = ALPHAS[1] / ALPHAS[0]
-    floor, scale, alpha = _best(coarse[:, None] * np.geomspace(1 / step, step, 101), c / unit, losses)
+    floor, scale, alpha = _best(coarse[:, None] * np.geomspace(1 / step, step, 101), budgets / unit, means, share)
     return [Fit(e, a, exponent, unit) for e, a, exponent in zip(floor.tolist(), scale.tolist(), alpha.tolist())]
 
 
-def _best(alphas: np.ndarray, c: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of alphas (draws or 1, A), at points c (P,), the best for each row of y (draws, P): floor, scale and alpha."""
+def _best(
+    alphas: np.ndarray, c: np.ndarray, y: np.ndarray, share: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of alphas (draws or 1, A), at points c (P,) that count by their share (P,), the best for each row of y
+    (draws, P): floor, scale and alpha."""
     x, y = c ** -alphas[..., None], y[:, None]  # (draws or 1, A, P) and (draws, 1, P)
-    floor, scale = _lines(x, y)  # (draws, A)
-    errors = ((floor[..., None] + scale[..., None] * x - y) ** 2).sum(-1)
+    floor, scale = _lines(x, y, share)  # (draws, A)
+    errors = (floor[..., None] + scale[..., None] * x - y) ** 2 @ share
     best = errors.argmin(-1)[:, None]
     alphas = np.broadcast_to(alphas, errors.shape)
     floor, scale, alpha = (np.take_along_axis(part, best, -1)[:, 0] for part in (floor, scale, alphas))
     return floor, scale, alpha
 
 
-def _lines(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _lines(x: np.ndarray, y: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Along the last axis the best floor + scale x with neither below zero."""
-    spread, mean = x - x.mean(-1, keepdims=True), y.mean(-1)
-    scale = (spread * y).sum(-1) / (spread**2).sum(-1)
-    floor = mean - scale * x.mean(-1)
-    through_zero = (x * y).sum(-1) / (x**2).sum(-1)
+    spread, mean = x - (x @ share)[..., None], y @ share
+    scale = (spread * y) @ share / (spread**2 @ share)
+    floor = mean - scale * (x @ share)
+    through_zero = (x * y) @ share / (x**2 @ share)
     scale = np.where(floor < 0, through_zero, scale)
     floor = np.where(scale < 0, mean, np.maximum(floor, 0))
     return floor, np.maximum(scale, 0)

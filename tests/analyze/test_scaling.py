@@ -50,6 +50,21 @@ def test_without_noise_the_curve_comes_back():
     assert found.compute(found.floor) is None
 
 
+def test_every_run_counts_once_however_many_a_budget_has():
+    """Beside scipy's least squares over all points, not over the means of budgets."""
+    optimize = pytest.importorskip(
+        "scipy.optimize", reason="scipy is the oracle; it comes with lm-eval, in the dev extra"
+    )
+    compute = [1.0] * 6 + [10.0] * 3 + [100.0] * 2 + [1000.0]
+    off = [0.03, -0.02, 0.01, 0.04, -0.01, 0.02, -0.03, 0.01, -0.02, 0.02, 0.03, -0.01]
+    losses = [1 + 0.5 * c**-0.3 + error for c, error in zip(compute, off)]
+    found = fit(compute, losses)
+    (floor, scale, alpha), _ = optimize.curve_fit(lambda c, e, a, x: e + a * c**-x, compute, losses, p0=(1, 0.5, 0.3))
+    assert found.alpha == pytest.approx(alpha, rel=1e-2)
+    for budget in (1.0, 30.0, 1000.0):
+        assert found.loss(budget) == pytest.approx(floor + scale * budget**-alpha, abs=1e-4)
+
+
 def test_a_residual_that_is_worth_a_quarter_more_compute_is_found_to_be():
     points = {"standard": sampled(TRUE, 0.0005, 5), "better": sampled(TRUE, 0.0005, 5, seed=1, shift=1.25)}
     plain, better = compare_scaling(points, "standard", draws=200)
