@@ -85,13 +85,16 @@ class Scaling:
     multipliers: dict[float, Interval | None]
 
     @property
+    def above(self) -> dict[float, float]:
+        """How far the mean loss of each budget lies above the curve, in bits per byte; empty without a curve."""
+        means = {c: sum(losses.values()) / len(losses) for c, losses in sorted(self.points.items())}
+        return {} if self.fit is None else {c: mean - self.fit.loss(c) for c, mean in means.items()}
+
+    @property
     def miss(self) -> float | None:
-        """How far the curve is at most from the mean loss of a budget, in bits per byte; None without a curve. Of three
-        budgets a small one says nothing: a curve has three numbers."""
-        if (curve := self.fit) is None:
-            return None
-        means = {c: sum(losses.values()) / len(losses) for c, losses in self.points.items()}
-        return max(abs(mean - curve.loss(c)) for c, mean in means.items())
+        """How far the curve is at most from the mean loss of a budget; None without a curve. Of three budgets a small
+        one says nothing: a curve has three numbers."""
+        return max(map(abs, self.above.values()), default=None)
 
 
 def fit(compute: Sequence[float], losses: Sequence[float]) -> Fit:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from records import BASELINE, HERE, RULE, Runs, finished, grid, grouped, score, setting, signed, taken
@@ -79,16 +78,11 @@ def fits(runs: Runs, cost: Cost = operations) -> str:
 
 def missed(runs: Runs) -> str:
     """How far means lie from their curves, where a curve has more points than numbers."""
-    found = {curve.residual: curve for curve in curves(runs)}
-    if BASELINE not in found or len(found[BASELINE].points) < 4:
+    above = {curve.residual: curve.above for curve in curves(runs)}
+    budgets = [*above.get(BASELINE, ())]
+    if len(budgets) < 4:
         return ""
-    budgets = sorted(found[BASELINE].points)
-    rows = []
-    for arm, curve in found.items():
-        if len(curve.points) == len(budgets):
-            assert curve.fit is not None
-            off = [fmean(losses.values()) - curve.fit.loss(c) for c, losses in sorted(curve.points.items())]
-            rows.append([f"`{arm}`", *map(signed, off)])
+    rows = [[f"`{arm}`", *map(signed, off.values())] for arm, off in above.items() if len(off) == len(budgets)]
     return "\nMeans above their own curve:\n\n" + grid(["", *(f"at {shown(c)}" for c in budgets)], rows)
 
 

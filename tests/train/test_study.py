@@ -200,9 +200,8 @@ def test_weights_go_when_their_run_is_finished_not_when_the_study_is(recipe, tmp
     study(recipe, out)
     assert there == [[], ["residual-standard-seed-0"] if keep else []]
     assert len([*out.glob("runs/*/checkpoints")]) == 2 * keep
-    (left := out / "runs" / "residual-standard-seed-0" / "checkpoints").mkdir(
-        exist_ok=True
-    )  # by a call that was killed
+    left = out / "runs" / "residual-standard-seed-0" / "checkpoints"  # by a call that was killed
+    left.mkdir(exist_ok=True)
     study(recipe, out)
     assert left.exists() == keep
 
