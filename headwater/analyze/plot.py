@@ -126,7 +126,9 @@ def _drawn(panel: Panel) -> list[str]:
     every = [y for line in panel.lines for ys in (*line.points.values(), *line.spans.values()) for y in ys]
     every = [y for y in every if math.isfinite(y)]
     ticks = _ticks(0 if panel.zero else min(every), max(every))
-    place_x = _scale([math.log(x) if panel.log else x for x in (xs[0], xs[-1])], LEFT + 8, PANEL - RIGHT)
+    spanned = [line for line in panel.lines if line.spans]  # side by side, so that no interval hides another
+    room = SIDE * max(0, len(spanned) - 1) / 2
+    place_x = _scale([math.log(x) if panel.log else x for x in (xs[0], xs[-1])], LEFT + 8 + room, PANEL - RIGHT - room)
     place_y = _scale([ticks[0], ticks[-1]], FLOOR, TOP)
 
     def at(x: float, y: float, aside: float = 0.0) -> tuple[float, float]:
@@ -148,12 +150,10 @@ def _drawn(panel: Panel) -> list[str]:
     parts.append(
         f'<text x="{middle}" y="{FLOOR + 36}" text-anchor="middle" class="quiet">{escape(panel.across)}</text>'
     )
-    spanned = [line for line in panel.lines if line.spans]  # side by side, so that no interval hides another
-    centre = (len(spanned) - 1) / 2
     ends = [(at(*(line.curve or _means(line))[-1])[1], line) for line in panel.lines]
     ends.sort(key=lambda item: item[0])
     for (_, line), end in zip(ends, _spaced([y + 4 for y, _ in ends])):
-        aside = SIDE * (spanned.index(line) - centre) if line in spanned else 0.0
+        aside = SIDE * spanned.index(line) - room if line in spanned else 0.0
         parts.append(f'<g class="{line.colour}">')
         path = [at(x, y, aside) for x, y in (_means(line) if line.curve is None else line.curve)]
         parts.append(

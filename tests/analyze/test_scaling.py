@@ -410,6 +410,10 @@ def test_intervals_at_one_place_stand_side_by_side():
     assert {f"M{dots['a']}", f"M{dots['b']}"} == {*spans}
     curves = {group.find(f"{SVG}text").text: group.find(f"{SVG}polyline").get("points") for group in groups(drawn)}
     assert all(float(points.partition(",")[0]) == dots[name] for name, points in curves.items())
+    crowd = [Line(name, "plain", {1: [1.0], 2: [1.0]}, spans={1: (0, 3)}) for name in "abcdefgh"]
+    drawn = ElementTree.fromstring(picture([Panel("worth", "operations", crowd)], "label"))
+    axis, places = next(drawn.iter(f"{SVG}line")), [float(dot.get("cx")) for dot in drawn.iter(f"{SVG}circle")]
+    assert float(axis.get("x1")) < min(places) and max(places) < float(axis.get("x2")), "however many, none leaves it"
 
 
 def groups(drawn):
