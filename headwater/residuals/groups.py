@@ -6,6 +6,7 @@ one of a query's D numbers by about the learning rate in a step, and a key has D
 by D times the rate, and the depth weights close before the layers have learned what to write.
 """
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -23,7 +24,8 @@ def param_groups(
     Arguments:
         model: any module: a `Decoder`, a transformers model that `headwater.convert` has converted, your own. A matrix
             decays if it belongs to a numbered stack of layers (`nn.ModuleList`, `nn.Sequential`, an `nn.ModuleDict`
-            whose keys end in numbers); an embedding, a norm or an nn.Conv1d inside of one does not.
+            whose keys end in numbers, or attributes such as `layer0` and `layer1`); an embedding, a norm or an
+            nn.Conv1d inside of one does not.
         lr: the learning rate.
         weight_decay: of the matrices.
         query_lr: factor on the learning rate of the residual's queries, 0.1 by default: at one, Block Attention
@@ -71,8 +73,7 @@ def sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     residuals = [module for module in model.modules() if isinstance(module, Residual)]
     owned = {id(parameter) for residual in residuals for parameter in residual.parameters()}
     kept = {id(p) for module in model.modules() if keeps_its_scale(module) for p in module.parameters(recurse=False)}
-    dicts = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleDict)]
-    stacked = tuple(f"{name}.{key}.".lstrip(".") for name, keys in dicts for key in keys if key[-1:].isdigit())
+    stacked = tuple(f"{name}.{key}.".lstrip(".") for name, module in model.named_modules() for key in stack_of(module))
     found: dict[str, list[nn.Parameter]] = {"matrices": [], "rest": [], "queries": []}
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
@@ -83,6 +84,14 @@ def sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         else:
             found["matrices" if hidden and id(parameter) not in kept else "rest"].append(parameter)
     return found
+
+
+def stack_of(module: nn.Module) -> list[str]:
+    """Names of its layers: those in a dict that end in a number, and several attributes that differ in it alone. One
+    such attribute is none: a model may be called `gpt2`."""
+    stems = {key: key.rstrip("0123456789") for key, _ in module.named_children() if key[-1:].isdigit()}
+    several = Counter(stems.values())
+    return [key for key, stem in stems.items() if isinstance(module, nn.ModuleDict) or several[stem] > 1]
 
 
 def keeps_its_scale(module: nn.Module) -> bool:

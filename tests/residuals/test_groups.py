@@ -84,6 +84,16 @@ def test_a_stack_in_a_dictionary_may_have_names_that_end_in_numbers():
     assert whole["matrices"] == {f"layers.{name}" for name in matrices}
 
 
+def test_attributes_that_differ_in_a_number_are_a_stack():
+    """But a model in a model is none by its name: of this one the head would decay."""
+    own = nn.Module()
+    own.gpt2 = Own()
+    for i in range(9, 11):
+        setattr(own, f"layer{i}", nn.ModuleDict({"attention": nn.Linear(8, 8), "norm": HeadNorm()}))
+    inner = {f"gpt2.{name}" for name in members(own.gpt2)["matrices"]}
+    assert members(own)["matrices"] == inner | {"layer9.attention.weight", "layer10.attention.weight"}
+
+
 @pytest.mark.parametrize(("model_type", "matrix"), [("llama", "self_attn.q_proj"), ("gpt2", "attn.c_attn")])
 def test_a_converted_model(model_type, matrix):
     model = tiny_model(model_type)
