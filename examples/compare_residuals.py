@@ -5,7 +5,7 @@ python examples/compare_residuals.py [TEXT]          # a file or a folder; by de
 
 import sys
 
-from headwater.analyze.report import write_report
+from headwater.analyze import write_report
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, compare
 
 if __name__ == "__main__":

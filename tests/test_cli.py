@@ -22,7 +22,9 @@ import headwater
 import headwater.models.text
 import headwater.train
 from headwater.analyze import matrix as matrix_module
+from headwater.analyze import rates as rates_module
 from headwater.analyze import report as report_module
+from headwater.analyze import runs as runs_module
 from headwater.analyze import scaling as scaling_module
 from headwater.analyze import table as table_module
 from headwater.cli import main
@@ -578,15 +580,16 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     assert not capsys.readouterr().out, "there is nothing to look at yet"
     assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0, "whole": True}
 
-    arguments, drawn = called(scaling_module, "chosen", []), called(scaling_module, "write_plot", tmp_path)
+    read, rated = called(runs_module, "read_runs", []), called(rates_module, "at_rate", [])
+    drawn = called(scaling_module, "write_plot", tmp_path)
     compared = called(scaling_module, "compare_scaling", [])
     assert main(["scaling", "a", "b", "--baseline", "rezero"]) == 0
-    assert arguments == {"folders": (Path("a"), Path("b")), "lr": None}
+    assert (read["folders"], rated["lr"]) == ([Path("a"), Path("b")], None)
     assert compared == {"points": {}, "baseline": "rezero"}
     assert drawn == {"found": [], "baseline": "rezero", "path": Path("a/scaling.svg")}
     for rate, lr in (("best", "best"), ("6e-3", 0.006)):  # --plugin: as every command that looks at runs
         assert main(["scaling", "a", "--lr", rate, "--out", "c.svg", "--plugin", "json"]) == 0
-        assert (arguments["lr"], drawn["path"]) == (lr, Path("c.svg"))
+        assert (rated["lr"], drawn["path"]) == (lr, Path("c.svg"))
         assert ("Learning rates, by operations" in capsys.readouterr().out) == (lr == "best")
 
     rows = called(table_module, "residual_table", [])

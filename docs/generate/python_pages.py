@@ -30,7 +30,6 @@ MORE = {  # public, though the room does not export them by itself
     "analyze": [
         "headwater.analyze.inspector.look.inspect",
         "headwater.analyze.inspector.inspection.Inspection",
-        "headwater.analyze.report.write_report",
     ],
 }
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .contract import check_residual
+    from .matrix import write_matrix
     from .mixing import MixingMatrix, mixing_matrix
+    from .report import write_report
     from .scaling import Fit, Interval, Scaling, scaling_of
     from .table import residual_table
 
@@ -21,6 +23,8 @@ _homes = {
     "mixing_matrix": "mixing",
     "residual_table": "table",
     "scaling_of": "scaling",
+    "write_matrix": "matrix",
+    "write_report": "report",
 }
 
 __all__ = [
@@ -32,6 +36,8 @@ __all__ = [
     "mixing_matrix",
     "residual_table",
     "scaling_of",
+    "write_matrix",
+    "write_report",
 ]
 
 

@@ -13,7 +13,7 @@ from headwater.analyze.markup import cell, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands
 from headwater.analyze.report import fill_template, payload, write_page
 from headwater.analyze.results import first_colour, row_name
-from headwater.analyze.runs import RecordedRun, beside, find_order, read_runs
+from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, read_runs
 from headwater.residuals import build
 
 COLUMNS = ("Residual", "Mixes", "Row sum", "Entropy", "Effective sources", "Effective depth", "Rank across depth")
@@ -29,17 +29,19 @@ CAPTION = (
 )
 
 
-def write_matrix(folders: list[Path], out: Path | None = None, *, models: Sequence[RecordedRun] = ()) -> Path:
+def write_matrix(
+    folders: Sequence[str | Path], out: str | Path | None = None, *, models: Sequence[RecordedRun] = ()
+) -> Path:
     """Write the depth-mixing maps of runs and comparisons, with their measures, as one HTML file.
 
     `folders`: run folders and comparison folders. `out`: the file to write, by default matrix.html in the first folder.
     `models`: more of the page, as `headwater.analyze.prompted.prompted_run` makes them of a model that reads a prompt.
     Returns the file's path. Raises UserError where a folder is no run, or `out` is another's file.
 
-        write_matrix([Path("runs/compare")])  # runs/compare/matrix.html
+        write_matrix(["runs/compare"])  # runs/compare/matrix.html
     """
-    folders = [Path(folder) for folder in folders]
-    groups = group_runs([*read_runs(folders, models), *models], find_order(folders))
+    paths = paths_of(folders)
+    groups = group_runs([*read_runs(paths, models), *models], find_order(paths))
     data = payload(groups, points=1, frames=1, digits=4)
     page = fill_template(
         groups,
@@ -52,9 +54,9 @@ def write_matrix(folders: list[Path], out: Path | None = None, *, models: Sequen
         rows="",
         table=measure_table(groups, data),
         caption=text(CAPTION),
-        commands=command_lines(commands(folders)),
+        commands=command_lines(commands(paths)),
     )
-    return write_page(beside(folders, "matrix.html") if out is None else Path(out), page)
+    return write_page(beside(paths, "matrix.html") if out is None else Path(out), page)
 
 
 def measure_table(groups: list[Group], data: dict[str, Any]) -> str:

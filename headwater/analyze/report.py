@@ -21,7 +21,7 @@ from headwater.analyze.groups import BASELINE, Group, draw_curves, draw_depth, g
 from headwater.analyze.markup import listing, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands, facts, results_data, run_rows, settings_table
 from headwater.analyze.results import first_colour, look, table
-from headwater.analyze.runs import RecordedRun, beside, find_order, read_runs
+from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, read_runs
 from headwater.analyze.words import caption, findings, has_results, headline, page_notes, trained
 from headwater.errors import UserError
 
@@ -34,19 +34,21 @@ SHARED = ("nodes", "numbers", "axes", "explore", "colour", "save")  # with the i
 SCRIPTS = (*SHARED, "basics", "loss", "depth", "maps", "measures", "table", "download", "main")
 
 
-def write_report(folders: list[Path], out: Path | None = None, *, models: Sequence[RecordedRun] = ()) -> Path:
+def write_report(
+    folders: Sequence[str | Path], out: str | Path | None = None, *, models: Sequence[RecordedRun] = ()
+) -> Path:
     """Write the report of runs and comparisons as one HTML file that needs no network.
 
     `folders`: run folders and comparison folders, in any mixture. `out`: the file to write, by default report.html in
     the first folder. `models`: more of the page, as `headwater.analyze.prompted.prompted_run` makes them of models that
     read a prompt. Returns the file's path. Raises UserError where a folder is no run, or `out` is another's file.
 
-        write_report([Path("runs/compare")])  # runs/compare/report.html
+        write_report(["runs/compare"])  # runs/compare/report.html
     """
-    folders = [Path(folder) for folder in folders]
-    runs = [*read_runs(folders, models), *models]
-    page = make_page(runs, find_order(folders), commands(folders))
-    return write_page(beside(folders, "report.html") if out is None else Path(out), page)
+    paths = paths_of(folders)
+    runs = [*read_runs(paths, models), *models]
+    page = make_page(runs, find_order(paths), commands(paths))
+    return write_page(beside(paths, "report.html") if out is None else Path(out), page)
 
 
 def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "web page") -> Path:

@@ -62,10 +62,17 @@ def number(value: object) -> float | None:
     return None
 
 
+def paths_of(folders: Sequence[str | Path]) -> list[Path]:
+    """What a caller in Python names. Raises UserError for one name outside of a list, whose letters would be taken."""
+    if isinstance(folders, str | Path):
+        raise UserError(f"folders takes a list; got {str(folders)!r}: write [{str(folders)!r}]")
+    return [Path(folder) for folder in folders]
+
+
 def find_runs(folders: list[Path]) -> list[Path]:
     """Run folders among `folders`, with comparison folders opened; each run once, in the order given."""
     if not folders:
-        raise UserError("a report needs at least one folder: " + EXPECTED)
+        raise UserError("give at least one folder: " + EXPECTED)
     found: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():

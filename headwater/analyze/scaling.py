@@ -26,9 +26,10 @@ import numpy as np
 
 from headwater.analyze.groups import differing, flatten
 from headwater.analyze.plot import Line, Panel, colours_of, picture
+from headwater.analyze.provenance import corpus
 from headwater.analyze.rates import RATE, at_rate, rate_of, rates_told
 from headwater.analyze.report import write_page
-from headwater.analyze.runs import RecordedRun, find_runs, number, read_run
+from headwater.analyze.runs import RecordedRun, number, paths_of, read_runs, section
 from headwater.errors import UserError
 
 ALPHAS = np.geomspace(0.01, 2.0, 100)
@@ -271,7 +272,8 @@ def points_of(
     """Finished runs by residual, budget (operations, or what `cost` makes of a run) and seed. Budgets within 3 % count
     as one, which is what a residual's own operations make of it: then they are not matched, and the multiplier says so.
 
-    Raises UserError for two runs of one residual, budget and seed: runs that differ in a learning rate are not seeds.
+    Raises UserError for two runs of one residual, budget and seed: runs that differ in a learning rate are not seeds;
+    and for runs on different text, whose losses lie on no curve.
     """
     found: dict[str, dict[float, dict[int | None, float]]] = defaultdict(lambda: defaultdict(dict))
     known: dict[tuple[str, float, int | None], RecordedRun] = {}
@@ -279,6 +281,11 @@ def points_of(
         c, value = cost(run), number((run.summary or {}).get(loss))
         if c is None or value is None:
             continue
+        if (first := next(iter(known.values()), run)) is not run and not same_text(first, run):
+            raise UserError(
+                f"{first.name} ({corpus(first)}) and {run.name} ({corpus(run)}) have seen different text, so their "
+                "losses lie on no curve: fit the runs of each text by themselves"
+            )
         budgets = found[run.residual]
         near = next((b for b in budgets if abs(math.log(b / c)) < NEAR), c)
         if (other := known.setdefault((run.residual, near, run.seed), run)) is not run:
@@ -294,6 +301,14 @@ def points_of(
     return {name: dict(budgets) for name, budgets in found.items()}
 
 
+def same_text(one: RecordedRun, other: RecordedRun) -> bool:
+    """By what comparisons and studies have noted of it; of a run by itself, by its name."""
+    known = [run.corpus.get("source_hash") for run in (one, other)]
+    named = [section(run.config, "data").get("source") for run in (one, other)]
+    first, second = known if all(known) else named
+    return bool(first == second)
+
+
 def scaling_of(
     folders: Sequence[str | Path], baseline: str = "standard", lr: float | Literal["best"] | None = None
 ) -> list[Scaling]:
@@ -306,20 +321,12 @@ def scaling_of(
             their mean loss is lowest.
 
     Returns a `Scaling` for each residual. Raises `headwater.errors.UserError` for folders without runs, for runs with
-    several learning rates and no `lr`, and for too few budgets.
+    several learning rates and no `lr`, on different text, and for too few budgets.
 
         for found in scaling_of(["runs/sizes"]):
             print(found.residual, found.fit, found.multipliers)
     """
-    return compare_scaling(points_of(chosen(folders, lr)), baseline)
-
-
-def chosen(folders: Sequence[str | Path], lr: float | Literal["best"] | None) -> list[RecordedRun]:
-    """The runs that `scaling_of` fits."""
-    if isinstance(folders, str | Path):
-        raise UserError(f"folders takes a list; got {str(folders)!r}: write [{str(folders)!r}]")
-    runs = [read_run(folder) for folder in find_runs([Path(folder) for folder in folders])]
-    return runs if lr is None else at_rate(runs, lr)
+    return compare_scaling(points_of(at_rate(read_runs(paths_of(folders)), lr)), baseline)
 
 
 def without_ends(found: Sequence[Scaling], baseline: str) -> dict[float, list[Scaling]]:

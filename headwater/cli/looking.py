@@ -97,12 +97,12 @@ def scaling(argv: list[str]) -> None:
     """Fit loss against compute for each residual, and say how much compute each is worth."""
     flags = parse(ScalingFlags, argv, scaling)
     with user_values():
-        from headwater.analyze.rates import rates_by_budget
-        from headwater.analyze.runs import beside
-        from headwater.analyze.scaling import chosen, compare_scaling, operations, points_of, table, write_plot
+        from headwater.analyze.rates import at_rate, rates_by_budget
+        from headwater.analyze.runs import beside, read_runs
+        from headwater.analyze.scaling import compare_scaling, operations, points_of, table, write_plot
 
-        runs = chosen(flags.folders, flags.lr)
-        found = compare_scaling(points_of(runs), flags.baseline)
+        runs = read_runs(list(flags.folders))
+        found = compare_scaling(points_of(at_rate(runs, flags.lr)), flags.baseline)
         say(table(found, flags.baseline))
         if flags.lr == "best":
             say(f"Learning rates, by operations:\n{rates_by_budget(runs, operations)}")

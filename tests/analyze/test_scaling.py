@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runfolder import write_json
 
-from headwater.analyze import scaling_of
+from headwater.analyze import scaling_of, write_matrix, write_report
 from headwater.analyze.plot import FLOOR, HIGH, TOP, Line, Panel, lines_of, picture
 from headwater.analyze.rates import at_rate, rates_by_budget
 from headwater.analyze.runs import RecordedRun
@@ -268,9 +268,37 @@ def test_of_several_learning_rates_one_is_taken_or_the_best_of_each_residual_and
     assert [run.name for run in at_rate(runs, 0.002)] == ["a-1.9", "a-2.4", "a-1.7", "b-2.2"]
     best = at_rate([*runs, unfinished], "best")
     assert [run.name for run in best] == ["a-2.0", "a-2.1", "a-1.7", "b-2.2"]
-    assert rates_by_budget(best, operations) == "  a 0.001 at 1e+04, 0.002 at 2e+04\n  b 0.002 at 1e+04"
     with pytest.raises(UserError, match=r"rate 0.003; there are a with 0.001 and 0.002, b with 0.001 and 0.002$"):
         at_rate(runs, 0.003)
+
+
+def test_the_best_rates_are_told_with_their_seeds_and_whether_one_beyond_was_tried():
+    """A rate may be the best of a sweep by one lucky seed, or because the next was not tried; one that diverged was."""
+    small = {0.001: (2.0, 2.1), 0.002: (1.9,), 0.004: (2.4, 2.4)}
+    runs = [recorded("a", 10, 1000, bits, seed, lr) for lr, losses in small.items() for seed, bits in enumerate(losses)]
+    runs += [recorded("a", 20, 1000, bits, 0, lr) for lr, bits in ((0.001, 1.8), (0.002, 1.7))]
+    runs += [recorded("b", 10, 1000, 2.3), recorded("b", 20, 1000, 1.9), recorded("b", 20, 1000, 2.2, 0, 0.002)]
+    assert rates_by_budget(runs, operations).splitlines() == [
+        "  a 0.002 at 1e+04 (1 of 2 seeds), 0.002 at 2e+04 (1 seed; the largest that was tried)",
+        "  b 0.001 at 1e+04 (1 seed; no other was tried), 0.001 at 2e+04 (1 seed; the smallest that was tried)",
+    ]
+    diverged = [replace(recorded("a", 20, 1000, 0.0, seed, lr), summary=None) for seed, lr in ((1, 0.002), (0, 0.004))]
+    assert "0.002 at 2e+04 (1 of 2 seeds)" in rates_by_budget(runs + diverged, operations)
+
+
+def test_runs_on_different_text_are_not_fitted_together():
+    """Where studies have noted what the text was, its name does not count."""
+    first, *others = (recorded("a", 10, 1000 * n, 1.0 / n) for n in (1, 2, 3, 4))
+    for run, source, known in zip((first, *others), ("x", "y", "x", "x"), (1, 1, 2, None)):
+        run.config["data"] = {"source": [source]}
+        run.corpus.update({"source_hash": f"{known}" * 64} if known else {})
+    same, changed, alone = others
+    assert len(points_of([first, same])["a"]) == len(points_of([first, alone])["a"]) == 2
+    told = r"a-1.0 \(x, 1{12}\) and a-0.33.* \(x, 2{12}\) have seen different text, .* by themselves$"
+    with pytest.raises(UserError, match=told):
+        points_of([first, changed])
+    with pytest.raises(UserError, match="different text"):
+        points_of([same, alone])
 
 
 def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
@@ -284,8 +312,9 @@ def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
     with pytest.raises(UserError, match=r"There are standard with 0.001 and 0.002: choose one"):
         scaling_of([str(tmp_path)])
     for folder in (tmp_path, str(tmp_path)):
-        with pytest.raises(UserError, match=f"folders takes a list; got '{tmp_path}': write"):
-            scaling_of(folder)
+        for takes_folders in (scaling_of, write_report, write_matrix):
+            with pytest.raises(UserError, match=f"folders takes a list; got '{tmp_path}': write"):
+                takes_folders(folder)
     for lr, floor in (("best", 1.2), (0.002, 1.3)):
         (found,) = scaling_of([str(tmp_path)], lr=lr)
         assert found.fit.floor == pytest.approx(floor, rel=0.01)
