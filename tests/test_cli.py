@@ -34,7 +34,7 @@ from headwater.folders import made_whole
 from headwater.models import ModelConfig, decoder
 from headwater.models.sampling import Sampling
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
-from headwater.train import study as study_module
+from headwater.train import recipes as recipes_module
 from headwater.train.checkpoint.folder import checkpoints, load_model
 from headwater.train.config import check
 from headwater.train.data.tokenizer import ByteTokenizer
@@ -570,7 +570,7 @@ def test_a_resumed_run_has_the_settings_that_it_began_with(tmp_path, called):
 
 def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monkeypatch, called):
     done = SimpleNamespace(folder=tmp_path, finished={"a": 1})
-    arguments = called(study_module, "study", done)
+    arguments = called(recipes_module, "study", done)
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
     said = capsys.readouterr().out
     assert f"table.json are in {tmp_path}; look at them with: headwater report {tmp_path}, and headwater " in said

@@ -19,7 +19,7 @@ from headwater.residuals.plugins import import_plugins
 from headwater.residuals.registry import build
 from headwater.stats import t_quantile
 from headwater.train.files import read_json
-from headwater.train.study import study
+from headwater.train.recipes import study
 
 STUDY = Path(__file__).parent.parent / "studies" / "attention-residuals"
 
@@ -80,7 +80,7 @@ def test_a_recipe_goes_on_from_its_archive(recipe, rivals, tmp_path, monkeypatch
     text = next(iter(read_json(noted).values())) if noted.exists() else {}
     parts = {"identity": text, "tokenizer": SimpleNamespace(vocab_size=8192)}
     tokens = SimpleNamespace(**parts, check_length=lambda context: None)
-    monkeypatch.setattr("headwater.train.study.prepare", lambda data: tokens)
+    monkeypatch.setattr("headwater.train.recipes.prepare", lambda data: tokens)
     found = study(STUDY / f"{recipe}.toml", tmp_path / recipe, minutes=0, progress=False)
     packed_runs = {run.name: (run / "summary.json").exists() for run in (tmp_path / recipe / "runs").iterdir()}
     assert found.finished.keys() == {name for name, ended in packed_runs.items() if ended}

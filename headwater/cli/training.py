@@ -61,7 +61,7 @@ def compare(argv: list[str]) -> None:
 def study(argv: list[str]) -> None:
     """Run what is missing of the runs that a TOML file describes, as far as time allows."""
     flags = parse(StudyFlags, argv, study)
-    from headwater.train.study import study as run
+    from headwater.train import study as run
 
     done = run(flags.recipe, flags.out, minutes=flags.minutes, whole=flags.whole)
     if done.finished:

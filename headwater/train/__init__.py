@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .comparison import compare
     from .load import LoadedRun, load_run
     from .loop import train
+    from .recipes import StudyResult, study
     from .results import CompareResult, CompareRow, Spread, TrainResult
 
 _homes = {
@@ -25,9 +26,11 @@ _homes = {
     "CompareRow": "results",
     "LoadedRun": "load",
     "Spread": "results",
+    "StudyResult": "recipes",
     "TrainResult": "results",
     "compare": "comparison",
     "load_run": "load",
+    "study": "recipes",
     "train": "loop",
 }
 
@@ -42,11 +45,13 @@ __all__ = [
     "OptimSettings",
     "ParallelSettings",
     "Spread",
+    "StudyResult",
     "TrainResult",
     "TrainSettings",
     "compare",
     "load_file",
     "load_run",
+    "study",
     "train",
 ]
 

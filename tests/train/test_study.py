@@ -15,10 +15,11 @@ from tinyrun import tiny, write_corpus
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.residuals import StandardResidual, register
+from headwater.train import StudyResult, study
 from headwater.train.comparison import compare
 from headwater.train.files import read_json, write_json
 from headwater.train.loop import train
-from headwater.train.study import StudyResult, describe, operations, read_recipe, steps_for, study
+from headwater.train.recipes import describe, operations, read_recipe, steps_for
 
 RECIPE = """
 name = "pair"
@@ -318,7 +319,7 @@ def test_an_option_that_no_residual_has_is_said_once(recipe, tmp_path):
 
 def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("headwater.train.study.run_all", lambda *_, go_on, **__: said.append(go_on) or {})
+    monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, go_on, **__: said.append(go_on) or {})
     study(recipe, tmp_path / "elsewhere")
     assert main(shlex.split(said[0])[1:]) == 0
     assert said == [f"headwater study {recipe} --out {tmp_path / 'elsewhere'}"] * 2
@@ -335,7 +336,7 @@ def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(recipe, tm
     recipe.write_text(hot)
     with pytest.raises(UserError, match="--lr") as diverged:
         begin_by_hand(recipe, tmp_path / "alone", "lr-1e+30-warmup-0")
-    monkeypatch.setattr("headwater.train.study.run_all", lambda *_, **__: {"lr-1e+30": str(diverged.value)})
+    monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, **__: {"lr-1e+30": str(diverged.value)})
     with pytest.raises(UserError, match=f"Settings are those of {recipe}; the same command tries again") as told:
         study(recipe, tmp_path / "study")
     advice = "with the same command and train.skip_nonfinite = 1 (or more), or try a lower optim.lr, a longer "
@@ -358,7 +359,7 @@ def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, tmp_path, m
             begin_by_hand(recipe, out, hot)
         return {hot: str(diverged.value)}
 
-    monkeypatch.setattr("headwater.train.study.run_all", run_all)
+    monkeypatch.setattr("headwater.train.recipes.run_all", run_all)
     for _ in range(2):
         done = study(recipe, out)
         assert (done.diverged, len(done.finished), len(done.left)) == ((hot,), 0, 2)
@@ -385,7 +386,7 @@ def test_brackets_in_messages_and_folders_are_printed_as_they_are(recipe, tmp_pa
         write_json(out / "runs" / name / "diverged.json", {"why": message})
         return {name: message}
 
-    monkeypatch.setattr("headwater.train.study.run_all", run_all)
+    monkeypatch.setattr("headwater.train.recipes.run_all", run_all)
     study(recipe, out)
     before, said, after = capsys.readouterr().out.splitlines()
     assert said == message
