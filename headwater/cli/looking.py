@@ -102,8 +102,11 @@ def scaling(argv: list[str]) -> None:
         from headwater.analyze.scaling import compare_scaling, operations, points_of, table, write_plot
 
         runs = read_runs(list(flags.folders))
-        found = compare_scaling(points_of(at_rate(runs, flags.lr)), flags.baseline)
+        taken = at_rate(runs, flags.lr)
+        found = compare_scaling(points_of(taken), flags.baseline)
         say(table(found, flags.baseline))
+        if missing := sum(run.summary is None for run in taken):
+            say(f"Left out, as they have not finished or diverged: {missing} of {len(taken)} runs")
         if flags.lr == "best":
             say(f"Learning rates, by operations:\n{rates_by_budget(runs, operations)}")
         out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out
