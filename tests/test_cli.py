@@ -327,11 +327,23 @@ def test_resuming_what_is_not_there_is_refused(tmp_path, capsys):
 def test_size_as_a_flag_overrides_the_shape_in_a_file(tmp_path):
     shape = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 32, "context": 32}
     base = Config(model=ModelSettings(**shape))
-    asked = sized(
-        replace(base, model=replace(base.model, size="nano", dim=24)), base, ["--size", "nano", "--dim", "24"]
-    )
-    assert (asked.model.dim, asked.model.layers, asked.model.context) == (24, None, None)
-    assert sized(base, base, ["--dim", "16"]) is base
+    for words in (["--dim", "16", "--mlp-dim", "32"], ["--dim=16", "--mlp_dim=32"]):  # as in the file, and still asked
+        asked = sized(replace(base, model=replace(base.model, size="nano")), ["--size", "nano", *words]).model
+        assert (asked.dim, asked.mlp_dim, asked.layers, asked.context) == (16, 32, None, None)
+    assert sized(base, ["--dim", "16"]) is base
+
+
+def test_the_same_command_resumes_a_run_and_size_counts_for_a_plan(tmp_path, called):
+    """Flags of the shape that say what the run has do not give way to --size."""
+    model = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "mlp_dim": 32, "context": 32}
+    write_json(tmp_path / "config.json", asdict(Config(model=ModelSettings(**model))))
+    shape = ["--size", "nano", "--dim", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--context", "32"]
+    arguments = called(headwater.train, "train", SimpleNamespace(bits_per_byte=1.0, steps=7))
+    assert main(["train", *shape, "--mlp-dim", "32", "--out", str(tmp_path), "--resume"]) == 0
+    assert {key: getattr(arguments["config"].model, key) for key in model} == model
+    planned, _ = called(plan_module, "make_plan"), called(plan_module, "describe", "")
+    assert main(["plan", str(tmp_path / "config.json"), "--size", "nano", "--layers", "1"]) == 0
+    assert (planned["model"].dim, planned["model"].layers) == (64, 1)
 
 
 def test_generate_takes_a_folder_that_a_model_was_saved_to(tmp_path, capsys):

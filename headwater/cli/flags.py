@@ -275,14 +275,13 @@ def base_config(where: Where, saved: Path) -> Config:
     return load_file(where.config, base) if where.config else base
 
 
-def sized(settings: Config, base: Config, argv: list[str]) -> Config:
+def sized(settings: Config, argv: list[str]) -> Config:
     """A --size given as a flag overrides the shape that a configuration file spells out; other flags override it."""
-    if not any(word.split("=")[0] == "--size" for word in argv):
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    if "size" not in given:
         return settings
     model = settings.model
-    shape: dict[str, Any] = {
-        key: None for key in SIZES.get(model.size, ()) if getattr(model, key) == getattr(base.model, key)
-    }
+    shape: dict[str, Any] = {key: None for key in SIZES.get(model.size, ()) if key not in given}
     return replace(settings, model=replace(model, **shape))
 
 

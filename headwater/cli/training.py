@@ -32,7 +32,7 @@ def train(argv: list[str]) -> None:
     where = peek(argv, Where())
     base = base_config(where, where.out / "config.json")
     flags = parse(TrainFlags, argv, train, TrainFlags(settings=base))
-    settings = check(sized(flags.settings, base, argv))
+    settings = check(sized(flags.settings, argv))
     from headwater.train import train as run
 
     result = run(settings, flags.out, resume=flags.resume)
@@ -51,7 +51,7 @@ def compare(argv: list[str]) -> None:
     flags = parse(CompareFlags, argv, compare, default)
     if (flags.settings.model.residual, flags.settings.train.seed) != (base.model.residual, base.train.seed):
         raise UserError("compare takes --residuals and --seeds, several of each, in place of --residual and --seed")
-    settings = check(sized(flags.settings, base, argv))
+    settings = check(sized(flags.settings, argv))
     from headwater.train import compare as run
 
     run(settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
@@ -74,7 +74,7 @@ def plan(argv: list[str]) -> None:
     argv = ["--config", *argv] if argv and not argv[0].startswith("-") else argv
     where = peek(argv, Where())
     flags = parse(PlanFlags, argv, plan, PlanFlags(settings=base_config(where, where.out / "config.json")))
-    settings = check(flags.settings)
+    settings = check(sized(flags.settings, argv))
     from headwater.train.distributed.plan import describe, make_plan
     from headwater.train.run import named_model
 
