@@ -442,7 +442,8 @@ def test_intervals_at_one_place_stand_side_by_side():
     crowd = [Line(name, "plain", {1: [1.0], 2: [1.0]}, spans={1: (0, 3)}) for name in "abcdefgh"]
     drawn = ElementTree.fromstring(picture([Panel("worth", "operations", crowd)], "label"))
     axis, places = next(drawn.iter(f"{SVG}line")), [float(dot.get("cx")) for dot in drawn.iter(f"{SVG}circle")]
-    assert float(axis.get("x1")) < min(places) and max(places) < float(axis.get("x2")), "however many, none leaves it"
+    within = float(axis.get("x1")) < min(places) < max(places) < float(axis.get("x2"))
+    assert within, "however many there are, none leaves the axis"
 
 
 def groups(drawn):
