@@ -19,9 +19,9 @@ KILLS ?= 100
 
 # Three forks on two cores: some tests wait, for a process of theirs or a browser (tests/together.py). pytest's plugin for
 # logging costs a test a millisecond, where a thousand loggers are known, and nobody asks for caplog.
-TOGETHER := --processes 3 -p no:logging --durations 15 -m 'not faults and not alone'
+TOGETHER := --processes 3 -p no:logging --durations 15 -m 'not faults and not alone and not compiled'
 
-.PHONY: demo docs test test-crash test-faults test-gpu test-hf test-planted test-torch lint format clean
+.PHONY: demo docs test test-crash test-faults test-gpu test-hf test-kernels test-planted test-torch lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
@@ -48,6 +48,10 @@ test: $(INSTALLED)
 # Every GPU test, in several processes, on a machine that need not have .venv: make test-gpu PYTHON=python3.12
 test-gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/run_gpu.py
+
+# Every kernel compiled for an H200, which takes a core two minutes and needs no GPU. CI runs it after `make test`.
+test-kernels: $(INSTALLED)
+	$(BIN)/python -m pytest -m compiled tests/ops/test_compiling.py
 
 # All faults of several ranks; the rank that hangs, which needs the clock, only here: a busy machine must not fail the rest.
 test-faults: $(INSTALLED)

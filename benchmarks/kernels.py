@@ -1,6 +1,6 @@
 """Every kernel as an H200 would get it, compiled on a machine without one: registers, stack, shared memory.
 
-    python -m benchmarks.kernels              # about half a minute
+    python -m benchmarks.kernels              # nearly two minutes
     python -m benchmarks.kernels merge mix    # those with a part of the name
 
 Training and decoding run on small CPU tensors, with launches left out and noted instead: kernel, types, constants,

@@ -16,7 +16,6 @@ CHROMIUM = next(
 
 # Files that take longest, in that order; none must be left for the end of `make test`.
 LONGEST = (
-    "ops/test_compiling.py",
     "train/test_parallel.py",
     "hf/test_hf_use.py",
     "residuals/test_residuals_compile.py",

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.compiled
 def test_every_kernel_compiles_for_an_h200(tmp_path):
     """In a process of its own: here Triton interprets."""
     pytest.importorskip("triton", reason="the kernels need triton")
