@@ -445,6 +445,18 @@ def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     assert len(sizes) == 4
 
 
+def test_arms_stand_beside_full_where_two_seeds_have_both(page, tmp_path):
+    scores = {"standard": (1.9, 1.8, 1.7), "attnres-full": (1.5, 1.4, 1.3), "attnres-block": (1.7, 1.5), "mhc": (1.6,)}
+    archive(
+        tmp_path, "scaling", [(arm, seed, one, {}) for arm, each in scores.items() for seed, one in enumerate(each)]
+    )
+    with page.unpacked(tmp_path) as found:
+        _, table = page.curves.scaling(found["scaling"]).split("Beside Full, seed by seed:\n\n")
+    (row,) = table.split("\n\n")[0].splitlines()[2:]
+    wide = t_quantile(0.05, 1) * 0.05  # of two differences, 0.2 and 0.1
+    assert row == f"| 8 | `attnres-block` | 2 | +0.1500 | −{wide - 0.15:.4f} to +{wide + 0.15:.4f} | not told apart |"
+
+
 def test_scaling_shows_where_means_lie_off_their_curve(page, tmp_path):
     """Two seeds that differ, and a size that is off the law; an arm with three sizes has nothing to show."""
     runs = [

@@ -5,15 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from records import BASELINE, HERE, RULE, Runs, finished, grid, grouped, score, setting, signed, taken
-from tables import beside_plain
+from records import BASELINE, HERE, RULE, Runs, by_seed, finished, grid, grouped, score, setting, signed, taken
+from tables import beside_plain, between
 
 from headwater.analyze.runs import RecordedRun
 from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, points_of, shown
 from headwater.models.config import SIZES
-from headwater.stats import summarize
+from headwater.stats import Paired, pair, summarize
 
 TEXT = 102_435_696  # tokens of the training text
+FULL = "attnres-full"
 NO_CURVES = "The curves need a third size.\n"
 
 
@@ -27,7 +28,22 @@ def scaling(runs: Runs) -> str:
         apart = [f", {rate} of `{arm}`" for arm, rate in own.items() if rate != common]
         words = f"Width {width}, {layers} layers, learning rate {common}{''.join(apart)}"
         tables.append(f"{words}:\n\n{beside_plain(group)}\n")
-    return "".join(tables) + (fits(runs) + missed(runs) + without_a_size(runs) or NO_CURVES)
+    return "".join(tables) + beside_full(runs) + (fits(runs) + missed(runs) + without_a_size(runs) or NO_CURVES)
+
+
+def beside_full(runs: Runs) -> str:
+    """What other arms are from Full, seed by seed, where two seeds or more have both."""
+    rows = []
+    for (width,), group in grouped(runs, "model.dim").items():
+        arms = {arm: by_seed(found) for (arm,), found in grouped(group, "model.residual").items()}
+        for arm, scores in arms.items():
+            differences = pair(scores, arms.get(FULL, {})) if arm not in (BASELINE, FULL) else ()
+            if len(differences) > 1:
+                found = Paired(differences)
+                cells = [str(len(differences)), signed(found.mean), between(found.interval), found.verdict]
+                rows.append([str(width), f"`{arm}`", *cells])
+    head = ["width", "", "seeds", "difference", "95 % interval", ""]
+    return f"Beside Full, seed by seed:\n\n{grid(head, rows)}\n" if rows else ""
 
 
 def sizes(found: dict[str, Runs]) -> str:

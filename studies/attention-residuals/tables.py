@@ -65,7 +65,7 @@ def _beside_plain(runs: Runs) -> list[tuple[float, list[str]]]:
         assert stat is not None
         if arm != BASELINE and (differences := pair(scores, arms.get(BASELINE, {}))):
             paired = Paired(differences)
-            apart, cells = paired.mean, [signed(paired.mean), _range(paired.interval), paired.verdict]
+            apart, cells = paired.mean, [signed(paired.mean), between(paired.interval), paired.verdict]
         spread = "-" if stat.spread is None else f"{stat.spread:.4f}"
         rows.append((apart, [f"`{arm}`", str(stat.count), f"{stat.mean:.4f}", spread, *cells]))
     return rows
@@ -108,7 +108,7 @@ def arm_of(run: RecordedRun) -> str:
     return "+".join([run.residual, *around])
 
 
-def _range(interval: tuple[float, float] | None) -> str:
+def between(interval: tuple[float, float] | None) -> str:
     return "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
 
 
@@ -220,7 +220,7 @@ def hybrid(runs: Runs) -> str:
     for arm, scores in at.items():
         if arm != BASELINE:
             paired = [Paired(pair(mine, plain)) for mine, plain in zip(scores, at[BASELINE], strict=True)]
-            rows.append([f"`{arm}`", *(f"{signed(one.mean)} ({_range(one.interval)})" for one in paired)])
+            rows.append([f"`{arm}`", *(f"{signed(one.mean)} ({between(one.interval)})" for one in paired)])
     words = f"\nAt {setting(most[0], 'optim.lr'):g}, and the differences after these steps:\n\n"
     through = grid(["", *(f"step {step}" for step in steps)], rows)
     return f"{by_size(runs, 'optim.lr')}{words}{beside_plain(most)}\n{through}"
@@ -234,7 +234,7 @@ def at_own_best(runs: Runs) -> str:
         if arm == BASELINE or plain is None or not (differences := pair(by_seed(best), by_seed(plain))):
             continue
         paired, own = Paired(differences), [f"{setting(group[0], 'optim.lr'):g}" for group in (best, plain)]
-        cells = [signed(paired.mean), _range(paired.interval), paired.verdict]
+        cells = [signed(paired.mean), between(paired.interval), paired.verdict]
         rows.append([str(width), f"`{arm}`", *own, str(len(differences)), *cells])
     head = ["width", "", "its rate", "plain's rate", "seeds", "difference", "95 % interval", ""]
     return f"\nEach at its own best rate, which is chosen on the same runs:\n\n{grid(head, rows)}" if rows else ""
