@@ -101,14 +101,15 @@ def test_intervals_hold_as_often_as_they_say(seeds, noise):
 def test_the_study_of_intervals_draws_runs_that_vary_as_it_says(script):
     study = script("studies/scaling-intervals/run.py")
     random = np.random.default_rng(0)
-    quiet = study.drawn((2, 1, 1, 1), (3, 1, 1, 1), (0.0,) * 4, 0.0, random)
+    quiet = study.drawn((2, 1, 1, 1), (3, 1, 1, 1), (0.0,) * 4, (0.0,) * 4, 0.0, random)
     smallest = study.BUDGETS[0]
     assert quiet["better"][smallest] == dict.fromkeys(range(2), study.BETTER.loss(smallest))
     assert quiet["standard"][smallest] == dict.fromkeys(range(3), study.PLAIN.loss(smallest))
-    cases = [study.drawn((8,) * 4, (8,) * 4, (1.0, 2.0, 2.0, 2.0), 0.8, random) for _ in range(200)]
+    cases = [study.drawn((8,) * 4, (8,) * 4, (1.0, 2.0, 2.0, 2.0), (3.0,) * 4, 0.8, random) for _ in range(200)]
     for c, sigma in zip(study.BUDGETS, (1, 2, 2, 2), strict=True):
         mine, plain = ([case[name][c][s] for case in cases for s in range(8)] for name in ("better", "standard"))
         assert np.std(mine) == pytest.approx(sigma, rel=0.1)
+        assert np.std(plain) == pytest.approx(3, rel=0.1)
         assert np.corrcoef(mine, plain)[0, 1] == pytest.approx(0.8, abs=0.05)
 
 
