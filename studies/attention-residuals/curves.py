@@ -28,7 +28,10 @@ def scaling(runs: Runs) -> str:
         apart = [f", {rate} of `{arm}`" for arm, rate in own.items() if rate != common]
         words = f"Width {width}, {layers} layers, learning rate {common}{''.join(apart)}"
         tables.append(f"{words}:\n\n{beside_plain(group)}\n")
-    return "".join(tables) + beside_full(runs) + (fits(runs) + missed(runs) + without_a_size(runs) or NO_CURVES)
+    fitted = fits(runs) + missed(runs) + without_a_size(runs)
+    if fulls := fits(runs, base=FULL):
+        fitted += f"\nIn Full's compute:\n\n{fulls}"
+    return "".join(tables) + beside_full(runs) + (fitted or NO_CURVES)
 
 
 def beside_full(runs: Runs) -> str:
@@ -67,29 +70,30 @@ Cost = Callable[[RecordedRun], float | None]
 COMPARED: dict[str, list[Scaling]] = {}  # by their points: a table and a picture show the same curves
 
 
-def curves(runs: Runs, cost: Cost = operations) -> list[Scaling]:
-    """Of the arms that have run at three sizes or more; none, unless the plain residual has."""
+def curves(runs: Runs, cost: Cost = operations, base: str = BASELINE) -> list[Scaling]:
+    """Of the arms that have run at three sizes or more; none, unless the base has."""
     points = {arm: at for arm, at in points_of(runs, cost=cost).items() if len(at) > 2}
-    if BASELINE not in points:
+    if base not in points:
         return []
-    key = repr(points)
+    key = repr((base, points))
     if key not in COMPARED:
-        COMPARED[key] = compare_scaling(points, BASELINE)
+        COMPARED[key] = compare_scaling(points, base)
     return COMPARED[key]
 
 
-def fits(runs: Runs, cost: Cost = operations) -> str:
-    found = curves(runs, cost)
+def fits(runs: Runs, cost: Cost = operations, base: str = BASELINE) -> str:
+    """What each arm is worth at the base's budgets, and beside the plain residual its curve."""
+    found = curves(runs, cost, base)
     if not found:
         return ""
     budgets = sorted({c for curve in found for c in curve.multipliers})
-    rows = []
+    rows, width = [], len(budgets) + (2 if base == BASELINE else 1)
     for curve in found:
         assert curve.fit is not None  # points at two budgets are left out before
         law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
-        saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != BASELINE else "1" for c in budgets]
-        rows.append([f"`{curve.residual}`", *saved, law])
-    return grid(["", *(f"at {shown(c)}" for c in budgets), "bits per byte"], rows)
+        saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != base else "1" for c in budgets]
+        rows.append([f"`{curve.residual}`", *saved, law][:width])
+    return grid(["", *(f"at {shown(c)}" for c in budgets), "bits per byte"][:width], rows)
 
 
 def missed(runs: Runs) -> str:
