@@ -198,7 +198,7 @@ class ModelConfig:
         layers = layers_of(self.pattern, self.layers, experts=self.experts, dense=self.dense_layers)
         named = any("shortswa" in layer for layer in layers)
         if named and self.shortswa is None:
-            raise ValueError(f"the pattern '{self.pattern}' names shortswa: give its window as shortswa")
+            raise ValueError(f"the pattern '{self.pattern}' names shortswa: give its window too, such as shortswa 16")
         return layers if named or self.shortswa is None else tuple(("shortswa", *layer) for layer in layers)
 
     @property

@@ -34,6 +34,7 @@ from headwater.train.distributed.fsdp import fill, shard
 from headwater.train.distributed.parts import Parts
 from headwater.train.distributed.pipeline import Pipeline, assemble
 from headwater.train.distributed.ranks import Ranks
+from headwater.train.distributed.stages import windows_per_micro
 from headwater.train.distributed.tensor_parallel import bodies, parallelize, refuse_undivided
 from headwater.train.files import read_json, refuse_others, write_json
 from headwater.train.load import fill_from
@@ -280,6 +281,7 @@ def distribute(
     """This rank's part of the decoder. It is never whole on any rank but the main one, which draws the start."""
     pipeline = None
     model: Decoder | Parts
+    windows = windows_per_micro(config, ranks.data_world)
     if ranks.tensor > 1:
         refuse_undivided(whole.config, ranks.tensor, ranks.shards)
     if config.parallel.pipeline == 1:
@@ -291,29 +293,18 @@ def distribute(
         shard(model, cast(list[Sublayer], model.sublayers), ranks, recompute=config.train.checkpoint_activations)
         model.to_empty(device=device)
     else:
-        micros = config.train.accumulate
-        sizes = {"micros": micros, "windows": windows_per_micro(config, ranks)}
         model, pipeline = assemble(
             whole.config,
             config.parallel,
             ranks,
             device,
-            **sizes,
+            micros=config.train.accumulate,
+            windows=windows,
             recompute=config.train.checkpoint_activations,
             prepare=lambda part: prepare_part(part, config),
         )
     fill(model, whole if ranks.main else None)
     return model, pipeline
-
-
-def windows_per_micro(config: Config, ranks: Ranks) -> int:
-    size, parts = config.train.batch_size, config.train.accumulate * ranks.data_world
-    if size % parts:
-        raise UserError(
-            f"train.batch_size ({size}) must be a multiple of train.accumulate ({config.train.accumulate}) times the "
-            f"{ranks.data_world} ranks that share the batch"
-        )
-    return size // parts
 
 
 Forward = Callable[[Tensor], Tensor]

@@ -78,7 +78,7 @@ def test_a_pattern_is_written_as_it_was_read(pattern):
         ({"pattern": "kda*0"}, "must end in a number of layers"),
         ({"pattern": "kda*2:mla"}, "names 3 layers, of which 4 layers are no multiple: name all 4"),
         ({"pattern": "kda+moe", "experts": 0}, "names moe: give experts"),
-        ({"pattern": "shortswa+kda"}, "give its window as shortswa"),
+        ({"pattern": "shortswa+kda"}, "give its window too, such as shortswa 16"),
         ({"value_residual": True}, "value_residual needs a layer of attention"),
         ({"experts": 1}, "experts of 2 or more, got 1"),
         ({"experts_per_token": 5}, "between 1 and the 4 experts, got 5"),

@@ -14,7 +14,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import attention
 from headwater.train.config import Config, ParallelSettings, TrainSettings
-from headwater.train.distributed.plan import in_flight, make_plan
+from headwater.train.distributed.plan import describe, in_flight, make_plan
 from headwater.train.distributed.stages import prune
 from headwater.train.loop import accumulate, update
 from headwater.train.run import begin
@@ -73,10 +73,21 @@ def test_bytes_and_bubble_of_a_grid(monkeypatch):
     assert plan.bubble == pytest.approx(3 / (8 * 2 + 3))
     assert sum(rank.sends for rank in plan.ranks) == 8 * sum(plan.hops)
     assert len(plan.ranks) == 4
-    with pytest.raises(UserError, match="must be a multiple"):
-        make_plan(Config(train=train, parallel=parallel), model, 6, half=False, fused=False)
+    for world in (6, 0, -8):
+        with pytest.raises(UserError, match="must be a multiple"):
+            make_plan(Config(train=train, parallel=parallel), model, world, half=False, fused=False)
     with pytest.raises(UserError, match=r"parallel.shard \(3\) must divide the 2 ranks"):
         make_plan(Config(train=train, parallel=replace(parallel, shard=3)), model, 8, half=False, fused=False)
+
+
+def test_without_a_row_of_ranks_a_plan_has_neither_chunks_nor_cuts():
+    """As a run has it, such as one that was begun in a pipeline and goes on in one process."""
+    model = ModelConfig(vocab_size=64, dim=16, layers=4, heads=2, mlp_dim=32, context=8)
+    parallel = ParallelSettings(chunks=2, cuts=(3,))
+    layouts = (parallel, ParallelSettings())
+    made, plain = (make_plan(Config(parallel=p), model, 1, half=False, fused=False) for p in layouts)
+    assert made == plain
+    assert "every rank fits" in describe(made, 80, False)
 
 
 def test_tensor_parallelism_divides_what_it_should():

@@ -3,6 +3,7 @@
 import functools
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import build, names
 from headwater.residuals.two_phase import TwoPhase
+from headwater.train.config import Config, ParallelSettings, TrainSettings
 from headwater.train.distributed.pipeline import BlockCache, Stage
-from headwater.train.distributed.stages import States, cut, hops, prune, trace_states
+from headwater.train.distributed.stages import States, cut, hops, prune, trace_states, windows_per_micro
+from headwater.train.run import distribute
 
 CPU = torch.device("cpu")
 WIDE = [f"ddl:width=2,compress={c},expand={e}" for c in ("channel", "token") for e in ("repeat", "token")]
@@ -46,6 +49,28 @@ def test_cuts_are_even_or_as_asked():
             cut(eight, 3, cuts)
     with pytest.raises(UserError, match="divide into 8 stages at most, not 9"):
         cut(eight, 9)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micros", "data", "layout", "message"),
+    [
+        (2, 1, 3, {}, r"batch_size \(2\) must be .* the 3 ranks that share the batch: try --batch-size 3"),
+        (12, 2, 4, {}, "--batch-size 16"),
+        (6, 1, 1, {"pipeline": 2}, r"pipeline \(2\) keeps .* train.accumulate is 1: try --accumulate 2"),
+        (5, 5, 1, {"pipeline": 2, "chunks": 2}, "--accumulate 6"),
+        (6, 6, 1, {"pipeline": 2, "chunks": 2}, None),
+        (6, 3, 1, {"pipeline": 2}, None),
+        (6, 1, 1, {"pipeline": 2, "pipeline_schedule": "gpipe"}, None),
+    ],
+)
+def test_a_batch_that_the_ranks_cannot_share_is_refused_before_anything_is_built(batch, micros, data, layout, message):
+    """By any layout, with a number that would do; torch's own message names no flag."""
+    config = Config(train=TrainSettings(batch_size=batch, accumulate=micros), parallel=ParallelSettings(**layout))
+    if message is None:
+        assert windows_per_micro(config, data) == batch // (micros * data)
+    else:
+        with pytest.raises(UserError, match=message):
+            distribute(Decoder(shape("standard")), config, SimpleNamespace(data_world=data), CPU)
 
 
 def test_no_cut_falls_where_two_stages_would_share_a_parameter():

@@ -25,7 +25,7 @@ from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
 from headwater.residuals.base import sublayer_of
 from headwater.train.config import Config
-from headwater.train.distributed.stages import States, cut, hops, name_states, one_pass
+from headwater.train.distributed.stages import States, cut, hops, name_states, one_pass, windows_per_micro
 from headwater.train.distributed.tensor_parallel import (
     Exchange,
     bodies,
@@ -175,25 +175,26 @@ class Plan:
 def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fused: bool) -> Plan:
     """The ranks of one pipeline row: the others do the same."""
     settings, micros = config.parallel, config.train.accumulate
-    pipeline, chunks, tensor = settings.pipeline, settings.chunks, settings.tensor
-    data = world // (pipeline * tensor)
-    if world % (pipeline * tensor) or config.train.batch_size % (micros * data):
+    pipeline, tensor = settings.pipeline, settings.tensor
+    chunks, cuts = (settings.chunks, settings.cuts) if pipeline > 1 else (1, ())  # as a run without a row has it
+    data, left = divmod(world, pipeline * tensor)
+    if left or data < 1:
         raise UserError(
-            f"{world} ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor ({tensor}), and "
-            f"train.batch_size ({config.train.batch_size}) of train.accumulate ({micros}) times the {data} ranks that "
-            "share the batch"
+            f"{world} ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor ({tensor}): "
+            "give another --world"
         )
+    windows = windows_per_micro(config, data)
     shards = settings.shard or data
     if data % shards:
         raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
     if tensor > 1:
         refuse_undivided(model, tensor, shards)
-    trace = partial(footprint, batch=config.train.batch_size // (micros * data), half=half, fused=fused, tensor=tensor)
+    trace = partial(footprint, batch=windows, half=half, fused=fused, tensor=tensor)
     found = trace(model)
     crossing = found.states if pipeline == 1 or fused else trace(one_pass(model)).states
     with torch.device("meta"):
         residual = build(model.residual, model.dim, model.sublayers, model.kinds)
-    bounds = cut(residual, pipeline * chunks, settings.cuts)
+    bounds = cut(residual, pipeline * chunks, cuts)
     plan = hops(crossing, bounds, pipeline, cache=settings.block_cache)
     ranks = []
     for rank in range(pipeline):

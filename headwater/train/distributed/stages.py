@@ -18,6 +18,7 @@ from headwater._torch import without_data
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Residual, with_options
+from headwater.train.config import Config
 from headwater.train.losses import half_precision
 
 
@@ -61,6 +62,25 @@ def name_states(states: Sequence[Sequence[Tensor]]) -> States:
 def one_pass(config: ModelConfig) -> ModelConfig:
     """Between stages travel the sources alone, which is what a state holds where reads are made one by one."""
     return replace(config, residual=with_options(config.residual, schedule="one-pass"))
+
+
+def windows_per_micro(config: Config, data: int) -> int:
+    """Windows of a micro-batch on each of the `data` ranks that share the batch, if the schedule takes as many
+    micro-batches as there are."""
+    size, micros, settings = config.train.batch_size, config.train.accumulate, config.parallel
+    row = settings.pipeline
+    uneven = micros % max(1, micros // row) if settings.chunks > 1 else micros < row
+    if row > 1 and settings.pipeline_schedule == "1f1b" and uneven:
+        raise UserError(
+            f"parallel.pipeline ({row}) keeps as many micro-batches in flight, or with parallel.chunks rounds of as "
+            f"many, and train.accumulate is {micros}: try --accumulate {-(-micros // row) * row}"
+        )
+    if size % (micros * data):
+        raise UserError(
+            f"train.batch_size ({size}) must be a multiple of train.accumulate ({micros}) times the {data} ranks that "
+            f"share the batch: try --batch-size {-(-size // (micros * data)) * micros * data}"
+        )
+    return size // (micros * data)
 
 
 def cut(residual: Residual, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
