@@ -15,6 +15,8 @@ def convert(argv: list[str]) -> None:
     flags = parse(ConvertFlags, argv, convert)
     needs("transformers", "hf")
     check_device(flags.device)
+    import torch
+
     from headwater import hf
     from headwater.hf.formats.convert import add_remote_code, convert_folder, is_converted
     from headwater.hf.formats.folder import check_out, is_transformers, write_model
@@ -42,10 +44,10 @@ def convert(argv: list[str]) -> None:
         )
         say(f"{report}\n{flags.out}: the converted model. To compare: headwater verify {flags.folder} {flags.out}")
         return
-    if flags.layout is not None or flags.dtype is not None or flags.remote_code:
+    if flags.layout is not None or flags.remote_code:
         raise UserError(
-            f"--layout, --dtype and --remote-code are for transformers checkpoints, and {flags.folder} is none: "
-            "convert it without them, then what was written with them"
+            f"--layout and --remote-code are for transformers checkpoints, and {flags.folder} is none: convert it "
+            "without them, then what was written with --remote-code"
         )
     check_out(flags.out)
     model, tokenizer = hf.export_run(flags.folder)
@@ -54,7 +56,7 @@ def convert(argv: list[str]) -> None:
         if trained is not None:
             raise UserError(f"{flags.folder} was trained with '{trained['residual']}': leave --residual out")
         say(str(hf.convert(model, flags.residual)))
-    write_model(model, tokenizer, flags.out)
+    write_model(model if flags.dtype is None else model.to(getattr(torch, flags.dtype)), tokenizer, flags.out)
     say(f"{flags.out}: a {type(model).__name__} with the weights of {flags.folder}")
 
 

@@ -12,6 +12,7 @@ from headwater.errors import UserError
 from headwater.evaluation import evaluating
 from headwater.hf.convert.check import decoded, pad_left, parts_of, whole
 from headwater.hf.convert.install import Conversion, conversion_of
+from headwater.hf.formats.decoder import DecoderForCausalLM
 
 KL_LIMIT = 1e-6  # nats per token, fp32
 HALF_LIMIT = 2.0  # in half precision: times the plain model's own distance from its fp32 forward
@@ -48,8 +49,8 @@ class Distance:
 @dataclass(frozen=True)
 class Verification:
     """The batch in one pass; and by kind of token, of the same batch with padding in every other row and its last
-    tokens decoded from a cache. `decoding` is empty where there is no cache: a head without logits per token, or a
-    residual that looks back along the tokens."""
+    tokens decoded from a cache. `decoding` is empty where there is no cache: a head without logits per token, a
+    residual that looks back along the tokens, or headwater's own decoder."""
 
     whole: Distance
     decoding: dict[str, Distance]
@@ -104,6 +105,7 @@ def verify(model: nn.Module, reference: nn.Module, batch: Tensor | Mapping[str, 
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     dtype, conversion = dtype_of(model), _conversion(model)
     has_cache = "input_ids" in inputs and (conversion is None or conversion.depth.residual.token_local)
+    has_cache &= not any(isinstance(each, DecoderForCausalLM) for each in (model, reference))
     half = dtype.itemsize < torch.float32.itemsize
     ours = _passes(model, inputs, has_cache)
     plain = _passes(cast(reference, dtype), inputs, has_cache) if half else {}

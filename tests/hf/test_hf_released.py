@@ -7,6 +7,8 @@ import torch
 from tinyhf import stir, tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import headwater
+from headwater.cli import main
 from headwater.errors import UserError
 from headwater.hf import FLA, KIMI_K3, Layout, convert, export, export_run, from_release, load_released, to_release
 from headwater.hf.formats.folder import fast_tokenizer, write_model
@@ -158,12 +160,15 @@ def test_a_saved_model_of_headwater_is_exported_with_its_tokenizer(tmp_path):
         export_run(tmp_path / "run", out=tmp_path / "out")
     with pytest.raises(UserError, match="is a transformers model"):
         export_run(tmp_path / "out")
+    assert main(["convert", str(tmp_path / "run"), "--dtype", "bfloat16", "--out", str(tmp_path / "half")]) == 0
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), model.parameters(), strict=True))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("residual", ["standard", "mhc-lite:streams=2"])  # the latter has a table besides positions
-def test_what_has_no_counterpart_is_exported_as_headwater_s_own_decoder(tmp_path, residual, tied):
+def test_what_has_no_counterpart_is_exported_as_headwater_s_own_decoder(tmp_path, capsys, residual, tied):
     shape = {"vocab_size": 257, "shortswa": 4, "value_residual": True, "tie_embeddings": tied, "residual": residual}
     decoder = Decoder(ModelConfig.named("nano", **shape))
     for parameter in decoder.parameters():  # a start that any other decoder would have too shows nothing
@@ -183,6 +188,10 @@ def test_what_has_no_counterpart_is_exported_as_headwater_s_own_decoder(tmp_path
     padded[0, 0] = 0
     with pytest.raises(ValueError, match="no padding on the left"):
         model(prompt, attention_mask=padded)
+    assert headwater.verify(model, model, tokens()).equal  # which pads rows where there is a cache
+    for words in (["convert"], ["convert", "--remote-code"], ["revert"]):
+        assert main([*words, str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+        assert f"{tmp_path} is headwater's own decoder with the residual" in capsys.readouterr().err
 
 
 def test_the_byte_tokenizer_encodes_the_same_in_transformers(tmp_path):

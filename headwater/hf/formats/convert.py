@@ -24,6 +24,7 @@ from headwater.hf.convert.report import Report
 from headwater.hf.convert.start import new_residual
 from headwater.residuals import parse
 
+from .decoder import DecoderConfig
 from .fla import is_fla
 from .folder import check_out, load, load_config, read_config
 from .remote import FILE as REMOTE_CODE
@@ -80,6 +81,7 @@ def convert_folder(
     config = read_config(source)
     if is_fla(config):
         return _convert_fla(source, out, residual)
+    _refuse_decoder(source, config)
     if is_converted(source):
         spec = (config.get("headwater") or {}).get("residual")
         raise UserError(f"{source} is converted already, to '{spec}': headwater revert {source} --out OTHER first")
@@ -107,6 +109,7 @@ def convert_folder(
 def add_remote_code(source: Path, out: Path) -> None:
     """Write a converted checkpoint folder, trained or not, once more: with a modeling file, its weights linked."""
     check_out(out)
+    _refuse_decoder(source, read_config(source))
     model = _empty(source)
     with made_whole(out) as folder:
         unlink_weights(source, folder, ())
@@ -120,6 +123,7 @@ def revert_folder(source: Path, out: Path) -> str:
     config = read_config(source)
     if not is_converted(source):
         raise UserError(f"{source} is not a checkpoint that headwater has converted")
+    _refuse_decoder(source, config)
     model = _empty(source)
     _, body = conversion_of(model)
     with made_whole(out) as folder:
@@ -136,6 +140,15 @@ def revert_folder(source: Path, out: Path) -> str:
         if readme.is_file():
             readme.write_text(readme.read_text(encoding="utf-8").partition(NOTE.splitlines()[1])[0], encoding="utf-8")
     return str(config["headwater"]["residual"])
+
+
+def _refuse_decoder(source: Path, config: dict[str, Any]) -> None:
+    if config.get("model_type") == DecoderConfig.model_type:
+        raise UserError(
+            f"{source} is headwater's own decoder with the residual it was trained with: there is no model of "
+            "transformers under it, to be converted, reverted or written as a modeling file. Train with another "
+            "--residual (headwater train --init-from RUN), or export the run in another --dtype"
+        )
 
 
 def is_converted(source: Path) -> bool:

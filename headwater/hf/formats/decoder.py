@@ -1,8 +1,8 @@
 """headwater's own decoder as a model of transformers: for runs with parts that no architecture there has.
 
-Models with `shortswa` or `value_residual`, and those of KDA, MLA and experts with another residual than the plain one,
-have no counterpart to copy weights into, so this class runs the decoder itself: it loads, saves, is scored and
-generates like any other, without a cache and without padding on the left.
+Models with `shortswa` or `value_residual`, and those of KDA, MLA and experts (but for what kimi.py writes), have no
+counterpart to copy weights into, so this class runs the decoder itself: it loads, saves, is scored and generates like
+any other, without a cache and without padding on the left.
 Besides kimi.py, the one file of this room that looks at `models`.
 """
 
