@@ -61,6 +61,17 @@ def test_the_order_does_not_depend_on_ranks_or_micro_batches(tmp_path):
         windows.batch(seed=3, step=0, size=24, world=5)
 
 
+def test_a_file_has_one_name_in_a_corpus(tmp_path, monkeypatch):
+    """Names decide what is held out: under two names the same text might be on both sides."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts" / "inner").mkdir(parents=True)
+    (tmp_path / "texts" / "inner" / "a.txt").write_text("some text")
+    for other in ("texts/inner", str(tmp_path / "texts" / "inner" / "a.txt")):
+        with pytest.raises(UserError, match=r"a.txt is in two sources, as inner/a.txt and as a.txt: .*--source"):
+            find_files(("texts", other))
+    assert len(find_files(("texts", "texts"))) == 2  # a larger share of the same
+
+
 def test_an_epoch_takes_every_window_once_and_seeds_differ(tmp_path):
     windows = prepare(settings(tmp_path, corpus(tmp_path))).windows("train", 16)
     size = 7

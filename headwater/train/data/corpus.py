@@ -56,6 +56,13 @@ def find_files(sources: tuple[str, ...], field: str = "text") -> list[TextFile]:
     files: list[TextFile] = []
     for source in sources:
         files += _stdlib_files() if source == STDLIB else _user_files(Path(source).expanduser(), field)
+    names: dict[str, str] = {}
+    for file in files:  # by its name a document is held out or not
+        if names.setdefault(path := os.path.abspath(file.path), file.name) != file.name:
+            raise UserError(
+                f"{path} is in two sources, as {names[path]} and as {file.name}: the same text could be trained on and "
+                "held out. Name it, or the folder that holds it, once with --source"
+            )
     return files
 
 
