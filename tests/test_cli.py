@@ -581,12 +581,13 @@ def test_a_resumed_run_has_the_settings_that_it_began_with(tmp_path, called):
 
 
 def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monkeypatch, called):
-    done = SimpleNamespace(folder=tmp_path, finished={"a": 1})
+    folder = tmp_path / "my study"
+    done = SimpleNamespace(folder=folder, finished={"a": 1})
     arguments = called(recipes_module, "study", done)
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
     said = capsys.readouterr().out
-    assert f"table.json are in {tmp_path}; look at them with: headwater report {tmp_path}, and headwater " in said
-    assert said.endswith(f" headwater scaling {tmp_path} for three sizes or more\n")
+    assert f"table.json are in {folder}; look at them with: headwater report '{folder}', and headwater " in said
+    assert said.endswith(f" headwater scaling '{folder}' for three sizes or more\n")
     done.finished = {}
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
     assert not capsys.readouterr().out, "there is nothing to look at yet"

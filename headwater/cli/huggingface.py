@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 
 from headwater.cli.flags import ConvertFlags, EvalFlags, RevertFlags, VerifyFlags, parse
 from headwater.cli.models import check_device, needs, say
@@ -42,7 +43,8 @@ def convert(argv: list[str]) -> None:
             check={"auto": None, "yes": True, "no": False}[flags.check],
             remote_code=flags.remote_code,
         )
-        say(f"{report}\n{flags.out}: the converted model. To compare: headwater verify {flags.folder} {flags.out}")
+        compare = shlex.join(["headwater", "verify", str(flags.folder), str(flags.out)])
+        say(f"{report}\n{flags.out}: the converted model. To compare: {compare}")
         return
     if flags.layout is not None or flags.remote_code:
         raise UserError(

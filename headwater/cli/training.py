@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from shlex import quote
 
 from headwater.cli.flags import (
     DEMO,
@@ -55,7 +56,7 @@ def compare(argv: list[str]) -> None:
     from headwater.train import compare as run
 
     run(settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
-    say(f"Runs and table.json are in {flags.out}; look at them with: headwater report {flags.out}")
+    say(f"Runs and table.json are in {flags.out}; look at them with: headwater report {quote(str(flags.out))}")
 
 
 def study(argv: list[str]) -> None:
@@ -65,7 +66,8 @@ def study(argv: list[str]) -> None:
 
     done = run(flags.recipe, flags.out, minutes=flags.minutes, whole=flags.whole)
     if done.finished:
-        look = f"headwater report {done.folder}, and headwater scaling {done.folder} for three sizes or more"
+        folder = quote(str(done.folder))
+        look = f"headwater report {folder}, and headwater scaling {folder} for three sizes or more"
         say(f"Runs and table.json are in {done.folder}; look at them with: {look}")
 
 

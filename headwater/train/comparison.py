@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
@@ -72,7 +73,7 @@ def compare(
         try_out(residuals, config, data)
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
-        command = f"headwater compare --out {out}" + flags_for(run.plugin for run in runs.values())
+        command = f"headwater compare --out {quote(str(out))}" + flags_for(run.plugin for run in runs.values())
         failures = run_all(list(runs.values()), jobs, console, go_on=command + RESUME)
         done = {place: run for place, run in runs.items() if run.finished}
         finished = {place: TrainResult.read(run.folder) for place, run in done.items()}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
                 if asked and not last:
                     run.saver.wait()
                     interruption.signum = asked
-                    go_on = f"headwater train --out {out}{flags_for([plugin_of(config.model.residual)])}{RESUME}"
+                    own = flags_for([plugin_of(config.model.residual)])
+                    go_on = f"headwater train --out {quote(str(out))}{own}{RESUME}"
                     raise interruption.error(f"step {number} of {settings.steps}", go_on)
         return finish(run)
 

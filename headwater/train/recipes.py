@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -136,7 +137,7 @@ def study(
     """
     console = Console(quiet=not progress, markup=False, highlight=False)  # names and messages may have [brackets]
     plan = read_recipe(Path(recipe))
-    go_on = f"headwater study {recipe}" + ("" if out is None else f" --out {out}")
+    go_on = f"headwater study {quote(str(recipe))}" + ("" if out is None else f" --out {quote(str(out))}")
     go_on += flags_for(plugin_for(config.model.residual) for config in plan.runs.values())
     out = Path("runs") / plan.name if out is None else Path(out)
     with locked(out):

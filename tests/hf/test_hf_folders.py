@@ -37,12 +37,12 @@ def load(folder):
 
 @pytest.mark.parametrize("flags", [[], ["--check", "no"]])
 def test_convert_links_and_revert_takes_it_back(plain, tmp_path, capsys, flags):
-    out, back = tmp_path / "out", tmp_path / "back"
+    out, back = tmp_path / "the out", tmp_path / "back"
     assert main(["convert", str(plain), "--out", str(out), "--residual", "attnres-block:block=2", *flags]) == 0
     printed = capsys.readouterr().out
     assert ("NOT CHECKED" in printed) == bool(flags)
     assert ("tokens in bfloat16, some decoded from a cache: hidden states off by" in printed) != bool(flags)
-    assert printed.endswith(f"{out}: the converted model. To compare: headwater verify {plain} {out}\n")
+    assert printed.endswith(f"{out}: the converted model. To compare: headwater verify {plain} '{out}'\n")
     shards = sorted(plain.glob("*.safetensors"))
     assert len(shards) == 2
     assert all((out / f"plain-{shard.name}").samefile(shard) for shard in shards)

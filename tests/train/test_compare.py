@@ -349,7 +349,7 @@ def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, 
 @pytest.mark.slow
 def test_ctrl_c_asks_every_run_to_save_and_end(tmp_path):
     config = tiny(tmp_path, residual="standard", steps=20_000, eval_every=20_000, depth_every=20_000, save_every=20_000)
-    out = tmp_path / "compare"
+    out = tmp_path / "my compare"
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     flags = ["--config", str(tmp_path / "config.json"), "--residuals", "standard", "--seeds", "0", "--jobs", "2"]
     process = start(tmp_path, "-m", "headwater", "compare", "--out", str(out), *flags)
@@ -360,7 +360,7 @@ def test_ctrl_c_asks_every_run_to_save_and_end(tmp_path):
     message = (tmp_path / "stderr").read_text()
     assert process.exitcode == 130
     assert message.startswith("headwater: stopped by SIGINT after 0 of 1 runs")
-    assert f"headwater compare --out {out} --resume" in message
+    assert f"headwater compare --out '{out}' --resume" in message
     assert len(message.strip().splitlines()) == 1
     assert list((out / "runs" / "standard-seed0" / "checkpoints").glob("step-*"))
     assert "stopped by SIGTERM" in (out / "runs" / "standard-seed0" / "log.txt").read_text()

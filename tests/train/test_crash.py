@@ -113,7 +113,7 @@ def last_logged(out: Path) -> int:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     config = tiny(tmp_path, steps=20_000, save_every=20_000, eval_every=20_000, depth_every=20_000)
-    out = tmp_path / "run"
+    out = tmp_path / "a run"
     process = start(tmp_path, "-m", "headwater", *flags(config, out))
     wait_for_steps(out, process.is_alive)
     os.kill(process.pid, signum)
@@ -122,7 +122,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     assert process.exitcode == 128 + signum
     assert "Traceback" not in message
     assert message.startswith(f"headwater: stopped by {signum.name} after step ")
-    assert f"headwater train --out {out} --resume" in message
+    assert f"headwater train --out '{out}' --resume" in message
     assert len(message.strip().splitlines()) == 1
     (saved,) = checkpoints(out / "checkpoints")
     assert damage(saved) is None

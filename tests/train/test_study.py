@@ -320,9 +320,9 @@ def test_an_option_that_no_residual_has_is_said_once(recipe, tmp_path):
 def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, go_on, **__: said.append(go_on) or {})
-    study(recipe, tmp_path / "elsewhere")
+    study(recipe, tmp_path / "else where")
     assert main(shlex.split(said[0])[1:]) == 0
-    assert said == [f"headwater study {recipe} --out {tmp_path / 'elsewhere'}"] * 2
+    assert said == [f"headwater study {recipe} --out '{tmp_path / 'else where'}'"] * 2
     with without_plugins():
         register("from-elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
         recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere", "from-elsewhere"'))

@@ -6,6 +6,7 @@ first, as `headwater.convert` does; of one that does not fit only the shapes are
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ def convert_folder(
     _refuse_decoder(source, config)
     if is_converted(source):
         spec = (config.get("headwater") or {}).get("residual")
-        raise UserError(f"{source} is converted already, to '{spec}': headwater revert {source} --out OTHER first")
+        take_back = f"headwater revert {quote(str(source))} --out OTHER"
+        raise UserError(f"{source} is converted already, to '{spec}': {take_back} first")
     loads = _fits(source) if check is None else check
     if not loads and dtype is not None:
         raise UserError("--dtype writes all weights again, for which the model must be loaded: leave --check no out")

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import nn
@@ -214,7 +215,8 @@ def verify(folder: Path, ranks: Ranks | None = None) -> None:
         known = ranks.broadcast_object(good(folder.parent) if ranks.main else None)
         advice = "Start again in another --out"
         if known:
-            advice = f"To go on from there, delete the damaged folder (rm -r {folder}) and go on with --resume"
+            remove = f"rm -r {quote(str(folder))}"
+            advice = f"To go on from there, delete the damaged folder ({remove}) and go on with --resume"
         raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(known)} {advice}")
 
 
