@@ -240,8 +240,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
     others = [float(ms) for name, ms in times.items() if "headwater" not in name and "plain" not in name]
     ours = times["**headwater**"]
     assert f"the fastest other package takes {min(others) / float(ours):.1f} times as long as ours" in readme
-    study = (DOCS / "results" / "study.md").read_text(encoding="utf-8")
-    scaling = study[study.index("<!-- scaling:begin -->") :]
+    study, scaling = ((DOCS / "results" / name).read_text(encoding="utf-8") for name in ("study.md", "study-tables.md"))
     at_192 = scaling[scaling.index("Width 192") :]
     for arm, words in (("block", "bits per byte lower than the plain residual "), ("full", "")):
         found = re.search(rf"`attnres-{arm}` \| 3 \| \S+ \| \S+ \| −(\S+) \| −(\S+) to −(\S+) \| lower \|", at_192)

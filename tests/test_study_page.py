@@ -22,6 +22,7 @@ from headwater.train.files import read_json
 from headwater.train.recipes import study
 
 STUDY = Path(__file__).parent.parent / "studies" / "attention-residuals"
+CURVES = "<!-- curves:begin -->\n<!-- curves:end -->"
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,11 @@ def archive(folder, recipe, runs):
 def test_the_page_is_what_the_raw_runs_give(page):
     with page.unpacked(STUDY / "runs") as found:
         assert found["noise"]
-        text = page.PAGE.read_text()
-        assert page.filled(text, found) == text
+        texts = [file.read_text(encoding="utf-8") for file in page.PAGES]
+        assert [page.filled(text, found) for text in texts] == texts
+        text = "".join(texts)
+        made = {*page.TABLES, *page.OF_ALL, *page.OF_SCALING, *page.MEASURED} - {"longer"}  # which has not run
+        assert sorted(name for _, name, _ in page.MARKS.findall(text)) == sorted(made)
         for file, drawn in page.pictures.pictures(found).items():
             assert file.read_text(encoding="utf-8") == drawn
             assert f"(../assets/{file.name})" in text
@@ -433,10 +437,12 @@ def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     ]
     archive(tmp_path, "scaling", runs)
     with page.unpacked(tmp_path) as found:
-        text = page.curves.scaling(found["scaling"])
-        *sizes, row, off, smaller, larger = [line for line in text.splitlines() if "attnres" in line]
-        two = [run for run in found["scaling"] if run.config["model"]["dim"] < 100]
-        assert page.curves.scaling(two).endswith("The curves need a third size.\n")
+        runs = found["scaling"]
+        text = "".join(make(runs) for make in (page.curves.fits, page.curves.missed, page.curves.without_a_size))
+        row, off, smaller, larger = [line for line in text.splitlines() if "attnres" in line]
+        sizes = [line for line in page.curves.scaling(runs).splitlines() if "attnres" in line]
+        two = [run for run in runs if run.config["model"]["dim"] < 100]
+        assert page.filled(CURVES, {"scaling": two}) == CURVES.replace("\n", "\nThe curves need a third size.\n", 1)
     assert row.count("2.00 (2.00 to 2.00)") == 4
     assert smaller.count("2.00 (2.00 to 2.00)") == larger.count("2.00 (2.00 to 2.00)") == 3
     assert re.sub("[−+]", "", off) == "| `attnres-block` | 0.0000 | 0.0000 | 0.0000 | 0.0000 |"
@@ -451,10 +457,25 @@ def test_arms_stand_beside_full_where_two_seeds_have_both(page, tmp_path):
         tmp_path, "scaling", [(arm, seed, one, {}) for arm, each in scores.items() for seed, one in enumerate(each)]
     )
     with page.unpacked(tmp_path) as found:
-        _, table = page.curves.scaling(found["scaling"]).split("Beside Full, seed by seed:\n\n")
-    (row,) = table.split("\n\n")[0].splitlines()[2:]
+        (row,) = page.curves.beside_full(found["scaling"]).splitlines()[2:]
     wide = t_quantile(0.05, 1) * 0.05  # of two differences, 0.2 and 0.1
     assert row == f"| 8 | `attnres-block` | 2 | +0.1500 | −{wide - 0.15:.4f} to +{wide + 0.15:.4f} | not told apart |"
+
+
+def test_leads_are_told_through_training_of_seeds_that_both_have(page):
+    def run(residual, seed, dim, rows):
+        found = evaluated(residual, seed, rows)
+        found.config["model"]["dim"] = dim
+        return found
+
+    runs = [run("standard", seed, 128, {1000: 1.7, 1472: 1.5}) for seed in (0, 1)]
+    runs += [run("mhc", seed, 128, {1000: 1.6, 1472: 1.5 - seed / 10}) for seed in (0, 1, 2)]
+    runs += [run("standard", 0, 192, {1000: 1.6, 2000: 1.5, 4000: 1.4, 4324: 1.3})]
+    runs += [run("mhc", 0, 192, {1000: 1.5, 2000: 1.5, 4000: 1.5, 4324: 1.5}), run("ddl", 1, 192, {4324: 1.0})]
+    assert page.curves.lead(runs).splitlines()[2:] == [
+        "| 128 | `mhc` | 2 | −0.1000 |  |  |  | −0.0500 |",
+        "| 192 | `mhc` | 1 | −0.1000 | +0.0000 | +0.1000 |  | +0.2000 |",
+    ]
 
 
 def test_scaling_shows_where_means_lie_off_their_curve(page, tmp_path):
@@ -467,11 +488,10 @@ def test_scaling_shows_where_means_lie_off_their_curve(page, tmp_path):
     ]
     archive(tmp_path, "scaling", runs)
     with page.unpacked(tmp_path) as found:
-        _, rows = page.curves.scaling(found["scaling"]).split("Means above their own curve:\n\n")
+        (row,) = page.curves.missed(found["scaling"]).splitlines()[2:]
         plain = next(curve for curve in page.curves.curves(found["scaling"]) if curve.residual == "standard")
         three = [run for run in found["scaling"] if run.config["model"]["dim"] < 1000]
-        assert "Means above" not in page.curves.scaling(three)
-    (row,) = rows.split("\n\n")[0].splitlines()[2:]
+        assert page.curves.missed(three) == ""
     off = [float(cell.replace("−", "-")) for cell in row.strip("| ").split(" | ")[1:]]
     assert row.startswith("| `standard` |")
     assert off[2] == max(map(abs, off)) == pytest.approx(plain.miss, abs=5e-5)
@@ -497,12 +517,14 @@ def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_p
     with page.unpacked(tmp_path) as found:
         worth = page.curves.worth(found["scaling"], speeds).splitlines()
         text = page.curves.clock(found["scaling"], speeds)
+        fits = page.curves.clocked(found["scaling"], speeds)
         pictures = page.pictures.scaling_pictures(found["scaling"], speeds)
         assert [file.name for file in page.pictures.scaling_pictures(found["scaling"], {})] == ["study-scaling.svg"]
     assert "| 256 | `attnres-block` | 300 | 75 % | 2.5 | 1 | 1.0442 ± 0.0000 |" in text
-    row = next(line for line in text.splitlines() if line.startswith("| `attnres-block`"))
+    row = next(line for line in fits.splitlines() if line.startswith("| `attnres-block`"))
     assert row.count("1.50 (1.50 to 1.50)") == 4
-    assert "never-timed" not in text
+    assert re.findall(r"Without width (\d+):", fits) == ["384", "128"]
+    assert "never-timed" not in text + fits
     sides = ("compute, 7 million", "time, 7 million", "compute, 16 million", "time, 16 million")
     assert worth[0] == f"|  | {' | '.join(sides)} |"
     twice, half_more, thrice = (f"**{value}** ({value} to {value})" for value in ("2.00", "1.50", "3.00"))
@@ -563,12 +585,14 @@ def test_without_the_plain_residual_at_three_sizes_there_are_rows_and_no_curves(
     }
     with page.unpacked(tmp_path) as found:
         runs = found["scaling"]
-        assert page.curves.scaling(runs).endswith("The curves need a third size.\n") == (lacks == "runs")
+        assert (page.filled(CURVES, found) == CURVES.replace("\n", "\nThe curves need a third size.\n", 1)) == (
+            lacks == "runs"
+        )
         assert (page.curves.worth(runs, speeds) == page.curves.NO_CURVES) == (lacks == "runs")
         text = page.curves.clock(runs, speeds)
+        assert page.curves.clocked(runs, speeds) == page.curves.NO_CURVES
         drawn = [file.name for file in page.pictures.scaling_pictures(runs, speeds)]
     assert "| 256 | `attnres-block` | 100 | - |" in text
-    assert "Fits" not in text
     assert drawn == ([] if lacks == "runs" else ["study-scaling.svg"])
 
 

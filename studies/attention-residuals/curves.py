@@ -1,11 +1,26 @@
 """Loss against compute and against time: what an arm is worth at each of the plain residual's budgets."""
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from records import BASELINE, HERE, RULE, Runs, by_seed, finished, grid, grouped, score, setting, signed, taken
+from records import (
+    BASELINE,
+    HERE,
+    RULE,
+    Runs,
+    at_step,
+    by_seed,
+    finished,
+    grid,
+    grouped,
+    score,
+    setting,
+    signed,
+    taken,
+)
 from tables import beside_plain, between
 
 from headwater.analyze.runs import RecordedRun
@@ -15,23 +30,20 @@ from headwater.stats import Paired, pair, summarize
 
 TEXT = 102_435_696  # tokens of the training text
 FULL = "attnres-full"
+LEADS = (1000, 2000, 4000, 8000)  # steps at which every size that has as many was evaluated
 NO_CURVES = "The curves need a third size.\n"
 
 
 def scaling(runs: Runs) -> str:
-    """The arms at each size, and from three on the fits, and what compute each saves at each of the baseline's
-    budgets."""
+    """The arms at each size."""
     tables = []
     for (width, layers), group in grouped(runs, "model.dim", "model.layers").items():
         own = {run.residual: f"{setting(run, 'optim.lr'):g}" for run in group}
         common = own.get(BASELINE, "")
         apart = [f", {rate} of `{arm}`" for arm, rate in own.items() if rate != common]
         words = f"Width {width}, {layers} layers, learning rate {common}{''.join(apart)}"
-        tables.append(f"{words}:\n\n{beside_plain(group)}\n")
-    fitted = fits(runs) + missed(runs) + without_a_size(runs)
-    if fulls := fits(runs, base=FULL):
-        fitted += f"\nIn Full's compute:\n\n{fulls}"
-    return "".join(tables) + beside_full(runs) + (fitted or NO_CURVES)
+        tables.append(f"{words}:\n\n{beside_plain(group)}")
+    return "\n".join(tables)
 
 
 def beside_full(runs: Runs) -> str:
@@ -45,8 +57,24 @@ def beside_full(runs: Runs) -> str:
                 found = Paired(differences)
                 cells = [str(len(differences)), signed(found.mean), between(found.interval), found.verdict]
                 rows.append([str(width), f"`{arm}`", *cells])
-    head = ["width", "", "seeds", "difference", "95 % interval", ""]
-    return f"Beside Full, seed by seed:\n\n{grid(head, rows)}\n" if rows else ""
+    return grid(["width", "", "seeds", "difference", "95 % interval", ""], rows)
+
+
+def lead(runs: Runs) -> str:
+    """What arms are from the plain residual as training goes on: the mean over the seeds that have both."""
+    rows = []
+    for (width,), group in grouped(runs, "model.dim").items():
+        arms = {arm: found for (arm,), found in grouped(group, "model.residual").items()}
+        plain = arms.pop(BASELINE, [])
+        for arm, mine in arms.items():
+            apart = [
+                pair(*({run.seed: at_step(run, step) for run in some} for some in (mine, plain))) for step in LEADS
+            ]
+            apart.append(pair(by_seed(mine), by_seed(plain)))
+            if apart[-1]:
+                cells = [signed(statistics.fmean(found)) if found else "" for found in apart]
+                rows.append([str(width), f"`{arm}`", str(len(apart[-1])), *cells])
+    return grid(["width", "", "seeds", *(f"step {step}" for step in LEADS), "end"], rows)
 
 
 def sizes(found: dict[str, Runs]) -> str:
@@ -103,7 +131,7 @@ def missed(runs: Runs) -> str:
     if len(budgets) < 4:
         return ""
     rows = [[f"`{arm}`", *map(signed, off.values())] for arm, off in above.items() if len(off) == len(budgets)]
-    return "\nMeans above their own curve:\n\n" + grid(["", *(f"at {shown(c)}" for c in budgets)], rows)
+    return grid(["", *(f"at {shown(c)}" for c in budgets)], rows)
 
 
 def without_a_size(runs: Runs, cost: Cost = operations) -> str:
@@ -112,8 +140,8 @@ def without_a_size(runs: Runs, cost: Cost = operations) -> str:
     tables = []
     for left_out in (widths[-1], widths[0]):
         if fitted := fits([run for run in runs if setting(run, "model.dim") != left_out], cost):
-            tables.append(f"\nWithout width {left_out}:\n\n{fitted}")
-    return "".join(tables) if len(widths) > 3 else ""
+            tables.append(f"Without width {left_out}:\n\n{fitted}")
+    return "\n".join(tables) if len(widths) > 3 else ""
 
 
 def _multiplier(interval: Interval | None) -> str:
@@ -139,7 +167,7 @@ def seconds(measured: dict[tuple[int, str], dict[str, float]]) -> Cost:
 
 
 def clock(runs: Runs, speeds: dict[str, Any]) -> str:
-    """Speed and memory of each arm at each size, and from three sizes on what it is worth at equal time."""
+    """Speed and memory of each arm at each size."""
     measured = alone(speeds)
     cost, rows = seconds(measured), []
     trained = grouped(runs, "model.dim", "model.residual")
@@ -153,10 +181,14 @@ def clock(runs: Runs, speeds: dict[str, Any]) -> str:
         ends = [f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))] if group else ["-", "-"]
         rows.append([str(width), f"`{arm}`", *cells, *ends])
     head = ["width", "", "thousand tokens a second", "of plain", "GiB", "seconds of a run", "bits per byte"]
+    return grid(head, rows)
+
+
+def clocked(runs: Runs, speeds: dict[str, Any]) -> str:
+    """What arms are worth at equal time, from three sizes on."""
+    cost = seconds(alone(speeds))
     timed = [run for run in runs if cost(run) is not None]
-    words = "\nFits to seconds, and what an arm is worth in the plain residual's:\n\n"
-    fitted = fits(timed, cost) + without_a_size(timed, cost)
-    return grid(head, rows) + (words + fitted if fitted else "")
+    return "\n".join(filter(None, (fits(timed, cost), without_a_size(timed, cost)))) or NO_CURVES
 
 
 def worth(runs: Runs, speeds: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The tables of docs/results/study.md, from the raw runs in runs/: `python studies/attention-residuals/page.py`.
+"""The tables of the study's two pages, from the raw runs in runs/: `python studies/attention-residuals/page.py`.
 
 Needs no GPU. Each archive is a study's folder without weights, one for each recipe; a table whose archive is not there
 says so. Differences are taken seed by seed between runs that share every setting but the residual's.
@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import curves
 import pictures
@@ -16,7 +16,7 @@ import repeats
 import tables
 from records import HERE, Runs, finished, grid, left_out, taken, unpacked
 
-PAGE = HERE.parent.parent / "docs" / "results" / "study.md"
+PAGES = [HERE.parent.parent / "docs" / "results" / name for name in ("study.md", "study-tables.md")]
 MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 
 
@@ -35,10 +35,6 @@ def cost(found: dict[str, Runs]) -> str:
     return grid(["recipe", "runs", "tokens", "H200 minutes"], rows)
 
 
-def beside_speeds(table: Callable[[Runs, dict[str, Any]], str]) -> Callable[[dict[str, Runs]], str]:
-    return lambda found: table(finished(taken("scaling", found)), curves.speeds())
-
-
 TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": tables.noise, "rates": tables.rates, "query": tables.query, "transfer": tables.transfer,
     "ablations": tables.ablations, "longer": tables.ablations, "dynamics": tables.dynamics, "hybrid": tables.hybrid,
@@ -47,7 +43,13 @@ TABLES: dict[str, Callable[[Runs], str]] = {
 SWEEPS = ("rates", "hybrid", "query", "transfer")  # tables that show where a run fails
 OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {
     "again": repeats.again, "repeats": repeats.repeats, "onset": repeats.onset, "sizes": curves.sizes, "cost": cost,
-    "worth": beside_speeds(curves.worth), "clock": beside_speeds(curves.clock),
+}  # fmt: skip
+SPEEDS = curves.speeds()
+OF_SCALING: dict[str, Callable[[Runs], str]] = {
+    "worth": partial(curves.worth, speeds=SPEEDS), "clock": partial(curves.clock, speeds=SPEEDS),
+    "clocked": partial(curves.clocked, speeds=SPEEDS), "full": curves.beside_full, "lead": curves.lead,
+    "curves": curves.fits, "missed": curves.missed, "without": curves.without_a_size,
+    "fulls": partial(curves.fits, base=curves.FULL),
 }  # fmt: skip
 # Not by `headwater study`, but by scripts of their own.
 MEASURED = {"importance": tables.importance, "hops": tables.hops, "copying": tables.copying}
@@ -60,6 +62,8 @@ def filled(text: str, found: dict[str, Runs]) -> str:
         name = match[2]
         if name in OF_ALL:
             made = OF_ALL[name](found)
+        elif name in OF_SCALING:
+            made = OF_SCALING[name](finished(taken("scaling", found))) or curves.NO_CURVES
         elif name in TABLES:
             runs = taken(name, found)
             ended = [run for run in runs if run.summary or (run.stopped and name in SWEEPS)]
@@ -76,12 +80,13 @@ def filled(text: str, found: dict[str, Runs]) -> str:
 
 def main() -> int:
     with unpacked(HERE / "runs") as found:
-        text = filled(PAGE.read_text(), found)
+        for page in PAGES:
+            before = page.read_text(encoding="utf-8")
+            text = filled(before, found)
+            page.write_text(text, encoding="utf-8")
+            print(f"{page.name}: {'as it was' if text == before else 'written'}")
         for file, drawn in pictures.pictures(found).items():
             file.write_text(drawn, encoding="utf-8")
-    changed = text != PAGE.read_text()
-    PAGE.write_text(text)
-    print(f"{PAGE.name}: {'written' if changed else 'as it was'}")
     return 0
 
 
