@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 
 # The site, in build/site: open build/site/index.html. A broken link, or a page that nothing leads to, is an error.
 docs: $(DOCS)
-	PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	PYTHONPATH=$(CURDIR) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open build/site/index.html"
 
 # Bytecode is kept, whatever the shell says, and that of installed packages beside them, where it may be already: else each

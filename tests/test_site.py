@@ -169,7 +169,12 @@ def test_a_fault_stops_the_build(fault, tmp_path):
 @pytest.mark.parametrize("settings", [{}, PHONE | {"color_scheme": "dark"}], ids=["desk", "phone in the dark"])
 def test_it_reads_from_disk(settings, site, visit):
     page = visit(site / "index.html", within=site, **settings)
-    for name in ("start/tutorial.html", "reference/residuals/attnres-block.html", "reference/commands.html"):
+    for name in (
+        "start/tutorial.html",
+        "reference/residuals/attnres-block.html",
+        "reference/commands.html",
+        "results/study.html",
+    ):
         page.goto((site / name).as_uri())
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), name
     assert page.evaluate("document.fonts.size") == 1
@@ -179,7 +184,7 @@ def test_it_reads_from_disk(settings, site, visit):
 @pytest.mark.browser
 def test_pictures_keep_their_size_on_a_phone(site, visit):
     """They have two panels of 380 pixels, with words for that size; the page itself is no wider than the phone."""
-    page = visit(site / "results" / "study.html", within=site, **PHONE)
+    page = visit(site / "results" / "study-tables.html", within=site, **PHONE)
     pictures = page.locator("img[src$='.svg']").all()
     assert len(pictures) > 3
     assert {round(picture.bounding_box()["width"]) for picture in pictures} == {640}
@@ -191,7 +196,7 @@ def test_pictures_keep_their_size_on_a_phone(site, visit):
 @pytest.mark.parametrize("settings", [{}, PHONE], ids=["desk", "phone"])
 def test_a_row_of_numbers_is_a_line(settings, site, visit):
     """An interval that breaks over three lines cannot be held against the one below it."""
-    page = visit(site / "results" / "study.html", within=site, **settings)
+    page = visit(site / "results" / "study-tables.html", within=site, **settings)
     rows = "[...document.querySelectorAll('table:has(th:nth-child(5)) tbody tr')].map(row => row.offsetHeight)"
     heights = page.evaluate(rows)
     assert len(heights) > 50

@@ -32,7 +32,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     PAGES.update({**residual_pages.pages(), **python_pages.pages(), "reference/commands.md": command_page.page()})
     rooms = [name for name in PAGES if name.startswith("reference/python/")]
     own = [{name: f"reference/residuals/{name}.md"} for name in names()]
-    fill(config.nav, {"Residuals": own, "Python": rooms, "Results": residual_pages.STUDY})
+    fill(config.nav, {"Residuals": own, "Python": rooms})
     return config
 
 

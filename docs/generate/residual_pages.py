@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 DIFFERENCES = ROOT / "docs" / "explanation" / "implementations.md"
 MATRICES = ROOT / "studies" / "mixing-matrices" / "results.json"
 RUNS = ROOT / "studies" / "attention-residuals" / "runs"  # an archive of run folders a recipe
-STUDY = [page for page in ("results/study.md", "study.md") if (ROOT / "docs" / page).exists()][:1]
 STARTS = {
     "exact": "It starts as the plain residual: every read is the same to the last digits.",
     "scaled": "It starts as the plain residual up to a scale, which the norm of the reader cancels, "
@@ -154,7 +153,6 @@ def study(name: str) -> str:
         for recipe, group in groups()
         if group.residual.partition(":")[0] == name and (bits := group.final("bits_per_byte")) is not None
     ]
-    link = f"[All of it](../../{STUDY[0]})." if STUDY else "The study is in `studies/attention-residuals`."
     if not rows:
         return ""
     head = ["recipe", "runs", "seeds", "bits per byte", "against the plain residual"]
@@ -162,8 +160,8 @@ def study(name: str) -> str:
         5 if any(row[-1] for row in rows) else 4
     )  # of the plain residual itself, or where none has the same settings
     lines = [f"| {' | '.join(row[:columns])} |" for row in (head, ["---"] * 5, *rows)]
-    words = "Verdicts are such that all of a recipe hold together; the study's page judges each arm by itself."
-    return "## In the study\n\n" + "\n".join(lines) + f"\n\n{words} {link}"
+    words = "Verdicts are such that all of a recipe hold together; the study's tables judge each arm by itself."
+    return "## In the study\n\n" + "\n".join(lines) + f"\n\n{words} [All of it](../../results/study.md)."
 
 
 @cache

@@ -47,7 +47,7 @@ OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {
 SPEEDS = curves.speeds()
 OF_SCALING: dict[str, Callable[[Runs], str]] = {
     "worth": partial(curves.worth, speeds=SPEEDS), "clock": partial(curves.clock, speeds=SPEEDS),
-    "clocked": partial(curves.clocked, speeds=SPEEDS), "full": curves.beside_full, "lead": curves.lead,
+    "clocked": partial(curves.clocked, speeds=SPEEDS), "beside": curves.beside_full, "lead": curves.lead,
     "curves": curves.fits, "missed": curves.missed, "without": curves.without_a_size,
     "fulls": partial(curves.fits, base=curves.FULL),
 }  # fmt: skip
