@@ -1,9 +1,9 @@
 """How often do the intervals of a scaling fit hold? Curves that are known, with noise that is known, many times over.
 
-    PYTHONPATH=. python studies/scaling-intervals/run.py                        # six minutes on one core
+    PYTHONPATH=. python studies/scaling-intervals/run.py                        # ten minutes on one core
 
-Each case has seeds at four budgets, of a residual and of the baseline, and the noise of each budget. The table has how
-often the true multiplier at each budget lies inside its interval, and how wide that is in the middle of all cases.
+Each case has arms with seeds at four budgets, and the noise of each budget. Of each arm but the baseline it prints how
+often the true multiplier at each budget lies inside its interval, and how wide that is in the middle of all draws.
 """
 
 import argparse
@@ -17,29 +17,40 @@ BUDGETS = (1.5e15, 1e16, 4.5e16, 1.4e17)
 PLAIN, BETTER = Fit(1.047, 0.331, 0.265, 5.1e15), Fit(1.06, 0.285, 0.29, 5.1e15)
 LARGER = 0.0145, 0.0022, 0.0022, 0.0022
 EVEN = (0.004,) * 4
-QUIET = 0.0123, 0.0004, 0.0004, 0.0004  # as the study's plain residual
-# Seeds of the residual and of the baseline, noise of each, and how far runs of equal seed vary together.
+SEEDS = 6, 3, 2, 1
+# As the arms of the study's scaling; how far runs vary of which there is one from the second budget on is a guess.
+STUDY = {
+    "standard": (SEEDS, (0.0123, 0.0004, 0.0004, 0.0004)),
+    "attnres-block": (SEEDS, (0.0136, 0.0033, 0.0033, 0.0033)),
+    "attnres-full": (SEEDS, (0.0171, 0.0033, 0.0033, 0.0033)),
+    "mhc": ((4, 1, 2, 1), (0.0068, 0.008, 0.008, 0.008)),
+    "muddformer:norm=true": ((1, 3, 1, 1), (0.0145, 0.008, 0.008, 0.008)),
+    "embedding-skip": ((4, 1, 1, 1), (0.0052, 0.0033, 0.0033, 0.0033)),
+    "completep": ((3, 1, 1, 1), (0.0119, 0.0033, 0.0033, 0.0033)),
+}
+# Arms with their seeds and noise, the baseline first, and how far runs of equal seed vary together.
 CASES = (
-    ((6, 3, 2, 1), (6, 3, 1, 1), LARGER, LARGER, 0.0),
-    ((4, 1, 1, 1), (6, 3, 2, 1), LARGER, LARGER, 0.0),
-    ((6, 3, 2, 1), (6, 3, 2, 1), EVEN, EVEN, 0.0),
-    ((6, 3, 2, 1), (6, 3, 2, 1), EVEN, EVEN, 0.8),
-    ((3, 3, 3, 3), (3, 3, 3, 3), EVEN, EVEN, 0.0),
-    ((6, 3, 2, 1), (6, 3, 2, 1), (0.0145, 0.0033, 0.0033, 0.0033), QUIET, 0.0),  # as Block and Full
-    ((1, 3, 1, 1), (6, 3, 2, 1), (0.0145, 0.008, 0.008, 0.008), QUIET, 0.0),  # as MUDDFormer with norms
-    ((4, 1, 2, 1), (6, 3, 2, 1), (0.0068, 0.008, 0.008, 0.008), QUIET, 0.0),  # as mHC
-)
+    ({"standard": ((6, 3, 1, 1), LARGER), "better": (SEEDS, LARGER)}, 0.0),
+    ({"standard": (SEEDS, LARGER), "better": ((4, 1, 1, 1), LARGER)}, 0.0),
+    ({"standard": (SEEDS, EVEN), "better": (SEEDS, EVEN)}, 0.0),
+    ({"standard": (SEEDS, EVEN), "better": (SEEDS, EVEN)}, 0.8),
+    ({"standard": ((3,) * 4, EVEN), "better": ((3,) * 4, EVEN)}, 0.0),
+    *(({name: STUDY[name] for name in ("standard", arm)}, 0.0) for arm in [*STUDY][1:5]),
+    (STUDY, 0.0),
+)  # fmt: skip
 
 
-def drawn(seeds, plain_seeds, noise, plain_noise, share, random):
+def drawn(arms, share, random):
     """Losses by residual, budget and seed."""
     shared = {(c, s): random.standard_normal() for c in BUDGETS for s in range(8)}
-    points = {"standard": {}, "better": {}}
-    cases = zip(BUDGETS, seeds, plain_seeds, noise, plain_noise, strict=True)
-    for c, count, plain_count, sigma, plain_sigma in cases:
-        own = {s: share * shared[c, s] + math.sqrt(1 - share**2) * random.standard_normal() for s in range(count)}
-        points["standard"][c] = {s: PLAIN.loss(c) + plain_sigma * shared[c, s] for s in range(plain_count)}
-        points["better"][c] = {s: BETTER.loss(c) + sigma * own[s] for s in own}
+    points = {}
+    for name, (seeds, noise) in arms.items():
+        curve, alike = (PLAIN, 1.0) if name == "standard" else (BETTER, share)
+        apart = math.sqrt(1 - alike**2)
+        points[name] = {
+            c: {s: curve.loss(c) + sigma * (alike * shared[c, s] + apart * random.standard_normal()) for s in range(n)}
+            for c, n, sigma in zip(BUDGETS, seeds, noise, strict=True)
+        }
     return points
 
 
@@ -49,16 +60,21 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=300)
     flags = parser.parse_args()
     true = [PLAIN.compute(BETTER.loss(c)) / c for c in BUDGETS]
-    for case in CASES:
-        random, held, widths = np.random.default_rng(0), np.zeros(len(BUDGETS)), []
+    for arms, share in CASES:
+        random, others = np.random.default_rng(0), [name for name in arms if name != "standard"]
+        held, widths = {name: np.zeros(len(BUDGETS)) for name in others}, {name: [] for name in others}
         for seed in range(flags.times):
-            found = compare_scaling(drawn(*case, random), "standard", draws=flags.draws, seed=seed)[1].multipliers
-            spans = [(found[c].low, found[c].high) if found[c] else (-math.inf, math.inf) for c in BUDGETS]
-            held += [low <= value <= high for value, (low, high) in zip(true, spans, strict=True)]
-            widths.append([high - low for low, high in spans])
-        shown = " ".join(f"{share:.2f} ({width:.2f})" for share, width in zip(held / flags.times, np.median(widths, 0)))
-        words = "seeds {} and {}, noise {} and {}, shared {}".format(*case)
-        print(f"{words}: {shown}", flush=True)
+            for found in compare_scaling(drawn(arms, share, random), "standard", draws=flags.draws, seed=seed)[1:]:
+                met = [found.multipliers[c] for c in BUDGETS]
+                spans = [(each.low, each.high) if each else (-math.inf, math.inf) for each in met]
+                held[found.residual] += [low <= value <= high for value, (low, high) in zip(true, spans, strict=True)]
+                widths[found.residual].append([high - low for low, high in spans])
+        print(f"{len(arms)} arms, the baseline {arms['standard']}, shared {share}:", flush=True)
+        for name in others:
+            cells = zip(held[name] / flags.times, np.median(widths[name], 0), strict=True)
+            print(
+                f"  {name} {arms[name]}: {' '.join(f'{part:.2f} ({width:.2f})' for part, width in cells)}", flush=True
+            )
 
 
 if __name__ == "__main__":

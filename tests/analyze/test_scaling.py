@@ -101,11 +101,13 @@ def test_intervals_hold_as_often_as_they_say(seeds, noise):
 def test_the_study_of_intervals_draws_runs_that_vary_as_it_says(script):
     study = script("studies/scaling-intervals/run.py")
     random = np.random.default_rng(0)
-    quiet = study.drawn((2, 1, 1, 1), (3, 1, 1, 1), (0.0,) * 4, (0.0,) * 4, 0.0, random)
+    still = (0.0,) * 4
+    quiet = study.drawn({"standard": ((3, 1, 1, 1), still), "better": ((2, 1, 1, 1), still)}, 0.0, random)
     smallest = study.BUDGETS[0]
     assert quiet["better"][smallest] == dict.fromkeys(range(2), study.BETTER.loss(smallest))
     assert quiet["standard"][smallest] == dict.fromkeys(range(3), study.PLAIN.loss(smallest))
-    cases = [study.drawn((8,) * 4, (8,) * 4, (1.0, 2.0, 2.0, 2.0), (3.0,) * 4, 0.8, random) for _ in range(200)]
+    arms = {"standard": ((8,) * 4, (3.0,) * 4), "better": ((8,) * 4, (1.0, 2.0, 2.0, 2.0))}
+    cases = [study.drawn(arms, 0.8, random) for _ in range(200)]
     for c, sigma in zip(study.BUDGETS, (1, 2, 2, 2), strict=True):
         mine, plain = ([case[name][c][s] for case in cases for s in range(8)] for name in ("better", "standard"))
         assert np.std(mine) == pytest.approx(sigma, rel=0.1)
