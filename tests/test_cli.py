@@ -604,10 +604,15 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
         assert main(["scaling", "a", "--lr", rate, "--out", "c.svg", "--plugin", "json"]) == 0
         assert (rated["lr"], drawn["path"]) == (lr, Path("c.svg"))
         assert ("Learning rates, by operations" in capsys.readouterr().out) == (lr == "best")
-    runs = [SimpleNamespace(summary=summary) for summary in (None, {}, None)]
+    summaries = [{"bits_per_byte": loss} for loss in (1.0, None, 1.0)]
+    runs = [SimpleNamespace(summary=summary) for summary in (None, *summaries)]
     called(rates_module, "at_rate", runs), called(scaling_module, "points_of", {})
     assert main(["scaling", "a"]) == 0
-    assert "Left out, as they have not finished or diverged: 2 of 3 runs\n" in capsys.readouterr().out
+    assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out
+    called(runs_module, "read_runs", runs), called(rates_module, "at_rate", runs[-1:])  # the best has a result
+    called(rates_module, "rates_by_budget", "")
+    assert main(["scaling", "a", "--lr", "best"]) == 0
+    assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out
 
     rows = called(table_module, "residual_table", [])
     monkeypatch.setattr(table_module, "print_table", lambda rows: None)

@@ -147,7 +147,7 @@ def read_run(folder: Path) -> RecordedRun:
         stopped=stop_reason(rows, train) or last_words(folder / "log.txt") if summary is None else "",
         beside=beside if isinstance(beside, int) else None,
         tokenizer=read_tokenizer(folder / "tokenizer.json"),
-        corpus=read_corpus(folder.resolve()),
+        corpus=read_corpus(folder.resolve(), summary or {}),
         switches=tuple(f"model.{key}" for key in re.findall(r"\+([a-z]\w*)=", arm)),
     )
 
@@ -164,13 +164,14 @@ def section(config: Record, name: str) -> Record:
     return found if isinstance(found, dict) else {}
 
 
-def read_corpus(run: Path) -> Record:
-    """What the comparison or the study that a run belongs to has recorded of its text; empty for a run by itself."""
+def read_corpus(run: Path, summary: Record) -> Record:
+    """What the comparison or the study that a run belongs to has recorded of its text, or the run when it ended; empty
+    for an earlier run by itself."""
     for name, key in (("compare.json", "corpus"), ("corpora.json", run.name)):
         path = run.parent.parent / name
         if run.parent.name == "runs" and path.is_file():
             return section(read_object(path), key)
-    return {}
+    return {key: value for key, value in summary.items() if key == "source_hash"}
 
 
 def read_tokenizer(path: Path) -> str:

@@ -288,7 +288,7 @@ def points_of(
         c, value = cost(run), number((run.summary or {}).get(loss))
         if c is None or value is None:
             continue
-        if (first := next(iter(known.values()), run)) is not run and not same_text(first, run):
+        if (first := next((first for first in known.values() if not same_text(first, run)), None)) is not None:
             raise UserError(
                 f"{first.name} ({corpus(first)}) and {run.name} ({corpus(run)}) have seen different text, so their "
                 "losses lie on no curve: fit the runs of each text by themselves"
@@ -309,9 +309,9 @@ def points_of(
 
 
 def same_text(one: RecordedRun, other: RecordedRun) -> bool:
-    """By what comparisons and studies have noted of it; of a run by itself, by its name."""
+    """By its hash; where that of one is not known, as of early runs, by what it is called, wherever it lay."""
     known = [run.corpus.get("source_hash") for run in (one, other)]
-    named = [section(run.config, "data").get("source") for run in (one, other)]
+    named = [[Path(name).name for name in section(run.config, "data").get("source", ())] for run in (one, other)]
     first, second = known if all(known) else named
     return bool(first == second)
 

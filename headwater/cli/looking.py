@@ -98,15 +98,16 @@ def scaling(argv: list[str]) -> None:
     flags = parse(ScalingFlags, argv, scaling)
     with user_values():
         from headwater.analyze.rates import at_rate, rates_by_budget
-        from headwater.analyze.runs import beside, read_runs
+        from headwater.analyze.runs import beside, number, read_runs
         from headwater.analyze.scaling import compare_scaling, operations, points_of, table, write_plot
 
         runs = read_runs(list(flags.folders))
         taken = at_rate(runs, flags.lr)
         found = compare_scaling(points_of(taken), flags.baseline)
         say(table(found, flags.baseline))
-        if missing := sum(run.summary is None for run in taken):
-            say(f"Left out, as they have not finished or diverged: {missing} of {len(taken)} runs")
+        asked = runs if flags.lr == "best" else taken
+        if missing := sum(number((run.summary or {}).get("bits_per_byte")) is None for run in asked):
+            say(f"Left out, as they have not finished or diverged: {missing} of {len(asked)} runs")
         if flags.lr == "best":
             say(f"Learning rates, by operations:\n{rates_by_budget(runs, operations)}")
         out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out

@@ -57,6 +57,8 @@ class TrainResult:
     headwater: str
     code: str = ""
     """What `code_of` said of headwater when the run began, or was last taken up."""
+    source_hash: str = ""
+    """Of its text: runs with the same have seen the same documents, and were judged on the same."""
 
     @classmethod
     def read(cls, folder: str | Path) -> TrainResult:

@@ -384,6 +384,7 @@ def finish(run: Run) -> TrainResult:
         torch=str(torch.__version__),
         headwater=__version__,
         code=run.code,
+        source_hash=run.identity["corpus"]["source_hash"],
     )
     if run.ranks.main:
         result.write()

@@ -113,7 +113,11 @@ def test_how_many_ran_side_by_side_is_read_or_unknown(tmp_path, monkeypatch, job
     folder = make_comparison(tmp_path / "compare", ["standard"], [0], jobs, layers=1, steps=5)
     assert read_run(folder / "runs" / "0-seed0").beside == beside
     assert read_run(folder / "runs" / "0-seed0").corpus["source_hash"] == "7d69e0bf02c6e71c"
-    assert read_run(make_run(tmp_path / "alone", layers=1, steps=5)).corpus == {}
+    alone = make_run(tmp_path / "alone", layers=1, steps=5)
+    assert read_run(alone).corpus == {}
+    summary = json.loads((alone / "summary.json").read_text())
+    (alone / "summary.json").write_text(json.dumps({**summary, "source_hash": "1a2b"}))
+    assert read_run(alone).corpus == {"source_hash": "1a2b"}
     monkeypatch.chdir(folder / "runs" / "0-seed0")
     assert read_run(Path()).corpus["source_hash"] == "7d69e0bf02c6e71c"
     assert read_run(make_run(folder / "others" / "alone", layers=1, steps=5)).corpus == {}

@@ -285,6 +285,10 @@ def test_of_several_learning_rates_one_is_taken_or_the_best_of_each_residual_and
     assert [run.name for run in at_rate(runs, 0.002)] == ["a-1.9", "a-2.4", "a-1.7", "b-2.2"]
     best = at_rate([*runs, unfinished], "best")
     assert [run.name for run in best] == ["a-2.0", "a-2.1", "a-1.7", "b-2.2"]
+    plain = [recorded("standard", 10, 1000, bits, 0, lr) for lr, bits in ((0.001, 1.5), (0.002, 1.4))]
+    for run, factor in zip(plain, (0.1, 1.0), strict=True):  # it has no queries, so this is one sweep
+        run.config["optim"]["query_lr"] = factor
+    assert [run.name for run in at_rate(plain, "best")] == ["standard-1.4"]
     with pytest.raises(UserError, match=r"rate 0.003; there are a with 0.001 and 0.002, b with 0.001 and 0.002$"):
         at_rate(runs, 0.003)
 
@@ -306,7 +310,7 @@ def test_the_best_rates_are_told_with_their_seeds_and_whether_one_beyond_was_tri
 def test_runs_on_different_text_are_not_fitted_together():
     """Where studies have noted what the text was, its name does not count."""
     first, *others = (recorded("a", 10, 1000 * n, 1.0 / n) for n in (1, 2, 3, 4))
-    for run, source, known in zip((first, *others), ("x", "y", "x", "x"), (1, 1, 2, None)):
+    for run, source, known in zip((first, *others), ("in/x", "y", "x", "/of/x"), (1, 1, 2, None)):
         run.config["data"] = {"source": [source]}
         run.corpus.update({"source_hash": f"{known}" * 64} if known else {})
     same, changed, alone = others
@@ -316,6 +320,8 @@ def test_runs_on_different_text_are_not_fitted_together():
         points_of([first, changed])
     with pytest.raises(UserError, match="different text"):
         points_of([same, alone])
+    with pytest.raises(UserError, match=told):
+        points_of([alone, first, changed])  # the first does not know
 
 
 def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):

@@ -381,9 +381,12 @@ def test_what_is_known_of_a_bad_step_goes_when_the_step_is_taken_again(tmp_path,
     assert {path.name for path in run.glob("*-step-*")} == {"nonfinite-step-3.json", "my-step-9.json"}
 
 
-def test_a_result_tells_by_which_code_it_was_made(tmp_path):
+def test_a_result_tells_by_which_code_it_was_made_and_on_which_text(tmp_path):
     """Runs of one release may be by two versions of its files."""
-    assert train(tiny(tmp_path, steps=1), tmp_path / "run").code == code_of() == TrainResult.read(tmp_path / "run").code
+    config = tiny(tmp_path, steps=1)
+    result = train(config, tmp_path / "run")
+    assert result == TrainResult.read(tmp_path / "run")
+    assert (result.code, result.source_hash) == (code_of(), prepare(config.data).identity["source_hash"])
     package = tmp_path / "package"
     (package / "part").mkdir(parents=True)
     hashes = []
