@@ -49,7 +49,7 @@ def convert(argv: list[str]) -> None:
     if flags.layout is not None or flags.remote_code:
         raise UserError(
             f"--layout and --remote-code are for transformers checkpoints, and {flags.folder} is none: convert it "
-            "without them, then what was written with --remote-code"
+            "without them, then what was written with --remote-code, unless it is of headwater's own decoder"
         )
     check_out(flags.out)
     model, tokenizer = hf.export_run(flags.folder)

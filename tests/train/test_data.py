@@ -67,9 +67,12 @@ def test_a_file_has_one_name_in_a_corpus(tmp_path, monkeypatch):
     (tmp_path / "texts" / "inner").mkdir(parents=True)
     (tmp_path / "texts" / "inner" / "a.txt").write_text("some text")
     for other in ("texts/inner", str(tmp_path / "texts" / "inner" / "a.txt")):
-        with pytest.raises(UserError, match=r"a.txt is in two sources, as inner/a.txt and as a.txt: .*--source"):
+        with pytest.raises(UserError, match=r"a.txt is there twice, as inner/a.txt and as a.txt: .*--source"):
             find_files(("texts", other))
     assert len(find_files(("texts", "texts"))) == 2  # a larger share of the same
+    (tmp_path / "linked.txt").symlink_to(tmp_path / "texts" / "inner" / "a.txt")
+    with pytest.raises(UserError, match=r"a.txt is there twice, as inner/a.txt and as linked.txt: .*links"):
+        find_files(("texts", "linked.txt"))
 
 
 def test_an_epoch_takes_every_window_once_and_seeds_differ(tmp_path):

@@ -56,7 +56,7 @@ def test_cuts_are_even_or_as_asked():
     [
         (2, 1, 3, {}, r"batch_size \(2\) must be .* the 3 ranks that share the batch: try --batch-size 3"),
         (12, 2, 4, {}, "--batch-size 16"),
-        (6, 1, 1, {"pipeline": 2}, r"pipeline \(2\) keeps .* train.accumulate is 1: try --accumulate 2"),
+        (6, 1, 1, {"pipeline": 2}, r"pipeline \(2\) .*; got 1: try --accumulate 2"),
         (5, 5, 1, {"pipeline": 2, "chunks": 2}, "--accumulate 6"),
         (6, 6, 1, {"pipeline": 2, "chunks": 2}, None),
         (6, 3, 1, {"pipeline": 2}, None),

@@ -678,7 +678,16 @@ def test_summary_and_resolved_configuration(tmp_path):
     summary = train(tiny(tmp_path), tmp_path / "run")
     keys = "residual seed parameters residual_parameters flops_per_token tokens steps seconds peak_memory_bytes loss"
     saved = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert set(saved) == {*keys.split(), "skipped_steps", "bits_per_byte", "device", "torch", "headwater", "code"}
+    assert set(saved) == {
+        *keys.split(),
+        "skipped_steps",
+        "bits_per_byte",
+        "device",
+        "torch",
+        "headwater",
+        "code",
+        "source_hash",
+    }
     assert {**saved, "folder": tmp_path / "run"} == asdict(summary) == asdict(TrainResult.read(tmp_path / "run"))
     assert summary.tokens == STEPS * 4 * 32
     assert summary.peak_memory_bytes > 50 * 2**20

@@ -168,7 +168,7 @@ def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
         listing = "\n  ".join(differing)
         raise UserError(
             f"the checkpoint {folder} {other}:\n  {listing}\n{cure}, or start a new run in another --out, with its "
-            f"weights by --init-from {folder}"
+            f"weights by --init-from {quote(str(folder))}"
         )
 
 

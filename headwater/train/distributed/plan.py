@@ -180,8 +180,8 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     data, left = divmod(world, pipeline * tensor)
     if left or data < 1:
         raise UserError(
-            f"{world} ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor ({tensor}): "
-            "give another --world"
+            f"the number of ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor "
+            f"({tensor}), 1 or more; got --world {world}"
         )
     windows = windows_per_micro(config, data)
     shards = settings.shard or data

@@ -72,8 +72,8 @@ def windows_per_micro(config: Config, data: int) -> int:
     uneven = micros % max(1, micros // row) if settings.chunks > 1 else micros < row
     if row > 1 and settings.pipeline_schedule == "1f1b" and uneven:
         raise UserError(
-            f"parallel.pipeline ({row}) keeps as many micro-batches in flight, or with parallel.chunks rounds of as "
-            f"many, and train.accumulate is {micros}: try --accumulate {-(-micros // row) * row}"
+            f"train.accumulate must be parallel.pipeline ({row}) or more, and with parallel.chunks a number of "
+            f"micro-batches that divides into equal rounds; got {micros}: try --accumulate {-(-micros // row) * row}"
         )
     if size % (micros * data):
         raise UserError(
