@@ -138,6 +138,8 @@ def test_every_public_name_and_every_command_is_in_the_reference(pages):
     commands = pages["reference/commands.html"]
     assert all(f'id="{command}"' in commands for command in cli.COMMANDS)
     assert all(f"<code>{flag}</code>" in commands for flag in ("--residual", "--query-lr", "--pipeline", "--prompt"))
+    assert commands.count("<code>--query-lr</code>") == 1  # compare and plan say whose flags they take
+    assert len(re.findall('<strong>Optim</strong> as of <a href="#train">', commands)) == 2
 
 
 BROKEN = {
@@ -201,6 +203,17 @@ def test_a_row_of_numbers_is_a_line(settings, site, visit):
     heights = page.evaluate(rows)
     assert len(heights) > 50
     assert max(heights) < 40
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_what_a_flag_means_is_seen_on_a_phone(site, visit):
+    for name in ("reference/commands.html", "reference/residuals/attnres-block.html"):
+        page = visit(site / name, within=site, **PHONE)
+        cells = "[...document.querySelectorAll('.flags td:last-child')].map(cell => cell.getBoundingClientRect())"
+        places = page.evaluate(f"{cells}.map(place => [place.left, place.right])")
+        assert len(places) > 10
+        assert all(left >= 0 and right <= 390 for left, right in places)
 
 
 @pytest.mark.slow

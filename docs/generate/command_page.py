@@ -25,10 +25,10 @@ class Asked(Exception):
 
 
 def page() -> str:
-    parts = [INTRODUCTION]
+    parts, shown = [INTRODUCTION], dict[str, str]()
     for name, command in cli.COMMANDS.items():
         parser = parser_of(command)
-        parts.append(f"## {name}\n\n{(command.__doc__ or '').strip()}\n\n{tables(name, parser)}")
+        parts.append(f"## {name}\n\n{(command.__doc__ or '').strip()}\n\n{tables(name, parser, shown)}")
     return "\n".join(parts)
 
 
@@ -49,18 +49,28 @@ def parser_of(command: Any) -> argparse.ArgumentParser:
         return tyro.extras.get_parser(flags, config=SHAPE, **extra)
 
 
-def tables(name: str, parser: argparse.ArgumentParser) -> str:
-    """A table for each group of flags; one group is not named."""
-    found = []
+def tables(name: str, parser: argparse.ArgumentParser, shown: dict[str, str]) -> str:
+    """A table for each group of flags; one group is not named. `shown`: the command that has a named one already."""
+    found, again = [], list[str]()
     positional = [action.metavar for action in parser._actions if not action.option_strings]
     usage = " ".join(["headwater", name, *(str(word) for word in positional), "[FLAGS]"])
     for group in parser._action_groups:
         rows = [row(action) for action in group._group_actions if action.dest != "help"]
-        title = str(group.title).removesuffix(" options")
-        head = f"**{title.capitalize()}**\n\n" if title not in ("options", "positional arguments") else ""
-        if rows:
-            found.append(head + "| flag | takes | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+        title = str(group.title).removesuffix(" options").capitalize()
+        named = title not in ("Options", "Positional arguments")
+        table = wrapped("| flag | takes | default | |\n|---|---|---|---|\n" + "\n".join(rows))
+        if named and shown.setdefault(table, name) != name:
+            again.append(f"**{title}** as of [{shown[table]}](#{shown[table]})")
+        elif rows:
+            found.append(f"**{title}**\n\n{table}" if named else table)
+    if again:
+        found.append(f"The flags of {', '.join(again)}.\n")
     return f"`{usage}`\n\n" + "\n".join(found or ["It takes no flags.\n"])
+
+
+def wrapped(table: str) -> str:
+    """For docs/assets/site.css, which makes a paragraph of each row on a phone."""
+    return f'<div class="flags" markdown>\n\n{table}\n\n</div>\n'
 
 
 def row(action: argparse.Action) -> str:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from command_page import wrapped
 from mathematics import symbols, typeset
 
 from benchmarks.tables import step_costs
@@ -81,7 +82,8 @@ def described(name: str) -> str:
     sentences = re.split(r"(?<=\.) (?=[A-Z`])", text)
     text = " ".join(line for line in sentences if not re.match(rf"(?:(?:Options|How it is)[^`]*)?`(?:{listed})`", line))
     text = re.sub(r"(?<=\.) (?=(At initialisation|Cost|Left out|Options, |How it is computed)\b)", "\n\n", text)
-    text = re.sub(r"^(At initialisation|Cost|Left out|How it is computed):", r"**\1.**", text, flags=re.M)
+    labels = r"^(At initialisation|Cost|Left out|How it is computed): ([a-z]{2,})?"
+    text = re.sub(labels, lambda m: f"**{m[1]}.** {(m[2] or '').capitalize()}", text, flags=re.M)
     return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text.replace("<", "&lt;"))
 
 
@@ -110,7 +112,7 @@ def options(name: str) -> str:
     ]
     first = f"`{name}:{found[0].name}=...`"
     head = "| option | default | takes | means |\n|---|---|---|---|\n"
-    return f"Options follow the name: {first}.\n\n{head}" + "\n".join(lines)
+    return f"Options follow the name: {first}.\n\n" + wrapped(head + "\n".join(lines))
 
 
 def costs(name: str, row: Row) -> str:
