@@ -8,7 +8,7 @@ from typing import Any
 
 from headwater.analyze.plot import Line, Panel
 
-ROW, LEFT, WIDTH = 34, 220, 720
+ROW, LEFT, WIDTH = 34, 270, 720
 STYLE = """<style>
 text { fill: #222222 } .quiet { fill: #555555 }
 @media (prefers-color-scheme: dark) { text { fill: #e2e2e2 } .quiet { fill: #b0b0b0 } }

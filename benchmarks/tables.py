@@ -241,6 +241,12 @@ def filled(text: str) -> str:
     return MARKS.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[3]}" if m[2] in TABLES else m[0], text)
 
 
+def plain_name(arm: str) -> str:
+    """Of an arm of the stack, or of its CUDA graph, as the table beside the figure calls it."""
+    name, comma, how = arm.partition(", ")
+    return re.sub("[*`]", "", ARMS[name]) + comma + how
+
+
 def figures() -> dict[Path, str]:
     """By the file that each is drawn to."""
     panels = [
@@ -248,7 +254,7 @@ def figures() -> dict[Path, str]:
         panel_of("ms a token, by context", "tokens in the cache", read("h200-generate-context")["context"]),
     ]
     return {
-        ASSETS / "performance.svg": svg(bars([read(name) for name in STACK])),
+        ASSETS / "performance.svg": svg([(plain_name(arm), *ms) for arm, *ms in bars([read(name) for name in STACK])]),
         ASSETS / "decoding.svg": picture(panels, "Milliseconds a token by depth and by context"),
     }
 
