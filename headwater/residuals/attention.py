@@ -92,7 +92,8 @@ FULL = "h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding v_0 an
 class AttentionResidual(Residual):
     """h_i = sum_n softmax_n(<q_i, RMSNorm(b_n)>) b_n over the embedding b_0, finished block sums b_n, the running sum.
 
-    `block`: sublayers whose outputs are summed to one source; 1 is Full Attention Residuals, every output a source.
+    `block`: sublayers whose outputs are summed to one source, by default an eighth of all, two at least; 1 is Full
+        Attention Residuals, every output a source.
     At initialisation: queries are zero, so a read is the mean of its sources, which is the plain residual up to a
     positive scale that the reader's pre-norm cancels. A read of one source is that source and has no parameters.
     Cost: 2 D parameters a read; the state holds one tensor per source; reads move N + 1 passes each.
