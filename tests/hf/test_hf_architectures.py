@@ -5,10 +5,14 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from tinyhf import sample, stir, tiny_model, tokens
 from torch import nn
-from transformers import AutoModelForCausalLM, T5Config, T5Model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, T5Config, T5Model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.architectures import MARKS, PAGE, RESULTS, TEXT_OF, tables
@@ -145,6 +149,28 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
         revert("llama")
     with pytest.raises(UserError, match=r"no layout .* 'lama2'; the nearest that is known is 'llama'. .* pass layout="):
         layout_of("lama2", ["lama2"])
+
+
+def test_what_ranks_share_already_is_refused():
+    """Of several ranks each would have trained a residual of its own, without a word."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        refused(r"as a DistributedDataParallel, .* convert it first", DistributedDataParallel(tiny_model("llama")))
+        model = tiny_model("gpt2")
+        fully_shard(model.transformer.h[0], mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UserError, match=r"as a FSDPGPT2Block, .* convert it first"):
+            convert(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_plain_class_that_read_a_converted_folder_is_refused(tmp_path):
+    """Its config says converted, its weights were trained so, and what it computes is neither."""
+    model = tiny_model("llama")
+    convert(model)
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    refused(r"converted, to 'attnres-block:block=2', and .* load it with AutoModel", loaded, "attnres-full")
 
 
 def test_layerdrop_is_refused_and_without_it_a_model_converts_saves_and_loads(tmp_path):

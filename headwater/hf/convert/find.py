@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -43,6 +45,8 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
         if "_conversion" in module.__dict__:
             spec = module.__dict__["_conversion"].depth.residual.spec
             raise UserError(f"this model is already converted, to '{spec}'; headwater.revert it first")
+    _check_loaded(head)
+    _check_unshared(model)
     if layout is None and head.config.model_type in REFUSED:
         layout_of(head.config.model_type)  # whatever parts it has that would fit
     inside = [(name, module) for name, module in head.named_modules() if isinstance(module, PreTrainedModel)]
@@ -61,6 +65,32 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
         f"{type(head).__name__}: no part of it has decoder layers '{known.layers}' and a final norm "
         f"'{known.final_norm}', as the layout of '{model_type}' says"
     )
+
+
+def _check_loaded(head: PreTrainedModel) -> None:
+    """A plain class that reads a converted folder leaves out what its weights were trained with, and says so in a
+    table of unexpected keys."""
+    if head.config.model_type.startswith(PREFIX) and not type(head.config).model_type.startswith(PREFIX):
+        spec = getattr(head.config, "headwater", {}).get("residual")
+        raise UserError(
+            f"{type(head).__name__}, a plain class, was loaded from a folder that is converted, to '{spec}', and leaves "
+            "that residual out: load it with AutoModelForCausalLM after `import headwater.hf`. For the plain model "
+            "there is the command headwater revert"
+        )
+
+
+def _check_unshared(model: nn.Module) -> None:
+    """What is added after ranks share a model is averaged by nobody: each rank would train a residual of its own."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule  # which takes a second to import, and is of no use to one process
+
+    shared = next((type(m) for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule)), None)
+    if shared is not None:
+        raise UserError(
+            f"the model is shared by ranks already, as a {shared.__name__}, and each would train what is added by "
+            "itself: convert it first, then wrap or shard it"
+        )
 
 
 def _check_body(body: PreTrainedModel, model_type: str, layers: nn.ModuleList) -> None:
