@@ -14,6 +14,7 @@ from .base import Layout, Next, Norm, Read, Residual, State, apply_norm, weights
 CHANNEL_MIXERS = ("mlp", "moe")
 INPUTS = ("attention",)  # sublayers that take separate query, key and value inputs
 LEADS = ("shortswa",)  # sublayers that mix a layer's input before the layer's attention sees it
+KINDS = (*INPUTS, "kda", "mla", "mixer", *LEADS, *CHANNEL_MIXERS)
 
 
 def sublayer_kinds(sublayers: int, kinds: Sequence[str] | None) -> tuple[str, ...]:
@@ -22,6 +23,11 @@ def sublayer_kinds(sublayers: int, kinds: Sequence[str] | None) -> tuple[str, ..
         return tuple("mlp" if i % 2 else "attention" for i in range(sublayers))
     if len(kinds) != sublayers:
         raise ValueError(f"kinds must name each of the {sublayers} sublayers, got {len(kinds)} names")
+    if unknown := sorted({*kinds} - {*KINDS}):  # an "ffn" would pass for a mixer of tokens, and no layer would end
+        raise ValueError(
+            f"kinds are {', '.join(KINDS)}; got '{unknown[0]}'. A layer ends with its {' or '.join(CHANNEL_MIXERS)}; "
+            "what mixes tokens in a way of its own is a mixer"
+        )
     return tuple(kinds)
 
 

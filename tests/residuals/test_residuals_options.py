@@ -27,7 +27,9 @@ from test_contract import (
 )
 
 from headwater.analyze.table import start_class
+from headwater.models.pattern import FEED_FORWARDS, MIXERS
 from headwater.residuals import StandardResidual, build, names, options_of, registry
+from headwater.residuals.layerwise import KINDS
 
 SPECS = [
     "highway:gate=channel",
@@ -194,6 +196,18 @@ def test_a_wrong_option_says_what_is_allowed(spec, message):
 def test_kinds_must_name_every_sublayer():
     with pytest.raises(ValueError, match="kinds must name each of the 8 sublayers, got 2 names"):
         build("denseformer", 16, 8, kinds=("attention", "mlp"))
+
+
+@pytest.mark.parametrize("spec", ["denseformer", "deepnorm", "ddl"])
+def test_kinds_are_those_that_there_are(spec):
+    """Of another name for an MLP, such as ffn, no layer ended: the whole network was one, and the residual plain."""
+    with pytest.raises(ValueError, match=r"kinds are attention, .*, mlp, moe; got 'ffn'. A layer ends with its mlp or"):
+        build(spec, 16, 8, kinds=("attention", "ffn") * 4)
+    build(spec, 16, 8, kinds=("mixer", "mlp") * 4)
+
+
+def test_what_a_pattern_names_is_a_kind():
+    assert {*MIXERS, *FEED_FORWARDS} < {*KINDS}
 
 
 @pytest.mark.parametrize("name", names())
