@@ -305,11 +305,13 @@ def test_an_8b_shape_converts_on_the_meta_device_in_seconds():
     assert all(parameter.is_meta for parameter in big.parameters())
 
 
-def test_a_plain_checkpoint_loads_into_a_model_converted_on_the_meta_device():
+def test_a_plain_checkpoint_loads_into_a_model_converted_on_the_meta_device(tmp_path):
     plain = tiny_model("llama")
+    plain.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny_config("llama"))
     report = convert(model)
+    assert verify(type(model).from_pretrained(tmp_path, config=model.config), plain, tokens()).equal
     model.to_empty(device="cpu")
     missing, surplus = model.load_state_dict(plain.state_dict(), strict=False)
     assert set(missing) == set(report.added)

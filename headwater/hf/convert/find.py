@@ -73,9 +73,9 @@ def _check_loaded(head: PreTrainedModel) -> None:
     if head.config.model_type.startswith(PREFIX) and not type(head.config).model_type.startswith(PREFIX):
         spec = getattr(head.config, "headwater", {}).get("residual")
         raise UserError(
-            f"{type(head).__name__}, a plain class, was loaded from a folder that is converted, to '{spec}', and leaves "
-            "that residual out: load it with AutoModelForCausalLM after `import headwater.hf`. For the plain model "
-            "there is the command headwater revert"
+            f"{type(head).__name__}, a plain class, was loaded from a folder that is converted, to '{spec}', and "
+            "leaves that residual out: load it with AutoModelForCausalLM after `import headwater.hf`. For the plain "
+            "model there is the command headwater revert"
         )
 
 

@@ -57,7 +57,7 @@ def _read_about(metadata: dict[str, str] | None, path: str | Path) -> dict[str, 
 
 def reset(model: nn.Module) -> None:
     """Give the added parameters of `model` their start values: for one converted on the meta device, after
-    `to_empty`."""
+    `to_empty`. Buffers of the model itself that no checkpoint holds stay empty."""
     depth = conversion_of(model)[0].depth
     mark_filled(depth.residual, False)
     fill(depth)
