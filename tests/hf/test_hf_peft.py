@@ -9,7 +9,8 @@ from tinyhf import stir, tiny_model, tokens
 from transformers import AutoModelForCausalLM
 
 from headwater.cli import main
-from headwater.hf import convert, revert, trainable, verify
+from headwater.errors import UserError
+from headwater.hf import convert, load_delta, revert, save_delta, trainable, verify
 from headwater.hf.convert.install import conversion_of
 
 peft = pytest.importorskip("peft")
@@ -47,7 +48,7 @@ WAYS = [with_trainable, with_modules_to_save, converted_after]
 def steps(model, count=3):
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for _ in range(count):
-        model(tokens(), labels=tokens()).loss.backward()
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
@@ -69,6 +70,24 @@ def test_the_trained_residual_is_in_the_adapter_s_folder_and_comes_back(make, tm
     with again.disable_adapter():
         assert queries(again).abs().max() == 0
         torch.testing.assert_close(again(tokens()).logits, tiny_model("llama")(tokens()).logits)
+
+
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_a_prompt_s_folder_would_lose_the_residual_so_it_is_kept_beside(kind, tmp_path):
+    prompt = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    with pytest.raises(UserError, match=f"{kind.__name__} adapter holds its prompt alone"):
+        convert(peft.get_peft_model(tiny_model("llama"), kind(**prompt)))
+    model = peft.get_peft_model(converted(), kind(**prompt))
+    with pytest.raises(UserError, match=r"give model\.base_model, and keep the residual by .*save_delta"):
+        trainable(model)
+    trainable(model.base_model)
+    steps(model)
+    model.save_pretrained(tmp_path)
+    save_delta(model, tmp_path / "residual.safetensors")
+    base = tiny_model("llama")
+    load_delta(base, tmp_path / "residual.safetensors")
+    again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    assert torch.equal(again(input_ids=tokens()).logits, model(input_ids=tokens()).logits)
 
 
 def test_saving_beside_a_plain_base_warns_of_nothing_and_an_adapter_alone_is_no_model(tmp_path, capsys):

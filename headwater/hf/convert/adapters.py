@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from headwater.errors import UserError
+
 from .depth import RESIDUAL
 from .install import conversion_of
 
@@ -22,17 +24,28 @@ def trainable(model: nn.Module, only: bool = False) -> int:
 
     Returns: the number of added parameters.
 
-    Raises: `headwater.errors.UserError` if the model is not converted.
+    Raises: `headwater.errors.UserError` if the model is not converted, or its adapter is a prompt.
 
         headwater.convert(model); model = peft.get_peft_model(model, config)
         print(headwater.hf.trainable(model))
     """
+    check_adapters(model)
     if only:
         model.requires_grad_(False)
     keep_in_adapters(model)
     residual = conversion_of(model)[0].depth.residual
     residual.requires_grad_(True)
     return sum(p.numel() for p in residual.parameters())
+
+
+def check_adapters(model: nn.Module) -> None:
+    """PEFT writes of an adapter that is a prompt or a prefix the prompt alone, whatever else was trained."""
+    configs = (getattr(module, "active_peft_config", None) for module in model.modules())
+    if prompt := next((config for config in configs if config is not None and config.is_prompt_learning), None):
+        raise UserError(
+            f"the folder of a {type(prompt).__name__} adapter holds its prompt alone, and a residual trained beside it "
+            "would be lost: give model.base_model, and keep the residual by headwater.hf.save_delta(model, FILE)"
+        )
 
 
 def keep_in_adapters(model: nn.Module) -> None:
@@ -48,7 +61,7 @@ def _peft_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def _active_adapters(model: nn.Module, configs: Mapping[str, Any]) -> list[str]:
-    """As the adapters' own layers have it; a method that has none, such as prompt tuning, has one adapter."""
+    """As the adapters' own layers have it; a method that has none has one adapter."""
     if not configs:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer

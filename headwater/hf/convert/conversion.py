@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from headwater.errors import UserError, check_fit, user_values
 
-from .adapters import keep_in_adapters
+from .adapters import check_adapters, keep_in_adapters
 from .classes import config_class, head_class
 from .install import conversion_of, install, revert
 from .layouts import PREFIX, Layout
@@ -51,6 +51,7 @@ def convert(
         print(headwater.convert(model, "attnres-block", block=4))
     """
     plan = new_plan(model, residual, layout, exact, options)
+    check_adapters(model)
     try:
         if not check:
             raise NotTried("it was not asked for")
