@@ -33,6 +33,7 @@ class Placed(tuple[Tensor, ...]):
     stage, activation checkpointing or the compiler is one."""
 
     next: tuple[Next, int]
+    shape: torch.Size | None = None  # of what was read: the sublayer's output has the same
 
     def __new__(cls, tensors: State, verb: Next, i: int) -> "Placed":
         if isinstance(tensors, Tensor):  # a class of the user's forgot the comma
@@ -106,15 +107,23 @@ class Residual(nn.Module, ABC):
         self.check(state, "read", i)
         watcher = _watcher_of(self)
         x, state = self._read(state, i, norm) if watcher is None else watcher.read(self, state, i, norm)
-        return x, Placed(state, "write", i)
+        placed = Placed(state, "write", i)
+        placed.shape = x.shape if isinstance(x, Tensor) else x[0].shape
+        return x, placed
 
     def write(self, state: State, i: int, y: Tensor) -> State:
         """The state after sublayer `i` produced `y`, (..., D). Raises ValueError if the state is not the one that read
-        `i` returned, or `y` is no tensor of that width."""
+        `i` returned, or `y` has not the shape of what was read."""
         if torch.compiler.is_compiling():
             return self._write(state, i, y)
         self.check(state, "write", i)
         self._check_width(y, "write", i)
+        shape = getattr(state, "shape", None)  # which a plain tuple does not know
+        if shape is not None and y.shape != shape:  # it might be added all the same, once for many tokens
+            raise ValueError(
+                f"write {i} of '{self.spec}' takes an output of the shape that was read, {tuple(shape)}; got "
+                f"{tuple(y.shape)}"
+            )
         watcher = _watcher_of(self)
         state = self._write(state, i, y) if watcher is None else watcher.write(self, state, i, y)
         return Placed(state, "read", i + 1)

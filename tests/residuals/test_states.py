@@ -70,6 +70,10 @@ def test_misuse_is_an_error(spec):
         residual.begin(x[..., :8])
     with pytest.raises(ValueError, match=r"write 0 of .* takes one tensor whose last axis is dim=16; got a tuple"):
         residual.write(reading, 0, (x, None))  # what an attention of transformers returns
+    for wrong in (x[:, :1], x[:1], x[0], x[0, 0]):  # what could be added all the same
+        got = re.escape(str(tuple(wrong.shape)))
+        with pytest.raises(ValueError, match=rf"write 0 of .* of the shape that was read, \(2, 3, 16\); got {got}$"):
+            residual.write(reading, 0, wrong)
 
 
 @pytest.mark.parametrize("spec", SPECS)
