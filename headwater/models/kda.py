@@ -18,6 +18,7 @@ from headwater.ops.kda import kda, kda_gate
 from headwater.ops.numerics import full_precision
 
 from .config import ModelConfig
+from .divisible import Divisible
 from .norm import RMSNorm
 from .projection import project_together
 
@@ -49,7 +50,7 @@ class ShortConv(nn.Conv1d):
         super().__init__(channels, channels, kernel, groups=channels, bias=False)
 
 
-class DecayGate(nn.Module):
+class DecayGate(Divisible):
     """The log decay (B, T, H, K) of what the layer computes for it; a rate a head and a bias a channel, in fp32."""
 
     def __init__(self, heads: int, width: int, form: Any) -> None:
@@ -72,12 +73,8 @@ class DecayGate(nn.Module):
         heads = (self.heads, self.width)
         return kda_gate(x.unflatten(-1, heads), self.here(self.rate), self.here(self.bias).view(heads), self.form)
 
-    def here(self, weight: Tensor) -> Tensor:
-        """The part of a weight that this process has: all of it, unless ranks divide the heads."""
-        return weight
 
-
-class KDA(nn.Module):
+class KDA(Divisible):
     """Kimi Delta Attention over (B, T, D); with a `KDAState`, over tokens that continue those it has seen."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -123,7 +120,3 @@ class KDA(nn.Module):
             x = F.silu(F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight)).transpose(1, 2))
         q, k, v = (part.unflatten(-1, (self.heads, self.head_dim)) for part in x.chunk(3, -1))
         return q, k, v
-
-    def here(self, weight: Tensor) -> Tensor:
-        """The part of a weight that this process has: all of it, unless ranks divide the heads."""
-        return weight

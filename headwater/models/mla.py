@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .attention import continuation_mask
 from .config import ModelConfig
+from .divisible import Divisible
 from .norm import RMSNorm
 from .projection import project_together
 
@@ -49,7 +50,7 @@ class LatentCache:
         return self.latent
 
 
-class MLA(nn.Module):
+class MLA(Divisible):
     """Causal multi-head latent attention over (B, T, D)."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -107,7 +108,3 @@ class MLA(nn.Module):
             keys, values = latent[:, None], latent[:, None, :, : self.latent_dim]
             mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
         return torch.einsum("bhtl,hvl->bhtv", mixed, to_value)  # of (B, H, T, latent)
-
-    def here(self, weight: Tensor) -> Tensor:
-        """The part of a weight that this process has: all of it, unless ranks divide the heads."""
-        return weight

@@ -17,6 +17,7 @@ from headwater.ops.experts import grouped_linear
 from headwater.ops.numerics import accumulation_dtype, full_precision
 
 from .config import ModelConfig
+from .divisible import Divisible
 from .mlp import SwiGLU
 
 
@@ -28,7 +29,7 @@ class Routes(NamedTuple):
     weights: Tensor
 
 
-class Router(nn.Module):
+class Router(Divisible):
     """Scores tokens (N, D) for E experts and chooses k of them for each; `load` counts what it chose in training."""
 
     bias: Tensor
@@ -57,10 +58,6 @@ class Router(nn.Module):
         """One step toward an even load; `load` (E,): tokens that each expert had, of all ranks."""
         self.bias.add_(rate * torch.sign(load.mean() - load))
 
-    def here(self, weight: Tensor) -> Tensor:
-        """The weight in this process, however ranks hold it."""
-        return weight
-
 
 def count(experts: Tensor, size: int) -> Tensor:
     """How often each of `size` experts was chosen, (E,); without a wait for the GPU, as bincount would need."""
@@ -68,7 +65,7 @@ def count(experts: Tensor, size: int) -> Tensor:
     return torch.zeros(size, device=experts.device).index_add_(0, experts.flatten(), ones)
 
 
-class Experts(nn.Module):
+class Experts(Divisible):
     """E SwiGLUs, each parameter of all of them as one tensor."""
 
     def __init__(self, experts: int, dim: int, width: int) -> None:
@@ -87,10 +84,6 @@ class Experts(nn.Module):
         rest = len(gate) < self.total
         hidden = F.silu(grouped_linear(x, gate, ends, rest=rest)) * grouped_linear(x, up, ends, rest=rest)
         return grouped_linear(hidden, output, ends, rest=rest)
-
-    def here(self, weight: Tensor) -> Tensor:
-        """The part of a weight that this process has: all of it, unless ranks divide the experts."""
-        return weight
 
 
 class MoE(nn.Module):

@@ -27,6 +27,7 @@ from headwater._torch import all_gather, all_reduce, group_name, reduce_scatter
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
+from headwater.models.divisible import Divisible
 from headwater.models.kda import KDA, DecayGate
 from headwater.models.mla import MLA
 from headwater.models.mlp import SwiGLU
@@ -134,7 +135,12 @@ class Exchange:
         return Scatter.apply(y, self.group, self.size) if self.divides else all_reduce(y, self.group)
 
 
-class Divided(nn.Module):
+class OnRank(Divisible):
+    def here(self, weight: Tensor) -> Tensor:
+        return here(weight)
+
+
+class Divided(OnRank):
     """A body with its share of the heads or channels, between a gather and a scatter."""
 
     exchange: Exchange
@@ -159,23 +165,17 @@ class DividedKDA(Divided, KDA):
         return self.exchange.own(here(weight))
 
 
-class DividedMLA(Divided, MLA):
-    def here(self, weight: Tensor) -> Tensor:
-        return here(weight)
+class DividedMLA(Divided, MLA): ...
 
 
 class DividedMoE(Divided, MoE):
     """All tokens, and a share of the experts: expert parallelism."""
 
 
-class DividedRouter(Router):
-    def here(self, weight: Tensor) -> Tensor:
-        return here(weight)
+class DividedRouter(OnRank, Router): ...
 
 
-class DividedExperts(Experts):
-    def here(self, weight: Tensor) -> Tensor:
-        return here(weight)
+class DividedExperts(OnRank, Experts): ...
 
 
 class DividedDecay(DecayGate):
