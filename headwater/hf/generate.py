@@ -20,7 +20,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from headwater.errors import UserError
 from headwater.models.draw import Draw
-from headwater.models.generate import DecoderEngine, Reader
+from headwater.models.generate import DecoderEngine, ReadAnew, Reader
 from headwater.models.sampling import Portion
 from headwater.models.step import ReplayedSteps
 from headwater.residuals import Residual
@@ -110,22 +110,16 @@ def _fixed_cache(model: Any, length: int, recorded: bool) -> StaticCache:
     return cache
 
 
-class _Anew:
-    """Reads every row from its first token on, by itself, without a cache."""
+class _Anew(ReadAnew):
+    model: Any
 
     def __init__(self, model: Any, rows: list[list[int]]) -> None:
-        self.model, self.rows, self.device = model, rows, model.device
+        super().__init__(model, rows, model.device)
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.options = {"logits_to_keep": 1} if keeps else {}
 
-    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
-        for _ in range(count):
-            yield draw(self.next_logits(drawn)).tolist()
-
-    def next_logits(self, drawn: list[list[int]]) -> Tensor:
-        """(B, vocab) after what has been drawn."""
-        texts = (torch.tensor([row + mine], device=self.device) for row, mine in zip(self.rows, drawn))
-        return torch.cat([self.forward(text, use_cache=False) for text in texts])
+    def after(self, text: Tensor) -> Tensor:
+        return self.forward(text, use_cache=False)
 
     def forward(self, tokens: Tensor, **ways: Any) -> Tensor:
         """Logits (B, vocab) after tokens (B, T)."""

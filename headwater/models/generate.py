@@ -54,11 +54,15 @@ class DecoderEngine:
     def __init__(self, model: Decoder) -> None:
         self.model, self.context, self.vocab = model, model.config.context, model.config.vocab_size
         self.module: nn.Module = model
-        self.device = model.embedding.weight.device
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embedding.weight.device
 
     def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
-        way = _OnDevice if graph and self.device.type == "cuda" else ReadOnce
-        return (way if use_cache else ReadAnew)(self.model, rows, new, chunk)
+        if not use_cache:
+            return ReadAnew(self.model, rows, self.device)
+        return (_OnDevice if graph and self.device.type == "cuda" else ReadOnce)(self.model, rows, new, chunk)
 
 
 def generate(
@@ -182,8 +186,8 @@ def _refuse_no_numbers(new: list[int], live: list[bool], count: int) -> None:
 class ReadAnew:
     """Reads every row from its first token on, by itself."""
 
-    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
-        self.model, self.rows, self.device = model, rows, model.embedding.weight.device
+    def __init__(self, model: Decoder, rows: list[list[int]], device: torch.device) -> None:
+        self.model, self.rows, self.device = model, rows, device
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
         for _ in range(count):
@@ -192,7 +196,11 @@ class ReadAnew:
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         """(B, vocab) after what has been drawn."""
         texts = (torch.tensor([row + mine], device=self.device) for row, mine in zip(self.rows, drawn))
-        return torch.cat([self.model.head(self.model.hidden(text)[:, -1]) for text in texts])
+        return torch.cat([self.after(text) for text in texts])
+
+    def after(self, text: Tensor) -> Tensor:
+        """(1, vocab) after a text (1, T)."""
+        return self.model.head(self.model.hidden(text)[:, -1])
 
 
 class ReadOnce(ReadAnew):
@@ -201,7 +209,7 @@ class ReadOnce(ReadAnew):
     cache: Cache | None = None
 
     def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
-        super().__init__(model, rows, new, chunk)
+        super().__init__(model, rows, model.embedding.weight.device)
         self.room = max(map(len, rows)) + new
         # This refuses a cache that is too large.
         fitting = choose_chunk(model, len(rows), self.room, self.free_bytes())

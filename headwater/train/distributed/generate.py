@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
@@ -27,7 +27,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.models.decoder import Cache
 from headwater.models.draw import Draw
-from headwater.models.generate import ReadAnew, Reader, ReadOnce
+from headwater.models.generate import DecoderEngine, ReadAnew, Reader, ReadOnce
 from headwater.models.prefill import free_bytes
 from headwater.models.sampling import Portion
 from headwater.train.config import ParallelSettings
@@ -37,7 +37,7 @@ from headwater.train.distributed.tensor_parallel import Exchange, divide_paramet
 from headwater.train.load import load_run
 
 
-class TensorParallelEngine:
+class TensorParallelEngine(DecoderEngine):
     """A decoder for `headwater.generate` on the ranks of a mesh, each of which calls it with the same arguments.
 
     Arguments:
@@ -50,9 +50,8 @@ class TensorParallelEngine:
         headwater.generate(TensorParallelEngine(model, mesh), [[1, 2, 3]], max_new_tokens=20)
     """
 
-    ends: frozenset[int] = frozenset()
-
     def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
+        super().__init__(model)
         size, rank = mesh.size(), mesh.get_local_rank()
         refuse_undivided(model.config, size, 1)
 
@@ -64,15 +63,9 @@ class TensorParallelEngine:
         self.exchange = Exchange(size, group_name(self.group), rank)
         self.exchange.divides = False
         route(model, self.exchange)
-        self.model, self.context, self.vocab = model, model.config.context, model.config.vocab_size
-        self.module: nn.Module = model
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embedding.weight.device
 
     def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
-        reader: Reader = ReadAnew(self.model, rows, new, chunk)
+        reader = ReadAnew(self.model, rows, self.device)
         if use_cache:
             reader = _ReadInShares(self.model, rows, new, chunk, self.exchange, self.group)
         return _Agreed(reader, self.group, self.device)
