@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,11 +23,20 @@ def write_json(path: Path, value: Any) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """In one rename: a reader sees the old content or the new, never half of one."""
     scratch = path.with_name(f".tmp-{path.name}")
-    with scratch.open("wb") as file:
-        file.write(content)
+    write_file(scratch, [content])
+    scratch.replace(path)
+
+
+def write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
+    """Written, synced and hashed in one pass; returns the hash."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in content:
+            file.write(part)
+            digest.update(part)
         file.flush()
         os.fsync(file.fileno())
-    scratch.replace(path)
+    return digest.hexdigest()
 
 
 def encode_json(value: Any, indent: int | None = 1) -> bytes:

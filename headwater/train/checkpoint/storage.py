@@ -9,7 +9,6 @@ optimizer.safetensors, which anything that knows safetensors reads; several rank
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -39,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from headwater.errors import UserError
+from headwater.train.files import write_file
 
 INDEX = "index.json"
 DTYPES = {
@@ -350,15 +350,3 @@ def neighbours_joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
 def follows(tensor: Tensor, region: Tensor) -> bool:
     together = tensor.untyped_storage().data_ptr() == region.untyped_storage().data_ptr()
     return together and tensor.storage_offset() * tensor.itemsize == region.storage_offset() + len(region)
-
-
-def write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
-    """Written, synced and hashed in one pass; returns the hash."""
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in content:
-            file.write(part)
-            digest.update(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
