@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 from headwater.errors import Interrupted
 
@@ -45,15 +45,13 @@ class Interruption:
         self.before = {s: signal.signal(s, self._ask) for s in signals} if on_main else {}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, handler in self.before.items():
             signal.signal(signum, handler)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self._signum = signum
-        self.__exit__(None, None, None)
+        self.__exit__()
 
     def error(self, after: str, command: str) -> Interrupted:
         cause = "because what started it is gone" if self.orphaned else f"by {signal.Signals(self._signum).name}"

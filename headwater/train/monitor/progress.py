@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -34,9 +33,7 @@ class Tasks:
         self.live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.live.stop()
         if self.in_notebook:
             self._renew()

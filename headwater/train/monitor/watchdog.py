@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-from types import TracebackType
 
 
 class Watchdog:
@@ -24,8 +23,6 @@ class Watchdog:
         self.reset()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.seconds:
             faulthandler.cancel_dump_traceback_later()
