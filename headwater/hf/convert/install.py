@@ -22,7 +22,7 @@ from .depth import RESIDUAL, Depth, mark_filled
 from .devices import execution_device, place
 from .find import Found, layout_for
 from .layers import Site, converted_layer, converted_model, converted_norm, part_of, take_input
-from .layouts import PREFIX
+from .layouts import PREFIX, Layout
 from .norms import ScaledNorm, foldable
 from .plan import Plan
 from .report import Report, describe
@@ -35,6 +35,7 @@ class Conversion:
 
     report: Report
     depth: Depth
+    layout: Layout  # of the whole model
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # instance attributes replaced
     hooks: list[RemovableHandle] = field(default_factory=list)
@@ -49,7 +50,7 @@ def install(plan: Plan, *, head: type[Any], config: type[PreTrainedConfig], unch
     found.body.add_module(RESIDUAL, residual)
     depth = Depth(found.body, plan.kinds, tuple(plan.settings["scales"]))
     depth.norms.update(_foldable_norms(found, plan.groups, depth.scales))
-    conversion = Conversion(describe(plan, residual, unchecked), depth)
+    conversion = Conversion(describe(plan, residual, unchecked), depth, found.layout)
     replace_config(found, conversion, {**plan.settings, "residual": residual.spec}, config)
     for layer, group in zip(found.layers, plan.groups, strict=True):
         layout = layout_for(layer, found)

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from headwater.errors import UserError, user_values
 from headwater.folders import made_whole
-from headwater.hf.convert.classes import class_of, saved_settings
+from headwater.hf.convert.classes import class_of
 from headwater.hf.convert.conversion import convert
 from headwater.hf.convert.depth import RESIDUAL
 from headwater.hf.convert.install import conversion_of
-from headwater.hf.convert.layouts import LAYOUTS, PREFIX, Layout
+from headwater.hf.convert.layouts import PREFIX, Layout
 from headwater.hf.convert.report import Report
 from headwater.hf.convert.start import new_residual
 from headwater.residuals import parse
@@ -189,9 +189,7 @@ def _named_alike(model: PreTrainedModel, source: Path) -> bool:
 def _norm_names(model: PreTrainedModel) -> list[str]:
     """Of parameters of the final norm, which every checkpoint has."""
     conversion, body = conversion_of(model)
-    given = saved_settings(model.config).get("layout")
-    layout = LAYOUTS[conversion.report.architecture] if given is None else Layout.from_dict(given)
-    norm = getattr(body, layout.final_norm)
+    norm = getattr(body, conversion.layout.final_norm)
     return [f"{_path(model, norm)}{name}" for name, _ in norm.named_parameters()]
 
 

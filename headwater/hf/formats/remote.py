@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from headwater.errors import UserError
 from headwater.hf.convert.install import conversion_of
 from headwater.hf.convert.layers import parts_of_layer
-from headwater.hf.convert.layouts import LAYOUTS, PREFIX, Layout
+from headwater.hf.convert.layouts import PREFIX
 from headwater.residuals.attention import AttentionResidual
 
 FILE = "modeling_headwater.py"
@@ -56,13 +56,11 @@ def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
 def _about(model: PreTrainedModel) -> dict[str, Any]:
     """What the file needs to know of the layers."""
     conversion, body = conversion_of(model)
-    residual = conversion.depth.residual
+    residual, layout = conversion.depth.residual, conversion.layout
     if not isinstance(residual, AttentionResidual) or not residual.phased:
         raise UserError(
             f"--remote-code knows attnres-block and attnres-full with their defaults, not '{residual.spec}'"
         )
-    given = model.config.headwater.get("layout")
-    layout = LAYOUTS[conversion.report.architecture] if given is None else Layout.from_dict(given)
     kinds: list[dict[str, Any]] = []
     layer_kinds: list[int] = []
     for layer in getattr(body, layout.layers):
