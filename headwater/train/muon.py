@@ -20,11 +20,34 @@ from headwater._torch import adjusted_rate, newton_schulz
 from headwater.train.distributed.parts import local
 
 
-class BatchedMuon(torch.optim.Muon):
-    """torch.optim.Muon for whole matrices on a GPU: those of one shape are orthogonalised together, and nothing depends
-    on the host: the learning rate is a tensor, and with `found_inf` set to one a step changes nothing."""
+class _WithoutHost:
+    """With `found_inf` set to one a step changes nothing, and the learning rate may be a tensor."""
 
     found_inf: Tensor | None = None
+
+    def advance(
+        self, like: Tensor, before: Tensor, gradients: Tensor, group: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Momenta (N, m, n) one step on, which way the parameters go, and the rate."""
+        momentum = before.lerp(gradients, 1 - group["momentum"])
+        update = gradients.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = self._orthogonalise(like, update, group)
+        if self.found_inf is None:
+            return momentum, update, group["lr"]
+        momentum = torch.where(self.found_inf > 0, before, momentum)
+        return momentum, update.nan_to_num(), (1.0 - self.found_inf) * group["lr"]  # times zero it must be zero
+
+    def _orthogonalise(self, like: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
+        settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if not isinstance(like, DTensor):
+            return orthogonalise(update, *settings)
+        whole = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in like.placements]
+        matrices = redistribute(update, like, tuple(like.shape), like.placements, whole)
+        return redistribute(orthogonalise(matrices, *settings), like, tuple(like.shape), whole, like.placements)
+
+
+class BatchedMuon(_WithoutHost, torch.optim.Muon):
+    """torch.optim.Muon for whole matrices on a GPU: those of one shape are orthogonalised together."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody passes one
@@ -42,14 +65,8 @@ class BatchedMuon(torch.optim.Muon):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         before, gradients = torch.stack(buffers), torch.stack([cast(Tensor, p.grad) for p in parameters])  # (N, m, n)
-        momentum = before.lerp(gradients, 1 - group["momentum"])
-        update = gradients.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        update = orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        taken = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        rate = taken * group["lr"]
+        momentum, update, rate = self.advance(parameters[0], before, gradients, group)
         scale = rate * adjusted_rate(1.0, group["adjust_lr_fn"], parameters[0].shape)
-        momentum = momentum if self.found_inf is None else torch.where(self.found_inf > 0, before, momentum)
-        update = update.nan_to_num() if self.found_inf is not None else update  # times zero it must be zero
         for parameter, buffer, now, direction in zip(parameters, buffers, momentum, update, strict=True):
             buffer.copy_(now)
             parameter.mul_(1 - rate * group["weight_decay"]).sub_(scale * direction)
@@ -68,12 +85,10 @@ def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], st
     return x.mT if tall else x
 
 
-class StackedMuon(torch.optim.Optimizer):
+class StackedMuon(_WithoutHost, torch.optim.Optimizer):
     """Muon for stacks of matrices (E, m, n), the experts of a layer: each is orthogonalised by itself. Plain tensors or
     DTensors, which are divided by experts wherever that is possible and otherwise gathered; settings and state are
-    those of torch.optim.Muon, and `found_inf` is as in BatchedMuon."""
-
-    found_inf: Tensor | None = None
+    those of torch.optim.Muon."""
 
     def __init__(self, params: Iterable[Any], **settings: Any) -> None:
         of_a_matrix = torch.optim.Muon([torch.zeros(1, 1)], **settings)  # which refuses stacks, and knows its defaults
@@ -90,25 +105,10 @@ class StackedMuon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         part, buffer, gradient = (local(x) for x in (parameter, state["momentum_buffer"], cast(Tensor, parameter.grad)))
-        momentum = buffer.lerp(gradient, 1 - group["momentum"])
-        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        update = self._orthogonalise(parameter, update, group)
-        taken: Any = 1.0
-        if self.found_inf is not None:
-            taken, update = 1.0 - self.found_inf, update.nan_to_num()  # times zero it must be zero
-            momentum = torch.where(self.found_inf > 0, buffer, momentum)
-        rate = taken * group["lr"]
+        momentum, update, rate = self.advance(parameter, buffer, gradient, group)
         buffer.copy_(momentum)
         scale = rate * adjusted_rate(1.0, group["adjust_lr_fn"], parameter.shape[1:])
         part.mul_(1 - rate * group["weight_decay"]).sub_(scale * update)
-
-    def _orthogonalise(self, like: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
-        settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
-        if not isinstance(like, DTensor):
-            return orthogonalise(update, *settings)
-        whole = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in like.placements]
-        matrices = redistribute(update, like, tuple(like.shape), like.placements, whole)
-        return redistribute(orthogonalise(matrices, *settings), like, tuple(like.shape), whole, like.placements)
 
 
 class DividedMuon(torch.optim.Muon):
