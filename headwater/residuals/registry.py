@@ -4,7 +4,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -253,26 +253,20 @@ def suspected(spec: str) -> Iterator[None]:
 def _convert(label: str, text: str, kind: Any) -> Any:
     choices = _choices(kind)
     for choice in choices:
-        value = _convert_one(text, choice)
-        if value is not _no:
-            return value
+        with suppress(KeyError, ValueError):
+            return _convert_one(text, choice)
     raise ValueError(f"{label} must be {' or '.join(_describe(c) for c in choices)}, got '{text}'")
 
 
-_no = object()
-
-
 def _convert_one(text: str, kind: Any) -> Any:
+    """Raises KeyError or ValueError for a text of another kind."""
     if get_origin(kind) is Literal:
-        return text if text in get_args(kind) else _no
+        return {word: word for word in get_args(kind)}[text]
     if kind is bool:
-        return {"true": True, "false": False}.get(text.lower(), _no)
+        return {"true": True, "false": False}[text.lower()]
     if kind is NoneType:
-        return None if text.lower() == "none" else _no
-    try:
-        return kind(text)
-    except ValueError:
-        return _no
+        return {"none": None}[text.lower()]
+    return kind(text)
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
