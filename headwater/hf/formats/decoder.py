@@ -3,7 +3,6 @@
 Models with `shortswa` or `value_residual`, and those of KDA, MLA and experts (but for what kimi.py writes), have no
 counterpart to copy weights into, so this class runs the decoder itself: it loads, saves, is scored and generates like
 any other, without a cache and without padding on the left.
-Besides kimi.py, the one file of this room that looks at `models`.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Kimi Linear checkpoints in headwater's decoder and back: transformers' names, and those of the released files.
 
-Beside decoder.py, the one file of this room that looks at `models`: a checkpoint of transformers' `kimi_linear` is a
-decoder there, with its layers as a pattern. Released files keep the three convolutions apart and every expert by
-itself; transformers joins the former to one tensor and stacks the latter, gate and up together.
+A checkpoint of transformers' `kimi_linear` is a decoder of `models`, with its layers as a pattern. Released files keep
+the three convolutions apart and every expert by itself; transformers joins the former to one tensor and stacks the
+latter, gate and up together.
 """
 
 import json
@@ -20,13 +20,9 @@ from headwater.errors import UserError, check_fit
 from headwater.models import Decoder, ModelConfig
 from headwater.models.pattern import write_pattern
 
+from .export import OUTER
 from .released import KIMI_K3
 
-OUTER = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
 PARTS = {  # ours to transformers', of each kind of body; what is joined or stacked there is in JOINED
     "kda": {
         "query.weight": "self_attn.q_proj.weight",
@@ -63,9 +59,8 @@ PARTS = {  # ours to transformers', of each kind of body; what is joined or stac
         "shared.output.weight": "mlp.shared_experts.down_proj.weight",
     },
 }
-JOINED: dict[
-    str, dict[str, tuple[int, tuple[str, ...]]]
-] = {  # transformers' tensor to ours, which it holds behind one another along an axis
+# transformers' tensor to ours, which it holds behind one another along an axis
+JOINED: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     "kda": {"self_attn.conv1d.weight": (0, ("query_conv.weight", "key_conv.weight", "value_conv.weight"))},
     "moe": {"mlp.experts.gate_up_proj": (1, ("experts.gate", "experts.up"))},
 }
@@ -286,20 +281,17 @@ def read_kimi(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dic
     Raises: UserError for a tensor that is missing or that it has no place for, as where the layer list is another's.
     """
     found, config = _stacked(weights), ModelConfig.from_dict(settings)
-    tied, ours = config.tie_embeddings, {}
-    expected = {theirs: None for name, theirs in OUTER.items() if not (tied and name == "head.weight")}
-    expected |= {theirs: None for _, _, _, theirs in _places(config)}
-    if tied:
-        found.pop(OUTER["head.weight"], None)
+    outer = dict(OUTER)
+    if config.tie_embeddings:
+        found.pop(outer.pop("head.weight"), None)
+    expected = [*outer.values(), *(theirs for *_, theirs in _places(config))]
     try:
         check_fit(
             dict.fromkeys(expected, ()), dict.fromkeys(found, ()), "the weights are not those of the layers named"
         )
     except ValueError as error:
         raise UserError(f"{error} (layers: {config.pattern})") from None
-    for name, theirs in OUTER.items():
-        if theirs in expected:
-            ours[name] = found[theirs]
+    ours = {name: found[theirs] for name, theirs in outer.items()}
     for prefix, names, axis, theirs in _places(config):
         parts = found[theirs].chunk(len(names), axis) if len(names) > 1 else (found[theirs],)
         for name, tensor in zip(names, parts):
