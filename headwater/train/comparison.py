@@ -125,7 +125,7 @@ def expand(residuals: Sequence[str]) -> list[str]:
     """`all` as every registered name, the plain residual first, for the first of the list is the baseline."""
     from headwater.residuals import names
 
-    everything = sorted(names(), key=lambda name: name != "standard")
+    everything = names()
     if not residuals:
         raise UserError(f"--residuals needs at least one name, or `all`. Valid: {', '.join(everything)}")
     return distinct([spec for entry in residuals for spec in (everything if entry == "all" else [entry])])
