@@ -25,6 +25,7 @@ from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
 from headwater.residuals.base import sublayer_of
 from headwater.train.config import Config
+from headwater.train.distributed.ranks import shards_of
 from headwater.train.distributed.stages import States, cut, hops, name_states, one_pass, windows_per_micro
 from headwater.train.distributed.tensor_parallel import (
     Exchange,
@@ -184,9 +185,7 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
             f"({tensor}), 1 or more; got --world {world}"
         )
     windows = windows_per_micro(config, data)
-    shards = settings.shard or data
-    if data % shards:
-        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
+    shards = shards_of(settings, data)
     if tensor > 1:
         refuse_undivided(model, tensor, shards)
     trace = partial(footprint, batch=windows, half=half, fused=fused, tensor=tensor)

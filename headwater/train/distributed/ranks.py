@@ -144,9 +144,7 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     if world == 1 and alone:
         return Ranks()
     data = world // row
-    shards = settings.shard or data
-    if data % shards:
-        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
+    shards = shards_of(settings, data)
     if not dist.is_initialized():
         connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     outer, inner = (settings.pipeline, data // shards), (shards, settings.tensor)
@@ -154,6 +152,14 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     if settings.tensor == 1:
         return Ranks(mesh)
     return Ranks(mesh, init_device_mesh(device.type, (*outer, math.prod(inner)), mesh_dim_names=TOKENS))
+
+
+def shards_of(settings: ParallelSettings, data: int) -> int:
+    """Ranks that divide each parameter, among the `data` that share the batch in each stage."""
+    shards = settings.shard or data
+    if data % shards:
+        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
+    return shards
 
 
 def connect(backend: str) -> None:
