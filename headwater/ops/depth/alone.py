@@ -15,6 +15,7 @@ from .autograd import apply, first_order, gathered, optional, own, vector
 from .mix import mix as mix_op
 from .mix import mix_backward
 from .read import read as read_op
+from .reference import fold
 from .score import score as score_op
 from .score import score_backward
 from .weigh import weigh, weigh_backward, weigh_backward_
@@ -70,15 +71,11 @@ def _norm_backward(
     return (d - normed * (d * normed).mean(-1, keepdim=True)) * rstd.unsqueeze(-1), dg
 
 
-def fold(queries: Tensor, key_weights: Tensor | None) -> Tensor:
-    return queries.float() if key_weights is None else queries.float() * key_weights.float()
-
-
 def attend_blocks(
     sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     contiguous = [source.contiguous() for source in sources]
-    return _Attend.apply(fold(queries, key_weights).contiguous(), None, eps, *contiguous)[1:3]
+    return _Attend.apply(fold(queries, key_weights, torch.float32).contiguous(), None, eps, *contiguous)[1:3]
 
 
 def depth_attention(
@@ -95,7 +92,7 @@ def depth_attention(
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         x, _, weights = read_op(contiguous, None, query, key_weight, norm_weight, eps, eps, return_weights)
         return (x, weights.unsqueeze(-1)) if return_weights else x
-    folded = fold(query, key_weight).unsqueeze(0)
+    folded = fold(query, key_weight, torch.float32).unsqueeze(0)
     x, out, _, z = _Attend.apply(folded, norm_weight, eps, *contiguous)
     x = out[0] if norm_weight is None else x
     return (x, z.softmax(-2).movedim(-2, 0)) if return_weights else x
@@ -156,6 +153,7 @@ def weigh_sources(
     key_norm: bool,
     thread: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    folded, contiguous = fold(query, key_weight).contiguous(), [source.contiguous() for source in sources]
+    folded = fold(query, key_weight, torch.float32).contiguous()
+    contiguous = [source.contiguous() for source in sources]
     x, *again = apply(_Weigh, folded, eps, heads, softmax, key_norm, thread, *contiguous)
     return x, tuple(again or sources)
