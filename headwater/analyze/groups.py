@@ -88,12 +88,12 @@ def told_lowest(groups: list[Group]) -> Group | None:
 
     It is chosen after looking at all of them, so every pair of groups counts as a comparison.
     """
-    known = {id(group): loss.mean for group in groups if group.finished and (loss := group.final("loss")) is not None}
+    known = [(loss.mean, group) for group in groups if group.finished and (loss := group.final("loss")) is not None]
     if len(known) < 2:
         return None
-    best = min((group for group in groups if id(group) in known), key=lambda group: known[id(group)])
+    _, best = min(known, key=lambda pair: pair[0])
     comparisons = len(known) * (len(known) - 1) // 2
-    others = [pair(best.by_seed(), group.by_seed()) for group in groups if id(group) in known and group is not best]
+    others = [pair(best.by_seed(), group.by_seed()) for _, group in known if group is not best]
     return best if all(values and Paired(values, comparisons).verdict == LOWER for values in others) else None
 
 

@@ -104,10 +104,9 @@ def place(value: float, scale: tuple[float, float]) -> float:
 
 def axis(scale: tuple[float, float]) -> str:
     """Zero and both ends, above the column."""
-    marks = []
-    for value, anchor in ((scale[0], "start"), (0.0, "middle"), (scale[1], "end")):
-        x = {"start": 0.0, "middle": place(0.0, scale), "end": float(WIDTH)}[anchor]
-        crowded = value != 0 and abs(place(value, scale) - place(0.0, scale)) < 56
+    marks, zero = [], place(0.0, scale)
+    for value, x, anchor in ((scale[0], 0.0, "start"), (0.0, zero, "middle"), (scale[1], float(WIDTH), "end")):
+        crowded = value != 0 and abs(place(value, scale) - zero) < 56
         if not crowded:
             words = "0" if value == 0 else minus(f"{value:+.2g}")
             marks.append(f'<text x="{x}" y="11" text-anchor="{anchor}">{words}</text>')

@@ -8,6 +8,7 @@ hyper-connections whose five steps each run by themselves.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -228,10 +229,7 @@ def _stored(tensor: Tensor) -> int:
 
 def _distinct(tensor: Tensor) -> int:
     """Elements behind a tensor, a broadcast axis counted once."""
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else 1
-    return count
+    return math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
 
 
 def _size(state: Iterable[Tensor]) -> int:

@@ -93,9 +93,8 @@ def _model(inspection: "Inspection", place: dict[str, int], level: int) -> dict[
         return matrix[list(rows), list(columns)]
 
     def top(found: "Top") -> dict[str, Any]:
-        return {"count": found.ids.shape[-1], "ids": pack(known[found.ids.numpy()]), "p": pack(found.probabilities)}
+        return packed(found, known[found.ids.numpy()])
 
-    at = inspection.removed_at
     means = level > 2
     return {
         **{name: getattr(inspection, name) for name in ("name", "residual", "kinds")},
@@ -110,17 +109,9 @@ def _model(inspection: "Inspection", place: dict[str, int], level: int) -> dict[
         "sourceSize": pack(inspection.source_size),
         "reads": top(inspection.reads),
         "sources": top(inspection.sources),
-        "experts": [
-            {
-                "sublayer": sublayer,
-                "count": chosen.ids.shape[-1],
-                "ids": pack(chosen.ids),
-                "p": pack(chosen.probabilities),
-            }
-            for sublayer, chosen in inspection.experts.items()
-        ],
+        "experts": [{"sublayer": i, **packed(chosen, chosen.ids)} for i, chosen in inspection.experts.items()],
         "removed": _removal(inspection.removed, top, 0),
-        "removedAt": _removal(at, top, level),
+        "removedAt": _removal(inspection.removed_at, top, level),
     }
 
 
@@ -130,6 +121,10 @@ def _removal(removal: "Removal | None", top: Callable[["Top"], Any], level: int)
     loss = removal.loss.mean(-1, keepdim=True) if level > 2 else removal.loss
     kept = type(removal.top)(removal.top.ids[..., :1], removal.top.probabilities[..., :1]) if level else removal.top
     return {"loss": pack(loss), "top": None if level > 1 else top(kept)}
+
+
+def packed(found: "Top", ids: Tensor | np.ndarray) -> dict[str, Any]:
+    return {"count": ids.shape[-1], "ids": pack(ids), "p": pack(found.probabilities)}
 
 
 def pack(values: Tensor | np.ndarray) -> dict[str, Any]:
