@@ -126,8 +126,8 @@ def gather(model: nn.Module, like: Decoder, ranks: Ranks, *, gradients: bool = F
     skipped = counted_elsewhere(model)
     whole = {}
     names = dict(like.named_parameters()) if gradients else saved_tensors(like)
-    for name, shape in ((name, tensor.shape) for name, tensor in names.items()):
-        value, held = torch.zeros(shape), mine.get(name)
+    for name, tensor in names.items():
+        value, held = torch.zeros(tensor.shape), mine.get(name)
         if held is not None and here_alone(held, ranks) and name not in skipped:
             part_of(value, held).copy_(local(held))
         dist.reduce(value, 0)
