@@ -35,10 +35,13 @@ class Tokenizer(Protocol):
 
     def to_json(self) -> str: ...
 
-    def save(self, folder: str | Path) -> Path: ...
+    def save(self, folder: str | Path) -> Path:
+        path = Path(folder) / FILE
+        path.write_text(self.to_json(), encoding="utf-8")
+        return path
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Token i is byte i; token 256 ends a document."""
 
     vocab_size = 257
@@ -59,11 +62,8 @@ class ByteTokenizer:
     def to_json(self) -> str:
         return json.dumps({"type": "bytes", "vocab_size": self.vocab_size, "end_of_text": self.end_of_text})
 
-    def save(self, folder: str | Path) -> Path:
-        return _write(self, folder)
 
-
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """Byte-level BPE, so that every text can be encoded and decodes to itself."""
 
     def __init__(self, inner: Any) -> None:
@@ -113,9 +113,6 @@ class BPETokenizer:
     def to_json(self) -> str:
         return self.inner.to_str()
 
-    def save(self, folder: str | Path) -> Path:
-        return _write(self, folder)
-
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder) / FILE
@@ -129,12 +126,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if kind == "bytes":
         return ByteTokenizer()
     return BPETokenizer(_tokenizers().Tokenizer.from_str(text))
-
-
-def _write(tokenizer: Tokenizer, folder: str | Path) -> Path:
-    path = Path(folder) / FILE
-    path.write_text(tokenizer.to_json(), encoding="utf-8")
-    return path
 
 
 def _tokenizers() -> Any:
