@@ -1,5 +1,6 @@
 """A converted checkpoint for those without headwater: a modeling file of its own, and what it needs in the config."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,4 @@ def _kind(layer: Any) -> dict[str, Any]:
     for each in takes.values():
         each["without"] = None if each["without"] is None else sorted(each["without"])
     sites = [{key: value for key, value in asdict(site).items() if key != "sublayer"} for site in parts["sites"]]
-    return _lists({**parts, "sites": sites, "takes": takes})
-
-
-def _lists(value: Any) -> Any:
-    """As JSON gives it back."""
-    if isinstance(value, dict):
-        return {key: _lists(inner) for key, inner in value.items()}
-    return [_lists(inner) for inner in value] if isinstance(value, tuple | list) else value
+    return json.loads(json.dumps({**parts, "sites": sites, "takes": takes}))  # with lists, as a config has them
