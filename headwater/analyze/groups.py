@@ -260,15 +260,13 @@ def draw_depth(group: Group, frames: int, digits: int) -> dict[str, Any] | None:
 
 
 def frame(records: list[Record], digits: int) -> dict[str, Any]:
-    drawn: dict[str, Any] = {"step": records[0]["step"], "tokens": records[0]["tokens"]}
-    for name, key in DEPTH_LISTS.items():
-        drawn[name] = mean_list([record.get(key) for record in records], digits)
+    lists = {name: mean_list([record.get(key) for record in records], digits) for name, key in DEPTH_LISTS.items()}
     # The lower triangle, row after row: read r has the r + 1 sources before it.
     triangles = [
         [v for r, row in enumerate(record.get("mixing") or []) for v in row[: r + 1]] or None for record in records
     ]
-    drawn["mixing"] = mean_list(triangles, digits)
-    return drawn
+    first = {key: records[0][key] for key in ("step", "tokens")}
+    return {**first, **lists, "mixing": mean_list(triangles, digits)}
 
 
 def mean_list(lists: list[list | None], digits: int) -> list[float | None] | None:

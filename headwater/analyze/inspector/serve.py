@@ -75,10 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdecimal() or int(length) > LONGEST:
             raise UserError(f"a prompt may have {LONGEST} bytes")
         try:
-            asked = json.loads(self.rfile.read(int(length)))
-        except ValueError:
-            raise UserError("a request is JSON with a prompt") from None
-        prompt = asked.get("prompt") if isinstance(asked, dict) else None
+            prompt = json.loads(self.rfile.read(int(length)))["prompt"]
+        except (ValueError, TypeError, KeyError):
+            prompt = None
         if not isinstance(prompt, str):
             raise UserError("a request is JSON with a prompt")
         with self.server.lock:  # one at a time: the model has one machine
