@@ -8,6 +8,8 @@
 Nothing here imports torch.
 """
 
+from itertools import groupby
+
 MIXERS = ("attention", "kda", "mla", "shortswa")
 FEED_FORWARDS = ("mlp", "moe")
 
@@ -64,10 +66,5 @@ def write_pattern(mixers: list[str]) -> str:
     """
     length = len(mixers)
     size = next(n for n in range(1, length + 1) if length % n == 0 and mixers == mixers[:n] * (length // n))
-    items: list[list[str]] = []
-    for name in mixers[:size]:
-        if items and items[-1][0] == name:
-            items[-1].append(name)
-        else:
-            items.append([name])
-    return ":".join(names[0] if len(names) == 1 else f"{names[0]}*{len(names)}" for names in items)
+    runs = [(name, len(list(run))) for name, run in groupby(mixers[:size])]
+    return ":".join(name if count == 1 else f"{name}*{count}" for name, count in runs)

@@ -89,10 +89,8 @@ def _name(name: str) -> str:
     if head == "residual":
         return f"model.{name}"
     index, _, inner = rest.partition(".")
-    if head != "sublayers" or not index.isdigit():
-        raise UserError(f"'{name}' is not a tensor of headwater's decoder")
     path, _, leaf = inner.rpartition(".")
-    parts = MLP if int(index) % 2 else ATTENTION
+    parts = (MLP if int(index) % 2 else ATTENTION) if head == "sublayers" and index.isdigit() else {}
     if path not in parts:
         raise UserError(f"'{name}' is not a tensor of headwater's decoder")
     return f"model.layers.{int(index) // 2}.{parts[path]}.{leaf}"
