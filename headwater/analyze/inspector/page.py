@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from headwater.analyze.markup import listing, text
-from headwater.analyze.report import SHARED, digest, json_island, page_files
+from headwater.analyze.report import SHARED, json_island, page_files, policy
 from headwater.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def make_page(inspections: Sequence["Inspection"], *, served: bool = False) -> s
     for level in range(len(LEVELS)):
         data = payload(inspections, level) | {"served": served}
         page = Template(frame).substitute(
-            policy=f"default-src 'none'; img-src data:; style-src '{digest(style)}'; script-src '{digest(script)}'"
-            + connect,
+            policy=policy(style, script) + connect,
             style=style,
             script=script,
             title=text(_clipped(title, 120)),
