@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,8 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as lists, numbers and text, under the names of the fields."""
-        plain = {name: getattr(self, name) for name in ("name", "residual", "mixes", "kinds", "tokens", "ids", "notes")}
-        fields = ["loss", "mixing", "parts", "read_size", "source_size", "reads", "sources", "experts"]
-        fields += ["removed", "removed_at"]
-        texts = {str(token): text for token, text in self.texts.items()}
-        return plain | {"texts": texts} | {name: _listed(getattr(self, name)) for name in fields}
+        found = {field.name: _listed(getattr(self, field.name)) for field in fields(self)}
+        return found | {"texts": {str(token): text for token, text in self.texts.items()}}
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON: numbers to seven digits, axes as the fields have them."""
