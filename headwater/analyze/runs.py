@@ -20,6 +20,7 @@ SKIPS = {  # by the reason in a record: the limit on them in a row, one step, se
 }
 PROGRESS = re.compile(r"step \d+(/\d+|:) ")  # what a run prints as it goes on
 
+PLACES = ("runs/*/config.json", "config.json", "*/config.json")  # of a comparison, a run, runs side by side
 EXPECTED = (
     "a run folder holds config.json and metrics.jsonl; a comparison's or a study's holds runs/ with a folder per run"
 )
@@ -70,17 +71,18 @@ def paths_of(folders: Sequence[str | Path]) -> list[Path]:
 
 
 def find_runs(folders: list[Path]) -> list[Path]:
-    """Run folders among `folders`, with comparison folders opened; each run once, in the order given."""
+    """Run folders among `folders`, with comparison folders and folders of runs opened; each run once, in the order
+    given."""
     if not folders:
         raise UserError("give at least one folder: " + EXPECTED)
     found: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: {EXPECTED}")
-        inside = sorted(folder.glob("runs/*/config.json"), key=lambda path: path.parent.name.rsplit("-seed", 1))
-        if not inside and not (folder / "config.json").is_file():
-            raise UserError(f"{folder} is not a run: {EXPECTED}")
-        for run in [path.parent for path in inside] or [folder]:
+        opened = next(filter(None, (list(folder.glob(place)) for place in PLACES)), None)
+        if opened is None:
+            raise UserError(f"{folder} is not a run, nor a folder of runs: {EXPECTED}")
+        for run in sorted((path.parent for path in opened), key=lambda run: run.name.rsplit("-seed", 1)):
             found.setdefault(run.resolve(), run)
     return list(found.values())
 

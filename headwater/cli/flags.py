@@ -76,7 +76,7 @@ class CompareFlags(Where):
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags(PluginFlags):
     folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders, the folder of a comparison or a study, or converted transformers folders."""
+    """Run folders, a folder of runs, of a comparison or of a study, or converted transformers folders."""
     out: Path | None = None
     """The file to write; by default report.html, or matrix.html, in the first folder."""
     prompt: str = "def add(a, b):\n    return a +"
@@ -234,7 +234,7 @@ class StudyFlags(PluginFlags):
 @dataclass(frozen=True, kw_only=True)
 class ScalingFlags(PluginFlags):
     folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders, or the folder of a comparison or a study."""
+    """Run folders, or a folder of runs, of a comparison or of a study."""
     baseline: str = "standard"
     """The residual whose compute the others are measured in."""
     lr: float | Literal["best"] | None = None

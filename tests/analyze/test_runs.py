@@ -10,7 +10,7 @@ from runfolder import make_comparison, make_run, write_json
 from tinyrun import tiny
 
 from headwater.analyze.groups import most_beside
-from headwater.analyze.runs import read_run
+from headwater.analyze.runs import find_runs, read_run
 from headwater.errors import UserError
 from headwater.train.loop import train
 
@@ -31,6 +31,16 @@ def unfinished(folder, **train):
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", config | {"train": config["train"] | train})
     return folder
+
+
+def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path):
+    """As `--out runs/a` and `--out runs/b` leave them; what lies in a run is part of it."""
+    for name in ("runs/b-seed10", "runs/a-seed0", "runs/a-seed0/kept"):
+        make_run(tmp_path / name, layers=1, steps=5)
+    assert [run.name for run in find_runs([tmp_path / "runs"])] == ["a-seed0", "b-seed10"]
+    assert find_runs([tmp_path / "runs" / "a-seed0", tmp_path]) == find_runs([tmp_path])
+    (tmp_path / "runs" / "b-seed10").rename(tmp_path / "c")
+    assert [run.name for run in find_runs([tmp_path])] == ["a-seed0"]  # as of a comparison, whatever lies beside runs/
 
 
 def test_resumed_steps_count_once_and_a_cut_line_is_noted(tmp_path):
