@@ -613,6 +613,10 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     called(rates_module, "rates_by_budget", "")
     assert main(["scaling", "a", "--lr", "best"]) == 0
     assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out
+    monkeypatch.setattr(scaling_module, "beyond_residual", lambda runs, baseline: ["optim.clip", "optim.lr"])
+    for rate, named in ((), "optim.clip, optim.lr\n"), (("--lr", "best"), "optim.clip\n"):
+        assert main(["scaling", "a", *rate]) == 0
+        assert f"what each is worth is worth of them too: {named}" in capsys.readouterr().out
 
     rows = called(table_module, "residual_table", [])
     monkeypatch.setattr(table_module, "print_table", lambda rows: None)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headwater.analyze.groups import differing, flatten
+from headwater.analyze.groups import UNFELT, differing, flatten
 from headwater.analyze.plot import Line, Panel, colours_of, picture
 from headwater.analyze.provenance import corpus
 from headwater.analyze.rates import RATE, at_rate, rate_of, rates_told
@@ -280,10 +280,11 @@ def points_of(
     as one, which is what a residual's own operations make of it: then they are not matched, and the multiplier says so.
 
     Raises UserError for two runs of one residual, budget and seed: runs that differ in a learning rate are not seeds;
-    and for runs on different text, whose losses lie on no curve.
+    and for runs on different text, or evaluated on more windows of it than others, whose losses lie on no curve.
     """
     found: dict[str, dict[float, dict[int | None, float]]] = defaultdict(lambda: defaultdict(dict))
     known: dict[tuple[str, float, int | None], RecordedRun] = {}
+    of_context: dict[Any, RecordedRun] = {}  # the first of each: a longer window is another one anyway
     for run in runs:
         c, value = cost(run), number((run.summary or {}).get(loss))
         if c is None or value is None:
@@ -292,6 +293,13 @@ def points_of(
             raise UserError(
                 f"{first.name} ({corpus(first)}) and {run.name} ({corpus(run)}) have seen different text, so their "
                 "losses lie on no curve: fit the runs of each text by themselves"
+            )
+        alike = of_context.setdefault(section(run.config, "model").get("context"), run)
+        windows = [section(each.config, "train").get("eval_windows") for each in (alike, run)]
+        if windows[0] != windows[1]:
+            raise UserError(
+                f"{alike.name} ends with its loss on {windows[0]} windows of held-out text and {run.name} on "
+                f"{windows[1]}, so their losses lie on no curve: fit the runs of one train.eval_windows by themselves"
             )
         budgets = found[run.residual]
         near = next((b for b in budgets if abs(math.log(b / c)) < NEAR), c)
@@ -306,6 +314,20 @@ def points_of(
             )
         budgets[near][run.seed] = value
     return {name: dict(budgets) for name, budgets in found.items()}
+
+
+def beyond_residual(runs: Sequence[RecordedRun], baseline: str) -> list[str]:
+    """Settings, but for the model's, steps and seed, in which residuals differ from the baseline's runs of their
+    budgets: what they are worth is then in part worth of these."""
+    known = [(run, c) for run in runs if (c := operations(run))]
+    keys: set[str] = set()
+    for run, c in known:
+        twins = [(abs(math.log(b / c)), plain) for plain, b in known if plain.residual == baseline]
+        far, plain = min(twins, key=lambda twin: (twin[0], twin[1].seed != run.seed), default=(math.inf, run))
+        if far < TWIN:
+            keys.update(differing([flatten(plain.config), flatten(run.config)]))
+    keys -= {"train.steps", *UNFELT.get(baseline, ())}
+    return sorted(key for key in keys if not key.startswith("model."))
 
 
 def same_text(one: RecordedRun, other: RecordedRun) -> bool:
@@ -328,7 +350,7 @@ def scaling_of(
             their mean loss is lowest.
 
     Returns a `Scaling` for each residual. Raises `headwater.errors.UserError` for folders without runs, for runs with
-    several learning rates and no `lr`, on different text, and for too few budgets.
+    several learning rates and no `lr`, on different text or windows of it, and for too few budgets.
 
         for found in scaling_of(["runs/sizes"]):
             print(found.residual, found.fit, found.multipliers)

@@ -19,6 +19,7 @@ from headwater.analyze.scaling import (
     Fit,
     Interval,
     _neighbours,
+    beyond_residual,
     compare_scaling,
     fit,
     operations,
@@ -322,6 +323,32 @@ def test_runs_on_different_text_are_not_fitted_together():
         points_of([same, alone])
     with pytest.raises(UserError, match=told):
         points_of([alone, first, changed])  # the first does not know
+
+
+def test_losses_on_more_windows_than_others_lie_on_no_curve():
+    """Of a longer context the windows are others anyway."""
+    runs = [recorded("a", 10, 1000 * n, 1.0 / n) for n in (1, 2, 4)]
+    for run, context, windows in zip(runs, (64, 128, 64), (8, 4, 4)):
+        run.config["model"]["context"], run.config["train"]["eval_windows"] = context, windows
+    assert len(points_of(runs[:2])["a"]) == 2
+    told = r"a-1.0 ends with its loss on 8 windows .* and a-0.25 on 4, .* of one train.eval_windows by themselves$"
+    with pytest.raises(UserError, match=told):
+        points_of(runs)
+
+
+def test_settings_that_come_with_a_residual_are_named():
+    """Beside the baseline's run of the same budget, and of the same seed where there is one; sizes may differ."""
+    each = [(size, seed) for size in (10, 20) for seed in (0, 1)]
+    plain, fair = ([recorded(a, size, 1000, 1.0, seed, size * 1e-4) for size, seed in each] for a in ("standard", "a"))
+    for run in (plain[1], fair[1]):
+        run.config["train"]["init_from"] = "x"
+    for run in plain:
+        run.config["optim"]["query_lr"], run.config["train"]["steps"] = 1.0, run.seed
+    assert not beyond_residual(plain + fair, "standard")
+    assert not beyond_residual([*plain, recorded("a", 40, 1000, 0.9, lr=1.0)], "standard"), "a size by itself"
+    assert beyond_residual([*plain, *fair, recorded("b", 20, 1000, 0.9)], "standard") == ["optim.lr"]
+    unfinished = replace(recorded("b", 20, 1000, 0.9), summary=None)
+    assert not beyond_residual([*plain, unfinished], "standard")
 
 
 def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
