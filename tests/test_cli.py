@@ -164,7 +164,8 @@ def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
     [
         ("[optim]\nwarmpu = 3", "unknown key 'warmpu'; did you mean 'warmup'?"),
         ("[optm]\nlr = 3", "unknown key 'optm'; did you mean 'optim'?"),
-        ("lr = 3", "unknown key 'lr'"),
+        ("lr = 3", "unknown key 'lr'; it stands under [optim]"),
+        ("[train]\nwarmup = 3", "train: unknown key 'warmup'; it stands under [optim]"),
         ("[train]\nsteps = 1.5", "steps must be an integer; got 1.5"),
         ("[train]\nsteps = true", "steps must be an integer; got True"),
         ("[train]\ndeterministic = 1", "deterministic must be true or false; got 1"),
@@ -190,6 +191,16 @@ def test_settings_of_a_newer_release_are_said_to_be_so(tmp_path, capsys):
         message = fails(capsys, *words, tmp_path / "run")
         assert "unknown key 'warp'" in message
         assert "If a newer headwater wrote it, read it with that" in message
+
+
+def test_a_checkpoint_to_resume_is_answered_with_its_run(tmp_path, capsys):
+    run = tmp_path / "run"
+    train(tiny(tmp_path, steps=2), run)
+    checkpoint = checkpoints(run / "checkpoints")[-1]
+    message = fails(capsys, "train", "--resume", "--out", checkpoint)
+    assert f"{checkpoint} is a checkpoint, " in message
+    assert f"--resume with --out {run}, or begin a run" in message
+    assert message.endswith(f"--init-from {checkpoint}\n")
 
 
 def test_a_misspelt_flag_names_the_nearest(capsys):

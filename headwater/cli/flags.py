@@ -271,6 +271,12 @@ def peek(argv: list[str], default: Where) -> Where:
 
 def base_config(where: Where, saved: Path) -> Config:
     """Defaults, or what the folder to resume began with; then the configuration file."""
+    folder = saved.parent
+    if where.resume and (folder / "state.json").is_file():
+        raise UserError(
+            f"{folder} is a checkpoint, and a run goes on from its newest: --resume with --out {folder.parent.parent}, "
+            f"or begin a run with these weights, in another --out and with --init-from {folder}"
+        )
     base = load_file(saved, with_before(Config())) if where.resume and saved.exists() else Config()
     return load_file(where.config, base) if where.config else base
 

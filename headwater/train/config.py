@@ -323,11 +323,17 @@ def override(base: T, values: Any, where: str) -> T:
     changes = {}
     for key, value in values.items():
         if key not in hints:
-            raise UserError(f"{where}: unknown key {key!r}; {nearest(key, hints)}")
+            raise UserError(f"{where}: unknown key {key!r}; {_section_of(key) or nearest(key, hints)}")
         current = getattr(base, key)
         inside = f"{where}: {key}"
         changes[key] = override(current, value, inside) if is_dataclass(current) else convert(value, hints[key], inside)
     return replace(base, **changes)  # type: ignore[type-var]
+
+
+def _section_of(key: str) -> str:
+    """Where a setting stands that was looked for elsewhere."""
+    homes = (name.removesuffix(f".{key}") for name in flatten(asdict(Config())) if name.endswith(f".{key}"))
+    return next((f"it stands under [{home}]" for home in homes), "")
 
 
 def convert(value: Any, hint: Any, where: str) -> Any:
