@@ -256,6 +256,8 @@ def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
             nested.setdefault(section, {})[name] = value
     config = override(base, nested, where)
     if RATIO in choice:
+        if "train.steps" in choice:
+            raise UserError(f'{where}: {RATIO} says how many steps a run takes, and so does "train.steps": give one')
         ratio = choice[RATIO]
         if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
             raise UserError(f"{where}: {RATIO} must be a number above zero; got {ratio!r}")

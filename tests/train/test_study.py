@@ -129,6 +129,7 @@ def test_two_runs_that_would_share_a_folder_are_refused(recipe):
         ("[[runs]]\ntokens_per_parameter = 'many'", "tokens_per_parameter must be a number above zero; got 'many'"),
         ("[[runs]]\ntokens_per_parameter = [-1]", "tokens_per_parameter must be a number above zero; got -1"),
         ("[[runs]]\ntokens_per_parameter = inf", "tokens_per_parameter must be a number above zero; got inf"),
+        ("[[runs]]\ntokens_per_parameter = 2\n'train.steps' = [3]", 'and so does "train.steps": give one$'),
         ("[runs]\n'optim.lr' = 1.0", r"write \[\[runs\]\], .* instead of \[runs\]$"),
         ("runs = [1, 2]", r"needs at least one table \[\[runs\]\]"),
         ("name = ['x']\n[[runs]]\n'optim.lr' = 1.0", r"name must be a word, .*; got \['x'\]"),
