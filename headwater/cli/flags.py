@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
@@ -274,8 +275,9 @@ def base_config(where: Where, saved: Path) -> Config:
     folder = saved.parent
     if where.resume and (folder / "state.json").is_file():
         raise UserError(
-            f"{folder} is a checkpoint, and a run goes on from its newest: --resume with --out {folder.parent.parent}, "
-            f"or begin a run with these weights, in another --out and with --init-from {folder}"
+            f"{folder} is a checkpoint, and a run goes on from its newest: --resume with --out "
+            f"{quote(str(folder.parent.parent))}, or begin a run with these weights, in another --out and with "
+            f"--init-from {quote(str(folder))}"
         )
     base = load_file(saved, with_before(Config())) if where.resume and saved.exists() else Config()
     return load_file(where.config, base) if where.config else base
