@@ -18,7 +18,7 @@ BASELINE = "standard"
 # a bad step stopped goes on without it; its notes count such steps.
 INCIDENTAL = {
     "seed", "device", "cache", "compile", "graph", "log_every", "eval_every", "depth_every", "save_every", "keep",
-    "skip_nonfinite",
+    "async_save", "skip_nonfinite", "hang_timeout", "wandb", "tensorboard",
 }  # fmt: skip
 DEFAULTS = {one.name: one.default for one in fields(ModelConfig) if one.default is not MISSING}
 UNFELT = {BASELINE: {"optim.query_lr"}}  # settings of what a residual does not have
@@ -44,8 +44,8 @@ class Group:
 
     @property
     def results(self) -> list[RecordedRun]:
-        """The runs a table row speaks of: finished ones, or every run when none has finished."""
-        return self.finished or self.runs
+        """The runs a table row speaks of: finished ones, or every run when none has finished; one of a seed."""
+        return once(self.finished or self.runs)
 
     def final(self, key: str) -> Stat | None:
         return summarize([run.final(key) for run in self.results])
@@ -69,6 +69,11 @@ class Group:
     def beside(self) -> int | None:
         """The most runs made at a time with any run of a table row; None where one of them does not say."""
         return most_beside(self.results)
+
+
+def once(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Of runs with one seed the last: made twice, it is still one draw, which tells nothing of how far seeds differ."""
+    return list({run.name if run.seed is None else run.seed: run for run in runs}.values())
 
 
 def most_beside(some: Sequence[Group] | Sequence[RecordedRun]) -> int | None:
@@ -227,6 +232,7 @@ def curves(group: Group, kind: str) -> dict[int, Points]:
 
 def draw_curves(group: Group, kind: str, limit: int) -> dict[str, Any]:
     made = curves(group, kind)
+    counted = {id(run) for run in once([group.runs[position] for position in made])}
 
     def lists(curve: Points) -> dict[str, Any]:
         kept = thin(curve, limit)
@@ -234,7 +240,7 @@ def draw_curves(group: Group, kind: str, limit: int) -> dict[str, Any]:
 
     return {
         "runs": [{"seed": group.runs[position].seed} | lists(curve) for position, curve in made.items()],
-        "mean": lists(average(list(made.values()))),
+        "mean": lists(average([curve for position, curve in made.items() if id(group.runs[position]) in counted])),
         "recorded": (recorded := max(map(len, made.values()), default=0)),
         "window": 2 * smoothing_reach(recorded) + 1 if kind == "train" else 1,
     }
@@ -242,7 +248,7 @@ def draw_curves(group: Group, kind: str, limit: int) -> dict[str, Any]:
 
 def draw_depth(group: Group, frames: int, digits: int) -> dict[str, Any] | None:
     """Depth records averaged over seeds, at up to `frames` steps that every seed recorded (or each seed's last one)."""
-    runs = [run for run in group.runs if run.depth]
+    runs = once([run for run in group.runs if run.depth])
     kinds = runs[-1].depth[-1]["sublayers"] if runs else []
     tables = [{record["step"]: record for record in run.depth if record["sublayers"] == kinds} for run in runs]
     if not kinds or not all(tables):

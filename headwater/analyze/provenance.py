@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwater.analyze.groups import Group, most_beside, noun
+from headwater.analyze.groups import Group, most_beside, noun, once
 from headwater.analyze.markup import count, definitions, text, unique
 from headwater.analyze.runs import Record, RecordedRun, find_runs, read_object, section
 
@@ -16,7 +16,7 @@ def facts(groups: list[Group]) -> str:
     """What every run of the page has in common; values that differ stand side by side. What none says is left out: a
     model that reads a prompt has no corpus."""
     runs = [run for group in groups for run in group.runs]
-    counts = {len(group.runs) for group in groups}
+    counts = {len(once(group.runs)) for group in groups}
     last = max(run.written for run in runs)
     seen = unique([count(tokens) for group in groups if (tokens := group.tokens()) is not None], 3)
 

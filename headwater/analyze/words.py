@@ -144,6 +144,10 @@ def page_notes(groups: list[Group]) -> list[str]:
         if group.baseline and group.difference() and group.tokens() != group.baseline.tokens():
             seen = f"{count(group.tokens())} tokens, {group.baseline.label} {count(group.baseline.tokens())}"
             notes.append(f"{group.label} saw {seen}: not a fair comparison.")
+        counted = {run.seed: run for run in group.results}
+        for run in group.finished:
+            if run.seed is not None and (other := counted[run.seed]) is not run:
+                notes.append(f"{run.name}: {other.name} has its settings and its seed, and is the one that counts.")
         shown = "the table shows the last evaluation" if group.final("loss") else "it was never evaluated"
         which = "the table counts only finished runs" if group.finished else shown
         notes += [f"{run.name}: {run.stopped}; {which}." for run in group.runs if run.stopped]

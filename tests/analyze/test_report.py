@@ -13,7 +13,7 @@ import pytest
 from runfolder import make_comparison, make_run, write_json
 
 from headwater.analyze import report
-from headwater.analyze.groups import curves, group_runs, smooth, telling, thin, words_of
+from headwater.analyze.groups import curves, draw_curves, draw_depth, group_runs, smooth, telling, thin, words_of
 from headwater.analyze.matrix import write_matrix
 from headwater.analyze.report import make_page, write_report
 from headwater.analyze.runs import find_order, find_runs, read_run, read_runs
@@ -423,6 +423,28 @@ def test_one_seed_twice_is_one_run(tmp_path):
     words = visible(write_report([folder, folder / "runs" / "0-seed0"]).read_text())
     assert "1 of 1 finished" in words
     assert "at a time" not in words  # of one run there is nothing to say
+
+
+def test_a_run_made_again_with_its_seed_is_no_second_seed(tmp_path):
+    """Two of one seed say nothing of the noise of seeds; the last counts, in means, pairs, curves and maps alike."""
+    folder = make_comparison(tmp_path / "c", ["standard", "attnres-full"], [0, 1], layers=1, steps=5)
+    again = make_run(tmp_path / "again", "attnres-full", 1, layers=1, steps=5)
+    rewrite(again / "summary.json", loss=9.0)
+    rewrite(again / "config.json", log={"tensorboard": True})
+    _, twice = group_runs(read_runs([folder, again]))
+    first, _, last = twice.runs
+    assert twice.results == [first, last]
+    assert twice.label == "attnres-full"
+    assert twice.final("loss").mean == pytest.approx((first.final("loss") + 9.0) / 2)
+    assert draw_depth(twice, 1, 4)["seeds"] == 2
+    last.evals[-1]["loss"] = 9.0
+    drawn = draw_curves(twice, "eval", 9)
+    assert drawn["mean"]["y"][-1] == pytest.approx((first.evals[-1]["loss"] + 9.0) / 2, abs=1e-4)
+    assert len(drawn["runs"]) == 3
+    words = visible(write_report([folder, again]).read_text())
+    assert "1-seed1: again has its settings and its seed, and is the one that counts." in words
+    assert "Seeds 2 per residual" in words
+    assert "3 seeds" not in words
 
 
 def test_unequal_tokens_are_said(tmp_path):
