@@ -597,13 +597,15 @@ def test_without_the_plain_residual_at_three_sizes_there_are_rows_and_no_curves(
 
 
 def test_tables_take_the_runs_of_other_recipes_that_are_at_the_settled_rate(page, tmp_path):
-    rates = [("standard", 0, score, {"model.dim": 128, "optim.lr": lr}) for lr, score in ((8e-3, 1.5), (1.1e-2, 1.4))]
-    archive(tmp_path, "rates", rates)
+    runs = ((0, 8e-3, 1.5), (1, 8e-3, 1.5), (0, 1.1e-2, 1.4))
+    archive(
+        tmp_path, "rates", [("standard", seed, score, {"model.dim": 128, "optim.lr": lr}) for seed, lr, score in runs]
+    )
     archive(tmp_path, "scaling", [("standard", 0, 1.3, {"model.dim": 256, "optim.lr": 6e-3})])
     text = "<!-- scaling:begin -->\n<!-- scaling:end -->"
     with page.unpacked(tmp_path) as found:
         made = page.filled(text, found)
-    assert "1.4000" in made
+    assert "| `standard` | 1 | 1.4000 | - |" in made
     assert "1.3000" in made
     assert "1.5000" not in made
 

@@ -70,6 +70,10 @@ def test_a_file_has_one_name_in_a_corpus(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=r"a.txt is there twice, as inner/a.txt and as a.txt: .*--source"):
             find_files(("texts", other))
     assert len(find_files(("texts", "texts"))) == 2  # a larger share of the same
+    for hidden in ("texts/.copies/a.txt", "texts/inner/.a.txt"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).write_text("some text")
+    assert [file.name for file in find_files(("texts",))] == ["inner/a.txt"]
     (tmp_path / "linked.txt").symlink_to(tmp_path / "texts" / "inner" / "a.txt")
     with pytest.raises(UserError, match=r"a.txt is there twice, as inner/a.txt and as linked.txt: .*links"):
         find_files(("texts", "linked.txt"))

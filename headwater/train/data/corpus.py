@@ -113,10 +113,13 @@ def _user_files(source: Path, field: str) -> list[TextFile]:
         return [TextFile(source.name, source, field=field)]
     if not source.is_dir():
         raise UserError(f"no corpus at {source}: --source takes text or .jsonl files, folders of them, or {STDLIB!r}")
-    found = sorted(path for path in source.rglob("*") if path.is_file() and _plain_suffix(path) in SUFFIXES)
+    texts = sorted(path for path in source.rglob("*") if path.is_file() and _plain_suffix(path) in SUFFIXES)
+    names = {path: path.relative_to(source) for path in texts}
+    # What is hidden is a program's own, such as an editor's copies of texts that are there already.
+    found = {path: name for path, name in names.items() if not any(part.startswith(".") for part in name.parts)}
     if not found:
         raise UserError(f"the corpus folder {source} is empty: it holds no file that ends in {', '.join(SUFFIXES)}")
-    return [TextFile(path.relative_to(source).as_posix(), path, field=field) for path in found]
+    return [TextFile(name.as_posix(), path, field=field) for path, name in found.items()]
 
 
 def _plain_suffix(path: Path) -> str:
