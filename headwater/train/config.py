@@ -132,7 +132,7 @@ class OptimSettings:
     """For the matrices of the sublayers only."""
     query_lr: float = 0.1
     """Factor on the learning rate of the residual's queries, in residuals that have some; runs from before there was
-    one have 1. docs/results/study.md says why."""
+    one have 1. docs/results/study-tables.md says why."""
     clip: float = 1.0
     """Largest gradient norm."""
     schedule: Literal["cosine", "wsd"] = "cosine"
