@@ -79,6 +79,14 @@ def test_a_file_has_one_name_in_a_corpus(tmp_path, monkeypatch):
         find_files(("texts", "linked.txt"))
 
 
+def test_a_standard_library_may_hold_links_to_its_own_files(tmp_path, monkeypatch):
+    """As Debian's: nobody can mend that."""
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "b.py").symlink_to("a.py")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert [file.name for file in find_files(("stdlib",))] == ["a.py", "b.py"]
+
+
 def test_an_epoch_takes_every_window_once_and_seeds_differ(tmp_path):
     windows = prepare(settings(tmp_path, corpus(tmp_path))).windows("train", 16)
     size = 7

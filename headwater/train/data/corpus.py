@@ -58,7 +58,9 @@ def find_files(sources: tuple[str, ...], field: str = "text") -> list[TextFile]:
         files += _stdlib_files() if source == STDLIB else _user_files(Path(source).expanduser(), field)
     names: dict[str, str] = {}
     for file in files:  # by its name a document is held out or not
-        if names.setdefault(path := os.path.realpath(file.path), file.name) != file.name:
+        # A library may hold links to its own files, as Debian's Python does.
+        path = os.path.realpath(file.path) if file.strict else os.path.abspath(file.path)
+        if names.setdefault(path, file.name) != file.name:
             raise UserError(
                 f"{path} is there twice, as {names[path]} and as {file.name}: the same text could be trained on and "
                 "held out. Name it, or the folder that holds it, once with --source, and leave out links to it"
