@@ -84,11 +84,12 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="of a window")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
     results = []
     for folder in flags.runs:
-        run = load_run(folder)
+        run = load_run(folder, flags.device)
         found = measure(run.model, windows_of(run.config, flags.windows, flags.tokens))
         residual, reads = run.config.model.residual, correlations(found)
         parts = {name: summary(values) for name, values in reads.items()}
