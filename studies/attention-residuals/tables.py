@@ -210,20 +210,26 @@ def rates(runs: Runs) -> str:
 
 
 def hybrid(runs: Runs) -> str:
-    """The sweep; at the rate that most seeds have run the arms side by side, and their differences through training."""
-    most = max(grouped(finished(runs), "optim.lr").values(), key=len)
-    steps = [row["step"] for row in most[0].evals]
+    """The sweep; at each rate that several seeds have run the arms side by side, and their differences through
+    training."""
+    rates = grouped(finished(runs), "optim.lr").values()
+    several = [some for some in rates if len({run.seed for run in some}) > 1]
+    return by_size(runs, "optim.lr") + "".join(map(side_by_side, several))
+
+
+def side_by_side(runs: Runs) -> str:
+    """Of one learning rate: the arms at the end, and their differences after each evaluation."""
+    steps = [row["step"] for row in runs[0].evals]
     at = {
-        arm: [{run.seed: at_step(run, step) for run in some} for step in steps] for arm, some in by_name(most).items()
+        arm: [{run.seed: at_step(run, step) for run in some} for step in steps] for arm, some in by_name(runs).items()
     }
     rows = []
     for arm, scores in at.items():
         if arm != BASELINE:
             paired = [Paired(pair(mine, plain)) for mine, plain in zip(scores, at[BASELINE], strict=True)]
             rows.append([f"`{arm}`", *(f"{signed(one.mean)} ({between(one.interval)})" for one in paired)])
-    words = f"\nAt {setting(most[0], 'optim.lr'):g}, and the differences after these steps:\n\n"
-    through = grid(["", *(f"step {step}" for step in steps)], rows)
-    return f"{by_size(runs, 'optim.lr')}{words}{beside_plain(most)}\n{through}"
+    words = f"\nAt {setting(runs[0], 'optim.lr'):g}, and the differences after these steps:\n\n"
+    return f"{words}{beside_plain(runs)}\n{grid(['', *(f'step {step}' for step in steps)], rows)}"
 
 
 def at_own_best(runs: Runs) -> str:
@@ -311,15 +317,16 @@ def transfer(runs: Runs) -> str:
 
 def importance(measured: list[dict[str, Any]]) -> str:
     """Rank correlation of weight and effect by arm, over the whole depth and over thirds of it; of weight times size,
-    and of the effect in one half of the text with that in the other, where these were measured."""
-    parts = ("all", "first", "middle", "last")
+    and of the effect in one half of the text with that in the other, if these were measured."""
+    parts = {"all": "all reads", "first": "first third", "middle": "middle", "last": "last third"}
+    more = {"sizes": "weight times size", "halves": "half with half"}
+    more = {name: words for name, words in more.items() if any(one.get(name) is not None for one in measured)}
     rows = []
     for arm, some in _by_arm(measured).items():
         columns = [[one["spearman"][part] for one in some] for part in parts]
-        columns += [[one.get(name) for one in some] for name in ("sizes", "halves")]
+        columns += [[one.get(name) for one in some] for name in more]
         rows.append([f"`{arm}`", str(len(some)), *map(_hundredths, columns)])
-    head = ["", "seeds", "all reads", "first third", "middle", "last third", "weight times size", "half with half"]
-    return grid(head, rows)
+    return grid(["", "seeds", *parts.values(), *more.values()], rows)
 
 
 def hops(measured: list[dict[str, Any]]) -> str:

@@ -20,13 +20,13 @@ EVEN = (0.004,) * 4
 SEEDS = 6, 3, 2, 1
 # As the arms of the study's scaling; how far runs vary of which there is one from the second budget on is a guess.
 STUDY = {
-    "standard": (SEEDS, (0.0123, 0.0004, 0.0004, 0.0004)),
+    "standard": ((6, 3, 3, 1), (0.0123, 0.0014, 0.0014, 0.0014)),
     "attnres-block": (SEEDS, (0.0136, 0.0033, 0.0033, 0.0033)),
     "attnres-full": (SEEDS, (0.0171, 0.0033, 0.0033, 0.0033)),
-    "mhc": ((4, 1, 2, 1), (0.0068, 0.008, 0.008, 0.008)),
+    "mhc": ((4, 2, 2, 1), (0.0068, 0.0058, 0.0058, 0.0058)),
     "muddformer:norm=true": ((1, 3, 1, 1), (0.0145, 0.008, 0.008, 0.008)),
     "embedding-skip": ((4, 1, 1, 1), (0.0052, 0.0033, 0.0033, 0.0033)),
-    "completep": ((3, 1, 1, 1), (0.0119, 0.0033, 0.0033, 0.0033)),
+    "completep": ((4, 1, 1, 1), (0.0107, 0.0033, 0.0033, 0.0033)),
 }
 # Arms with their seeds and noise, the baseline first, and how far runs of equal seed vary together.
 CASES = (
