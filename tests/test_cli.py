@@ -26,6 +26,7 @@ from headwater.analyze import rates as rates_module
 from headwater.analyze import report as report_module
 from headwater.analyze import runs as runs_module
 from headwater.analyze import scaling as scaling_module
+from headwater.analyze import scaling_report as scaling_report_module
 from headwater.analyze import table as table_module
 from headwater.cli import main
 from headwater.cli.flags import DEMO, flag_of, sized
@@ -605,7 +606,7 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0, "whole": True}
 
     read, rated = called(runs_module, "read_runs", []), called(rates_module, "at_rate", [])
-    drawn = called(scaling_module, "write_plot", tmp_path)
+    drawn = called(scaling_report_module, "write_plot", tmp_path)
     compared = called(scaling_module, "compare_scaling", [])
     assert main(["scaling", "a", "b", "--baseline", "rezero"]) == 0
     assert (read["folders"], rated["lr"]) == ([Path("a"), Path("b")], None)

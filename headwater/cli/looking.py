@@ -99,7 +99,8 @@ def scaling(argv: list[str]) -> None:
     with user_values():
         from headwater.analyze.rates import at_rate, rates_by_budget
         from headwater.analyze.runs import beside, number, read_runs
-        from headwater.analyze.scaling import beyond_residual, compare_scaling, operations, points_of, table, write_plot
+        from headwater.analyze.scaling import beyond_residual, compare_scaling, operations, points_of
+        from headwater.analyze.scaling_report import table, write_plot
 
         runs = read_runs(list(flags.folders))
         taken = at_rate(runs, flags.lr)

@@ -24,7 +24,8 @@ from records import (
 from tables import beside_plain, between
 
 from headwater.analyze.runs import RecordedRun
-from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, points_of, shown
+from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, points_of
+from headwater.analyze.scaling_report import shown
 from headwater.models.config import SIZES
 from headwater.stats import Paired, pair, summarize
 

@@ -23,12 +23,10 @@ from headwater.analyze.scaling import (
     compare_scaling,
     fit,
     operations,
-    plot,
     points_of,
-    table,
     without_ends,
-    write_plot,
 )
+from headwater.analyze.scaling_report import plot, table, write_plot
 from headwater.errors import UserError
 from headwater.stats import t_quantile
 
