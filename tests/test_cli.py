@@ -28,6 +28,7 @@ from headwater.analyze import runs as runs_module
 from headwater.analyze import scaling as scaling_module
 from headwater.analyze import scaling_report as scaling_report_module
 from headwater.analyze import table as table_module
+from headwater.analyze.scaling import Scaling
 from headwater.cli import main
 from headwater.cli.flags import DEMO, flag_of, sized
 from headwater.errors import UserError
@@ -625,7 +626,9 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     called(rates_module, "rates_by_budget", "")
     assert main(["scaling", "a", "--lr", "best"]) == 0
     assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out
-    monkeypatch.setattr(scaling_module, "beyond_residual", lambda runs, baseline: ["optim.clip", "optim.lr"])
+    apart = {"a": ("optim.lr",), "b": ("optim.clip", "optim.lr")}
+    monkeypatch.setattr(scaling_module, "confounders_of", lambda runs, baseline: apart)
+    called(scaling_module, "compare_scaling", [Scaling(name, {}, None, None, {}) for name in apart])
     for rate, named in ((), "optim.clip, optim.lr\n"), (("--lr", "best"), "optim.clip\n"):
         assert main(["scaling", "a", *rate]) == 0
         assert f"what each is worth is worth of them too: {named}" in capsys.readouterr().out

@@ -18,7 +18,7 @@ budget, such intervals hold in 70 to 80 of 100 cases.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,13 +74,15 @@ class Interval:
 class Scaling:
     """A residual's curve beside the baseline's: `multipliers` at the baseline's budgets as far as the residual's own
     runs reach, None where the curves do not meet. Runs at fewer than three budgets have no `fit`, no `alpha` and no
-    multipliers."""
+    multipliers. `confounders`: settings beyond the residual, as `optim.lr`, in which its runs differ from the
+    baseline's of the same budgets: they share in what it is worth."""
 
     residual: str
     points: Points
     fit: Fit | None
     alpha: Interval | None
     multipliers: dict[float, Interval | None]
+    confounders: tuple[str, ...] = ()
 
     @property
     def above(self) -> dict[float, float]:
@@ -313,18 +315,20 @@ def points_of(
     return {name: dict(budgets) for name, budgets in found.items()}
 
 
-def beyond_residual(runs: Sequence[RecordedRun], baseline: str) -> list[str]:
-    """Settings, but for the model's, steps and seed, in which residuals differ from the baseline's runs of their
-    budgets: what they are worth is then in part worth of these."""
+def confounders_of(runs: Sequence[RecordedRun], baseline: str) -> dict[str, tuple[str, ...]]:
+    """By residual the settings, but for the model's, steps and seed, in which it differs from the baseline's runs of
+    its budgets: what it is worth is then in part worth of these."""
     known = [(run, c) for run in runs if (c := operations(run))]
-    keys: set[str] = set()
+    keys: dict[str, set[str]] = defaultdict(set)
     for run, c in known:
         twins = [(abs(math.log(b / c)), plain) for plain, b in known if plain.residual == baseline]
         far, plain = min(twins, key=lambda twin: (twin[0], twin[1].seed != run.seed), default=(math.inf, run))
         if far < TWIN:
-            keys.update(differing([flatten(plain.config), flatten(run.config)]))
-    keys -= {"train.steps", *UNFELT.get(baseline, ())}
-    return sorted(key for key in keys if not key.startswith("model."))
+            keys[run.residual].update(differing([flatten(plain.config), flatten(run.config)]))
+    fair = {"train.steps", *UNFELT.get(baseline, ())}
+    return {
+        name: tuple(sorted(key for key in each - fair if not key.startswith("model."))) for name, each in keys.items()
+    }
 
 
 def same_text(one: RecordedRun, other: RecordedRun) -> bool:
@@ -333,6 +337,15 @@ def same_text(one: RecordedRun, other: RecordedRun) -> bool:
     named = [[Path(name).name for name in section(run.config, "data").get("source", ())] for run in (one, other)]
     first, second = known if all(known) else named
     return bool(first == second)
+
+
+def compare_runs(runs: Sequence[RecordedRun], baseline: str) -> list[Scaling]:
+    """The curves of finished runs by operations, each with its `confounders`."""
+    confounders = confounders_of(runs, baseline)
+    return [
+        replace(scaling, confounders=confounders.get(scaling.residual, ()))
+        for scaling in compare_scaling(points_of(runs), baseline)
+    ]
 
 
 def scaling_of(
@@ -344,15 +357,15 @@ def scaling_of(
         folders: of runs, comparisons and studies.
         baseline: the residual whose compute the others are measured in.
         lr: take the runs with this learning rate; "best": of each residual and size, those with the rate at which
-            their mean loss is lowest.
+            their mean loss is lowest; where that is another than the baseline's, it is among the `confounders`.
 
     Returns a `Scaling` for each residual. Raises `headwater.errors.UserError` for folders without runs, for runs with
     several learning rates and no `lr`, on different text or windows of it, and for too few budgets.
 
         for found in scaling_of(["runs/sizes"]):
-            print(found.residual, found.fit, found.multipliers)
+            print(found.residual, found.fit, found.multipliers, found.confounders)
     """
-    return compare_scaling(points_of(at_rate(read_runs(paths_of(folders)), lr)), baseline)
+    return compare_runs(at_rate(read_runs(paths_of(folders)), lr), baseline)
 
 
 def without_ends(found: Sequence[Scaling], baseline: str) -> dict[float, list[Scaling]]:

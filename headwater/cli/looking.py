@@ -99,18 +99,18 @@ def scaling(argv: list[str]) -> None:
     with user_values():
         from headwater.analyze.rates import at_rate, rates_by_budget
         from headwater.analyze.runs import beside, number, read_runs
-        from headwater.analyze.scaling import beyond_residual, compare_scaling, operations, points_of
+        from headwater.analyze.scaling import compare_runs, operations
         from headwater.analyze.scaling_report import table, write_plot
 
         runs = read_runs(list(flags.folders))
         taken = at_rate(runs, flags.lr)
-        found = compare_scaling(points_of(taken), flags.baseline)
+        found = compare_runs(taken, flags.baseline)
         say(table(found, flags.baseline))
         asked = runs if flags.lr == "best" else taken
         if missing := sum(number((run.summary or {}).get("bits_per_byte")) is None for run in asked):
             say(f"Left out, as they have not finished or diverged: {missing} of {len(asked)} runs")
         told = {"optim.lr"} if flags.lr == "best" else set()
-        if keys := [key for key in beyond_residual(taken, flags.baseline) if key not in told]:
+        if keys := sorted({key for scaling in found for key in scaling.confounders} - told):
             say(f"Settings differ beyond the residual, and what each is worth is worth of them too: {', '.join(keys)}")
         if flags.lr == "best":
             say(f"Learning rates, by operations:\n{rates_by_budget(runs, operations)}")

@@ -19,14 +19,15 @@ from headwater.analyze.scaling import (
     Fit,
     Interval,
     _neighbours,
-    beyond_residual,
     compare_scaling,
+    confounders_of,
     fit,
     operations,
     points_of,
     without_ends,
 )
 from headwater.analyze.scaling_report import plot, table, write_plot
+from headwater.cli import main
 from headwater.errors import UserError
 from headwater.stats import t_quantile
 
@@ -342,21 +343,40 @@ def test_settings_that_come_with_a_residual_are_named():
         run.config["train"]["init_from"] = "x"
     for run in plain:
         run.config["optim"]["query_lr"], run.config["train"]["steps"] = 1.0, run.seed
-    assert not beyond_residual(plain + fair, "standard")
-    assert not beyond_residual([*plain, recorded("a", 40, 1000, 0.9, lr=1.0)], "standard"), "a size by itself"
-    assert beyond_residual([*plain, *fair, recorded("b", 20, 1000, 0.9)], "standard") == ["optim.lr"]
-    unfinished = replace(recorded("b", 20, 1000, 0.9), summary=None)
-    assert not beyond_residual([*plain, unfinished], "standard")
+    alike = {"standard": (), "a": ()}
+    assert confounders_of(plain + fair, "standard") == alike
+    size_by_itself = recorded("a", 40, 1000, 0.9, lr=1.0)
+    assert confounders_of([*plain, *fair, size_by_itself], "standard") == alike
+    unfair = recorded("b", 20, 1000, 0.9)
+    assert confounders_of([*plain, *fair, unfair], "standard") == {**alike, "b": ("optim.lr",)}
+    assert confounders_of([*plain, *fair, replace(unfair, summary=None)], "standard") == alike
+
+
+def written(run, folder):
+    folder.mkdir(parents=True)
+    write_json(folder / "config.json", run.config)
+    write_json(folder / "summary.json", run.summary)
+
+
+def test_from_folders_come_the_settings_that_share_in_what_each_residual_is_worth(tmp_path, capsys):
+    """The command names those of all; the rates are a line of their own where each residual has its best."""
+    both = {"standard": (), "rezero": ("optim.lr",), "ddl": ("optim.clip",), "laurel": ()}
+    for name, apart in both.items():
+        for size, c in enumerate(BUDGETS):
+            run = recorded(name, c / 1000, 1000, TRUE.loss(c))
+            run.config["optim"] = {key: 2.0 if f"optim.{key}" in apart else 1.0 for key in ("lr", "clip")}
+            written(run, tmp_path / f"{name}-{size}")
+    for lr, told in ((None, "optim.clip, optim.lr"), ("best", "optim.clip")):
+        assert {found.residual: found.confounders for found in scaling_of([tmp_path], lr=lr)} == both
+        assert main(["scaling", str(tmp_path), *([] if lr is None else ["--lr", lr])]) == 0
+        assert f"what each is worth is worth of them too: {told}\n" in capsys.readouterr().out
 
 
 def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
     for lr, floor in ((0.001, 1.2), (0.002, 1.3)):
         for size, c in enumerate(BUDGETS):
-            folder = tmp_path / "runs" / f"lr-{lr}-{size}"
-            folder.mkdir(parents=True)
             run = recorded("standard", c / 1000, 1000, replace(TRUE, floor=floor).loss(c), lr=lr)
-            write_json(folder / "config.json", run.config)
-            write_json(folder / "summary.json", run.summary)
+            written(run, tmp_path / "runs" / f"lr-{lr}-{size}")
     with pytest.raises(UserError, match=r"There are standard with 0.001 and 0.002: choose one"):
         scaling_of([str(tmp_path)])
     for folder in (tmp_path, str(tmp_path)):
