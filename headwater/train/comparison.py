@@ -23,6 +23,7 @@ from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all, side_by_side
 from headwater.train.monitor.interrupts import RESUME
+from headwater.train.optim import ends_in_warmup
 from headwater.train.results import CompareResult, TrainResult
 from headwater.train.table import draw, tabulate
 
@@ -74,6 +75,8 @@ def compare(
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
         command = f"headwater compare --out {quote(str(out))}" + flags_for(run.plugin for run in runs.values())
+        if said := ends_in_warmup(config.train.steps, config.optim):
+            console.print(said, soft_wrap=True)
         failures = run_all(list(runs.values()), jobs, console, go_on=command + RESUME)
         done = {place: run for place, run in runs.items() if run.finished}
         finished = {place: TrainResult.read(run.folder) for place, run in done.items()}

@@ -40,7 +40,7 @@ from headwater.train.monitor.depth import depth_record, gradient_norms
 from headwater.train.monitor.interrupts import RESUME, Interruption
 from headwater.train.monitor.progress import ProgressLine
 from headwater.train.monitor.watchdog import Watchdog
-from headwater.train.optim import learning_rate, set_learning_rate
+from headwater.train.optim import ends_in_warmup, learning_rate, set_learning_rate
 from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 from headwater.train.run import Run, begin, choose_device, finish, save
 
@@ -91,6 +91,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
         with closing(run.log), Interruption() as interruption, watchdog, line, run.saver:
             if run.planned:
                 line.say(goes_further(run))
+            if said := ends_in_warmup(settings.steps, config.optim):
+                line.say(said)
             clock, steps = Clock(run), steps_of(run, line.say)
             for number in range(run.step + 1, settings.steps + 1):
                 watchdog.reset()

@@ -71,6 +71,14 @@ def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:
     return settings.lr * (settings.final_lr + (1 - settings.final_lr) * share)
 
 
+def ends_in_warmup(steps: int, settings: OptimSettings) -> str:
+    """What to say of a run that ends before its warm-up, as the first part of a longer one may; of another nothing."""
+    if steps >= settings.warmup:
+        return ""
+    ends = f"the run ends at step {steps} of a warm-up of {settings.warmup}"
+    return f"{ends}, at {100 * steps / settings.warmup:.3g} % of its learning rate: raise --steps or lower --warmup"
+
+
 def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], rate: float) -> None:
     """Of each group, times its factor."""
     for optimizer in optimizers.values():

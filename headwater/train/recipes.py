@@ -46,6 +46,7 @@ from headwater.train.config import FREE, OUTER, Config, DataSettings, check, dif
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.files import locked, read_json, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all
+from headwater.train.optim import ends_in_warmup
 from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
@@ -148,6 +149,10 @@ def study(
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
         before = describe(standing(out, jobs, plan))
         console.print(before, soft_wrap=True)
+        left = (config for job, config in zip(jobs, plan.runs.values(), strict=True) if not job.finished)
+        notes = (ends_in_warmup(config.train.steps, config.optim) for config in left)
+        for said in dict.fromkeys(filter(None, notes)):
+            console.print(as_settings(said), soft_wrap=True)
         due = [job for job in jobs if not job.diverged]
         failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
         result = standing(out, jobs, plan)

@@ -307,6 +307,20 @@ def test_runs_of_one_seed_see_the_same_batches(tmp_path, monkeypatch):
     assert batches_of("standard") == batches_of("attnres-full:query=projected")
 
 
+def test_a_comparison_that_ends_in_its_warm_up_says_so(tmp_path, monkeypatch, capsys):
+    """Its runs write what they say to files."""
+
+    def run_all(*_, **__):
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr("headwater.train.comparison.run_all", run_all)
+    for steps in (1, 2):
+        with pytest.raises(RuntimeError, match="stopped"):
+            compare(tiny(tmp_path, steps=steps), tmp_path / str(steps), residuals=["standard"], seeds=[0])
+        said = "the run ends at step 1 of a warm-up of 2, at 50 % of its learning rate: raise --steps or lower --warmup"
+        assert capsys.readouterr().out == (f"{said}\n" if steps == 1 else "")
+
+
 @pytest.mark.slow
 def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Forked)

@@ -389,10 +389,20 @@ def test_brackets_in_messages_and_folders_are_printed_as_they_are(recipe, tmp_pa
 
     monkeypatch.setattr("headwater.train.recipes.run_all", run_all)
     study(recipe, out)
-    before, said, after = capsys.readouterr().out.splitlines()
+    before, _, said, after = capsys.readouterr().out.splitlines()
     assert said == message
     assert before.startswith(f"{out}: 0 of 2 runs finished")
     assert after.startswith(f"{out}: 0 of 2 runs finished, 1 diverged")
+
+
+def test_a_study_names_each_warm_up_that_is_not_finished_once(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, **__: {})
+    recipe.write_text(recipe.read_text() + '\n[[runs]]\n"train.steps" = [10, 20]\n')
+    begin_by_hand(recipe, tmp_path / "study", "steps-10")
+    capsys.readouterr()
+    study(recipe, tmp_path / "study")
+    said = "the run ends at step 4 of a warm-up of 20, at 20 % of its learning rate: raise train.steps or lower optim"
+    assert [line for line in capsys.readouterr().out.splitlines() if "warm-up" in line] == [f"{said}.warmup"]
 
 
 def test_a_study_that_is_refused_leaves_a_run_that_diverged_as_it_is(recipe, tmp_path):

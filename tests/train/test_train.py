@@ -124,6 +124,14 @@ def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
     assert train(config, tmp_path / "run", resume=True).loss == summary.loss
 
 
+def test_a_run_that_ends_in_its_warm_up_says_so(tmp_path, capsys):
+    said = "the run ends at step 2 of a warm-up of 8, at 25 % of its learning rate: raise --steps or lower --warmup"
+    for steps, warmup, shown in ((2, 8, True), (2, 2, False)):
+        config = tiny(tmp_path, steps=steps)
+        train(replace(config, optim=replace(config.optim, warmup=warmup)), tmp_path / str(warmup))
+        assert (said in capsys.readouterr().out) == shown
+
+
 def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
     """With wsd the rate is the plain one until the decay: a run that has not decayed yet goes on bitwise as if it had
     been planned so."""
