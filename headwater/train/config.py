@@ -101,11 +101,11 @@ class DataSettings:
     """The text, and how it becomes tokens."""
 
     source: tuple[str, ...] = ("stdlib",)
-    """Text or .jsonl files or folders, of which hidden files are left out, plain, .gz, .xz or .zst (which needs
-    headwater[zst]); `stdlib` is the running Python's standard library. Or one folder of tokens that were made before,
-    such as one that --cache holds, from here or from another machine."""
+    """Text, .jsonl or .json files or folders, of which hidden and .json files are left out, plain, .gz, .xz or .zst
+    (which needs headwater[zst]); `stdlib` is the running Python's standard library. Or one folder of tokens that were
+    made before, such as one that --cache holds, from here or from another machine."""
     text_field: str = "text"
-    """Where the objects of .jsonl files have their document."""
+    """Where the objects of .jsonl and .json files have their document."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """bpe is trained on the text itself; needs headwater[bpe]."""
     bpe_vocab: int = 4096

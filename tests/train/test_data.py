@@ -151,6 +151,31 @@ def test_the_field_of_json_lines(tmp_path):
             list(documents(find_files((str(tmp_path / "rows.jsonl"),), "body")))
 
 
+def test_a_json_file_is_an_array_of_documents_or_json_lines(tmp_path):
+    rows = [{"body": "one\n", "id": 1}, "two", {"body": "drei ß"}]
+    for name, text in {
+        "indented.json": json.dumps(rows, indent=2),
+        "flat.json": json.dumps(rows),
+        "marked.json": "\ufeff\n" + json.dumps(rows),
+        "lines.json": "\n".join(map(json.dumps, rows)),
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        for source in (name, f"{name}.gz"):
+            found = documents(find_files((str(tmp_path / source),), "body"))
+            assert [document.text for document in found] == ["one\n", "two", "drei ß"], source
+    for text, words in {
+        '["fine", {"id": "1"}]': r"item 2: expected a string under 'body'; found 'id': choose one with --text-field id",
+        '["fine", 2]': r"item 2: expected a JSON object .*in the array of a \.json file",
+        '{\n"body": "fine"}': r"line 1: expected a JSON object on a line of its own",
+        '["fine",\n': r"begins as a JSON array and is none: mend it, or write one object a line",
+        "[" * 100_000: r"begins as a JSON array and is none",
+    }.items():
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(UserError, match=rf"bad\.json,? {words}"):
+            list(documents(find_files((str(tmp_path / "bad.json"),), "body")))
+
+
 def test_one_long_document_is_cut_in_two(tmp_path):
     text = "".join(f"line {i}\n" for i in range(2000))
     (tmp_path / "book.txt").write_text(text)

@@ -1,8 +1,9 @@
 """Where text comes from: files in a fixed order, and the documents inside them.
 
 A text file is one document, or several separated by lines that read `<|endoftext|>`; a .jsonl file has one document a
-line, under "text" or the field that is named. Either may be compressed (.gz, .xz, .zst). The default corpus needs no
-download: the source and documentation of Python's standard library.
+line, under "text" or the field that is named, and so has a .json file, unless it is an array of documents. Each may be
+compressed (.gz, .xz, .zst). The default corpus needs no download: the source and documentation of Python's standard
+library.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from headwater.errors import UserError
 from headwater.train.data.tokenizer import END_OF_TEXT
@@ -40,7 +41,7 @@ class TextFile:
     strict: bool = True
     """Whether bytes that are not UTF-8 are an error; the standard library is not the user's to mend."""
     field: str = "text"
-    """Where an object of a .jsonl file has its document."""
+    """Where an object of a .jsonl or .json file has its document."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _user_files(source: Path, field: str) -> list[TextFile]:
     if source.is_file():
         return [TextFile(source.name, source, field=field)]
     if not source.is_dir():
-        raise UserError(f"no corpus at {source}: --source takes text or .jsonl files, folders of them, or {STDLIB!r}")
+        raise UserError(f"no corpus at {source}: --source takes text, .jsonl or .json files, folders, or {STDLIB!r}")
     texts = sorted(path for path in source.rglob("*") if path.is_file() and _plain_suffix(path) in SUFFIXES)
     names = {path: path.relative_to(source) for path in texts}
     # What is hidden is a program's own, such as an editor's copies of texts that are there already.
@@ -129,7 +130,7 @@ def _plain_suffix(path: Path) -> str:
 
 
 def _is_json(file: TextFile) -> bool:
-    return ".jsonl" in file.path.suffixes
+    return ".jsonl" in file.path.suffixes or _plain_suffix(file.path) == ".json"
 
 
 class _Zstd(io.RawIOBase):
@@ -193,38 +194,45 @@ def _split_texts(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _json_texts(file: TextFile, lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        text = _text_in(line, file.field)
-        if text is None:
-            raise UserError(f"{file.path}, line {number}: {_not_a_document(line, file.field)}")
+    for place, found in _json_values(file, lines):
+        text = found.get(file.field) if isinstance(found, dict) else found
+        if not isinstance(text, str):
+            raise UserError(f"{file.path}, {place}: {_not_a_document(found, file.field)}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{file.path}, line {number}: \\u{ord(text[error.start]):04x} is half of a character without the other "
-                "half, which no encoding can write: mend the text or leave the line out"
+                f"{file.path}, {place}: \\u{ord(text[error.start]):04x} is half of a character without the other "
+                "half, which no encoding can write: mend the text or leave it out"
             ) from None
         yield text
 
 
-def _text_in(line: str, field: str) -> str | None:
-    try:
-        text = json.loads(line)[field]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return text if isinstance(text, str) else None
+def _json_values(file: TextFile, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """What is on each line; or the items of an array, which a .json file may be, and which is read whole."""
+    lines = iter(lines)
+    for number, line in enumerate(lines, start=1):
+        if line.lstrip().startswith("[") and _plain_suffix(file.path) == ".json":
+            items = _parse(line + "".join(lines))
+            if items is None:
+                raise UserError(f"{file.path} begins as a JSON array and is none: mend it, or write one object a line")
+            yield from ((f"item {item}", found) for item, found in enumerate(items, start=1))
+        elif line.strip():
+            yield f"line {number}", _parse(line)
 
 
-def _not_a_document(line: str, field: str) -> str:
-    """Why a line has no text, and which of its fields do."""
+def _parse(text: str) -> Any:
+    """What a text of JSON says; None where it is none."""
     try:
-        found = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        found = None
+        return None
+
+
+def _not_a_document(found: Any, field: str) -> str:
+    """Why this has no text, and which of its fields do."""
     if not isinstance(found, dict):
-        return "expected a JSON object on a line of its own"
+        return "expected a JSON object on a line of its own, or in the array of a .json file"
     texts = sorted((key for key, value in found.items() if isinstance(value, str)), key=lambda key: -len(found[key]))
     choice = f"choose one with --text-field {texts[0]}" if texts else "none of them is a string"
     return f"expected a string under {field!r}; found {', '.join(map(repr, found)) or 'no field'}: {choice}"
