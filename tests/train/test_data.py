@@ -36,6 +36,12 @@ def tokens(data, split) -> np.ndarray:
     return np.concatenate([np.asarray(shard) for shard in data.windows(split, 8).shards])
 
 
+def texts(data, split) -> list[str]:
+    ids = tokens(data, split)
+    parts = np.split(ids, np.flatnonzero(ids == data.tokenizer.end_of_text) + 1)
+    return [data.tokenizer.decode(part) for part in parts if len(part)]
+
+
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 64, 1000, 1025])
 def test_permute_is_a_permutation_and_depends_on_its_key(total):
     images = permute(np.arange(total), total, key=(0, 0))
@@ -208,13 +214,30 @@ def test_a_document_that_joins_moves_no_other_between_the_splits(tmp_path):
     def held_out() -> set[str]:
         data = prepare(settings(tmp_path, folder))
         assert data.manifest["split"] == "by_document"
-        ids = tokens(data, "validation")
-        parts = np.split(ids, np.flatnonzero(ids == data.tokenizer.end_of_text) + 1)
-        return {data.tokenizer.decode(part) for part in parts if len(part)}
+        return set(texts(data, "validation"))
 
     before = held_out()
     corpus(tmp_path, documents=230)
     assert before < held_out()
+
+
+def test_copies_of_held_out_text_that_are_trained_on_are_told(tmp_path, capsys):
+    folder = corpus(tmp_path)
+    for i in range(40):  # a byte each, which does not matter
+        (folder / f"alike-{i}.py").write_text("#")
+    few = prepare(settings(tmp_path, folder))
+    assert "#" in set(texts(few, "train")) & set(texts(few, "validation"))
+    assert capsys.readouterr().err == ""
+    for i in range(60):
+        shutil.copy(folder / f"{i:03d}.txt", folder / f"copy-{i}.txt")
+    data = prepare(settings(tmp_path, folder))
+    trained_on, held_out = set(texts(data, "train")), texts(data, "validation")
+    copied = [text for text in held_out if text in trained_on]
+    share = 100 * len("".join(copied)) / len("".join(held_out))
+    told = f"copies of {len(copied)} of the {len(held_out)} held-out documents, {share:.0f} % of that text, are trained"
+    assert told in capsys.readouterr().err
+    assert prepare(settings(tmp_path, folder)).identity == data.identity
+    assert capsys.readouterr().err == ""
 
 
 def test_the_cache_is_reused_renewed_and_repaired(tmp_path, monkeypatch):

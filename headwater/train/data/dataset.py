@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -37,6 +38,7 @@ CHECKED = "checked.json"  # size and times of the files when their hashes were l
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 27
 Divide = Callable[[Document], Iterable[tuple[str, str]]]
+COPIES = 0.01  # share of held-out text which, trained on too, is worth a word: modules of one line are often alike
 BPE_DOCUMENTS = 100_000  # enough to learn merges from; a longer corpus only costs time
 
 
@@ -315,7 +317,8 @@ def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scrat
     for name, text in pieces:
         raw = text.encode()
         content.update(f"{name}/{len(raw)}/".encode() + raw)
-        writers[name].add(np.append(tokenizer.encode(text), tokenizer.end_of_text).astype(dtype), len(raw))
+        writers[name].add(np.append(tokenizer.encode(text), tokenizer.end_of_text).astype(dtype), raw)
+    _tell_copies(writers["train"], writers["validation"])
     tokenizer.save(scratch)
     tokenizer_hash = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
     splits = {name: writer.close() for name, writer in writers.items()}
@@ -331,6 +334,18 @@ def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scrat
     }
 
 
+def _tell_copies(train: _ShardWriter, held_out: _ShardWriter) -> None:
+    """Documents are held out by name, so that one that joins moves none: of two that are equal, one may be."""
+    both = np.isin(held_out.keys, train.keys)
+    share = np.asarray(held_out.sizes)[both].sum() / max(1, held_out.bytes)
+    if share >= COPIES:
+        print(
+            f"headwater: copies of {both.sum()} of the {held_out.documents} held-out documents, {100 * share:.0f} % of "
+            "that text, are trained on, so that losses on it look better than they are: leave copies out of --source",
+            file=sys.stderr,
+        )
+
+
 class _ShardWriter:
     """Appends documents to a split's shards, and counts and hashes what it wrote."""
 
@@ -339,8 +354,9 @@ class _ShardWriter:
         self.shards: list[dict[str, Any]] = []
         self.hashes: dict[str, str] = {}
         self.bytes = self.documents = 0
+        self.keys, self.sizes = array("q"), array("q")  # of each document, eight bytes each
 
-    def add(self, tokens: np.ndarray, num_bytes: int) -> None:
+    def add(self, tokens: np.ndarray, text: bytes) -> None:
         if not self.shards or self.shards[-1]["tokens"] >= SHARD_TOKENS:
             self._end_shard()
             self.shards.append({"file": f"{self.split}-{len(self.shards):05d}.bin", "tokens": 0})
@@ -349,7 +365,9 @@ class _ShardWriter:
         self.file.write(raw)
         self.digest.update(raw)
         self.shards[-1]["tokens"] += len(tokens)
-        self.bytes += num_bytes
+        self.keys.append(hash(text))
+        self.sizes.append(len(text))
+        self.bytes += len(text)
         self.documents += 1
 
     def _end_shard(self) -> None:
