@@ -33,7 +33,7 @@ from headwater.cli import main
 from headwater.cli.flags import DEMO, flag_of, sized
 from headwater.errors import UserError
 from headwater.folders import made_whole
-from headwater.models import ModelConfig, decoder
+from headwater.models import SIZES, ModelConfig, decoder
 from headwater.models.sampling import Sampling
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
 from headwater.train import recipes as recipes_module
@@ -143,6 +143,19 @@ def test_ctrl_c_while_the_command_is_imported_is_a_line(tmp_path, module):
         assert len(done.stderr.splitlines()) == 1
     with Path(inspect.getfile(headwater)).parents[1].joinpath("pyproject.toml").open("rb") as file:
         assert tomllib.load(file)["project"]["scripts"] == {"headwater": "headwater.__main__:main"}
+
+
+def test_help_says_what_none_is_of_a_switch(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    found = dict(re.findall(r"--([a-z0-9-]+) \{None,(.*?) \(default: None\)", shown))
+    assert {"qk-norm", "kda-gate"} <= found.keys()
+    for flag, said in found.items():
+        name = flag.replace("-", "_")
+        assert "default" in said, flag
+        assert not any(name in size for size in SIZES.values()), flag
+        assert not ("Off by default" in said and getattr(ModelConfig, name)), flag
 
 
 def test_defaults_then_file_then_flags(tmp_path, monkeypatch):

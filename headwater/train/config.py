@@ -46,11 +46,11 @@ class ModelSettings:
     shortswa: int | None = None
     """Begin each layer with attention over this many last tokens."""
     value_residual: bool | None = None
-    """Mix the first attention's values into every other's."""
+    """Mix the first attention's values into every other's. Off by default, in every size."""
     qk_norm: bool | None = None
-    """RMSNorm on every head's queries and keys: steadier at high learning rates."""
+    """RMSNorm on every head's queries and keys: steadier at high learning rates. Off by default, in every size."""
     tie_embeddings: bool | None = None
-    """One matrix for the embedding and the output head."""
+    """One matrix for the embedding and the output head. Off by default, in every size."""
     fp32_stream: bool | None = None
     """On a GPU, keep the residual in fp32: more exact sums, twice the bytes. By default it is bf16 as the sublayers."""
     depth_start: bool | None = None
@@ -69,7 +69,7 @@ class ModelSettings:
     kda_conv: int | None = None
     """Tokens that its short convolutions see."""
     kda_gate: Literal["softplus", "bounded"] | None = None
-    """Its decay: as in Kimi Linear, or never below exp(-5) a token, as in Kimi K3."""
+    """Its decay: as in Kimi Linear, which is the default, or never below exp(-5) a token, as in Kimi K3."""
     kda_norm_eps: float | None = None
     """Of the norm over what a head of it reads."""
     mla_latent: int | None = None
