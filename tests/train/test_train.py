@@ -132,6 +132,18 @@ def test_a_run_that_ends_in_its_warm_up_says_so(tmp_path, capsys):
         assert (said in capsys.readouterr().out) == shown
 
 
+def test_a_finished_run_without_its_weights_is_not_begun_anew(tmp_path):
+    """A study drops them: taken further, its run would lose its result and its metrics."""
+    config = tiny(tmp_path)
+    train(config, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    longer = replace(config, train=replace(config.train, steps=2 * STEPS))
+    with pytest.raises(UserError, match="run holds a finished run without its weights, which cannot go further"):
+        train(longer, tmp_path / "run", resume=True)
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
     """With wsd the rate is the plain one until the decay: a run that has not decayed yet goes on bitwise as if it had
     been planned so."""
