@@ -354,7 +354,7 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
         data = prepared(config.data)
         if job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*")):  # else it begins anew
             asked = {**asdict(config), "model": resolve_model(config.model, data).to_dict(), "corpus": data.identity}
-            saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label, data.identity)}
+            saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label, text_of(job, data))}
             idle = frozenset() if has_queries(config, data) else frozenset({"optim.query_lr"})
             listing = differences(saved, asked, FREE | idle)
             if listing and not job.diverged:
@@ -373,6 +373,12 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     for job in again:
         (job.folder / DIVERGED).unlink(missing_ok=True)
     write_json(corpora, seen)
+
+
+def text_of(job: Job, data: Dataset) -> dict[str, str]:
+    """What a run says of its text where no corpora.json does, as in an archive of metrics; else ours."""
+    known = TrainResult.read(job.folder).source_hash if job.finished else ""
+    return {**data.identity, **({"source_hash": known} if known else {})}
 
 
 def has_queries(config: Config, data: Dataset) -> bool:

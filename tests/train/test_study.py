@@ -260,6 +260,19 @@ def test_text_that_has_changed_is_noticed(recipe, tmp_path, upto):
     assert len(study(recipe, out, minutes=0).left) == (1 if upto is None else 2)
 
 
+def test_text_that_has_changed_is_noticed_in_an_archive_too(recipe, tmp_path):
+    """Which holds runs alone: what they saw is then in their summaries."""
+    folder = begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
+    assert len(study(recipe, tmp_path / "study", minutes=0).finished) == 1
+    (tmp_path / "study" / "corpora.json").unlink()
+    (tmp_path / "corpus" / "0.txt").write_text("another river")
+    with pytest.raises(UserError, match=r"on other text:\n  corpus.source_hash: .* there, .* asked for"):
+        study(recipe, tmp_path / "study", minutes=0)
+    summary = read_json(folder / "summary.json")
+    write_json(folder / "summary.json", {key: value for key, value in summary.items() if key != "source_hash"})
+    assert len(study(recipe, tmp_path / "study", minutes=0).finished) == 1  # of before summaries had it
+
+
 def test_a_finished_run_of_a_residual_from_elsewhere_counts(recipe, tmp_path):
     with without_plugins():
         register("from-elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
