@@ -13,9 +13,10 @@
     tokens_per_parameter = 20                          # instead of train.steps; of the parameters of the layers
 
 The first seed of every arm is run before the second of any, so that a study cut off has whole pairs. A run's folder is
-named after what the lists gave it. Its weights are dropped when it is finished, unless the file says `keep_weights =
-true`: metrics, settings and summary stay, which is what reports and fits are made of. Runs side by side on one GPU
-compute at the same time where NVIDIA's MPS is installed (sharing.py), else in turns.
+named after what the lists gave it when it began, and keeps that name when they change. Its weights are dropped when it
+is finished, unless the file says `keep_weights = true`: metrics, settings and summary stay, which is what reports and
+fits are made of. Runs side by side on one GPU compute at the same time where NVIDIA's MPS is installed (sharing.py),
+else in turns.
 """
 
 from __future__ import annotations
@@ -143,7 +144,10 @@ def study(
     out = Path("runs") / plan.name if out is None else Path(out)
     with locked(out):
         (out / "settings").mkdir(exist_ok=True)
-        jobs = [job_of(name, config, out, plan.keep_weights) for name, config in plan.runs.items()]
+        paths = sorted(out.glob("runs/*/config.json"))
+        held = {path.parent.name: read_json(path) for path in paths if path.parent.name not in plan.runs}
+        jobs = [job_of(name, config, out, plan.keep_weights, held) for name, config in plan.runs.items()]
+        plan = replace(plan, runs={job.label: config for job, config in zip(jobs, plan.runs.values(), strict=True)})
         refuse_others(jobs, plan, out / CORPORA)
         for job, config in zip(jobs, plan.runs.values(), strict=True):
             write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
@@ -317,10 +321,10 @@ def folder_name(choice: Mapping[str, Any]) -> str:
     return re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
 
 
-def job_of(name: str, config: Config, out: Path, keep_weights: bool) -> Job:
+def job_of(name: str, config: Config, out: Path, keep_weights: bool, held: dict[str, Any]) -> Job:
     """Its model is made without weights, so that one that does not fit is known before anything runs, as is a corpus
-    that is too short."""
-    settings = out / "settings" / f"{name}.json"
+    that is too short. `held` are settings of runs by names that the file no longer has, because its lists have changed
+    their order or are more: this one, if it is among them, keeps its folder."""
     try:
         with suspected(config.model.residual):
             work = operations(config)
@@ -328,6 +332,11 @@ def job_of(name: str, config: Config, out: Path, keep_weights: bool) -> Job:
         data.check_length(model_of(config, data).config.context)
     except UserError as error:
         raise UserError(f"run {name} does not fit: {error}") from None
+    if not (out / "runs" / name / "config.json").exists():
+        asked = settings_of(config, data)
+        name = next((other for other, saved in held.items() if not differences(saved, asked, OUTER)), name)
+        held.pop(name, None)
+    settings = out / "settings" / f"{name}.json"
     return Job(
         label=name,
         folder=out / "runs" / name,
@@ -345,15 +354,13 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     settings, from the start if they make it another run. What all of them see is noted in `corpora`: a file that has
     changed keeps its name. A factor on the rate of queries changes nothing where there are none: runs from before its
     default was another still count."""
-    from headwater.train.run import resolve_model
-
     seen = read_json(corpora) if corpora.exists() else {}
     again: list[Job] = []
     anew: list[Job] = []
     for job, config in zip(jobs, plan.runs.values(), strict=True):
         data = prepared(config.data)
         if job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*")):  # else it begins anew
-            asked = {**asdict(config), "model": resolve_model(config.model, data).to_dict(), "corpus": data.identity}
+            asked = {**settings_of(config, data), "corpus": data.identity}
             saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label, text_of(job, data))}
             idle = frozenset() if has_queries(config, data) else frozenset({"optim.query_lr"})
             listing = differences(saved, asked, FREE | idle)
@@ -361,7 +368,7 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
                 raise UserError(
                     f"{job.folder} holds a run with other settings, or on other text:\n  "
                     + "\n  ".join(listing)
-                    + "\nChoose another --out"
+                    + "\nTake back the change, remove that folder, or choose another --out"
                 )
             if listing:
                 anew.append(job)
@@ -373,6 +380,13 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
     for job in again:
         (job.folder / DIVERGED).unlink(missing_ok=True)
     write_json(corpora, seen)
+
+
+def settings_of(config: Config, data: Dataset) -> dict[str, Any]:
+    """As the config.json of a run has them."""
+    from headwater.train.run import resolve_model
+
+    return {**asdict(config), "model": resolve_model(config.model, data).to_dict()}
 
 
 def text_of(job: Job, data: Dataset) -> dict[str, str]:

@@ -17,6 +17,7 @@ from headwater.errors import UserError
 from headwater.residuals import StandardResidual, register
 from headwater.train import StudyResult, study
 from headwater.train.comparison import compare
+from headwater.train.config import Config
 from headwater.train.files import read_json, write_json
 from headwater.train.loop import train
 from headwater.train.recipes import describe, operations, read_recipe, steps_for
@@ -245,6 +246,22 @@ def test_a_size_that_changes_the_model_is_noticed(recipe, tmp_path, old, new, to
     recipe.write_text(recipe.read_text().replace(old, new))
     with pytest.raises(UserError, match=rf"other settings, or on other text:\n  {told}"):
         study(recipe, tmp_path / "study", minutes=0)
+
+
+@pytest.mark.parametrize("upto", [2, None])
+def test_a_run_keeps_its_folder_when_the_recipes_lists_change(recipe, tmp_path, upto):
+    """Else it would be made again under another name, and a fit have two runs of one seed."""
+    out, name = tmp_path / "study", "residual-standard-seed-0"
+    begin_by_hand(recipe, out, name, upto=upto)
+    seeds = f'"optim.lr" = [1e-2, {Config().optim.lr}]\n"train.seed" = [0, 1]'
+    recipe.write_text(recipe.read_text().replace('"train.seed" = [0]', seeds))
+    result = study(recipe, out, minutes=0)
+    names = {*result.finished, *result.left}
+    assert len(names) == 8
+    assert name in (result.left if upto else result.finished)
+    assert names == {path.stem for path in (out / "settings").iterdir()} == read_json(out / "corpora.json").keys()
+    assert f"residual-standard-lr-{Config().optim.lr}-seed-0" not in names
+    assert set(study(recipe, out, minutes=0).left) == set(result.left)
 
 
 @pytest.mark.parametrize("upto", [2, None])
