@@ -158,9 +158,11 @@ def study(
         for said in dict.fromkeys(filter(None, notes)):
             console.print(as_settings(said), soft_wrap=True)
         due = [job for job in jobs if not job.diverged]
-        failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
-        result = standing(out, jobs, plan)
-        write_json(out / "table.json", result.table())
+        try:
+            failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
+        finally:  # also of what Ctrl-C has interrupted
+            result = standing(out, jobs, plan)
+            write_json(out / "table.json", result.table())
         for label in failures.keys() & {*result.diverged}:
             console.print(as_settings(failures.pop(label)), soft_wrap=True)
         if describe(result) != before:

@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from processes import Forked
 from tinyrun import tiny, write_corpus
 
 from headwater.cli import main
-from headwater.errors import UserError
+from headwater.errors import Interrupted, UserError
 from headwater.residuals import StandardResidual, register
 from headwater.train import StudyResult, study
 from headwater.train.comparison import compare
@@ -359,6 +360,17 @@ def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, m
         recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere", "from-elsewhere"'))
         study(recipe, tmp_path / "other")
     assert said[-1] == f"headwater study {recipe} --out {tmp_path / 'other'} --plugin elsewhere"
+
+
+def test_an_interrupted_study_has_a_table_of_what_is_done(recipe, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
+        raise Interrupted("stopped by SIGINT", signal.SIGINT)
+
+    monkeypatch.setattr("headwater.train.recipes.run_all", interrupted)
+    with pytest.raises(Interrupted):
+        study(recipe, tmp_path / "study")
+    assert [row["run"] for row in read_json(tmp_path / "study" / "table.json")] == ["residual-standard-seed-0"]
 
 
 def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(recipe, tmp_path, monkeypatch):
