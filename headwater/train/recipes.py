@@ -27,6 +27,7 @@ import math
 import re
 import shutil
 import statistics
+import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,6 +138,7 @@ def study(
 
         study("studies/noise/recipe.toml", minutes=20)
     """
+    began = time.monotonic()
     console = Console(quiet=not progress, markup=False, highlight=False)  # names and messages may have [brackets]
     plan = read_recipe(Path(recipe))
     go_on = f"headwater study {quote(str(recipe))}" + ("" if out is None else f" --out {quote(str(out))}")
@@ -159,7 +161,8 @@ def study(
             console.print(as_settings(said), soft_wrap=True)
         due = [job for job in jobs if not job.diverged]
         try:
-            failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=60 * minutes, whole=whole)
+            seconds = 60 * minutes - (time.monotonic() - began)  # to prepare the text may take minutes
+            failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=seconds, whole=whole)
         finally:  # also of what Ctrl-C has interrupted
             result = standing(out, jobs, plan)
             write_json(out / "table.json", result.table())

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from headwater.residuals import StandardResidual, register
 from headwater.train import StudyResult, study
 from headwater.train.comparison import compare
 from headwater.train.config import Config
+from headwater.train.data.dataset import prepare
 from headwater.train.files import read_json, write_json
 from headwater.train.loop import train
 from headwater.train.recipes import describe, operations, read_recipe, steps_for
@@ -360,6 +362,22 @@ def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, m
         recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere", "from-elsewhere"'))
         study(recipe, tmp_path / "other")
     assert said[-1] == f"headwater study {recipe} --out {tmp_path / 'other'} --plugin elsewhere"
+
+
+def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch):
+    """A corpus that is prepared first takes its part of them."""
+    given = []
+
+    def slow(settings):
+        time.sleep(0.5)
+        return prepare(settings)
+
+    monkeypatch.setattr("headwater.train.recipes.prepare", slow)
+    monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, seconds, **__: given.append(seconds) or {})
+    study(recipe, tmp_path / "study", minutes=1)
+    study(recipe, tmp_path / "study")
+    assert given[0] <= 59.5
+    assert given[1] == math.inf
 
 
 def test_an_interrupted_study_has_a_table_of_what_is_done(recipe, tmp_path, monkeypatch):
