@@ -268,6 +268,16 @@ def zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
+def test_a_large_corpus_is_tokenised_once_and_says_so(tmp_path, capsys, monkeypatch):
+    """For minutes nothing else is printed."""
+    monkeypatch.setattr("headwater.train.data.dataset.LARGE", 100)
+    source = corpus(tmp_path)
+    folder = prepare(settings(tmp_path, source)).folder
+    assert capsys.readouterr().err == f"tokenising 0 MB of text, which is kept in {folder} for later\n"
+    prepare(settings(tmp_path, source))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [

@@ -37,6 +37,7 @@ MANIFEST = "manifest.json"  # what was written, and the sha256 of every file and
 CHECKED = "checked.json"  # size and times of the files when their hashes were last checked
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 27
+LARGE = 16e6  # bytes of files; as text, BPE takes a second for each of its megabytes
 Divide = Callable[[Document], Iterable[tuple[str, str]]]
 COPIES = 0.01  # share of held-out text which, trained on too, is worth a word: modules of one line are often alike
 BPE_DOCUMENTS = 100_000  # enough to learn merges from; a longer corpus only costs time
@@ -252,6 +253,8 @@ def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
         if stale.exists():
             shutil.rmtree(stale)
     scratch.mkdir(parents=True)
+    if (size := sum(file.path.stat().st_size for file in files)) > LARGE:
+        print(f"tokenising {size / 1e6:.0f} MB of text, which is kept in {folder} for later", file=sys.stderr)
     try:
         manifest = _tokenise(settings, files, scratch)
         (scratch / MANIFEST).write_bytes(seal(manifest))
