@@ -152,7 +152,8 @@ def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DR
     `draws`, bootstrap samples. Raises UserError for an unknown baseline, or if it or all others have too few budgets.
     """
     if baseline not in points:
-        raise UserError(f"no runs of the baseline '{baseline}'. There are: {', '.join(points)}")
+        others = f": take another baseline, of {', '.join(points)}" if points else ", nor has any other"
+        raise UserError(f"no run of the baseline '{baseline}' has finished{others}")
     plain = points[baseline]
     few = {name: len(at) for name, at in points.items() if len(at) < BUDGETS}
     if baseline in few or len(few) == len(points) - 1 > 0:

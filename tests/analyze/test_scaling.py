@@ -397,8 +397,10 @@ def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
     assert re.search(r"operations: as standard with \d\.\d+ times the compute \(", text)
     with pytest.raises(UserError, match="three budgets at least, and got 2"):
         fit([1, 2, 2], [3.0, 2.0, 2.1])
-    with pytest.raises(UserError, match="no runs of the baseline 'plain'"):
+    with pytest.raises(UserError, match="finished: take another baseline, of standard, same"):
         compare_scaling(points, "plain")
+    with pytest.raises(UserError, match="no run of the baseline 'plain' has finished, nor has any other"):
+        compare_scaling({}, "plain")
 
 
 def test_a_curve_says_how_far_it_misses_its_budgets():
