@@ -36,7 +36,7 @@ from headwater.folders import made_whole
 from headwater.models import SIZES, ModelConfig, decoder
 from headwater.models.sampling import Sampling
 from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
-from headwater.train import recipes as recipes_module
+from headwater.train import studies as studies_module
 from headwater.train.checkpoint.folder import checkpoints, load_model
 from headwater.train.config import check
 from headwater.train.data.tokenizer import ByteTokenizer
@@ -609,7 +609,7 @@ def test_a_resumed_run_has_the_settings_that_it_began_with(tmp_path, called):
 def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monkeypatch, called):
     folder = tmp_path / "my study"
     done = SimpleNamespace(folder=folder, finished={"a": 1})
-    arguments = called(recipes_module, "study", done)
+    arguments = called(studies_module, "study", done)
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
     said = capsys.readouterr().out
     assert f"table.json are in {folder}; look at them with: headwater report '{folder}', and headwater " in said

@@ -87,9 +87,9 @@ def test_a_study_takes_it(site, tmp_path, monkeypatch):
         pairs = {key: value for key, value in values[name].items() if value is not None and key != "residual"}
         lines += [f"[config.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in pairs.items())]
     recipe.write_text("\n".join(lines))
-    monkeypatch.setattr("headwater.train.recipes.run_all", lambda jobs, *rest, **more: {"a": str(jobs[0].plugin)})
+    monkeypatch.setattr("headwater.train.studies.run_all", lambda jobs, *rest, **more: {"a": str(jobs[0].plugin)})
     assert run("study", recipe, "--out", tmp_path / "study", "--plugin", "brook.leaky") == 1  # what failed: its name
-    monkeypatch.setattr("headwater.train.recipes.run_all", lambda jobs, *rest, **more: {})
+    monkeypatch.setattr("headwater.train.studies.run_all", lambda jobs, *rest, **more: {})
     assert run("study", recipe, "--out", tmp_path / "study") == 1  # unknown: nothing is run
 
 

@@ -19,7 +19,7 @@ from headwater.residuals.plugins import import_plugins
 from headwater.residuals.registry import build
 from headwater.stats import t_quantile
 from headwater.train.files import read_json
-from headwater.train.recipes import study
+from headwater.train.studies import study
 
 STUDY = Path(__file__).parent.parent / "studies" / "attention-residuals"
 CURVES = "<!-- curves:begin -->\n<!-- curves:end -->"

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from .comparison import compare
     from .load import LoadedRun, load_run
     from .loop import train
-    from .recipes import StudyResult, study
     from .results import CompareResult, CompareRow, Spread, TrainResult
+    from .studies import StudyResult, study
 
 _homes = {
     "CompareResult": "results",
     "CompareRow": "results",
     "LoadedRun": "load",
     "Spread": "results",
-    "StudyResult": "recipes",
+    "StudyResult": "studies",
     "TrainResult": "results",
     "compare": "comparison",
     "load_run": "load",
-    "study": "recipes",
+    "study": "studies",
     "train": "loop",
 }
 

@@ -23,7 +23,8 @@ from headwater.train.config import Config
 from headwater.train.data.dataset import prepare
 from headwater.train.files import read_json, write_json
 from headwater.train.loop import train
-from headwater.train.recipes import describe, operations, read_recipe, steps_for
+from headwater.train.recipes import read_recipe, steps_for
+from headwater.train.studies import describe, operations
 
 RECIPE = """
 name = "pair"
@@ -353,7 +354,7 @@ def test_an_option_that_no_residual_has_is_said_once(recipe, tmp_path):
 
 def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, go_on, **__: said.append(go_on) or {})
+    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, go_on, **__: said.append(go_on) or {})
     study(recipe, tmp_path / "else where")
     assert main(shlex.split(said[0])[1:]) == 0
     assert said == [f"headwater study {recipe} --out '{tmp_path / 'else where'}'"] * 2
@@ -373,7 +374,7 @@ def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch):
         return prepare(settings)
 
     monkeypatch.setattr("headwater.train.recipes.prepare", slow)
-    monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, seconds, **__: given.append(seconds) or {})
+    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, seconds, **__: given.append(seconds) or {})
     study(recipe, tmp_path / "study", minutes=1)
     study(recipe, tmp_path / "study")
     assert given[0] <= 59.5
@@ -385,7 +386,7 @@ def test_an_interrupted_study_has_a_table_of_what_is_done(recipe, tmp_path, monk
         begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
         raise Interrupted("stopped by SIGINT", signal.SIGINT)
 
-    monkeypatch.setattr("headwater.train.recipes.run_all", interrupted)
+    monkeypatch.setattr("headwater.train.studies.run_all", interrupted)
     with pytest.raises(Interrupted):
         study(recipe, tmp_path / "study")
     assert [row["run"] for row in read_json(tmp_path / "study" / "table.json")] == ["residual-standard-seed-0"]
@@ -397,7 +398,7 @@ def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(recipe, tm
     recipe.write_text(hot)
     with pytest.raises(UserError, match="--lr") as diverged:
         begin_by_hand(recipe, tmp_path / "alone", "lr-1e+30-warmup-0")
-    monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, **__: {"lr-1e+30": str(diverged.value)})
+    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, **__: {"lr-1e+30": str(diverged.value)})
     with pytest.raises(UserError, match=f"Settings are those of {recipe}; the same command tries again") as told:
         study(recipe, tmp_path / "study")
     advice = "with the same command and train.skip_nonfinite = 1 (or more), or try a lower optim.lr, a longer "
@@ -420,7 +421,7 @@ def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, tmp_path, m
             begin_by_hand(recipe, out, hot)
         return {hot: str(diverged.value)}
 
-    monkeypatch.setattr("headwater.train.recipes.run_all", run_all)
+    monkeypatch.setattr("headwater.train.studies.run_all", run_all)
     for _ in range(2):
         done = study(recipe, out)
         assert (done.diverged, len(done.finished), len(done.left)) == ((hot,), 0, 2)
@@ -447,7 +448,7 @@ def test_brackets_in_messages_and_folders_are_printed_as_they_are(recipe, tmp_pa
         write_json(out / "runs" / name / "diverged.json", {"why": message})
         return {name: message}
 
-    monkeypatch.setattr("headwater.train.recipes.run_all", run_all)
+    monkeypatch.setattr("headwater.train.studies.run_all", run_all)
     study(recipe, out)
     before, _, said, after = capsys.readouterr().out.splitlines()
     assert said == message
@@ -456,7 +457,7 @@ def test_brackets_in_messages_and_folders_are_printed_as_they_are(recipe, tmp_pa
 
 
 def test_a_study_names_each_warm_up_that_is_not_finished_once(recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("headwater.train.recipes.run_all", lambda *_, **__: {})
+    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, **__: {})
     recipe.write_text(recipe.read_text() + '\n[[runs]]\n"train.steps" = [10, 20]\n')
     begin_by_hand(recipe, tmp_path / "study", "steps-10")
     capsys.readouterr()
