@@ -127,6 +127,19 @@ def test_ablations_are_sorted_and_stand_beside_the_papers(page, tmp_path):
     assert "| +0.1000 | - | +6.7 % | −1.1 % |" in residuals  # of the paper's losses: 1.747 beside 1.766
 
 
+def test_two_seeds_of_an_ablation_that_agree_are_told_from_the_size_of_a_repeats_difference_on(page, tmp_path):
+    """With two seeds an interval is as narrow as they happen to be near each other; more seeds are judged by theirs."""
+    apart = {"mhc": (0.021, 2), "ddl": (-0.021, 3), "laurel": (0.023, 2), "highway": (-0.023, 2)}
+    runs = [("standard", seed, 1.5, {}) for seed in range(3)]
+    runs += [(arm, s, 1.5 + far + s / 1e5, {}) for arm, (far, seeds) in apart.items() for s in range(seeds)]
+    archive(tmp_path, "ablations", runs)
+    with page.unpacked(tmp_path) as found:
+        rows = page.tables.ablations(found["ablations"]).splitlines()
+    verdicts = {row.split("`")[1]: row.split(" | ")[-1].strip(" |") for row in rows if "`" in row}
+    told = {"mhc": "not told apart", "ddl": "lower", "laurel": "higher", "highway": "lower"}
+    assert {arm: verdicts[arm] for arm in told} == told
+
+
 def test_each_arm_is_beside_the_plain_residual_at_its_own_best_rate(page, tmp_path):
     scores = {
         ("standard", 1e-3): (1.5, 1.7),
@@ -166,12 +179,14 @@ def recorded(residual, rate, *records):
     return SimpleNamespace(residual=residual, config=config, depth=depth)
 
 
-def test_sources_in_effect_are_fewer_where_weights_are_a_choice(page):
+def test_outputs_in_effect_are_fewer_where_weights_are_a_choice(page):
     even, chosen = [[1, 0, 0], [0.5, 0.5, 0], [1 / 3] * 3], [[1, 0, 0], [1, 0, 0], [0, 0, 1]]
     runs = [recorded("attnres-full", 1e-3, (1, even), (2, rows)) for rows in (even, chosen)]
     runs.append(recorded("attnres-block", 2e-3, (1, chosen), (2, chosen)))
     text = page.tables.evenness([*runs, recorded("standard", 1e-3, (2, even))], "optim.lr")
-    assert "all even: 2), at steps 1, 2:\n" in text
+    assert (
+        "(all even: 2), at steps 1, 2; means over reads and seeds, whose standard deviation is at most 0.71:\n" in text
+    )
     assert "| `optim.lr` | `attnres-block` | `attnres-full` |\n" in text
     assert text.endswith("| 0.001 | - | 2.00, 1.50 |\n| 0.002 | 1.00, 1.00 | - |\n")
 
@@ -180,8 +195,8 @@ def test_maps_are_means_over_seeds_in_even_shares(page):
     """Rows that sum to more than one, as those of blocks do, are made to sum to one first."""
     first, second = [[1, 0], [1.5, 0.5]], [[1, 0], [0.5, 1.5]]
     runs = [recorded("attnres-block", 8e-3, (5, rows), (9, first)) for rows in (first, second)]
-    early, late = page.pictures.maps_of("attnres-block", [*runs, recorded("standard", 8e-3, (5, first))])
-    assert (early.title, late.title) == ("Block, step 5", "Block, step 9")
+    early, late = page.pictures.maps_of([*runs, recorded("standard", 8e-3, (5, first))])
+    assert (early.title, late.title) == ("Block, 2 layers, step 5", "Block, 2 layers, step 9")
     assert (early.shares, late.shares) == ([[1, 0], [1, 1]], [[1, 0], [1.5, 0.5]])
     drawn = picture([early, late], "maps")
     assert re.findall(r'd="([^"]+)" fill="currentColor" fill-opacity="1.00"', drawn)[0].count("M") == 3
@@ -479,7 +494,7 @@ def test_leads_are_told_through_training_of_seeds_that_both_have(page):
     runs += [run("standard", 0, 192, {1000: 1.6, 2000: 1.5, 4000: 1.4, 4324: 1.3})]
     runs += [run("mhc", 0, 192, {1000: 1.5, 2000: 1.5, 4000: 1.5, 4324: 1.5}), run("ddl", 1, 192, {4324: 1.0})]
     assert page.curves.lead(runs).splitlines()[2:] == [
-        "| 128 | `mhc` | 2 | −0.1000 |  |  |  | −0.0500 |",
+        "| 128 | `mhc` | 2 | −0.1000 ± 0.0000 |  |  |  | −0.0500 ± 0.0707 |",
         "| 192 | `mhc` | 1 | −0.1000 | +0.0000 | +0.1000 |  | +0.2000 |",
     ]
 

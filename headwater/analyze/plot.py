@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
+from itertools import groupby
 from typing import NamedTuple
 
 # Colours on white and on black, that people with any colour vision tell apart; the three residuals of most pictures
@@ -99,18 +100,21 @@ def _width(panels: Sequence[Panel | Map]) -> int:
 
 
 def _cells(panel: Map) -> list[str]:
-    """A cell for each share, the darker the larger, in SHADES steps up to the largest: one path a step."""
+    """Cells, the darker the larger their share, in SHADES steps up to the largest: one path a step, in which equal
+    neighbours of a row are one piece."""
     most = max(map(max, panel.shares))
-    side = (MAP - 2 * EDGE) / len(panel.shares)
     shades: dict[int, list[str]] = {}
     for row, shares in enumerate(panel.shares):
-        for column, share in enumerate(shares):
-            if shade := round(SHADES * share / most):
-                corner = f"M{EDGE + column * side:.1f} {EDGE + row * side:.1f}"
-                shades.setdefault(shade, []).append(f"{corner}h{side:.1f}v{side:.1f}h-{side:.1f}z")
+        column = 0
+        for shade, alike in groupby(round(SHADES * share / most) for share in shares):
+            wide = len([*alike])
+            if shade:
+                shades.setdefault(shade, []).append(f"M{column} {row}h{wide}v1h-{wide}z")
+            column += wide
+    placed = f"translate({EDGE} {EDGE}) scale({(MAP - 2 * EDGE) / len(panel.shares):.4f})"
     parts = [
         f'<text x="{EDGE}" y="{EDGE - 10}" font-size="14">{escape(panel.title)}</text>',
-        f'<g class="{panel.colour}">',
+        f'<g class="{panel.colour}" transform="{placed}" shape-rendering="crispEdges">',
     ]
     for shade, cells in sorted(shades.items()):
         parts.append(f'<path d="{"".join(cells)}" fill="currentColor" fill-opacity="{shade / SHADES:.2f}"/>')

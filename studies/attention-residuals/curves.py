@@ -1,7 +1,6 @@
 """Loss against compute and against time: what an arm is worth at each of the plain residual's budgets."""
 
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def beside_full(runs: Runs) -> str:
 
 
 def lead(runs: Runs) -> str:
-    """What arms are from the plain residual as training goes on: the mean over the seeds that have both."""
+    """What arms are from the plain residual as training goes on: mean and spread over the seeds that have both."""
     rows = []
     for (width,), group in grouped(runs, "model.dim").items():
         arms = {arm: found for (arm,), found in grouped(group, "model.residual").items()}
@@ -73,7 +72,8 @@ def lead(runs: Runs) -> str:
             ]
             apart.append(pair(by_seed(mine), by_seed(plain)))
             if apart[-1]:
-                cells = [signed(statistics.fmean(found)) if found else "" for found in apart]
+                stats = [Paired(found).stat if found else None for found in apart]
+                cells = ["" if stat is None else stat.text(sign="+") for stat in stats]
                 rows.append([str(width), f"`{arm}`", str(len(apart[-1])), *cells])
     return grid(["width", "", "seeds", *(f"step {step}" for step in LEADS), "end"], rows)
 

@@ -50,9 +50,10 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
     ]
     if panels:
         drawn[ASSETS / "study-depth.svg"] = picture(panels, "Magnitudes and gradients by depth")
-    recorded = [run for run in finished(found.get("rates", [])) if setting(run, "optim.lr") == MAPPED]
-    if maps := [panel for arm in ARMS if arm != BASELINE for panel in maps_of(arm, recorded)]:
-        drawn[ASSETS / "study-maps.svg"] = picture(maps, "Depth weights through training")
+    mapped = [run for run in finished(found.get("rates", [])) if setting(run, "optim.lr") == MAPPED]
+    for name, runs in (("study-maps", mapped), ("study-maps-deep", recorded)):
+        if maps := maps_of(runs):
+            drawn[ASSETS / f"{name}.svg"] = picture(maps, "Depth weights through training")
     return drawn
 
 
@@ -95,16 +96,20 @@ def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
     return drawn
 
 
-def maps_of(arm: str, runs: Runs) -> list[Map]:
-    """The depth weights of an arm whenever they were recorded, the mean over seeds, in even shares."""
+def maps_of(runs: Runs) -> list[Map]:
+    """The depth weights of the smallest width's arms whenever they were recorded, the mean over seeds, in even
+    shares."""
     smallest = min((setting(run, "model.dim") for run in runs), default=0)
-    chosen = [run.depth for run in runs if run.residual == arm and setting(run, "model.dim") == smallest]
-    panels, (colour, name) = [], ARMS[arm]
-    for records in zip(*chosen, strict=True):
-        maps = [record["mixing"] for record in records]
-        means = [[*map(statistics.fmean, zip(*rows, strict=True))] for rows in zip(*maps, strict=True)]
-        shares = [[sources * weight / sum(row) for weight in row] for sources, row in enumerate(means, 1)]
-        panels.append(Map(f"{name}, step {records[0]['step']}", colour, shares))
+    chosen = [run for run in runs if run.residual in ARMS and run.residual != BASELINE]
+    chosen = [run for run in chosen if setting(run, "model.dim") == smallest]
+    panels = []
+    for (layers, arm), group in grouped(chosen, "model.layers", "model.residual").items():
+        colour, name = ARMS[arm]
+        for records in zip(*(run.depth for run in group), strict=True):
+            maps = [record["mixing"] for record in records]
+            means = [[*map(statistics.fmean, zip(*rows, strict=True))] for rows in zip(*maps, strict=True)]
+            shares = [[sources * weight / sum(row) for weight in row] for sources, row in enumerate(means, 1)]
+            panels.append(Map(f"{name}, {layers} layers, step {records[0]['step']}", colour, shares))
     return panels
 
 

@@ -27,10 +27,11 @@ from records import (
 
 from headwater.analyze.plot import ARMS
 from headwater.analyze.runs import RecordedRun
-from headwater.stats import Paired, Stat, minus, pair, reach, spearman, summarize
+from headwater.stats import UNTOLD, Paired, Stat, minus, pair, reach, spearman, summarize
 
 FACTOR = "optim.query_lr"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
+LEAST = 0.022  # what two seeds of ablations can tell at best, from how far runs of one seed differ: repeats.again
 BY_DEPTH = (("outputs", "output_norm"), ("what is read", "read_norm"), ("gradients", "gradient_norm"))
 # Losses of the paper's table of ablations and of its sweep of block sizes, at 436 million active parameters.
 PAPER = {
@@ -72,7 +73,8 @@ def _beside_plain(runs: Runs) -> list[tuple[float, list[str]]]:
 
 
 def ablations(runs: Runs) -> str:
-    """First every residual as it is, then the options of Attention Residuals: the lowest first, beside the paper's."""
+    """First every residual as it is, then the options of Attention Residuals: the lowest first, beside the paper's. Two
+    seeds whose differences happen to agree have a narrow interval, so theirs must be above LEAST as well."""
     plain = next(float(row[2]) for _, row in _beside_plain(runs) if row[0] == f"`{BASELINE}`")
     parameters = {arm_of(run): int(run.summary["parameters"]) for run in runs if run.summary}
     at_first = {arm: {run.seed: at_step(run, EARLY) for run in group} for arm, group in by_name(runs).items()}
@@ -86,7 +88,8 @@ def ablations(runs: Runs) -> str:
             theirs = percent(PAPER[arm] / PAPER[BASELINE] - 1) if arm in PAPER else ""
             more = percent(parameters[arm] / parameters[BASELINE] - 1)
             cells = [early.get(arm, "-"), percent(apart / plain), theirs, more]
-        rows.append([*row[:5], *cells, *row[5:]])
+        verdict = UNTOLD if row[1] == "2" and abs(apart) <= LEAST and arm != BASELINE else row[-1]
+        rows.append([*row[:5], *cells, *row[5:-1], verdict])
     head = [*COLUMNS[:5], f"at step {EARLY}", "of plain", "paper's", "parameters", *COLUMNS[5:]]
     options = [row for row in rows if re.match("`attnres-(full|block)", row[0])]
     others = [row for row in rows if row not in options or ":" not in row[0]]
@@ -165,27 +168,32 @@ def crossed(down: str, values: Sequence[float], cells: dict[tuple[Any, ...], lis
 
 
 def evenness(runs: Runs, down: str, *across: str) -> str:
-    """How many sources a read has in effect, whenever that was recorded, where depth weights are a softmax."""
+    """How many outputs a read takes from in effect, whenever that was recorded, where depth weights are a softmax."""
     chosen = [run for run in runs if run.residual.startswith("attnres") and run.depth]
     if not chosen:
         return ""
     values = sorted({setting(run, down) for run in chosen})
-    cells = {
-        key: [sources_in_effect([run for run in group if setting(run, down) == value]) for value in values]
+    found = {
+        key: [outputs_in_effect([run for run in group if setting(run, down) == value]) for value in values]
         for key, group in grouped(chosen, "model.residual", *across).items()
     }
+    cells = {
+        key: [", ".join(f"{stat.mean:.2f}" for stat in at) or "-" for at in column] for key, column in found.items()
+    }
+    spreads = [stat.spread for column in found.values() for at in column for stat in at if stat.spread is not None]
     steps = ", ".join(str(record["step"]) for record in chosen[0].depth)
     even = statistics.fmean(range(1, len(chosen[0].depth[-1]["entropy"]) + 1))
-    words = (
-        "\nSources a read has in effect (e to the entropy of its weights, mean over reads and seeds; "
-        f"all even: {even:g}), at steps {steps}:\n\n"
+    seeds = (
+        f"means over reads and seeds, whose standard deviation is at most {max(spreads):.2f}" if spreads else "one seed"
     )
+    words = f"\nOutputs a read takes from in effect (all even: {even:g}), at steps {steps}; {seeds}:\n\n"
     return words + crossed(down, values, cells)
 
 
-def sources_in_effect(runs: Runs) -> str:
+def outputs_in_effect(runs: Runs) -> list[Stat]:
+    """At each record e to the entropy of a read's weights, the mean over reads; and over seeds."""
     at = zip(*([statistics.fmean(map(math.exp, record["entropy"])) for record in run.depth] for run in runs))
-    return ", ".join(f"{statistics.fmean(found):.2f}" for found in at) or "-"
+    return [stat for stat in map(summarize, at) if stat]
 
 
 def by_size(runs: Runs, down: str, *across: str) -> str:
@@ -268,8 +276,8 @@ def dynamics(runs: Runs) -> str:
             for _, name in BY_DEPTH
             for measure in (growth, slope)
         ]
-        mean = statistics.fmean(map(score, group))
-        rows.append([*(f"{number:g}" for number in key[:3]), f"`{key[3]}`", str(len(group)), f"{mean:.4f}", *cells])
+        loss = str(summarize([*map(score, group)]))
+        rows.append([*(f"{number:g}" for number in key[:3]), f"`{key[3]}`", str(len(group)), loss, *cells])
     return grid(head, rows) + through_training(recorded)
 
 
