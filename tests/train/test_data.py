@@ -163,6 +163,7 @@ def test_a_json_file_is_an_array_of_documents_or_json_lines(tmp_path):
         "indented.json": json.dumps(rows, indent=2),
         "flat.json": json.dumps(rows),
         "marked.json": "\ufeff\n" + json.dumps(rows),
+        "inner.json": "\n  " + json.dumps(rows),
         "lines.json": "\n".join(map(json.dumps, rows)),
     }.items():
         (tmp_path / name).write_text(text)
@@ -174,8 +175,8 @@ def test_a_json_file_is_an_array_of_documents_or_json_lines(tmp_path):
         '["fine", {"id": "1"}]': r"item 2: expected a string under 'body'; found 'id': choose one with --text-field id",
         '["fine", 2]': r"item 2: expected a JSON object .*in the array of a \.json file",
         '{\n"body": "fine"}': r"line 1: expected a JSON object on a line of its own",
-        '["fine",\n': r"begins as a JSON array and is none: mend it, or write one object a line",
-        "[" * 100_000: r"begins as a JSON array and is none",
+        '\n["fine",\n': r"begins as .* cannot be read as one \(.*: line 3 .*\): mend it, or write one object a line",
+        "[" * 100_000: r"begins as a JSON array and cannot be read as one \(",
     }.items():
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(UserError, match=rf"bad\.json,? {words}"):
@@ -268,12 +269,16 @@ def zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def test_a_large_corpus_is_tokenised_once_and_says_so(tmp_path, capsys, monkeypatch):
-    """For minutes nothing else is printed."""
-    monkeypatch.setattr("headwater.train.data.dataset.LARGE", 100)
-    source = corpus(tmp_path)
-    folder = prepare(settings(tmp_path, source)).folder
-    assert capsys.readouterr().err == f"tokenising 0 MB of text, which is kept in {folder} for later\n"
+@pytest.mark.parametrize(("name", "most", "told"), [("a.txt", 3e6, False), ("a.txt", 1e6, True), ("a.gz", 3e6, True)])
+def test_a_large_corpus_is_tokenised_once_and_says_so(tmp_path, capsys, monkeypatch, name, most, told):
+    """For minutes nothing else is printed. Compressed, less is large: it is the text that takes long."""
+    monkeypatch.setattr("headwater.train.data.dataset.LARGE", most)
+    source = tmp_path / name
+    noise = np.random.default_rng(0).integers(97, 123, 2_000_000, dtype=np.uint8).tobytes()
+    source.write_bytes(gzip.compress(noise, 1) if name == "a.gz" else noise)
+    folder, size = prepare(settings(tmp_path, source)).folder, source.stat().st_size
+    said = f"tokenising files of {size / 1e6:.0f} MB, whose tokens are kept in {folder} for later\n"
+    assert capsys.readouterr().err == (said if told else "")
     prepare(settings(tmp_path, source))
     assert capsys.readouterr().err == ""
 
@@ -455,7 +460,8 @@ def test_bad_corpora_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no corpus at .*absent"):
         prepare(settings(tmp_path, tmp_path / "absent"))
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match=r"nothing is empty: it holds no file that ends in \.txt"):
+    (tmp_path / "nothing" / "settings.json").write_text("[]")  # as a rule what stands beside texts is none
+    with pytest.raises(UserError, match=r"nothing is empty: it holds no file that ends in \.txt.*names each of them"):
         prepare(settings(tmp_path, tmp_path / "nothing"))
     (tmp_path / "blank.txt").write_text("\n  \n")
     with pytest.raises(UserError, match=r"blank\.txt is empty or too short"):

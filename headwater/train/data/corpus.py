@@ -121,7 +121,10 @@ def _user_files(source: Path, field: str) -> list[TextFile]:
     # What is hidden is a program's own, such as an editor's copies of texts that are there already.
     found = {path: name for path, name in names.items() if not any(part.startswith(".") for part in name.parts)}
     if not found:
-        raise UserError(f"the corpus folder {source} is empty: it holds no file that ends in {', '.join(SUFFIXES)}")
+        raise UserError(
+            f"the corpus folder {source} is empty: it holds no file that ends in {', '.join(SUFFIXES)}; .json files "
+            "are read if --source names each of them"
+        )
     return [TextFile(name.as_posix(), path, field=field) for path, name in found.items()]
 
 
@@ -213,20 +216,20 @@ def _json_values(file: TextFile, lines: Iterable[str]) -> Iterator[tuple[str, An
     lines = iter(lines)
     for number, line in enumerate(lines, start=1):
         if line.lstrip().startswith("[") and _plain_suffix(file.path) == ".json":
-            items = _parse(line + "".join(lines))
-            if items is None:
-                raise UserError(f"{file.path} begins as a JSON array and is none: mend it, or write one object a line")
+            try:
+                items = json.loads("\n" * (number - 1) + line + "".join(lines))
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{file.path} begins as a JSON array and cannot be read as one ({error}): mend it, or write one "
+                    "object a line"
+                ) from None
             yield from ((f"item {item}", found) for item, found in enumerate(items, start=1))
         elif line.strip():
-            yield f"line {number}", _parse(line)
-
-
-def _parse(text: str) -> Any:
-    """What a text of JSON says; None where it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            yield f"line {number}", found
 
 
 def _not_a_document(found: Any, field: str) -> str:

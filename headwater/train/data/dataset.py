@@ -27,17 +27,18 @@ import numpy as np
 
 from headwater.errors import UserError
 from headwater.train.config import DataSettings
-from headwater.train.data.corpus import Document, TextFile, documents, find_files
+from headwater.train.data.corpus import COMPRESSED, Document, TextFile, documents, find_files
 from headwater.train.data.tokenizer import FILE as TOKENIZER
 from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from headwater.train.files import hash_file, seal, taking_turns, unseal, write_json
 
-FORMAT = 3
+FORMAT = 4  # raised when the same files would be read as other text, or be kept in another way
 MANIFEST = "manifest.json"  # what was written, and the sha256 of every file and of itself
 CHECKED = "checked.json"  # size and times of the files when their hashes were last checked
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 27
-LARGE = 16e6  # bytes of files; as text, BPE takes a second for each of its megabytes
+LARGE = 16e6  # bytes of text; BPE takes a second for each megabyte
+PACKED = 4  # times its bytes is the text of a compressed file, about
 Divide = Callable[[Document], Iterable[tuple[str, str]]]
 COPIES = 0.01  # share of held-out text which, trained on too, is worth a word: modules of one line are often alike
 BPE_DOCUMENTS = 100_000  # enough to learn merges from; a longer corpus only costs time
@@ -253,8 +254,10 @@ def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
         if stale.exists():
             shutil.rmtree(stale)
     scratch.mkdir(parents=True)
-    if (size := sum(file.path.stat().st_size for file in files)) > LARGE:
-        print(f"tokenising {size / 1e6:.0f} MB of text, which is kept in {folder} for later", file=sys.stderr)
+    sizes = {file.path: file.path.stat().st_size for file in files}
+    if sum(size * (PACKED if path.suffix in COMPRESSED else 1) for path, size in sizes.items()) > LARGE:
+        told = f"tokenising files of {sum(sizes.values()) / 1e6:.0f} MB, whose tokens are kept in {folder} for later"
+        print(told, file=sys.stderr)
     try:
         manifest = _tokenise(settings, files, scratch)
         (scratch / MANIFEST).write_bytes(seal(manifest))
