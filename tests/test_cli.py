@@ -642,9 +642,9 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     apart = {"a": ("optim.lr",), "b": ("optim.clip", "optim.lr")}
     monkeypatch.setattr(scaling_module, "confounders_of", lambda runs, baseline: apart)
     called(scaling_module, "compare_scaling", [Scaling(name, {}, None, None, {}) for name in apart])
-    for rate, named in ((), "optim.clip, optim.lr\n"), (("--lr", "best"), "optim.clip\n"):
+    for rate, named in ((), "a of optim.lr; b of optim.clip, optim.lr\n"), (("--lr", "best"), "b of optim.clip\n"):
         assert main(["scaling", "a", *rate]) == 0
-        assert f"what each is worth is worth of them too: {named}" in capsys.readouterr().out
+        assert f"what it is worth is worth of them too: {named}" in capsys.readouterr().out
 
     rows = called(table_module, "residual_table", [])
     monkeypatch.setattr(table_module, "print_table", lambda rows: None)

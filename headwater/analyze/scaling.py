@@ -28,7 +28,7 @@ from headwater.analyze.groups import UNFELT, differing, flatten
 from headwater.analyze.provenance import corpus
 from headwater.analyze.rates import RATE, at_rate, rate_of, rates_told
 from headwater.analyze.runs import RecordedRun, number, paths_of, read_runs, section
-from headwater.errors import UserError
+from headwater.errors import UserError, nearest
 
 ALPHAS = np.geomspace(0.01, 2.0, 100)
 BUDGETS = 3  # at least: the curve has three numbers
@@ -152,7 +152,7 @@ def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DR
     `draws`, bootstrap samples. Raises UserError for an unknown baseline, or if it or all others have too few budgets.
     """
     if baseline not in points:
-        others = f": take another baseline, of {', '.join(points)}" if points else ", nor has any other"
+        others = f": take another; {nearest(baseline, points)}" if points else ", nor has any other"
         raise UserError(f"no run of the baseline '{baseline}' has finished{others}")
     plain = points[baseline]
     few = {name: len(at) for name, at in points.items() if len(at) < BUDGETS}

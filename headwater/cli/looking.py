@@ -110,8 +110,9 @@ def scaling(argv: list[str]) -> None:
         if missing := sum(number((run.summary or {}).get("bits_per_byte")) is None for run in asked):
             say(f"Left out, as they have not finished or diverged: {missing} of {len(asked)} runs")
         told = {"optim.lr"} if flags.lr == "best" else set()
-        if keys := sorted({key for scaling in found for key in scaling.confounders} - told):
-            say(f"Settings differ beyond the residual, and what each is worth is worth of them too: {', '.join(keys)}")
+        apart = {scaling.residual: [key for key in scaling.confounders if key not in told] for scaling in found}
+        if shared := "; ".join(f"{name} of {', '.join(keys)}" for name, keys in apart.items() if keys):
+            say(f"Settings differ beyond the residual, so that what it is worth is worth of them too: {shared}")
         if flags.lr == "best":
             say(f"Learning rates, by operations:\n{rates_by_budget(runs, operations)}")
         out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out

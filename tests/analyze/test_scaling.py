@@ -359,17 +359,17 @@ def written(run, folder):
 
 
 def test_from_folders_come_the_settings_that_share_in_what_each_residual_is_worth(tmp_path, capsys):
-    """The command names those of all; the rates are a line of their own where each residual has its best."""
+    """The rates are a line of their own where each residual has its best."""
     both = {"standard": (), "rezero": ("optim.lr",), "ddl": ("optim.clip",), "laurel": ()}
     for name, apart in both.items():
         for size, c in enumerate(BUDGETS):
             run = recorded(name, c / 1000, 1000, TRUE.loss(c))
             run.config["optim"] = {key: 2.0 if f"optim.{key}" in apart else 1.0 for key in ("lr", "clip")}
             written(run, tmp_path / f"{name}-{size}")
-    for lr, told in ((None, "optim.clip, optim.lr"), ("best", "optim.clip")):
+    for lr, told in ((None, "ddl of optim.clip; rezero of optim.lr"), ("best", "ddl of optim.clip")):
         assert {found.residual: found.confounders for found in scaling_of([tmp_path], lr=lr)} == both
         assert main(["scaling", str(tmp_path), *([] if lr is None else ["--lr", lr])]) == 0
-        assert f"what each is worth is worth of them too: {told}\n" in capsys.readouterr().out
+        assert f"so that what it is worth is worth of them too: {told}\n" in capsys.readouterr().out
 
 
 def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
@@ -397,8 +397,8 @@ def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
     assert re.search(r"operations: as standard with \d\.\d+ times the compute \(", text)
     with pytest.raises(UserError, match="three budgets at least, and got 2"):
         fit([1, 2, 2], [3.0, 2.0, 2.1])
-    with pytest.raises(UserError, match="finished: take another baseline, of standard, same"):
-        compare_scaling(points, "plain")
+    with pytest.raises(UserError, match=r"finished: take another; did you mean 'standard'\? Valid: same, standard"):
+        compare_scaling(points, "standrad")
     with pytest.raises(UserError, match="no run of the baseline 'plain' has finished, nor has any other"):
         compare_scaling({}, "plain")
 
