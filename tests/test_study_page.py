@@ -199,9 +199,7 @@ def test_maps_are_means_over_seeds_in_even_shares(page):
     assert (early.title, late.title) == ("Block, 2 layers, step 5", "Block, 2 layers, step 9")
     assert (early.shares, late.shares) == ([[1, 0], [1, 1]], [[1, 0], [1.5, 0.5]])
     drawn = picture([early, late], "maps")
-    assert (
-        'd="M0 0h1v1h-1zM0 1h2v1h-2z" fill="currentColor" fill-opacity="1.00"' in drawn
-    )
+    assert 'd="M0 0h1v1h-1zM0 1h2v1h-2z" fill="currentColor" fill-opacity="1.00"' in drawn
     assert "the most: 1.5 even shares" in drawn  # in a dark picture it is the lightest
     ElementTree.fromstring(drawn)
 

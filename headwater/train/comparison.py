@@ -75,18 +75,25 @@ def compare(
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
         command = f"headwater compare --out {quote(str(out))}" + flags_for(run.plugin for run in runs.values())
-        if said := ends_in_warmup(config.train.steps, config.optim):
+        left = not all(run.finished for run in runs.values())
+        if left and (said := ends_in_warmup(config.train.steps, config.optim)):
             console.print(said, soft_wrap=True)
-        failures = run_all(list(runs.values()), jobs, console, go_on=command + RESUME)
-        done = {place: run for place, run in runs.items() if run.finished}
-        finished = {place: TrainResult.read(run.folder) for place, run in done.items()}
-        company = {spec: side_by_side([run for (s, _), run in done.items() if s == spec]) for spec in residuals}
-        rows = tabulate(finished, residuals, company)
-        result = CompareResult(folder=out, rows=rows, runs=tuple(finished.values()))
-        write_json(out / "table.json", result.table())
+        try:
+            failures = run_all(list(runs.values()), jobs, console, go_on=command + RESUME)
+        finally:  # also of what Ctrl-C has interrupted
+            result = result_of(runs, residuals, out)
+            write_json(out / "table.json", result.table())
         console.print(fitting(draw(result.rows, config), console))
     refuse_failures(failures, len(runs), f"Mend the cause and go on with: {command} --resume")
     return result
+
+
+def result_of(runs: dict[tuple[str, int], Job], residuals: list[str], out: Path) -> CompareResult:
+    """Of the runs that are finished."""
+    done = {place: run for place, run in runs.items() if run.finished}
+    finished = {place: TrainResult.read(run.folder) for place, run in done.items()}
+    company = {spec: side_by_side([run for (s, _), run in done.items() if s == spec]) for spec in residuals}
+    return CompareResult(folder=out, rows=tabulate(finished, residuals, company), runs=tuple(finished.values()))
 
 
 def slug(residual: str, seed: int) -> str:

@@ -10,7 +10,7 @@ import json
 import math
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -422,8 +422,21 @@ def differences(
     """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists);
     settings come before what follows from them. `before`: values of keys that the saved configuration may be too old to
     have."""
-    old, new = (flatten(json.loads(json.dumps(values))) for values in (saved, asked))
-    old = {**before, **old}
+    old, new = as_compared(saved, before), as_compared(asked)
     keys = [key for key in old.keys() | new.keys() if key not in free and old.get(key) != new.get(key)]
     keys.sort(key=lambda key: (key.startswith("corpus."), key))
     return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]
+
+
+def fingerprint(values: dict[str, Any], free: frozenset[str] = FREE) -> Hashable:
+    """Equal for configurations without `differences`."""
+    compared = as_compared(values, BEFORE)
+    return frozenset((key, frozen(value)) for key, value in compared.items() if key not in free and value is not None)
+
+
+def frozen(value: Any) -> Hashable:
+    return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+
+def as_compared(values: dict[str, Any], before: Mapping[str, Any] = {}) -> dict[str, Any]:
+    return {**before, **flatten(json.loads(json.dumps(values)))}

@@ -55,7 +55,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
     Arguments:
         config: what to train on what, and how: `Config()` is a small model on the text of Python's standard library.
         out: folder of the run: settings, tokenizer, metrics.jsonl, checkpoints and, at the end, summary.json.
-        resume: continue from the newest checkpoint in `out`. A run that has finished is returned as it is.
+        resume: continue from the newest checkpoint in `out`. A run that has finished is returned as it
+            is, unless its weights were dropped.
         progress: show loss, tokens per second and time left, on a terminal or in a notebook; messages go to stdout.
 
     Returns: a `TrainResult`, the fields of summary.json and the folder. `load_run(out)` gives the model.

@@ -229,8 +229,11 @@ def obstacle(out: Path, goes_on: bool) -> str | None:
         return str(error)
     if not (isinstance(held, dict) and {"model", "train"} <= held.keys()):
         return f"{out} holds something else (its config.json is not a run's): choose another --out"
-    if goes_on and (out / SUMMARY).exists() and not checkpoint.checkpoints(out / "checkpoints"):
-        return f"{out} holds a finished run without its weights, which cannot go further: choose another --out"
+    if (out / SUMMARY).exists() and not checkpoint.checkpoints(out / "checkpoints"):
+        return (
+            f"{out} holds a finished run without its weights, as a study leaves it unless its file says keep_weights = "
+            "true, and cannot go on: its result is in summary.json; choose another --out"
+        )
     return None if goes_on else f"{out} already holds a run: continue it with --resume, or choose another --out"
 
 

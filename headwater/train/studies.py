@@ -12,7 +12,8 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -24,7 +25,7 @@ from headwater.errors import UserError
 from headwater.residuals.groups import sort_parameters
 from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
-from headwater.train.config import FREE, OUTER, Config, differences
+from headwater.train.config import FREE, OUTER, Config, differences, fingerprint
 from headwater.train.data.dataset import Dataset
 from headwater.train.files import locked, read_json, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all
@@ -86,22 +87,26 @@ def study(
     out = Path("runs") / plan.name if out is None else Path(out)
     with locked(out):
         (out / "settings").mkdir(exist_ok=True)
-        paths = sorted(out.glob("runs/*/config.json"))
-        held = {path.parent.name: read_json(path) for path in paths if path.parent.name not in plan.runs}
-        jobs = [job_of(name, config, out, plan.keep_weights, held) for name, config in plan.runs.items()]
-        plan = replace(plan, runs={job.label: config for job, config in zip(jobs, plan.runs.values(), strict=True)})
+        work = {name: operations_of(name, config) for name, config in plan.runs.items()}
+        names, others = folders_of(plan.runs, out / "runs")
+        jobs = [job_of(names[name], config, out, plan.keep_weights, work[name]) for name, config in plan.runs.items()]
+        plan = replace(plan, runs={names[name]: config for name, config in plan.runs.items()})
         refuse_others(jobs, plan, out / CORPORA)
-        for job, config in zip(jobs, plan.runs.values(), strict=True):
-            write_json(out / "settings" / f"{job.folder.name}.json", asdict(config))
-        before = describe(standing(out, jobs, plan))
+        for name, config in plan.runs.items():
+            write_json(out / "settings" / f"{name}.json", asdict(config))
+        result = standing(out, jobs, plan)
+        before = describe(result)
         console.print(before, soft_wrap=True)
-        left = (config for job, config in zip(jobs, plan.runs.values(), strict=True) if not job.finished)
-        notes = (ends_in_warmup(config.train.steps, config.optim) for config in left)
-        for said in dict.fromkeys(filter(None, notes)):
+        if others:
+            console.print(f"of no run of this file: {', '.join(others)}, in {out / 'runs'}", soft_wrap=True)
+        left = [plan.runs[name] for name in result.left]
+        for said in dict.fromkeys(filter(None, (ends_in_warmup(one.train.steps, one.optim) for one in left))):
             console.print(as_settings(said), soft_wrap=True)
         due = [job for job in jobs if not job.diverged]
         try:
             seconds = 60 * minutes - (time.monotonic() - began)  # to prepare the text may take minutes
+            if left and seconds <= 0 < minutes:
+                console.print(f"the {minutes:g} minutes were over before the text was prepared", soft_wrap=True)
             failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=seconds, whole=whole)
         finally:  # also of what Ctrl-C has interrupted
             result = standing(out, jobs, plan)
@@ -114,26 +119,48 @@ def study(
     return result
 
 
-def job_of(name: str, config: Config, out: Path, keep_weights: bool, held: dict[str, Any]) -> Job:
-    """Its model is made without weights, so that one that does not fit is known before anything runs, as is a corpus
-    that is too short. `held` are settings of runs by names that the file no longer has, because its lists have changed
-    their order or are more: this one, if it is among them, keeps its folder."""
+def operations_of(name: str, config: Config) -> float:
+    """A run's model is made without weights, so that one that does not fit is known before anything runs, as is a
+    corpus that is too short."""
     try:
         with suspected(config.model.residual):
             work = operations(config)
         data = prepared(config.data)
         data.check_length(model_of(config, data).config.context)
+        return work
     except UserError as error:
         raise UserError(f"run {name} does not fit: {error}") from None
-    if not (out / "runs" / name / "config.json").exists():
-        asked = settings_of(config, data)
-        name = next((other for other, saved in held.items() if not differences(saved, asked, OUTER)), name)
-        held.pop(name, None)
-    settings = out / "settings" / f"{name}.json"
+
+
+def folders_of(runs: Mapping[str, Config], folder: Path) -> tuple[dict[str, str], list[str]]:
+    """By the name that a run has in the file, that of its folder; and the folders that no run of the file has.
+
+    A run that began under another name, because the file's lists have changed their order or are more, keeps it: else
+    it would be made again, and a fit would have two runs of one seed."""
+    held: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*/config.json")):
+        if path.parent.name not in runs:
+            with suppress(UserError):  # one that cannot be read is of no run of the file
+                saved = read_json(path)
+                held[path.parent.name] = saved if isinstance(saved, dict) else {}
+    known: dict[frozenset[str], dict[Hashable, str]] = {}  # by what may differ, which the residual decides
+    names = {}
+    for name, config in runs.items():
+        names[name] = name
+        if held and not (folder / name / "config.json").exists():
+            data = prepared(config.data)
+            free = OUTER | idle(config, data)
+            if free not in known:
+                known[free] = {fingerprint(saved, free): other for other, saved in held.items()}
+            names[name] = known[free].pop(fingerprint(settings_of(config, data), free), name)
+    return names, sorted(held.keys() - names.values())
+
+
+def job_of(name: str, config: Config, out: Path, keep_weights: bool, work: float) -> Job:
     return Job(
         label=name,
         folder=out / "runs" / name,
-        arguments=("--config", str(settings)),
+        arguments=("--config", str(out / "settings" / f"{name}.json")),
         steps=config.train.steps,
         plugin=plugin_for(config.model.residual),
         work=work,
@@ -154,9 +181,9 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
         data = prepared(config.data)
         if job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*")):  # else it begins anew
             asked = {**settings_of(config, data), "corpus": data.identity}
-            saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label, text_of(job, data))}
-            idle = frozenset() if has_queries(config, data) else frozenset({"optim.query_lr"})
-            listing = differences(saved, asked, FREE | idle)
+            saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label) or text_of(job, data)}
+            unfelt = idle(config, data)
+            listing = differences(saved, asked, FREE | unfelt)
             if listing and not job.diverged:
                 raise UserError(
                     f"{job.folder} holds a run with other settings, or on other text:\n  "
@@ -165,7 +192,7 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
                 )
             if listing:
                 anew.append(job)
-            if differences(saved, asked, OUTER | idle):  # such as more steps that it may leave out: worth another try
+            if differences(saved, asked, OUTER | unfelt):  # such as more steps that it may leave out: worth another try
                 again.append(job)
         seen[job.label] = data.identity
     for job in anew:
@@ -188,8 +215,9 @@ def text_of(job: Job, data: Dataset) -> dict[str, str]:
     return {**data.identity, **({"source_hash": known} if known else {})}
 
 
-def has_queries(config: Config, data: Dataset) -> bool:
-    return bool(sort_parameters(model_of(config, data))["queries"])
+def idle(config: Config, data: Dataset) -> frozenset[str]:
+    """Settings that change nothing of a run: a factor on the rate of queries where there are none."""
+    return frozenset() if sort_parameters(model_of(config, data))["queries"] else frozenset({"optim.query_lr"})
 
 
 def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:

@@ -17,7 +17,7 @@ from tinyrun import fingerprint, tiny
 
 from headwater import cli
 from headwater.cli.flags import CompareFlags, TrainFlags, parse
-from headwater.errors import UserError
+from headwater.errors import Interrupted, UserError
 from headwater.residuals import names
 from headwater.train import CompareResult, Spread, TrainResult, compare, loop, train
 from headwater.train.arms import parse_arm
@@ -310,15 +310,29 @@ def test_runs_of_one_seed_see_the_same_batches(tmp_path, monkeypatch):
 def test_a_comparison_that_ends_in_its_warm_up_says_so(tmp_path, monkeypatch, capsys):
     """Its runs write what they say to files."""
 
-    def run_all(*_, **__):
-        raise RuntimeError("stopped")
-
-    monkeypatch.setattr("headwater.train.comparison.run_all", run_all)
+    monkeypatch.setattr("headwater.train.comparison.run_all", lambda *_, **__: {})
     for steps in (1, 2):
-        with pytest.raises(RuntimeError, match="stopped"):
-            compare(tiny(tmp_path, steps=steps), tmp_path / str(steps), residuals=["standard"], seeds=[0])
+        config, out = tiny(tmp_path, steps=steps), tmp_path / str(steps)
+        compare(config, out, residuals=["standard"], seeds=[0])
         said = "the run ends at step 1 of a warm-up of 2, at 50 % of its learning rate: raise --steps or lower --warmup"
-        assert capsys.readouterr().out == (f"{said}\n" if steps == 1 else "")
+        assert (said in capsys.readouterr().out) == (steps == 1)
+        train(config, out / "runs" / slug("standard", 0), progress=False)
+        compare(config, out, residuals=["standard"], seeds=[0], resume=True)
+        assert "warm-up" not in capsys.readouterr().out, "nothing is left that could be changed"
+
+
+def test_an_interrupted_comparison_has_a_table_of_what_is_done(tmp_path, monkeypatch):
+    config, out = tiny(tmp_path), tmp_path / "compare"
+
+    def interrupted(*_, **__):
+        train(config, out / "runs" / slug("standard", 0), progress=False)
+        raise Interrupted("stopped by SIGINT", signal.SIGINT)
+
+    monkeypatch.setattr("headwater.train.comparison.run_all", interrupted)
+    with pytest.raises(Interrupted):
+        compare(config, out, residuals=["standard", "mhc"], seeds=[0])
+    rows = json.loads((out / "table.json").read_text())
+    assert [(row["residual"], row["seeds"]) for row in rows] == [("standard", [0])]
 
 
 @pytest.mark.slow

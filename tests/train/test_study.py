@@ -17,14 +17,14 @@ from tinyrun import tiny, write_corpus
 from headwater.cli import main
 from headwater.errors import Interrupted, UserError
 from headwater.residuals import StandardResidual, register
-from headwater.train import StudyResult, study
+from headwater.train import StudyResult, load_file, study
 from headwater.train.comparison import compare
 from headwater.train.config import Config
 from headwater.train.data.dataset import prepare
 from headwater.train.files import read_json, write_json
 from headwater.train.loop import train
 from headwater.train.recipes import read_recipe, steps_for
-from headwater.train.studies import describe, operations
+from headwater.train.studies import describe, operations, settings_of
 
 RECIPE = """
 name = "pair"
@@ -268,6 +268,56 @@ def test_a_run_keeps_its_folder_when_the_recipes_lists_change(recipe, tmp_path, 
     assert set(study(recipe, out, minutes=0).left) == set(result.left)
 
 
+@pytest.mark.parametrize("residual", ["standard", "attnres-block:block=2"])
+def test_a_factor_on_the_rate_of_no_queries_moves_no_folder(recipe, tmp_path, residual):
+    """Its default was another once."""
+    name = f"residual-{residual.replace(':', '_')}-seed-0"
+    folder = begin_by_hand(recipe, tmp_path / "study", name)
+    config = read_json(folder / "config.json")
+    config["optim"]["query_lr"] = 1.0
+    write_json(folder / "config.json", config)
+    recipe.write_text(recipe.read_text().replace('"train.seed" = [0]', '"train.seed" = [0]\n"train.steps" = [4]'))
+    assert [*study(recipe, tmp_path / "study", minutes=0).finished] == ([name] if residual == "standard" else [])
+
+
+def test_runs_that_differ_in_what_they_log_alone_have_a_folder_each(recipe, tmp_path):
+    """Only one of them can be the one that is there."""
+    out, name = tmp_path / "study", "residual-standard-seed-0"
+    begin_by_hand(recipe, out, name)
+    logged = '"train.seed" = [0]\n"train.log_every" = [10, 20]'
+    recipe.write_text(recipe.read_text().replace('"train.seed" = [0]', logged))
+    result = study(recipe, out, minutes=0)
+    assert [*result.finished] == [name]
+    assert len(result.left) == 3
+
+
+def test_a_run_that_keeps_its_folder_is_given_settings_that_are_there(recipe, tmp_path, monkeypatch):
+    out, name, given = tmp_path / "study", "residual-standard-seed-0", {}
+    begin_by_hand(recipe, out, name, upto=2)
+    recipe.write_text(recipe.read_text().replace('"train.seed" = [0]', '"train.seed" = [0]\n"train.steps" = [4]'))
+    monkeypatch.setattr(
+        "headwater.train.studies.run_all",
+        lambda jobs, *_, **__: given.update({job.label: load_file(job.arguments[1]) for job in jobs}) or {},
+    )
+    study(recipe, out)
+    assert name in given
+    assert sorted(config.model.residual for config in given.values()) == ["attnres-block:block=2", "standard"]
+    assert given[name].model.residual == "standard"
+
+
+def test_folders_of_no_run_of_the_file_are_named(recipe, tmp_path, capsys):
+    """Such as those of settings that have changed together with the lists: reports and fits would take them too."""
+    out, name = tmp_path / "study", "residual-standard-seed-0"
+    begin_by_hand(recipe, out, name)
+    for foreign, text in (("another", "[1]"), ("damaged", "{")):
+        (out / "runs" / foreign).mkdir()
+        (out / "runs" / foreign / "config.json").write_text(text)
+    recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 5").replace("[0]", '[0]\n"optim.lr" = [1e-3]'))
+    capsys.readouterr()
+    assert len(study(recipe, out, minutes=0).left) == 2
+    assert f"of no run of this file: another, {name}, in {out / 'runs'}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("upto", [2, None])
 def test_text_that_has_changed_is_noticed(recipe, tmp_path, upto):
     """Under the same name: runs before and after would not have seen equal tokens."""
@@ -365,7 +415,7 @@ def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, m
     assert said[-1] == f"headwater study {recipe} --out {tmp_path / 'other'} --plugin elsewhere"
 
 
-def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch):
+def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch, capsys):
     """A corpus that is prepared first takes its part of them."""
     given = []
 
@@ -375,10 +425,18 @@ def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch):
 
     monkeypatch.setattr("headwater.train.recipes.prepare", slow)
     monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, seconds, **__: given.append(seconds) or {})
-    study(recipe, tmp_path / "study", minutes=1)
+    for text in (
+        recipe.read_text(),
+        recipe.read_text() + "tokens_per_parameter = 20\n",
+    ):  # which asks for the text first
+        recipe.write_text(text)
+        study(recipe, tmp_path / text[-4:-1], minutes=1)
+        assert given[-1] <= 59.5
     study(recipe, tmp_path / "study")
-    assert given[0] <= 59.5
-    assert given[1] == math.inf
+    assert given[-1] == math.inf
+    capsys.readouterr()
+    study(recipe, tmp_path / "study", minutes=0.001)
+    assert "the 0.001 minutes were over before the text was prepared\n" in capsys.readouterr().out
 
 
 def test_an_interrupted_study_has_a_table_of_what_is_done(recipe, tmp_path, monkeypatch):
@@ -458,12 +516,22 @@ def test_brackets_in_messages_and_folders_are_printed_as_they_are(recipe, tmp_pa
 
 def test_a_study_names_each_warm_up_that_is_not_finished_once(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, **__: {})
-    recipe.write_text(recipe.read_text() + '\n[[runs]]\n"train.steps" = [10, 20]\n')
+    recipe.write_text(recipe.read_text() + '\n[[runs]]\n"train.steps" = [10, 12, 20]\n')
     begin_by_hand(recipe, tmp_path / "study", "steps-10")
     capsys.readouterr()
     study(recipe, tmp_path / "study")
-    said = "the run ends at step 4 of a warm-up of 20, at 20 % of its learning rate: raise train.steps or lower optim"
-    assert [line for line in capsys.readouterr().out.splitlines() if "warm-up" in line] == [f"{said}.warmup"]
+    said = "the run ends at step {} of a warm-up of 20, at {} % of its learning rate: raise train.steps or lower optim"
+    told = [said.format(4, 20) + ".warmup", said.format(12, 60) + ".warmup"]
+    assert [line for line in capsys.readouterr().out.splitlines() if "warm-up" in line] == told
+    for name, config in read_recipe(recipe).runs.items():
+        if name != "steps-10":
+            folder = tmp_path / "study" / "runs" / name
+            folder.mkdir()
+            write_json(folder / "config.json", settings_of(config, prepare(config.data)))
+            write_json(folder / "diverged.json", {"why": "as it is"})
+    capsys.readouterr()
+    study(recipe, tmp_path / "study")
+    assert "warm-up" not in capsys.readouterr().out, "what diverged is not run again"
 
 
 def test_a_study_that_is_refused_leaves_a_run_that_diverged_as_it_is(recipe, tmp_path):

@@ -139,8 +139,9 @@ def test_a_finished_run_without_its_weights_is_not_begun_anew(tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
     longer = replace(config, train=replace(config.train, steps=2 * STEPS))
-    with pytest.raises(UserError, match="run holds a finished run without its weights, which cannot go further"):
-        train(longer, tmp_path / "run", resume=True)
+    for asked, resume in ((longer, True), (config, True), (longer, False)):  # nor told to --resume, which is refused
+        with pytest.raises(UserError, match=r"a finished run without its weights, .*its result is in summary\.json"):
+            train(asked, tmp_path / "run", resume=resume)
     assert {path: path.read_bytes() for path in before} == before
 
 
