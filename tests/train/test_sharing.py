@@ -86,8 +86,8 @@ import pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
 (folder / "began").write_text(str(time.time()))
 time.sleep(0.6)
+(folder / "recorded").write_text(str(time.time()))  # before the file that others wait for
 (folder / "metrics.jsonl").write_text("{}")
-(folder / "recorded").write_text(str(time.time()))
 time.sleep(1.5)
 sys.exit(1)
 """
