@@ -47,10 +47,17 @@ def check_fit(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequenc
     """
     missing, surplus = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or surplus:
-        raise ValueError(f"{what}: missing {missing[:5]}, not expected {surplus[:5]}")
+        raise ValueError(
+            f"{what}: missing {_first(missing)}, not expected {_first(surplus)}. They must be those of a model with "
+            "the same settings, such as its layers"
+        )
     for name, shape in expected.items():
         if tuple(shape) != tuple(found[name]):
             raise ValueError(f"{what}: {name} is {tuple(shape)} in the model and {tuple(found[name])} in the file")
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[:5]}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 @contextmanager

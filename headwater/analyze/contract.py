@@ -1,7 +1,8 @@
 """Whether a residual keeps what every residual promises, for whoever writes one.
 
 As `torch.library.opcheck` and scikit-learn's `check_estimator` do, every check runs by itself on a small random model,
-and what is wrong with one leaves the others their say; but for the first two, without which the others cannot tell.
+and what is wrong with one leaves the others their say; but for those without which the others cannot tell: that it can
+be built, that a pass has the right shapes, and that a state is a value.
 """
 
 import copy
@@ -33,7 +34,7 @@ def check_residual(spec: str) -> dict[str, str]:
     Arguments: `spec`, a registered name, with options if you like.
 
     Returns a dictionary: for each check, by name, what is wrong and in which method, or "" where nothing is. A class
-    that cannot be built, or whose pass has not the right shapes, has no other checks.
+    that cannot be built, or whose pass has not the right shapes or changes a state, has no checks after that.
     Raises ValueError for an unknown name or option.
 
         assert not any(check_residual("leaky:start=0.5").values())
@@ -43,7 +44,7 @@ def check_residual(spec: str) -> dict[str, str]:
         found: dict[str, str] = {}
         for check in CHECKS:
             found[check.__name__] = outcome(check, spec)
-            if check in FIRST and found[check.__name__]:
+            if check in NEEDED and found[check.__name__]:
                 break
         return found
 
@@ -270,8 +271,8 @@ def bf16(spec: str) -> str:
     return ""
 
 
-FIRST = (methods, shapes)
-CHECKS = (*FIRST, norms, states, gradients, start, maps, cache, loading, stages, device, bf16)
+NEEDED = (methods, shapes, states)  # by those that follow, which would blame something else
+CHECKS = (methods, shapes, norms, states, gradients, start, maps, cache, loading, stages, device, bf16)
 
 
 class Guard(Watcher):

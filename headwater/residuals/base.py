@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, Literal, overload
+from numbers import Integral
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +68,19 @@ class Residual(nn.Module, ABC):
 
     def __init__(self, dim: int, sublayers: int) -> None:
         super().__init__()
-        if dim < 1 or sublayers < 1:
-            raise ValueError(f"dim and sublayers must be at least 1, got dim={dim}, sublayers={sublayers}")
+        if not all(isinstance(count, Integral) and count >= 1 for count in (dim, sublayers)):
+            got = f"dim={dim!r}, sublayers={sublayers!r}"
+            raise ValueError(f"dim and sublayers must be whole numbers and at least 1, got {got}")
         self.dim = dim
         self.sublayers = sublayers
         self.spec = type(self).__name__
+
+    def forward(self, *_: object, **__: object) -> NoReturn:
+        """Raises TypeError: a residual stands between sublayers, which are its caller's."""
+        raise TypeError(
+            f"a residual is not called, and '{self.spec}' was: state = begin(x), then for each sublayer i "
+            "x, state = read(state, i) and state = write(state, i, y), then end(state)"
+        )
 
     def begin(self, x: Tensor) -> State:
         """The state before the first read; `x` is the token embedding, (..., D). Raises ValueError if it is not."""

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -95,10 +95,8 @@ def entry(name: str) -> Entry:
     if name not in _entries and module:
         raise ValueError(absence(name, module))
     if name not in _entries:
-        near = difflib.get_close_matches(name, _entries, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ValueError(
-            f"unknown residual '{name}'.{hint} Valid names: {', '.join(sorted(_entries))}. "
+            f"unknown residual '{name}'.{_near(name, _entries)} Valid names: {', '.join(sorted(_entries))}. "
             "One of your own: import the module that registers it, or name it with --plugin"
         )
     found = _entries[name]
@@ -107,6 +105,11 @@ def entry(name: str) -> Entry:
             f"residual '{name}' was registered by '{module}' where it was saved, and is by '{_place(found.build)}' here"
         )
     return found
+
+
+def _near(word: str, valid: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(valid), n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 class Option(NamedTuple):
@@ -167,7 +170,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = item.partition("=")
         if key not in known:
             valid = ", ".join(known) or "none"
-            raise ValueError(f"residual '{name}' has no option '{key}'. Valid options: {valid}")
+            raise ValueError(f"residual '{name}' has no option '{key}'.{_near(key, known)} Valid options: {valid}")
         if key in options:
             raise ValueError(f"option '{key}' of residual '{name}' is given twice")
         if not equals:

@@ -305,7 +305,7 @@ def test_a_mistake_is_named_by_its_check(cls, check, message):
         register("broken")(cls)
         found = check_residual("broken")
     assert message in found[check]
-    assert len(found) == {"methods": 1, "shapes": 2}.get(check, 12)  # what follows from these two is not said again
+    assert len(found) == {"methods": 1, "shapes": 2, "states": 4}.get(check, 12)  # what follows is not said again
 
 
 def test_dropout_is_no_mistake():
@@ -343,7 +343,7 @@ def test_the_command_has_a_line_for_each_check(capsys):
     assert fine.splitlines()[0] == "standard"
     assert [line.split() for line in fine.splitlines()[1:]] == [[name, "ok"] for name in check_residual("standard")]
     assert "  states     _write changes in place what it was given: make a new tensor\n" in broken
-    assert said.err.endswith("must be mended: the lines without ok\n")
+    assert said.err.endswith("must be mended: the lines without ok. The checks that are missing follow then\n")
     assert main(["residuals", "--check", "standard"]) == 0
     assert main(["residuals", "--check", "standrad"]) == 1
     assert "unknown residual 'standrad'" in capsys.readouterr().err

@@ -195,7 +195,12 @@ def test_a_file_that_does_not_fit_is_named(tmp_path):
         Decoder.load(tmp_path)
     weights["extra"] = weights.pop("norm.weight")
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing \['norm.weight'\], not expected \['extra'\]"):
+    with pytest.raises(ValueError, match=r"missing \['norm.weight'\], not expected \['extra'\]\. They must be"):
+        Decoder.load(tmp_path)
+    save_file({name: weights[name] for name in sorted(weights)[:-7]}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"missing \['.*'\] and 3 more, .* a model with the same settings, such as its"
+    ):
         Decoder.load(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "widht": 3}))

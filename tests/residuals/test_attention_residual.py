@@ -124,7 +124,7 @@ def test_a_saved_spec_names_the_options_that_follow_from_the_network(spec, saved
         ("attnres-blok", r"unknown residual 'attnres-blok'. Did you mean 'attnres-block'\? Valid names: .*standard"),
         (None, r"given by its name, such as .*; got a NoneType"),
         (AttentionResidual, r"given by its name, such as .*; got AttentionResidual"),
-        ("attnres-block:blok=2", "has no option 'blok'. Valid options: block, query, weights"),
+        ("attnres-block:blok=2", r"has no option 'blok'. Did you mean 'block'\? Valid options: block, query, weights"),
         ("attnres-full:block=2", "has no option 'block'"),
         ("attnres-block:block=two", "block must be a whole number or none, got 'two'"),
         ("attnres-block:block", "needs a value"),

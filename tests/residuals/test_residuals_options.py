@@ -185,12 +185,22 @@ def test_token_convolutions_do_not_look_ahead():
         ("depth-window:window=9", "must lie between 2 and 8, got 9"),
         ("depth-window:width=0", "width must be at least 1, got 0"),
         ("delta-attnres:block=9", "block counts sublayers and must lie between 1 and 8, got 9"),
+        ("attnres-block:blocks=2", "has no option 'blocks'. Did you mean 'block'? Valid options: block, "),
+        ("attnres-block:colour=2", "has no option 'colour'. Valid options: block, "),
     ],
 )
 def test_a_wrong_option_says_what_is_allowed(spec, message):
     with pytest.raises(ValueError) as caught:
         build(spec, 16, 8)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("dim", "sublayers"), [("64", 8), (64, 8.0), (None, 8), (0, 8), (64, 0)])
+@pytest.mark.parametrize("name", names())
+def test_sizes_must_be_whole_numbers(name, dim, sublayers):
+    with pytest.raises(ValueError) as caught:
+        build(name, dim, sublayers)
+    assert str(caught.value) == f"dim and sublayers must be whole numbers and at least 1, got {dim=}, {sublayers=}"
 
 
 def test_kinds_must_name_every_sublayer():

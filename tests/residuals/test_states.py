@@ -68,6 +68,8 @@ def test_misuse_is_an_error(spec):
         residual.write(residual.read(state, 0), 0, x)
     with pytest.raises(ValueError, match=r"begin of .* takes one tensor whose last axis is dim=16; got \(2, 3, 8\)"):
         residual.begin(x[..., :8])
+    with pytest.raises(TypeError, match=r"a residual is not called, and '.*' was: state = begin\(x\), then for each"):
+        residual(x)
     with pytest.raises(ValueError, match=r"write 0 of .* takes one tensor whose last axis is dim=16; got a tuple"):
         residual.write(reading, 0, (x, None))  # what an attention of transformers returns
     for wrong in (x[:, :1], x[:1], x[0], x[0, 0]):  # what could be added all the same
