@@ -8,7 +8,9 @@ from collections import Counter
 
 from headwater.analyze.groups import Group, differing, most_beside, noun
 from headwater.analyze.markup import count, join
-from headwater.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, minus
+from headwater.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, minus, pair
+
+BITS = "bits_per_byte"
 
 
 def headline(groups: list[Group]) -> str:
@@ -67,8 +69,18 @@ def finding(group: Group) -> str:
     away = f"{abs(paired.mean):.4f} {'below' if paired.mean < 0 else 'above'} {base.label}"
     amount = f"{group.label} ends at {loss.mean:.4f} nats per token, {away}"
     if paired.verdict == ONE_SEED:
-        return f"{amount}, on one seed: that may be chance."
-    return f"{amount} (95 % interval {interval(paired)}, over {len(paired.values)} seeds): {paired.verdict}."
+        return f"{amount}, on one seed: that may be chance.{in_bits(group, base)}"
+    seen = f"95 % interval {interval(paired)}, over {len(paired.values)} seeds"
+    return f"{amount} ({seen}): {paired.verdict}.{in_bits(group, base)}"
+
+
+def in_bits(group: Group, base: Group) -> str:
+    """The same in the unit of the terminal and of table.json, where it is known of the same runs."""
+    bits, values = group.final(BITS), pair(group.by_seed(BITS), base.by_seed(BITS))
+    if bits is None or len(values) < len(pair(group.by_seed(), base.by_seed())):
+        return ""
+    away = Paired(values).mean
+    return f" In bits per byte: {bits.mean:.4f}, {abs(away):.4f} {'below' if away < 0 else 'above'}."
 
 
 def tally(rivals: list[Group]) -> str:

@@ -56,6 +56,8 @@ def test_measures_are_sorted_and_downloaded(visit, tmp_path):
     assert any(line.startswith("standard,scalar,3,") for line in lines)
     assert not page.locator("#thumbnail").is_visible()
     assert page.locator("#kinds").inner_text().startswith("Marks beside the rows and under the columns:"), "no charts"
+    assert page.locator("#kinds rect").count() == 2, "a bar for each kind, as beside the rows"
+    assert not page.locator("#kinds circle").count()
 
 
 def test_a_run_without_depth_records_has_a_row_all_the_same(tmp_path):

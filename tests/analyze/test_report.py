@@ -76,6 +76,20 @@ def test_the_first_residual_of_a_comparison_is_the_baseline(tmp_path):
     assert re.search(r"rezero ends at .* attnres-full", words)
 
 
+def test_the_headline_has_bits_per_byte_where_they_are_known(tmp_path):
+    folder = make_comparison(tmp_path / "compare", ["standard", "rezero"], [0, 1], layers=2, steps=20)
+    ends = {0: (2.0, 1.9), 1: (2.2, 2.2)}  # of both residuals, with each seed
+    for index in (0, 1):
+        for seed, losses in ends.items():
+            path = folder / f"runs/{index}-seed{seed}/summary.json"
+            rewrite(path, loss=losses[index], bits_per_byte=1.5 * losses[index])
+    words = visible(write_report([folder]).read_text())
+    assert "rezero ends at 2.0500 nats per token, 0.0500 below standard (95 % interval" in words
+    assert "not told apart. In bits per byte: 3.0750, 0.0750 below." in words
+    rewrite(folder / "runs/0-seed1/summary.json", bits_per_byte=None)
+    assert "bits per byte:" not in visible(write_report([folder]).read_text()).lower(), "of other runs than the nats"
+
+
 def test_rows_stand_in_the_order_of_the_comparison(tmp_path):
     named = ["standard", "rezero", "highway", "attnres-full"]
     folder = make_comparison(tmp_path / "compare", named, [0], layers=1, steps=5)
