@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in SYSTEM_ERRORS:
             raise
         again = "with --resume" if words[0] in ("train", "compare") else "again"
-        advice = SYSTEM_ERRORS[error.errno].format(flag=flag_of(words, error.filename), again=again)
+        flag = flag_of(words, error.filename)
+        told = NOT_MADE if error.errno == errno.ENOENT and flag else SYSTEM_ERRORS[error.errno]
+        advice = told.format(flag=flag or "--out", again=again)  # which has a default
         return fail(f"{error.strerror}: {error.filename or 'while writing'}. {advice}", 1)
     return 0
 
@@ -75,13 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 SYSTEM_ERRORS = {
     errno.ENOSPC: "Make room, then run the same command {again}",
     errno.EDQUOT: "Make room, then run the same command {again}",
-    errno.EACCES: "Choose a folder that you may write to with {flag}",
+    errno.EACCES: "Allow this user to read it; or, where it was to be written, choose another folder with {flag}",
     errno.EROFS: "Choose a folder that you may write to with {flag}",
     errno.ENOTDIR: "A file stands where a folder is needed: choose another path with {flag}",
     errno.EEXIST: "A file stands where a folder is needed: choose another path with {flag}",
     errno.EISDIR: "A folder stands where a file is needed: choose another path with {flag}",
     errno.ENOENT: "It was there a moment ago, or the path is wrong: run the command again",
 }
+NOT_MADE = "It cannot be made there, or was removed meanwhile: choose another path with {flag}"
 
 
 def usage() -> str:

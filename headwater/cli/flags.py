@@ -46,7 +46,7 @@ class Where(PluginFlags):
     out: Path = Path("runs/train")
     """Folder of the run."""
     config: Path | None = None
-    """TOML file with [model], [data], [optim] and [train]; or the config.json of another run. Flags override it."""
+    """TOML file with [model], [data], [optim] and [train]; or another run, or its config.json. Flags override it."""
     resume: bool = False
     """Continue from the newest checkpoint, under the settings the run began with."""
 
@@ -68,7 +68,8 @@ class CompareFlags(Where):
     """What to compare, the baseline first; `all` is every registered residual. Settings of the model may follow, as in
     standard+shortswa=4 (--arms is the same flag). With --resume, what to add."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Each residual is trained once with each; equal seeds see equal tokens."""
+    """Each residual is trained once with each; equal seeds see equal tokens. With --resume, what to add: a residual
+    that is added is trained with those of before too."""
     jobs: int = 1
     """Runs at a time; the cores are shared among them."""
     settings: Settings = field(default_factory=Config)
@@ -201,7 +202,7 @@ class EvalFlags(PluginFlags):
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags(PluginFlags):
     config: Path | None = None
-    """TOML file of the run, or the config.json of another one. Flags override it."""
+    """TOML file of the run; or another run, or its config.json. Flags override it."""
     world: int = 1
     """Processes, one for each GPU."""
     memory: float = 80.0
@@ -257,16 +258,35 @@ class DoctorFlags:
     """None: it looks, and tells."""
 
 
-def flag_of(words: Sequence[str], path: str | None) -> str:
-    """The flag that led to a path: the one whose value is the path or a folder above it; --out has a default."""
+WRITTEN = ("--out", "--cache")  # where commands write; what is only read is never in the way
+# What other trainers call a flag of a run, where the name is too far from ours to be guessed.
+THEIRS = {
+    "--learning-rate": "--lr",
+    "--max-steps": "--steps",
+    "--max-iters": "--steps",
+    "--warmup-steps": "--warmup",
+    "--hidden-size": "--dim",
+    "--d-model": "--dim",
+    "--intermediate-size": "--mlp-dim",
+    "--seq-len": "--context",
+    "--block-size": "--context",
+    "--gradient-accumulation-steps": "--accumulate",
+}
+
+
+def flag_of(words: Sequence[str], path: str | None) -> str | None:
+    """The flag that led to a path that was to be written: the one whose value is the path or a folder above it."""
     flags = [word.split("=", 1) if "=" in word else [word, after] for word, after in zip(words, [*words[1:], ""])]
     above = [Path(path or ".").absolute(), *Path(path or ".").absolute().parents]
-    found = (flag for flag, value in flags if flag.startswith("--") and value and Path(value).absolute() in above)
-    return next(found, "--out")
+    found = (flag for flag, value in flags if flag in WRITTEN and value and Path(value).absolute() in above)
+    return next(found, None)
 
 
 def peek(argv: list[str], default: Where) -> Where:
     """The flags that decide which defaults the other flags override."""
+    for flag in (word.partition("=")[0] for word in argv):
+        if ours := THEIRS.get(flag.replace("_", "-")):
+            raise UserError(f"unknown flag {flag}: here it is {ours}")
     return tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0]
 
 
@@ -310,13 +330,20 @@ def parse(
 
 
 def _refuse_repeats(found: Any, argv: Sequence[str]) -> None:
-    """A list that is given twice would be the second alone; a single value may be, as where a script adds to flags."""
+    """A list that is given twice would be the second alone; a single value may be, as where a script adds to flags, but
+    not the residual of a run: whoever names two means two runs."""
     given = Counter(word.partition("=")[0] for word in argv if word.startswith("--"))
-    given["--residuals"] += given.pop("--arms", 0)
     for name in _lists(found):
-        flag = f"--{name.replace('_', '-')}"
-        if given[flag] > 1:
-            raise UserError(f"{flag} is given twice: give it once, with all its values after it")
+        spelt = (f"--{name.replace('_', '-')}", *(("--arms",) if name == "residuals" else ()))
+        if sum(given[flag] for flag in spelt) > 1:
+            typed = [flag for flag in spelt if given[flag]]
+            said = f"{typed[0]} is given twice" if len(typed) == 1 else f"{' and '.join(typed)} are one flag"
+            raise UserError(f"{said}: give it once, with all its values after it")
+    if isinstance(found, TrainFlags) and given["--residual"] > 1:
+        raise UserError(
+            "--residual is given twice, and a run has one residual: give it once; or train a run with each: "
+            "headwater compare --residuals, with both after it"
+        )
 
 
 def _lists(found: Any) -> Iterator[str]:
