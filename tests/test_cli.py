@@ -30,7 +30,7 @@ from headwater.analyze import scaling_report as scaling_report_module
 from headwater.analyze import table as table_module
 from headwater.analyze.scaling import Scaling
 from headwater.cli import main
-from headwater.cli.flags import DEMO, flag_of, sized
+from headwater.cli.flags import DEMO, THEIRS, flag_of, sized
 from headwater.errors import UserError
 from headwater.folders import made_whole
 from headwater.models import SIZES, ModelConfig, decoder
@@ -39,7 +39,7 @@ from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, 
 from headwater.train import studies as studies_module
 from headwater.train.checkpoint.folder import checkpoints, load_model
 from headwater.train.config import check
-from headwater.train.data.tokenizer import ByteTokenizer
+from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer
 from headwater.train.distributed import plan as plan_module
 from headwater.train.files import write_json
 
@@ -48,7 +48,7 @@ def fails(capsys, *argv: str) -> str:
     """The one message of a command that fails."""
     capsys.readouterr()
     code = main([str(word) for word in argv])
-    message = capsys.readouterr().err
+    message = re.sub(r"\Atext: .*\n", "", capsys.readouterr().err)  # what was found, where that is not what is wrong
     assert code != 0
     assert message.startswith("headwater: ")
     assert "Traceback" not in message
@@ -87,7 +87,53 @@ def test_a_message_about_a_folder_names_its_flag(tmp_path, capsys, monkeypatch):
     assert "choose another path with --out" in fails(capsys, *begun, tmp_path / "file" / "run")
     assert flag_of(["train", "--out=runs/a", "--cache", "text/cache"], "text/cache/x/manifest.json") == "--cache"
     assert flag_of(["train", "--out=runs/a", "--cache", "text/cache"], str(tmp_path / "runs/a/config.json")) == "--out"
-    assert flag_of(["train"], "runs/train/config.json") == "--out"
+    assert flag_of(["train"], "runs/train/config.json") is None
+
+
+def test_a_flag_that_is_only_read_is_not_in_the_way_of_what_is_written(tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("river " * 2000)
+    base = [*flags(tiny(tmp_path), out), "--source", text]
+    assert f"{text}. A file stands where a folder is needed: choose another path with --cache" in fails(
+        capsys, *base, "--cache", text
+    )
+    assert "choose another path with --out" in fails(capsys, *base, "--out", text)
+
+
+def test_a_folder_that_cannot_be_made_is_answered_with_its_flag(tmp_path, capsys):
+    base = flags(tiny(tmp_path), tmp_path / "run")
+    for flag in ("--cache", "--out"):
+        message = fails(capsys, *base, flag, "/proc/nowhere")
+        assert message.endswith(f"choose another path with {flag}\n")
+        assert "again" not in message
+
+
+def test_a_run_folder_is_a_configuration_and_no_recipe(tmp_path, capsys, called):
+    config = tiny(tmp_path, steps=7)
+    (tmp_path / "first").mkdir()
+    write_json(tmp_path / "first" / "config.json", asdict(config))
+    arguments = called(headwater.train, "train", SimpleNamespace(bits_per_byte=1.0, steps=7))
+    assert main(["train", "--config", str(tmp_path / "first"), "--out", str(tmp_path / "run")]) == 0
+    assert arguments["config"] == config
+    assert f"no configuration file at {tmp_path / 'config.json'}" in fails(capsys, "train", "--config", tmp_path)
+    message = fails(capsys, "study", tmp_path / "first")
+    assert f"{tmp_path / 'first'} is a folder, and a recipe is a TOML file that names settings" in message
+    assert "Errno" not in message
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "plan"])
+def test_a_misspelt_size_is_told_before_the_folder_and_the_text(tmp_path, capsys, command):
+    (tmp_path / "config.json").write_text("{}")  # of a run that is there
+    message = fails(capsys, command, "--size", "nanoo", *(["--out", tmp_path] if command != "plan" else []))
+    assert "unknown size 'nanoo'; did you mean 'nano'? Valid: deep, " in message
+
+
+@pytest.mark.parametrize(("theirs", "ours"), THEIRS.items())
+def test_names_of_other_trainers_are_answered_with_ours(capsys, theirs, ours):
+    assert fails(capsys, "train", theirs, "3") == f"headwater: unknown flag {theirs}: here it is {ours}\n"
+    assert ours in {f"--{name.replace('_', '-')}" for part in vars(Config()).values() for name in vars(part)}
+    written = theirs.replace("-", "_").replace("__", "--")
+    assert f"here it is {ours}" in fails(capsys, "compare", f"{written}=3")
 
 
 def test_narrow_terminals_keep_names_and_numbers(capsys, monkeypatch):
@@ -437,9 +483,19 @@ def test_a_list_that_is_given_twice_is_refused(tmp_path, capsys):
     """Not cut down to what came last in silence."""
     out = ("--out", tmp_path / "out")
     said = "is given twice: give it once, with all its values after it"
-    assert f"--residuals {said}" in fails(capsys, "compare", "--residuals", "standard", "--arms", "mhc", *out)
+    both = "--residuals and --arms are one flag: give it once, with all its values after it"
+    assert both in fails(capsys, "compare", "--arms", "standard", "--residuals", "mhc", *out)
+    assert f"--arms {said}" in fails(capsys, "compare", "--arms", "standard", "--arms", "mhc", *out)
+    assert f"--residuals {said}" in fails(capsys, "compare", "--residuals", "standard", "--residuals", "mhc", *out)
     assert f"--source {said}" in fails(capsys, "train", "--source", "a.txt", "--source=b.txt", *out)
     assert f"--prompt {said}" in fails(capsys, "generate", tmp_path, "--prompt", "a", "--prompt", "b")
+
+
+def test_a_run_with_two_residuals_is_sent_to_a_comparison(tmp_path, capsys):
+    words = ("--steps", "0", "--residual", "mhc", "--residual=standard", "--out", tmp_path / "out")
+    assert "a run has one residual: give it once; or train a run with each: headwater compare" in fails(
+        capsys, "train", *words
+    )
 
 
 def test_a_full_disk_sends_to_a_flag_that_the_command_has(tmp_path, capsys, monkeypatch):
@@ -660,6 +716,11 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
         assert (plan["world"], plan["half"], plan["fused"], plan["model"].vocab_size) == (8, gpu, gpu, 1024)
         assert plan["config"].train.batch_size == 24
         assert capsys.readouterr().out == "3.0 True\n"
+    BPETokenizer.train([f"word{i} " for i in range(999)], 400).save(tmp_path)
+    for asked, words in ((["bytes"], 320), ([tmp_path], 448), (["absent", "--vocab-size", "999"], 999)):
+        assert main(["plan", "--tokenizer", *map(str, asked)]) == 0
+        assert plan["model"].vocab_size == words
+    assert "no tokenizer at absent" in fails(capsys, "plan", "--tokenizer", "absent")
 
     report = called(report_module, "write_report", tmp_path)
     assert main(["report", "a", "b", "--out", "c.html"]) == 0

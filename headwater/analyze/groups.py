@@ -107,8 +107,7 @@ def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> l
     baseline trained with the same settings."""
     baseline = order[0]
     groups: dict[tuple, Group] = {}
-    for run in runs:
-        settings = flatten(run.config)
+    for run, settings in zip(runs, settings_of(runs), strict=True):
         group = groups.setdefault((run.residual, *sorted(settings.items())), Group(run.residual, settings))
         group.runs.append(run)
     place = {residual: number for number, residual in enumerate(order)}
@@ -129,6 +128,21 @@ def beyond(one: Group, other: Group) -> list[str]:
     named = {key for group in (one, other) for run in group.runs for key in run.switches}
     named |= UNFELT.get(one.residual, set())
     return [key for key in differing([one.settings, other.settings]) if key not in named]
+
+
+def settings_of(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
+    """By dotted name. Runs that have seen the same tokens all have the first one's words for them, as one may have gone
+    on where its text, or what its tokenizer was taken from, had moved to."""
+    named: dict[tuple[object, ...], dict[str, str]] = {}
+    found = []
+    for run in runs:
+        settings = flatten(run.config)
+        seen = run.corpus.get("source_hash"), run.corpus.get("tokenizer_hash")
+        if all(seen):
+            text = {key: value for key, value in settings.items() if key.startswith("data.")}
+            settings = {key: settings[key] for key in settings.keys() - text} | named.setdefault(seen, text)
+        found.append(settings)
+    return found
 
 
 def flatten(config: Record, prefix: str = "") -> dict[str, str]:

@@ -78,7 +78,8 @@ def tokens(run: RecordedRun) -> str:
     before: where the run's own tokenizer is gone, bytes are believed only of a vocabulary that they would have."""
     kind, vocabulary = section(run.config, "data").get("tokenizer"), section(run.config, "model").get("vocab_size")
     vocabulary = vocabulary if isinstance(vocabulary, int) else 0
-    kind = run.tokenizer or ("" if kind == "bytes" and vocabulary > BYTES else kind)
+    believed = ("bpe",) if vocabulary > BYTES else ("bytes", "bpe")  # any other is where it was taken from
+    kind = run.tokenizer or (kind if kind in believed else "")
     several = f"a vocabulary of {vocabulary:,}" if vocabulary and kind != "bytes" else ""
     return ", ".join(part for part in (f"{kind} tokens" if kind else "", several) if part)
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from headwater.analyze.groups import UNFELT, flatten
+from headwater.analyze.groups import UNFELT, settings_of
 from headwater.analyze.runs import RecordedRun, number, section
 from headwater.errors import UserError
 
@@ -30,9 +30,9 @@ def sweeps_of(runs: Sequence[RecordedRun]) -> list[dict[float, list[RecordedRun]
     """Of each residual and size (settings that the residual does not have aside) its runs by their rate, those that
     have not finished too."""
     sweeps: dict[Any, dict[float, list[RecordedRun]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
+    for run, settings in zip(runs, settings_of(runs), strict=True):
         unfelt = UNFELT.get(run.residual, set()) | {RATE}
-        rest = sorted((key, value) for key, value in flatten(run.config).items() if key not in unfelt)
+        rest = sorted((key, value) for key, value in settings.items() if key not in unfelt)
         sweeps[run.residual, *rest][rate_of(run)].append(run)
     return list(sweeps.values())
 

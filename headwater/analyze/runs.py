@@ -173,7 +173,7 @@ def read_corpus(run: Path, summary: Record) -> Record:
         path = run.parent.parent / name
         if run.parent.name == "runs" and path.is_file():
             return section(read_object(path), key)
-    return {key: value for key, value in summary.items() if key == "source_hash"}
+    return {key: value for key, value in summary.items() if key in ("source_hash", "tokenizer_hash") and value}
 
 
 def read_tokenizer(path: Path) -> str:

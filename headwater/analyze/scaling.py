@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headwater.analyze.groups import UNFELT, differing, flatten
+from headwater.analyze.groups import UNFELT, differing, settings_of
 from headwater.analyze.provenance import corpus
 from headwater.analyze.rates import RATE, at_rate, rate_of, rates_told
 from headwater.analyze.runs import RecordedRun, number, paths_of, read_runs, section
@@ -304,7 +304,7 @@ def points_of(
         budgets = found[run.residual]
         near = next((b for b in budgets if abs(math.log(b / c)) < NEAR), c)
         if (other := known.setdefault((run.residual, near, run.seed), run)) is not run:
-            keys = differing([flatten(each.config) for each in (other, run)])
+            keys = differing(settings_of([other, run]))
             told = ", ".join(keys) or "nothing, so name its folder once"
             if RATE in keys:
                 told += f". There are {rates_told(runs)}: choose one, as with --lr {rate_of(run):g}, or --lr best"
@@ -325,7 +325,7 @@ def confounders_of(runs: Sequence[RecordedRun], baseline: str) -> dict[str, tupl
         twins = [(abs(math.log(b / c)), plain) for plain, b in known if plain.residual == baseline]
         far, plain = min(twins, key=lambda twin: (twin[0], twin[1].seed != run.seed), default=(math.inf, run))
         if far < TWIN:
-            keys[run.residual].update(differing([flatten(plain.config), flatten(run.config)]))
+            keys[run.residual].update(differing(settings_of([plain, run])))
     fair = {"train.steps", *UNFELT.get(baseline, ())}
     return {
         name: tuple(sorted(key for key in each - fair if not key.startswith("model."))) for name, each in keys.items()

@@ -77,11 +77,12 @@ def plan(argv: list[str]) -> None:
     where = peek(argv, Where())
     flags = parse(PlanFlags, argv, plan, PlanFlags(settings=base_config(where, where.out / "config.json")))
     settings = check(sized(flags.settings, argv))
+    from headwater.train.data.tokenizer import expected_vocabulary
     from headwater.train.distributed.plan import describe, make_plan
     from headwater.train.run import named_model
 
     with user_values():
-        model = named_model(settings.model, settings.data.bpe_vocab if settings.data.tokenizer == "bpe" else 257)
+        model = named_model(settings.model, 1 if settings.model.vocab_size else expected_vocabulary(settings.data))
         made = make_plan(settings, model, flags.world, half=flags.gpu, fused=flags.gpu)
     say(describe(made, flags.memory, settings.train.checkpoint_activations))
 

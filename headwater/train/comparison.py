@@ -18,8 +18,9 @@ from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
 from headwater.tables import fitting
 from headwater.train.arms import parse_arm
-from headwater.train.config import OUTER, Config, check, differences
+from headwater.train.config import OUTER, TOKENIZERS, Config, check, differences
 from headwater.train.data.dataset import Dataset, prepare
+from headwater.train.data.tokenizer import kept_tokenizer
 from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all, side_by_side
 from headwater.train.monitor.interrupts import RESUME
@@ -70,7 +71,10 @@ def compare(
             )
         refuse_others(out, "a comparison", known=("settings.json",))
     with locked(out):
+        config = replace(config, data=kept_tokenizer(config.data, out))
         data = prepare(config.data)
+        if config.data.tokenizer not in TOKENIZERS:
+            data.tokenizer.save(out)
         try_out(residuals, config, data)
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
@@ -173,7 +177,9 @@ def plan(
             raise UserError(f"{out} already holds a comparison: continue it with --resume, or choose another --out")
         saved = read_json(path)
         # Its times and memory are compared too. What a step that is not finite stopped may go on without it.
-        differing = differences(saved["config"], asdict(config), OUTER | {"train.skip_nonfinite"})
+        free = OUTER | {"train.skip_nonfinite", *(f"corpus.{key}" for key in corpus)}
+        seen = {"corpus": saved["corpus"]} if "corpus" in saved else {}
+        differing = differences({**saved["config"], **seen}, {**asdict(config), "corpus": corpus}, free)
         if differing:
             listing = "\n  ".join(differing)
             raise UserError(f"{out} holds a comparison of another configuration:\n  {listing}\nChoose another --out")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from headwater.errors import UserError, nearest
-from headwater.models.config import ModelConfig
+from headwater.models.config import SIZES, ModelConfig
 
 T = TypeVar("T")
 
@@ -101,15 +101,16 @@ class DataSettings:
     """The text, and how it becomes tokens."""
 
     source: tuple[str, ...] = ("stdlib",)
-    """Text, .jsonl or .json files or folders, of which hidden and .json files are left out, plain, .gz, .xz or .zst
-    (which needs headwater[zst]); `stdlib` is the running Python's standard library. Or one folder of tokens that were
-    made before, such as one that --cache holds, from here or from another machine."""
+    """Text, .jsonl or .json files, plain, .gz, .xz or .zst (which needs headwater[zst]), or folders, of which .txt,
+    .md, .rst, .py and .jsonl files are read; `stdlib` is the running Python's standard library. Or one folder of tokens
+    that were made before, such as one that --cache holds, from here or from another machine."""
     text_field: str = "text"
     """Where the objects of .jsonl and .json files have their document."""
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """bpe is trained on the text itself; needs headwater[bpe]."""
+    tokenizer: str = "bytes"
+    """bytes; or bpe, which is trained on the text itself and needs headwater[bpe]; or one that is taken as it is, from
+    a run, a checkpoint, what headwater export wrote or a tokenizer.json."""
     bpe_vocab: int = 4096
-    """Vocabulary to train when the tokenizer is bpe."""
+    """Vocabulary to train when the tokenizer is bpe; one that is taken as it is has its own."""
     validation: float = 0.05
     """Share of the text held out, by whole documents where that comes near."""
     cache: str | None = None
@@ -244,6 +245,8 @@ class Config:
     log: LogSettings = field(default_factory=LogSettings)
 
 
+TOKENIZERS = ("bytes", "bpe")  # any other is where to find one
+
 # Other values of these change what is kept and shown and who computes it, never what.
 OUTER = frozenset(
     {
@@ -259,6 +262,9 @@ FREE = OUTER | {
     *(f"train.{name}" for name in ("accumulate", "checkpoint_activations", "compile", "graph")),
     *(f"train.{name}" for name in ("skip_nonfinite", "skip_spikes", "spike_sigmas")),
 }
+
+CORPUS = frozenset({"source_hash", "tokenizer_hash", "split"})  # equal where two runs have seen the same tokens
+TEXT = frozenset(f"data.{f.name}" for f in fields(DataSettings))  # what tokens are made of, with the files
 
 # The settings of a model before there were layer patterns: a decoder that lacks the others has their defaults.
 OLD_MODEL = frozenset(
@@ -288,15 +294,15 @@ def with_before(base: Config) -> Config:
 def load_file(path: str | Path, base: Config | None = None) -> Config:
     """Settings from a file.
 
-    Arguments: `path`, a TOML file, or a JSON file such as a run's config.json; `base`, what it overrides: by default
-    the defaults.
+    Arguments: `path`, a TOML file, or a JSON file such as a run's config.json, or the run's folder; `base`, what it
+    overrides: by default the defaults.
 
     Returns a `Config`.
     Raises: `UserError` for a file that cannot be read, an unknown key (naming the nearest) or a value of another type.
 
         config = load_file("runs/first/config.json")
     """
-    path = Path(path)
+    path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -373,6 +379,8 @@ def check(config: Config) -> Config:
     given = {name: _with_lists(section) if isinstance(section, dict) else section for name, section in sections}
     config = override(Config(), given, "the configuration")
     flat = flatten(asdict(config))
+    if config.model.size not in SIZES:
+        raise UserError(f"model.size: unknown size {config.model.size!r}; {nearest(config.model.size, SIZES)}")
     least = {f"train.{f.name}": 1 for f in fields(TrainSettings) if f.type == "int"}
     least |= {"train.seed": 0, "train.skip_nonfinite": 0, "train.skip_spikes": 0, "train.spike_window": 2}
     least |= {"parallel.pipeline": 1, "parallel.chunks": 1, "parallel.tensor": 1, "parallel.shard": 0}
@@ -420,8 +428,11 @@ def differences(
     saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE, before: Mapping[str, Any] = BEFORE
 ) -> list[str]:
     """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists);
-    settings come before what follows from them. `before`: values of keys that the saved configuration may be too old to
-    have."""
+    settings come before what follows from them. Where the tokens are known to be the same, what their text is called
+    and where it lies does not count. `before`: values of keys that the saved configuration may be too old to have."""
+    known = saved.get("corpus", {})
+    if known.keys() >= CORPUS and known == asked.get("corpus"):
+        free = free | TEXT
     old, new = as_compared(saved, before), as_compared(asked)
     keys = [key for key in old.keys() | new.keys() if key not in free and old.get(key) != new.get(key)]
     keys.sort(key=lambda key: (key.startswith("corpus."), key))

@@ -98,6 +98,11 @@ def refuse_others(folder: Path, what: str, known: Collection[str] = ()) -> None:
         )
 
 
+def from_here(path: Path) -> str:
+    """For a message that nothing is there: of a relative path also what it is relative to."""
+    return str(path) if path.is_absolute() else f"{path} (from {Path.cwd()})"
+
+
 def open_lock(path: Path) -> IO[str]:
     """Never through a link: what it leads to would be emptied."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from headwater.errors import UserError
@@ -59,10 +60,11 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
     """
     other, theirs, _ = load_run(folder)
     if theirs.to_json() != tokenizer.to_json():
+        ours = "as many" if tokenizer.vocab_size == theirs.vocab_size else tokenizer.vocab_size
         raise UserError(
             f"--init-from {folder} was trained with another tokenizer ({theirs.vocab_size} tokens; this run's has "
-            f"{tokenizer.vocab_size}): its embeddings stand for other tokens. Train on the text, and with the "
-            "--tokenizer, that it was trained with"
+            f"{ours}, and not the same): its embeddings stand for other tokens. Take its tokenizer, for whatever "
+            f"text, with --tokenizer {quote(str(folder))}"
         )
     weights = other.weights()
     if pinned(other.residual) != pinned(model.residual):

@@ -86,6 +86,9 @@ def read_recipe(path: Path) -> Recipe:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no recipe at {path}") from None
+    except IsADirectoryError:
+        said = "is a folder, and a recipe is a TOML file that names settings and lists of them: give that file"
+        raise UserError(f"{path} {said}") from None
     except (ValueError, OSError) as error:
         raise UserError(f"cannot read the recipe {path}: {error}") from None
     for key in values:

@@ -59,6 +59,8 @@ class TrainResult:
     """What `code_of` said of headwater when the run began, or was last taken up."""
     source_hash: str = ""
     """Of its text: runs with the same have seen the same documents, and were judged on the same."""
+    tokenizer_hash: str = ""
+    """With the same of this too, they have seen the same tokens."""
 
     @classmethod
     def read(cls, folder: str | Path) -> TrainResult:

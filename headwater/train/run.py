@@ -28,7 +28,7 @@ from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint.saver import Saver
 from headwater.train.config import Config, ModelSettings
 from headwater.train.data.dataset import SPLITS, Dataset, Windows, prepare
-from headwater.train.data.tokenizer import Tokenizer
+from headwater.train.data.tokenizer import Tokenizer, kept_tokenizer
 from headwater.train.distributed import rendezvous as attempts
 from headwater.train.distributed.fsdp import fill, shard
 from headwater.train.distributed.parts import Parts
@@ -118,7 +118,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     ranks = ranks or Ranks()
     resume = admit(out, resume, ranks)
     with ranks.main_first():
-        data = prepare(config.data)
+        data = prepare(kept_tokenizer(config.data, out) if resume else config.data)
     model_config = resolve_model(config.model, data)
     resolved = {**asdict(config), "model": model_config.to_dict()}
     identity = {**resolved, "corpus": data.identity}
@@ -390,6 +390,7 @@ def finish(run: Run) -> TrainResult:
         headwater=__version__,
         code=run.code,
         source_hash=run.identity["corpus"]["source_hash"],
+        tokenizer_hash=run.identity["corpus"]["tokenizer_hash"],
     )
     if run.ranks.main:
         result.write()

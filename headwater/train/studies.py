@@ -27,13 +27,14 @@ from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
 from headwater.train.config import FREE, OUTER, Config, differences, fingerprint
 from headwater.train.data.dataset import Dataset
-from headwater.train.files import locked, read_json, write_json
+from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all
 from headwater.train.optim import ends_in_warmup
 from headwater.train.recipes import Recipe, as_settings, in_words_of_recipes, model_of, prepared, read_recipe
 from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 
 CORPORA = "corpora.json"  # of each run the tokens that it sees, as hashes
+KNOWN = ("settings", "runs", "table.json", CORPORA)  # what is there before its first run is
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,23 @@ def study(
         study("studies/noise/recipe.toml", minutes=20)
     """
     began = time.monotonic()
+    if not minutes >= 0:
+        raise UserError(f"minutes must be 0, to start nothing, or a positive number; got {minutes:g}")
     console = Console(quiet=not progress, markup=False, highlight=False)  # names and messages may have [brackets]
     plan = read_recipe(Path(recipe))
     go_on = f"headwater study {quote(str(recipe))}" + ("" if out is None else f" --out {quote(str(out))}")
     go_on += flags_for(plugin_for(config.model.residual) for config in plan.runs.values())
     out = Path("runs") / plan.name if out is None else Path(out)
+    if (out / "compare.json").exists() or not any((out / "runs").glob("*/config.json")):
+        refuse_others(out, "a study", known=KNOWN)
     with locked(out):
         (out / "settings").mkdir(exist_ok=True)
         work = {name: operations_of(name, config) for name, config in plan.runs.items()}
-        names, others = folders_of(plan.runs, out / "runs")
+        seen = read_json(out / CORPORA) if (out / CORPORA).exists() else {}
+        names, others = folders_of(plan.runs, out / "runs", seen)
         jobs = [job_of(names[name], config, out, plan.keep_weights, work[name]) for name, config in plan.runs.items()]
         plan = replace(plan, runs={names[name]: config for name, config in plan.runs.items()})
-        refuse_others(jobs, plan, out / CORPORA)
+        write_json(out / CORPORA, refuse_other_settings(jobs, plan, seen))
         for name, config in plan.runs.items():
             write_json(out / "settings" / f"{name}.json", asdict(config))
         result = standing(out, jobs, plan)
@@ -105,8 +111,6 @@ def study(
         due = [job for job in jobs if not job.diverged]
         try:
             seconds = 60 * minutes - (time.monotonic() - began)  # to prepare the text may take minutes
-            if left and seconds <= 0 < minutes:
-                console.print(f"the {minutes:g} minutes were over before the text was prepared", soft_wrap=True)
             failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=seconds, whole=whole)
         finally:  # also of what Ctrl-C has interrupted
             result = standing(out, jobs, plan)
@@ -115,6 +119,9 @@ def study(
             console.print(as_settings(failures.pop(label)), soft_wrap=True)
         if describe(result) != before:
             console.print(describe(result), soft_wrap=True)
+        if result.left and not failures and 0 < minutes < math.inf:
+            why = "would end in" if whole else "is begun after"
+            console.print(f"no other run {why} the {minutes:g} minutes; go on with: {go_on}", soft_wrap=True)
     refuse_failures(failures, len(jobs), f"Settings are those of {recipe}; the same command tries again what failed")
     return result
 
@@ -132,17 +139,19 @@ def operations_of(name: str, config: Config) -> float:
         raise UserError(f"run {name} does not fit: {error}") from None
 
 
-def folders_of(runs: Mapping[str, Config], folder: Path) -> tuple[dict[str, str], list[str]]:
+def folders_of(runs: Mapping[str, Config], folder: Path, seen: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """By the name that a run has in the file, that of its folder; and the folders that no run of the file has.
 
     A run that began under another name, because the file's lists have changed their order or are more, keeps it: else
-    it would be made again, and a fit would have two runs of one seed."""
+    it would be made again, and a fit would have two runs of one seed. `seen`: by folder what it has seen of its text,
+    which may have moved."""
     held: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*/config.json")):
         if path.parent.name not in runs:
             with suppress(UserError):  # one that cannot be read is of no run of the file
                 saved = read_json(path)
-                held[path.parent.name] = saved if isinstance(saved, dict) else {}
+                saved = saved if isinstance(saved, dict) else {}
+                held[path.parent.name] = {**saved, "data": seen.get(path.parent.name) or saved.get("data")}
     known: dict[frozenset[str], dict[Hashable, str]] = {}  # by what may differ, which the residual decides
     names = {}
     for name, config in runs.items():
@@ -152,7 +161,10 @@ def folders_of(runs: Mapping[str, Config], folder: Path) -> tuple[dict[str, str]
             free = OUTER | idle(config, data)
             if free not in known:
                 known[free] = {fingerprint(saved, free): other for other, saved in held.items()}
-            names[name] = known[free].pop(fingerprint(settings_of(config, data), free), name)
+            for text in (data.identity, asdict(config.data)):
+                if names[name] == name:
+                    asked = {**settings_of(config, data), "data": text}
+                    names[name] = known[free].pop(fingerprint(asked, free), name)
     return names, sorted(held.keys() - names.values())
 
 
@@ -168,20 +180,21 @@ def job_of(name: str, config: Config, out: Path, keep_weights: bool, work: float
     )
 
 
-def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
+def refuse_other_settings(jobs: Sequence[Job], plan: Recipe, known: Mapping[str, Any]) -> dict[str, Any]:
     """A run that is finished counts, and one that was cut off goes on, only if it is the one that the file describes:
     `headwater train --resume` would take the latter to other steps. One that diverged is tried again with other
-    settings, from the start if they make it another run. What all of them see is noted in `corpora`: a file that has
-    changed keeps its name. A factor on the rate of queries changes nothing where there are none: runs from before its
-    default was another still count."""
-    seen = read_json(corpora) if corpora.exists() else {}
+    settings, from the start if they make it another run. A factor on the rate of queries changes nothing where there
+    are none: runs from before its default was another still count. `known` is what each has seen of its text, and what
+    is returned what all of them see: a file that has changed keeps its name."""
+    seen = dict(known)
     again: list[Job] = []
     anew: list[Job] = []
     for job, config in zip(jobs, plan.runs.values(), strict=True):
         data = prepared(config.data)
         if job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*")):  # else it begins anew
-            asked = {**settings_of(config, data), "corpus": data.identity}
-            saved = {**read_json(job.folder / "config.json"), "corpus": seen.get(job.label) or text_of(job, data)}
+            text = seen.get(job.label) or text_of(job)
+            asked = {**settings_of(config, data), "corpus": {key: data.identity[key] for key in text}}
+            saved = {**read_json(job.folder / "config.json"), "corpus": text}
             unfelt = idle(config, data)
             listing = differences(saved, asked, FREE | unfelt)
             if listing and not job.diverged:
@@ -199,7 +212,7 @@ def refuse_others(jobs: Sequence[Job], plan: Recipe, corpora: Path) -> None:
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
     for job in again:
         (job.folder / DIVERGED).unlink(missing_ok=True)
-    write_json(corpora, seen)
+    return seen
 
 
 def settings_of(config: Config, data: Dataset) -> dict[str, Any]:
@@ -209,10 +222,10 @@ def settings_of(config: Config, data: Dataset) -> dict[str, Any]:
     return {**asdict(config), "model": resolve_model(config.model, data).to_dict()}
 
 
-def text_of(job: Job, data: Dataset) -> dict[str, str]:
-    """What a run says of its text where no corpora.json does, as in an archive of metrics; else ours."""
+def text_of(job: Job) -> dict[str, str]:
+    """What a run says of its text where no corpora.json does, as in an archive of metrics."""
     known = TrainResult.read(job.folder).source_hash if job.finished else ""
-    return {**data.identity, **({"source_hash": known} if known else {})}
+    return {"source_hash": known} if known else {}
 
 
 def idle(config: Config, data: Dataset) -> frozenset[str]:

@@ -24,6 +24,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint import storage as shards
+from headwater.train.data.dataset import prepare
 from headwater.train.load import load_run
 from headwater.train.loop import accumulate, train, update
 from headwater.train.monitor.metrics import MetricsLog
@@ -353,6 +354,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file
 
 def test_a_disk_that_is_really_full(tmp_path, small_disk, capfd):
     big = tiny(tmp_path, keep=50, save_every=1)
+    prepare(big.data)
+    capfd.readouterr()
     code = main([*flags(big, tmp_path / "run"), "--out", str(small_disk / "run")])
     message = capfd.readouterr().err
     assert code == 1

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +17,8 @@ from rich.console import Console
 from tinyrun import fingerprint, tiny
 
 from headwater import cli
+from headwater.analyze.groups import group_runs
+from headwater.analyze.runs import read_runs
 from headwater.cli.flags import CompareFlags, TrainFlags, parse
 from headwater.errors import Interrupted, UserError
 from headwater.residuals import names
@@ -163,6 +166,26 @@ def test_arguments_that_ask_for_nothing_are_refused_at_the_door(tmp_path, argume
     assert not (tmp_path / "out").exists()
 
 
+def test_a_comparison_goes_on_where_its_text_and_tokenizer_were_taken_away(tmp_path):
+    """And its report has one arm still."""
+    pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
+    config, out = tiny(tmp_path, steps=2), tmp_path / "compare"
+    text = replace(config.data, tokenizer="bpe", bpe_vocab=300)
+    (tmp_path / "first").mkdir()
+    prepare(text).tokenizer.save(tmp_path / "first")
+    taken = replace(config, data=replace(text, tokenizer=str(tmp_path / "first")))
+    compare(taken, out, residuals=["standard"], seeds=[0], progress=False)
+    shutil.rmtree(tmp_path / "first")
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    moved = replace(taken, data=replace(taken.data, source=(str(tmp_path / "moved"),)))
+    rows = compare(moved, out, residuals=["standard"], seeds=[1], resume=True, progress=False).rows
+    assert [row.seeds for row in rows] == [(0, 1)]
+    for known in (True, False):
+        if not known:  # each run by itself
+            (out / "compare.json").unlink()
+        assert [(group.label, len(group.runs)) for group in group_runs(read_runs([out]))] == [("standard", 2)]
+
+
 def test_a_changed_corpus_is_refused(tmp_path):
     config = tiny(tmp_path)
     config = replace(config, optim=replace(config.optim, query_lr=1.0))
@@ -171,6 +194,9 @@ def test_a_changed_corpus_is_refused(tmp_path):
     before = prepare(config.data).identity
     assert plan(config, out, ["standard"], [0], before, resume=False) == (["standard"], [0])
     assert plan(config, out, ["attnres-full"], [1], before, resume=True) == (["standard", "attnres-full"], [0, 1])
+    moved = replace(config, data=replace(config.data, source=("elsewhere",)))
+    assert plan(moved, out, [], [], before, resume=True) == (["standard", "attnres-full"], [0, 1])
+    plan(config, out, [], [], before, resume=True)
     held = (out / "compare.json").read_text()
     (tmp_path / "corpus" / "0.txt").write_text("another river altogether")
     with pytest.raises(
@@ -183,6 +209,8 @@ def test_a_changed_corpus_is_refused(tmp_path):
     del unrecorded["config"]["optim"]["query_lr"]  # it is older than that, too
     write_json(out / "compare.json", unrecorded)
     now = prepare(config.data).identity
+    with pytest.raises(UserError, match=r"another configuration:\n  data.source: .*elsewhere"):
+        plan(moved, out, ["standard"], [0], now, resume=True)
     plan(config, out, ["standard"], [0], now, resume=True)
     assert json.loads((out / "compare.json").read_text())["corpus"] == now
 
@@ -378,6 +406,7 @@ def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, 
 def test_ctrl_c_asks_every_run_to_save_and_end(tmp_path):
     config = tiny(tmp_path, residual="standard", steps=20_000, eval_every=20_000, depth_every=20_000, save_every=20_000)
     out = tmp_path / "my compare"
+    prepare(config.data)
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     flags = ["--config", str(tmp_path / "config.json"), "--residuals", "standard", "--seeds", "0", "--jobs", "2"]
     process = start(tmp_path, "-m", "headwater", "compare", "--out", str(out), *flags)

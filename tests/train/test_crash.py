@@ -114,6 +114,7 @@ def last_logged(out: Path) -> int:
 def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     config = tiny(tmp_path, steps=20_000, save_every=20_000, eval_every=20_000, depth_every=20_000)
     out = tmp_path / "a run"
+    prepare(config.data)
     process = start(tmp_path, "-m", "headwater", *flags(config, out))
     wait_for_steps(out, process.is_alive)
     os.kill(process.pid, signum)

@@ -7,7 +7,10 @@ import lzma
 import multiprocessing
 import os
 import random
+import re
 import shutil
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +29,7 @@ def settings(tmp_path, *source, **others) -> DataSettings:
 
 def corpus(tmp_path, documents=60):
     folder = tmp_path / "corpus"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     for i in range(documents):
         (folder / f"{i:03d}.txt").write_text(f"document {i} " * 20)
     return folder
@@ -91,6 +94,166 @@ def test_a_standard_library_may_hold_links_to_its_own_files(tmp_path, monkeypatc
     (tmp_path / "b.py").symlink_to("a.py")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert [file.name for file in find_files(("stdlib",))] == ["a.py", "b.py"]
+
+
+def test_folders_are_entered_once_whatever_links_lead_to_them(tmp_path):
+    """By their own name, where they have one in the corpus: it says what is held out."""
+    folder, other = tmp_path / "texts", tmp_path / "other"
+    (folder / "z").mkdir(parents=True)
+    (folder / "z" / "a.txt").write_text("one")
+    (folder / "z" / "up").symlink_to(folder)
+    (folder / "zz").symlink_to(folder / "z")
+    other.mkdir()
+    (other / "b.txt").write_text("two")
+    (folder / "linked").symlink_to(other)
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    (folder / "above").symlink_to(tmp_path)
+    assert [file.name for file in find_files((str(folder),))] == ["linked/b.txt", "z/a.txt"]
+
+
+def test_endings_may_be_in_capitals(tmp_path):
+    (tmp_path / "A.TXT").write_text("one")
+    (tmp_path / "B.Txt.GZ").write_bytes(gzip.compress(b"two"))
+    (tmp_path / "C.JSONL").write_text('{"text": "three"}\n')
+    (tmp_path / "D.txt.ZST").write_bytes(zstandard.ZstdCompressor().compress(b"four"))
+    assert [d.text for d in documents(find_files((str(tmp_path),)))] == ["one", "two", "three", "four"]
+    (tmp_path / "E.JSON").write_text('["five"]')
+    assert [d.text for d in documents(find_files((str(tmp_path / "E.JSON"),)))] == ["five"]
+
+
+def test_what_a_folder_leaves_out_is_said(tmp_path, capsys, monkeypatch):
+    folder = corpus(tmp_path)
+    for name in ("page.html", "other.HTML.gz", "table.csv", "README", ".hidden.pdf"):
+        (folder / name).write_text("not read")
+    prepare(settings(tmp_path, folder, folder / "table.csv"))
+    said = (
+        f"{folder}: 3 of 64 files are left out (.html 2, no suffix 1): from a folder only .txt .md .rst .py .jsonl are "
+        "read, compressed or not; name the others one by one\n"
+    )
+    assert capsys.readouterr().err.startswith(said)
+    prepare(settings(tmp_path, folder, folder / "table.csv"))
+    assert capsys.readouterr().err == ""
+    for kind in range(10):
+        (folder / f"of-many-kinds.{kind}").write_text("not read")
+    (folder / "other.html").write_text("not read")
+    (tmp_path / "linked").symlink_to(folder)
+    prepare(settings(tmp_path, tmp_path / "linked"))
+    said = r"15 of 75 files are left out \((?=.*\.html 3, )((\.\w+|no suffix) \d, ){5}and others\)"
+    assert re.search(said, capsys.readouterr().err)
+    prepare(settings(tmp_path, corpus(tmp_path / "clean")))
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_read_is_left_out_and_said(tmp_path, capsys, monkeypatch):
+    folder, enter = corpus(tmp_path), Path.iterdir
+    (folder / "lost.txt").mkdir()
+
+    def refuse(path):
+        if path.name == "lost.txt":
+            raise PermissionError
+        return enter(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    prepare(settings(tmp_path, folder))
+    assert f"{folder}: 1 of 61 files are left out (folders that may not be read 1): from" in capsys.readouterr().err
+    with pytest.raises(PermissionError):
+        prepare(settings(tmp_path, folder / "lost.txt"))
+
+
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        (["corpus"], r"60 files, 60 documents; [\d,]+ tokens to train on, [\d,]+ held out"),
+        (["corpus", "corpus"], r"60 files \(named more than once\), 120 documents; .*"),
+        (["corpus", "book.txt", "corpus"], r"61 files \(60 of them named more than once\), 121 documents; .*"),
+        (["book.txt"], r"1 file, 1 document; .*"),
+    ],
+)
+def test_the_text_that_was_found_is_summed_up_once(tmp_path, capsys, sources, told):
+    corpus(tmp_path)
+    (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(2000)))
+    data = prepare(settings(tmp_path, *(tmp_path / source for source in sources)))
+    said = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"text: {told}", said[-1])
+    counted = [f"{data.manifest[split]['tokens']:,}" for split in ("train", "validation")]
+    assert said[-1].endswith(f"{counted[0]} tokens to train on, {counted[1]} held out")
+    prepare(settings(tmp_path, *(tmp_path / source for source in sources)))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_tokenizer_is_taken_as_it_is(tmp_path, capsys):
+    """Of a run, of one of its checkpoints, of a folder that holds one; and it matters what it is, not where."""
+    folder = corpus(tmp_path)
+    first = prepare(settings(tmp_path, folder, tokenizer="bpe", bpe_vocab=300))
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000007").mkdir(parents=True)
+    shutil.copy(first.folder / "tokenizer.json", run)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("".join(f"neither of these words {i}\n" for i in range(2000)))
+    made = [
+        prepare(settings(tmp_path, other, tokenizer=str(place), bpe_vocab=vocab))
+        for place, vocab in ((run, 300), (run / "checkpoints" / "step-00000007", 300), (run / "tokenizer.json", 999))
+    ]
+    assert made[0].tokenizer.to_json() == first.tokenizer.to_json()
+    assert made[0].manifest["vocab_size"] == first.tokenizer.vocab_size
+    assert texts(made[0], "train")[0].startswith("neither of these words 0\n")
+    assert {data.folder for data in made} == {made[0].folder}
+    assert f", of the {first.tokenizer.vocab_size} of {run}\n" in capsys.readouterr().err
+    shutil.copytree(run, tmp_path / "moved")
+    shutil.rmtree(run)
+    assert prepare(settings(tmp_path, other, tokenizer=str(tmp_path / "moved"))).folder == made[0].folder
+
+
+def test_how_transformers_last_cut_a_prompt_cuts_no_text(tmp_path):
+    folder, place = corpus(tmp_path), tmp_path / "tokenizer.json"
+    data = prepare(settings(tmp_path, folder, tokenizer="bpe", bpe_vocab=300))
+    data.tokenizer.inner.enable_truncation(8)
+    data.tokenizer.inner.enable_padding(length=8)
+    data.tokenizer.inner.save(str(place))
+    taken = prepare(settings(tmp_path, folder, tokenizer=str(place)))
+    assert taken.manifest["train"]["tokens"] == data.manifest["train"]["tokens"] > 1000
+
+
+def test_tokens_that_were_made_with_another_tokenizer_are_refused(tmp_path):
+    made = prepare(settings(tmp_path, corpus(tmp_path)))
+    other = prepare(settings(tmp_path, corpus(tmp_path), tokenizer="bpe", bpe_vocab=300))
+    assert prepare(settings(tmp_path, made.folder, tokenizer=str(made.folder))).identity == made.identity
+    with pytest.raises(UserError, match=rf"not made with the tokenizer of {other.folder}: give --source the text"):
+        prepare(settings(tmp_path, made.folder, tokenizer=str(other.folder)))
+
+
+def test_a_tokenizer_that_cannot_be_taken_says_why(tmp_path, monkeypatch):
+    folder, place = corpus(tmp_path), tmp_path / "tokenizer.json"
+    data = prepare(settings(tmp_path, folder, tokenizer="bpe", bpe_vocab=300))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"no tokenizer at wordpiece \(from {tmp_path}\): .*takes bytes or bpe, or a run"
+    ):
+        prepare(settings(tmp_path, folder, tokenizer="wordpiece"))
+    inner = json.loads(data.tokenizer.to_json())
+    changes = [{**inner, "normalizer": {"type": kind}} for kind in ("Lowercase", "NFC", "NFD", "NFKC")]
+    changes.append({**inner, "normalizer": {"type": "Strip", "strip_left": False, "strip_right": True}})
+    space = {**inner, "pre_tokenizer": {**inner["pre_tokenizer"], "add_prefix_space": True}}
+    endless = {**inner, "added_tokens": []}
+    endless["model"] = {**inner["model"], "vocab": {w: i for w, i in inner["model"]["vocab"].items() if i}}
+    for changed in (*changes, space, endless):
+        place.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=r"changes text, or has no <\|endoftext\|>: .*one that headwater made"):
+            prepare(settings(tmp_path, folder, tokenizer=str(place)))
+    named = {**inner, "added_tokens": [*inner["added_tokens"], dict(inner["added_tokens"][0])]}
+    named["added_tokens"][1] |= {"id": 300, "content": "12", "special": False, "lstrip": True}
+    place.write_text(json.dumps(named))  # what it takes away, the sample has not
+    with pytest.raises(UserError, match=r"tokenizer.json is a tokenizer that changes text"):
+        prepare(settings(tmp_path, folder, tokenizer=str(place)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", Mock(side_effect=PermissionError(13, "Permission denied")))
+        with pytest.raises(UserError, match=r"cannot read the tokenizer .*tokenizer.json: Permission denied"):
+            prepare(settings(tmp_path, folder, tokenizer=str(place)))
+    for torn, why in (("{", "Expecting"), ("[]", ""), ('{"model": 1}', ""), ('{"model": {"type": "BPE"}}', "Missing")):
+        place.write_text(torn)
+        with pytest.raises(UserError, match=rf"tokenizer.json is not a tokenizer file \(.*{why}"):
+            prepare(settings(tmp_path, folder, tokenizer=str(place)))
 
 
 def test_an_epoch_takes_every_window_once_and_seeds_differ(tmp_path):
@@ -228,7 +391,7 @@ def test_copies_of_held_out_text_that_are_trained_on_are_told(tmp_path, capsys):
         (folder / f"alike-{i}.py").write_text("#")
     few = prepare(settings(tmp_path, folder))
     assert "#" in set(texts(few, "train")) & set(texts(few, "validation"))
-    assert capsys.readouterr().err == ""
+    assert "copies" not in capsys.readouterr().err
     for i in range(60):
         shutil.copy(folder / f"{i:03d}.txt", folder / f"copy-{i}.txt")
     data = prepare(settings(tmp_path, folder))
@@ -278,7 +441,7 @@ def test_a_large_corpus_is_tokenised_once_and_says_so(tmp_path, capsys, monkeypa
     source.write_bytes(gzip.compress(noise, 1) if name == "a.gz" else noise)
     folder, size = prepare(settings(tmp_path, source)).folder, source.stat().st_size
     said = f"tokenising files of {size / 1e6:.0f} MB, whose tokens are kept in {folder} for later\n"
-    assert capsys.readouterr().err == (said if told else "")
+    assert capsys.readouterr().err.startswith(said if told else "text: 1 file, ")
     prepare(settings(tmp_path, source))
     assert capsys.readouterr().err == ""
 
@@ -303,7 +466,7 @@ def test_a_cache_that_is_not_what_was_written_is_made_anew_and_says_so(tmp_path,
     spoil(first.folder / name)
     if (first.folder / name).exists():
         os.utime(first.folder / name, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert capsys.readouterr().err == ""
+    capsys.readouterr()
     again = prepare(settings(tmp_path, folder))
     assert again.folder == first.folder
     message = capsys.readouterr().err

@@ -62,7 +62,8 @@ def test_a_notebook_trains_stops_goes_on_and_looks_at_the_run(tmp_path):
     NotebookClient(notebook, timeout=120).execute()  # an error in a cell is raised here
     _, whole, cut, again, look = (cell.outputs for cell in notebook.cells)
     assert not [text for cell in notebook.cells for text in texts(cell.outputs) if re.search(r"[\r\x1b]", text)]
-    assert texts(whole)[0].startswith("training 40/40  loss "), "the line is renewed in place"
+    assert re.match(r"text: 40 files, .* held out\n$", texts(whole)[0])
+    assert texts(whole)[1].startswith("training 40/40  loss "), "the line is renewed in place"
     assert [text for text in texts(whole) if text.startswith("step ")] == [
         text for text in texts(whole) if re.match(r"step (20|40): validation \d\.\d{4} bits per byte\n$", text)
     ]
@@ -87,7 +88,10 @@ def test_a_run_in_a_thread_of_its_own(tmp_path):
 
 
 def test_nothing_is_printed_where_nobody_looks(tmp_path, monkeypatch, capsys):
-    train(tiny(tmp_path), tmp_path / "quiet", progress=False)
-    assert capsys.readouterr() == ("", "")
+    config = tiny(tmp_path)
+    train(config, tmp_path / "first", progress=False)
+    assert capsys.readouterr().out == ""
+    train(config, tmp_path / "quiet", progress=False)
+    assert capsys.readouterr() == ("", ""), "its text is there"
     monkeypatch.setattr(sys, "stdout", None)  # as where a program has no console
     assert train(tiny(tmp_path), tmp_path / "nowhere").steps == 12

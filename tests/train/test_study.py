@@ -331,6 +331,43 @@ def test_text_that_has_changed_is_noticed(recipe, tmp_path, upto):
     assert len(study(recipe, out, minutes=0).left) == (1 if upto is None else 2)
 
 
+def test_runs_count_where_their_text_lies_now(recipe, tmp_path):
+    """If it is known to be the same: an archive may not say how it was tokenised."""
+    out = tmp_path / "study"
+    begin_by_hand(recipe, out, "residual-standard-seed-0")
+    study(recipe, out, minutes=0)
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    recipe.write_text(recipe.read_text().replace(str(tmp_path / "corpus"), str(tmp_path / "moved")))
+    assert len(study(recipe, out, minutes=0).finished) == 1
+    text = recipe.read_text()
+    recipe.write_text(text + '"train.batch_size" = [4]\n')  # which its names have, and which it had
+    assert len(study(recipe, out, minutes=0).finished) == 1
+    recipe.write_text(text)
+    (out / "corpora.json").unlink()
+    with pytest.raises(UserError, match=r"on other text:\n  data.source: .*corpus.* there, .*moved.* asked for"):
+        study(recipe, out, minutes=0)
+
+
+@pytest.mark.parametrize("there", ["compare.json", "metrics.jsonl", "a text.txt"])
+def test_a_study_begins_in_a_folder_of_its_own(recipe, tmp_path, there):
+    """In one of a comparison or a run it would write over their table, and reports would mix them."""
+    (tmp_path / "study" / "runs").mkdir(parents=True)
+    (tmp_path / "study" / there).write_text("{}")
+    with pytest.raises(UserError, match=rf"holds something else \({there}\), and a study needs a folder of its own"):
+        study(recipe, tmp_path / "study", minutes=0)
+    (tmp_path / "study" / there).unlink()
+    study(recipe, tmp_path / "study", minutes=0)
+    run = tmp_path / "study" / "runs" / "residual-standard-seed-0"
+    run.mkdir()
+    write_json(run / "config.json", {})
+    for page in ("report.html", "notes.txt"):  # beside runs, as where an archive of them is unpacked
+        (tmp_path / "study" / page).write_text("")
+    assert len(study(recipe, tmp_path / "study", minutes=0).left) == 2
+    (tmp_path / "study" / "compare.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds something else \(compare.json, "):
+        study(recipe, tmp_path / "study", minutes=0)
+
+
 def test_text_that_has_changed_is_noticed_in_an_archive_too(recipe, tmp_path):
     """Which holds runs alone: what they saw is then in their summaries."""
     folder = begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
@@ -395,7 +432,7 @@ def test_a_corpus_that_is_too_short_is_known_before_anything_runs(recipe, tmp_pa
 
 def test_an_option_that_no_residual_has_is_said_once(recipe, tmp_path):
     recipe.write_text(recipe.read_text().replace("block=2", "blokc=2"))
-    once = "does not fit: residual 'attnres-block' has no option 'blokc'. Valid options: block"
+    once = r"does not fit: residual 'attnres-block' has no option 'blokc'. Did you mean 'block'\? Valid options: block"
     with pytest.raises(UserError, match=rf"^run residual-attnres-block_blokc=2-seed-0 {once}"):
         study(recipe, tmp_path / "study", minutes=0)
     with pytest.raises(UserError, match=rf"^{once.partition(': ')[2]}"):
@@ -415,7 +452,7 @@ def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, m
     assert said[-1] == f"headwater study {recipe} --out {tmp_path / 'other'} --plugin elsewhere"
 
 
-def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch, capsys):
+def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch):
     """A corpus that is prepared first takes its part of them."""
     given = []
 
@@ -434,9 +471,22 @@ def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch, capsys):
         assert given[-1] <= 59.5
     study(recipe, tmp_path / "study")
     assert given[-1] == math.inf
-    capsys.readouterr()
-    study(recipe, tmp_path / "study", minutes=0.001)
-    assert "the 0.001 minutes were over before the text was prepared\n" in capsys.readouterr().out
+
+
+def test_a_study_whose_minutes_are_over_says_so_and_how_it_goes_on(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, **__: {})
+    for whole, why in ((False, "is begun after"), (True, "would end in")):
+        study(recipe, tmp_path / "study", minutes=0.5, whole=whole)
+        said = f"no other run {why} the 0.5 minutes; go on with: headwater study {recipe} --out {tmp_path / 'study'}\n"
+        assert capsys.readouterr().out.endswith(said)
+    study(recipe, tmp_path / "study", minutes=0)
+    study(recipe, tmp_path / "study")
+    assert "no other run" not in capsys.readouterr().out
+    for minutes in (-1, math.nan):
+        with pytest.raises(
+            UserError, match=f"minutes must be 0, to start nothing, or a positive number; got {minutes}"
+        ):
+            study(recipe, tmp_path / "study", minutes=minutes)
 
 
 def test_an_interrupted_study_has_a_table_of_what_is_done(recipe, tmp_path, monkeypatch):

@@ -27,10 +27,12 @@ from headwater.train import loop
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.folder import checkpoints, damage, load_model, read_state
 from headwater.train.checkpoint.saver import HostBuffers
-from headwater.train.config import OptimSettings, TrainSettings
+from headwater.train.config import DataSettings, OptimSettings, TrainSettings
+from headwater.train.config import load_file as read_settings
 from headwater.train.data.dataset import prepare
 from headwater.train.distributed.fsdp import clip
 from headwater.train.distributed.parts import local
+from headwater.train.files import read_json
 from headwater.train.load import load_run
 from headwater.train.loop import accumulate, evaluate, train, update, windows_of
 from headwater.train.monitor.bad_steps import Skips
@@ -214,6 +216,31 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
     letters = replace(begun, data=replace(begun.data, tokenizer="bpe", bpe_vocab=300))
     with pytest.raises(UserError, match="was trained with another tokenizer"):
         begin(letters, tmp_path / "letters", resume=False)
+
+
+def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
+    """On another text, of which a BPE of its own would be another; and it goes on when the other run is gone."""
+    pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
+    config, first, second = tiny(tmp_path), tmp_path / "first", tmp_path / "second"
+    config = replace(config, data=replace(config.data, tokenizer="bpe", bpe_vocab=300))
+    train(config, first)
+    (tmp_path / "other.txt").write_text("".join(f"other words {i}\n" for i in range(2000)))
+    text = {"source": (str(tmp_path / "other.txt"),), "cache": str(tmp_path / "cache")}
+    own = DataSettings(**text, tokenizer="bpe", bpe_vocab=300)
+    onward = replace(config, data=own, train=replace(config.train, init_from=str(first)))
+    with pytest.raises(UserError, match=rf"has as many, and not the same\).*with --tokenizer {first}$"):
+        begin(onward, second, resume=False)
+    train(replace(onward, data=DataSettings(**text, tokenizer=str(first))), second)
+    assert load_run(second).tokenizer.to_json() == load_run(first).tokenizer.to_json()
+    shutil.rmtree(first)
+    again = read_settings(second)
+    longer = replace(again, train=replace(again.train, steps=again.train.steps + 2))
+    assert train(longer, second, resume=True).steps == config.train.steps + 2
+    assert read_settings(second).data == again.data
+    with pytest.raises(UserError, match=rf"no tokenizer at {first}: .*; a run that took it before keeps it"):
+        train(replace(again, train=config.train), tmp_path / "third")
+    third = replace(again, data=replace(again.data, tokenizer=str(second)), train=config.train)
+    assert begin(third, tmp_path / "third", resume=False).identity["corpus"]["tokenizer_hash"]
 
 
 def test_training_learns(tmp_path):
@@ -708,6 +735,7 @@ def test_summary_and_resolved_configuration(tmp_path):
         "headwater",
         "code",
         "source_hash",
+        "tokenizer_hash",
     }
     assert {**saved, "folder": tmp_path / "run"} == asdict(summary) == asdict(TrainResult.read(tmp_path / "run"))
     assert summary.tokens == STEPS * 4 * 32
@@ -810,6 +838,21 @@ def test_a_second_process_is_kept_out_of_a_run_folder(tmp_path):
 
     with locked(tmp_path / "run"), pytest.raises(UserError, match="another process is working in"):
         train(tiny(tmp_path), tmp_path / "run")
+
+
+def test_a_run_goes_on_where_its_text_lies_now(tmp_path, monkeypatch):
+    """It is another machine, or another folder: the tokens are the same, to the last."""
+    config = tiny(tmp_path)
+    whole = train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        cut_power(patch, at_step=8)
+        with pytest.raises(PowerCut):
+            train(config, tmp_path / "run")
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    moved = replace(config, data=replace(config.data, source=(str(tmp_path / "moved"),), cache=str(tmp_path / "other")))
+    assert train(moved, tmp_path / "run", resume=True).loss == whole.loss
+    assert fingerprint(tmp_path / "run")["files"] == fingerprint(tmp_path / "whole")["files"]
+    assert read_json(tmp_path / "run" / "config.json")["data"]["source"] == [str(tmp_path / "moved")]
 
 
 def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):

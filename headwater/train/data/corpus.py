@@ -15,6 +15,7 @@ import lzma
 import os
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from headwater.errors import UserError
 from headwater.train.data.tokenizer import END_OF_TEXT
+from headwater.train.files import from_here
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer as WriteableBuffer
 
 STDLIB = "stdlib"
+KINDS = 5  # of files that are left out, which a line names
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 COMPRESSED = (".gz", ".xz", ".zst")
 # Tests are as large as the rest together and repeat themselves; `encodings` is tables of numbers.
@@ -42,6 +45,11 @@ class TextFile:
     """Whether bytes that are not UTF-8 are an error; the standard library is not the user's to mend."""
     field: str = "text"
     """Where an object of a .jsonl or .json file has its document."""
+
+    @property
+    def place(self) -> str:
+        """What the file is, whatever link led to it; a library may hold links to its own files, as Debian's Python."""
+        return os.path.realpath(self.path) if self.strict else os.path.abspath(self.path)
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,32 @@ def find_files(sources: tuple[str, ...], field: str = "text") -> list[TextFile]:
         files += _stdlib_files() if source == STDLIB else _user_files(Path(source).expanduser(), field)
     names: dict[str, str] = {}
     for file in files:  # by its name a document is held out or not
-        # A library may hold links to its own files, as Debian's Python does.
-        path = os.path.realpath(file.path) if file.strict else os.path.abspath(file.path)
-        if names.setdefault(path, file.name) != file.name:
+        if names.setdefault(file.place, file.name) != file.name:
             raise UserError(
-                f"{path} is there twice, as {names[path]} and as {file.name}: the same text could be trained on and "
-                "held out. Name it, or the folder that holds it, once with --source, and leave out links to it"
+                f"{file.place} is there twice, as {names[file.place]} and as {file.name}: the same text could be "
+                "trained on and held out. Name it, or the folder that holds it, once with --source, and leave "
+                "out links to it"
             )
     return files
+
+
+def left_out(sources: tuple[str, ...], files: list[TextFile]) -> list[str]:
+    """A line for each folder of the sources that holds visible files which are not among those found."""
+    read, lines = {file.place for file in files}, []
+    for source in dict.fromkeys(sources):
+        folder = Path(source).expanduser()
+        if source != STDLIB and folder.is_dir():
+            there = list(_visible(folder))
+            others = [path for path in there if os.path.realpath(path) not in read]
+            kinds = Counter(_kind(path) for path in others)
+            if kinds:
+                listing = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.most_common(KINDS)))
+                listing += ", and others" if len(kinds) > KINDS else ""
+                lines.append(
+                    f"{source}: {len(others)} of {len(there)} files are left out ({listing}): from a folder only "
+                    f"{' '.join(SUFFIXES)} are read, compressed or not; name the others one by one"
+                )
+    return lines
 
 
 def documents(files: list[TextFile]) -> Iterator[Document]:
@@ -115,25 +141,60 @@ def _user_files(source: Path, field: str) -> list[TextFile]:
     if source.is_file():
         return [TextFile(source.name, source, field=field)]
     if not source.is_dir():
-        raise UserError(f"no corpus at {source}: --source takes text, .jsonl or .json files, folders, or {STDLIB!r}")
-    texts = sorted(path for path in source.rglob("*") if path.is_file() and _plain_suffix(path) in SUFFIXES)
-    names = {path: path.relative_to(source) for path in texts}
-    # What is hidden is a program's own, such as an editor's copies of texts that are there already.
-    found = {path: name for path, name in names.items() if not any(part.startswith(".") for part in name.parts)}
+        raise UserError(
+            f"no corpus at {from_here(source)}: --source takes text, .jsonl or .json files, folders, or {STDLIB!r}; "
+            "a run that goes on needs the text that it began with, and --source says where that is now"
+        )
+    found = sorted(path for path in _visible(source) if _kind(path) in SUFFIXES)
     if not found:
         raise UserError(
-            f"the corpus folder {source} is empty: it holds no file that ends in {', '.join(SUFFIXES)}; .json files "
-            "are read if --source names each of them"
+            f"the corpus folder {source} is empty: it holds no file that ends in {', '.join(SUFFIXES)}; others, such "
+            "as .json, are read if --source names each of them"
         )
-    return [TextFile(name.as_posix(), path, field=field) for path, name in found.items()]
+    return [TextFile(path.relative_to(source).as_posix(), path, field=field) for path in found]
+
+
+def _visible(source: Path) -> Iterator[Path]:
+    """The files of a folder and of those inside of it, of which each is entered once, by its own name before links to
+    it, and never what the folder lies in; and what may not be entered. What is hidden is a program's own, such as an
+    editor's copies of texts."""
+    folders, links, entered = [source], list[Path](), {str(folder) for folder in source.resolve().parents}
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        if (place := os.path.realpath(folder)) in entered:
+            continue
+        entered.add(place)
+        try:
+            visible = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+            inside = {path: path.is_dir() for path in visible}
+        except PermissionError:  # as lost+found on a disk of one's own
+            if folder == source:
+                raise
+            yield folder
+            continue
+        for path, is_folder in inside.items():
+            if is_folder:
+                (links if path.is_symlink() else folders).append(path)
+            elif path.is_file():
+                yield path
+
+
+def _kind(path: Path) -> str:
+    """As a line about what is left out has it."""
+    return "folders that may not be read" if path.is_dir() else _plain_suffix(path) or path.suffix or "no suffix"
 
 
 def _plain_suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    """In small letters; of a compressed file, that of what is in it."""
+    return Path(path.stem if is_compressed(path) else path).suffix.lower()
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() in COMPRESSED
 
 
 def _is_json(file: TextFile) -> bool:
-    return ".jsonl" in file.path.suffixes or _plain_suffix(file.path) == ".json"
+    return ".jsonl" in map(str.lower, file.path.suffixes) or _plain_suffix(file.path) == ".json"
 
 
 class _Zstd(io.RawIOBase):
@@ -179,9 +240,10 @@ def _open(file: TextFile) -> IO[str]:
     # newline="" keeps \r\n as written: a corpus is bytes, and bits per byte must count them all.
     encoding = "utf-8-sig" if _is_json(file) else "utf-8"
     errors = "strict" if file.strict else "replace"
-    if file.path.suffix == ".zst":
+    suffix = file.path.suffix.lower()
+    if suffix == ".zst":
         return io.TextIOWrapper(io.BufferedReader(_Zstd(file.path)), encoding=encoding, errors=errors, newline="")
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.path.suffix, open)
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(suffix, open)
     return opener(file.path, "rt", encoding=encoding, errors=errors, newline="")  # type: ignore[operator]
 
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -26,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import UserError
-from headwater.train.config import DataSettings
-from headwater.train.data.corpus import COMPRESSED, Document, TextFile, documents, find_files
+from headwater.train.config import CORPUS, TOKENIZERS, DataSettings
+from headwater.train.data.corpus import Document, TextFile, documents, find_files, is_compressed, left_out
 from headwater.train.data.tokenizer import FILE as TOKENIZER
-from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 from headwater.train.files import hash_file, seal, taking_turns, unseal, write_json
 
-FORMAT = 4  # raised when the same files would be read as other text, or be kept in another way
+FORMAT = 5  # raised when the same files would be read as other text, or be kept in another way
 MANIFEST = "manifest.json"  # what was written, and the sha256 of every file and of itself
 CHECKED = "checked.json"  # size and times of the files when their hashes were last checked
 SPLITS = ("train", "validation")
@@ -74,7 +75,14 @@ def _tokens_of(settings: DataSettings) -> Dataset:
             raise UserError(f"the tokens in {folder} are damaged ({problem}): bring them again")
         with suppress(OSError):  # a folder that may only be read is checked each time
             write_json(folder / CHECKED, _stats(folder))
-    return Dataset(folder)
+    found = Dataset(folder)
+    named = None if settings.tokenizer in TOKENIZERS else _hash(find_tokenizer(settings.tokenizer))
+    if named not in (None, found.manifest["tokenizer_hash"]):
+        raise UserError(
+            f"the tokens in {folder} were not made with the tokenizer of {settings.tokenizer}: give --source the text "
+            "itself, or leave out --tokenizer"
+        )
+    return found
 
 
 def cache_folder(settings: DataSettings) -> Path:
@@ -93,7 +101,7 @@ class Dataset:
     @property
     def identity(self) -> dict[str, str]:
         """What must be equal for two runs to have seen the same tokens."""
-        return {key: self.manifest[key] for key in ("source_hash", "tokenizer_hash", "split")}
+        return {key: self.manifest[key] for key in CORPUS}
 
     def windows(self, split: str, context: int) -> Windows:
         return Windows(self.folder, self.manifest, split, context)
@@ -186,12 +194,15 @@ def _scramble(x: np.ndarray) -> np.ndarray:
 
 def _cache_key(settings: DataSettings, files: list[TextFile]) -> str:
     """Names the result without reading the corpus: paths, sizes and times stand in for contents. An edit that keeps
-    size and time of modification still changes the time of change, which nobody can set."""
+    size and time of modification still changes the time of change, which nobody can set. Of a tokenizer that is taken
+    as it is, it matters what it is, not where."""
     stats = [(file.name, file.path.stat()) for file in files]
     parts = {key: value for key, value in asdict(settings).items() if key not in ("cache", "source")}
     parts["files"] = [
         (name, str(file.path), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for (name, s), file in zip(stats, files)
     ]
+    if settings.tokenizer not in TOKENIZERS:
+        parts |= {"tokenizer": _hash(find_tokenizer(settings.tokenizer)), "bpe_vocab": None}
     return hashlib.sha256(json.dumps([FORMAT, parts]).encode()).hexdigest()[:20]
 
 
@@ -254,27 +265,52 @@ def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
         if stale.exists():
             shutil.rmtree(stale)
     scratch.mkdir(parents=True)
+    for line in left_out(settings.source, files):
+        print(line, file=sys.stderr)
     sizes = {file.path: file.path.stat().st_size for file in files}
-    if sum(size * (PACKED if path.suffix in COMPRESSED else 1) for path, size in sizes.items()) > LARGE:
+    if sum(size * (PACKED if is_compressed(path) else 1) for path, size in sizes.items()) > LARGE:
         told = f"tokenising files of {sum(sizes.values()) / 1e6:.0f} MB, whose tokens are kept in {folder} for later"
         print(told, file=sys.stderr)
     try:
         manifest = _tokenise(settings, files, scratch)
         (scratch / MANIFEST).write_bytes(seal(manifest))
         scratch.rename(folder)
+        print(_summary(settings, files, manifest), file=sys.stderr)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _summary(settings: DataSettings, files: list[TextFile], manifest: dict[str, Any]) -> str:
+    """What was found, so that what was not is noticed."""
+
+    def number(count: int, what: str) -> str:
+        return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+    counts = Counter(file.place for file in files)
+    again = sum(count > 1 for count in counts.values())
+    some = "" if again == len(counts) else f"{again:,} of them "
+    told = number(len(counts), "file") + (f" ({some}named more than once)" if again else "")
+    train, held_out = (manifest[name]["tokens"] for name in SPLITS)
+    pieces = {name: manifest[name]["documents"] for name in SPLITS}  # where documents are cut, each has one held out
+    found = pieces["validation"] + (pieces["train"] if manifest["split"] == "by_document" else 0)
+    told += f", {number(found, 'document')}; {number(train, 'token')} to train on, {held_out:,} held out"
+    if settings.tokenizer not in TOKENIZERS:
+        told += f", of the {manifest['vocab_size']:,} of {settings.tokenizer}"
+    return f"text: {told}"
 
 
 def _tokenise(settings: DataSettings, files: list[TextFile], scratch: Path) -> dict[str, Any]:
     split, divide = _choose_split(files, settings.validation)
     if settings.tokenizer == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()
-    else:
+    elif settings.tokenizer == "bpe":
         texts = (text for document in documents(files) for name, text in divide(document) if name == "train")
         tokenizer = BPETokenizer.train(islice(texts, BPE_DOCUMENTS), settings.bpe_vocab)
+    else:
+        tokenizer = find_tokenizer(settings.tokenizer)
     pieces = (piece for document in documents(files) for piece in divide(document))
-    manifest = _write_shards(pieces, tokenizer, scratch)
+    taken = settings.tokenizer if settings.tokenizer not in TOKENIZERS else ""
+    manifest = _write_shards(pieces, tokenizer, scratch, taken)
     if not all(manifest[name]["documents"] for name in SPLITS):
         raise UserError(
             f"the corpus {', '.join(settings.source)} is empty or too short to hold out a validation split: "
@@ -316,17 +352,21 @@ def _by_cutting(document: Document, share: float) -> Iterator[tuple[str, str]]:
     yield from (pair for pair in (("train", document.text[:cut]), ("validation", document.text[cut:])) if pair[1])
 
 
-def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scratch: Path) -> dict[str, Any]:
+def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scratch: Path, taken: str) -> dict[str, Any]:
+    """`taken`: where the tokenizer is from, if it is one that others may have made."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: _ShardWriter(scratch, name, dtype) for name in SPLITS}
     content = hashlib.sha256()
     for name, text in pieces:
         raw = text.encode()
         content.update(f"{name}/{len(raw)}/".encode() + raw)
-        writers[name].add(np.append(tokenizer.encode(text), tokenizer.end_of_text).astype(dtype), raw)
+        ids = tokenizer.encode(text)
+        if taken and tokenizer.token_bytes[ids].sum() != len(raw):
+            raise UserError(f"{taken} is a tokenizer that changes text: --tokenizer takes one that headwater made")
+        writers[name].add(np.append(ids, tokenizer.end_of_text).astype(dtype), raw)
     _tell_copies(writers["train"], writers["validation"])
     tokenizer.save(scratch)
-    tokenizer_hash = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+    tokenizer_hash = _hash(tokenizer)
     splits = {name: writer.close() for name, writer in writers.items()}
     hashes = {name: digest for writer in writers.values() for name, digest in writer.hashes.items()}
     return {
@@ -338,6 +378,10 @@ def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scrat
         **splits,
         "sha256": {**hashes, TOKENIZER: tokenizer_hash},
     }
+
+
+def _hash(tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def _tell_copies(train: _ShardWriter, held_out: _ShardWriter) -> None:

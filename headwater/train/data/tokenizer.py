@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from headwater.errors import UserError
+from headwater.train.config import TOKENIZERS, DataSettings
+from headwater.train.files import from_here, replace_file
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
+# What a tokenizer of ours gives back as it was, and others may not.
+SAMPLE = f"A naïve cafe\u0301, ﬁve — 深さ 🌊\r\n\ttabs  and {END_OF_TEXT} "
 
 
 class Tokenizer(Protocol):
@@ -37,7 +43,7 @@ class Tokenizer(Protocol):
 
     def save(self, folder: str | Path) -> Path:
         path = Path(folder) / FILE
-        path.write_text(self.to_json(), encoding="utf-8")
+        replace_file(path, self.to_json().encode())
         return path
 
 
@@ -70,6 +76,9 @@ class BPETokenizer(Tokenizer):
         self.inner = inner
         # `<|endoftext|>` inside a document is text somebody wrote, not the end of the document.
         self.inner.encode_special_tokens = True
+        # transformers writes into the file how it last cut and filled up prompts.
+        self.inner.no_truncation()
+        self.inner.no_padding()
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
@@ -97,7 +106,7 @@ class BPETokenizer(Tokenizer):
     def end_of_text(self) -> int:
         return self.inner.token_to_id(END_OF_TEXT)
 
-    @property
+    @cached_property
     def token_bytes(self) -> np.ndarray:
         # The byte-level alphabet writes each byte as one character, so a token's length is its number of bytes.
         lengths = np.array([len(self.inner.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64)
@@ -115,17 +124,65 @@ class BPETokenizer(Tokenizer):
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    path = Path(folder) / FILE
+    return _read(Path(folder) / FILE)
+
+
+def find_tokenizer(place: str) -> Tokenizer:
+    """That of a run, a checkpoint or an exported model, or of a file, for text which it may not have been made for."""
+    path = Path(place).expanduser()
+    if path.is_dir() and path.resolve().parent.name == "checkpoints":
+        path = path.resolve().parent.parent
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(
+            f"no tokenizer at {from_here(path)}: --tokenizer takes {' or '.join(TOKENIZERS)}, or a run, one of its "
+            f"checkpoints, what headwater export wrote, or a {FILE}; a run that took it before keeps it"
+        )
+    found = _read(file)
+    if not _is_exact(found):
+        raise UserError(
+            f"{file} is a tokenizer that changes text, or has no {END_OF_TEXT}: --tokenizer takes one that headwater "
+            "made"
+        )
+    return found
+
+
+def kept_tokenizer(settings: DataSettings, folder: Path) -> DataSettings:
+    """A run or a comparison keeps the tokenizer that it took: in its folder, where the other place may be gone."""
+    taken = settings.tokenizer not in TOKENIZERS and not Path(settings.tokenizer).expanduser().exists()
+    return replace(settings, tokenizer=str(folder)) if taken and (folder / FILE).is_file() else settings
+
+
+def expected_vocabulary(settings: DataSettings) -> int:
+    """Of the tokenizer that these settings lead to, as far as it is known before their text is read."""
+    sizes = {"bytes": ByteTokenizer.vocab_size, "bpe": settings.bpe_vocab}
+    return sizes.get(settings.tokenizer) or find_tokenizer(settings.tokenizer).vocab_size
+
+
+def _is_exact(tokenizer: Tokenizer) -> bool:
+    if tokenizer.end_of_text is None:  # one that another program has made
+        return False
+    ids = tokenizer.encode(SAMPLE)
+    return tokenizer.decode(ids) == SAMPLE and tokenizer.token_bytes[ids].sum() == len(SAMPLE.encode())
+
+
+def _read(path: Path) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
-        kind = json.loads(text).get("type")
+        found = json.loads(text)
     except FileNotFoundError:
         raise UserError(f"no tokenizer at {path}: give the folder of a run, which holds {FILE}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path} is not a tokenizer file ({error}); restore it or build the run again") from None
-    if kind == "bytes":
+    if isinstance(found, dict) and found.get("type") == "bytes":
         return ByteTokenizer()
-    return BPETokenizer(_tokenizers().Tokenizer.from_str(text))
+    read = _tokenizers().Tokenizer.from_str
+    try:
+        return BPETokenizer(read(text))
+    except Exception as error:  # the package raises nothing narrower
+        raise UserError(f"{path} is not a tokenizer file ({error}); restore it or build the run again") from None
 
 
 def _tokenizers() -> Any:
