@@ -16,7 +16,8 @@ import tyro
 from headwater.errors import UserError
 from headwater.models.config import SIZES
 from headwater.models.sampling import Sampling
-from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file, with_before
+from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file
+from headwater.train.differences import with_before
 
 T = TypeVar("T")
 Settings = Annotated[Config, tyro.conf.arg(name="")]

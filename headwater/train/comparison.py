@@ -18,9 +18,10 @@ from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
 from headwater.tables import fitting
 from headwater.train.arms import parse_arm
-from headwater.train.config import OUTER, TOKENIZERS, Config, check, differences
+from headwater.train.config import TOKENIZERS, Config, check
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.data.tokenizer import kept_tokenizer
+from headwater.train.differences import OUTER, differences
 from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all, side_by_side
 from headwater.train.monitor.interrupts import RESUME

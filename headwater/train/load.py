@@ -10,8 +10,9 @@ from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.residuals import pinned
 from headwater.train.checkpoint.folder import STATE, load_model, read_state
-from headwater.train.config import Config, override_saved, with_before
+from headwater.train.config import Config, override_saved
 from headwater.train.data.tokenizer import Tokenizer
+from headwater.train.differences import with_before
 from headwater.train.files import read_json
 
 

@@ -32,8 +32,9 @@ from typing import Any
 
 from headwater.errors import UserError, nearest
 from headwater.models.config import ModelConfig
-from headwater.train.config import Config, DataSettings, check, differences, override
+from headwater.train.config import Config, DataSettings, check, override
 from headwater.train.data.dataset import Dataset, prepare
+from headwater.train.differences import differences
 
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
 RATIO = "tokens_per_parameter"

@@ -25,8 +25,9 @@ from headwater.errors import UserError
 from headwater.residuals.groups import sort_parameters
 from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
-from headwater.train.config import FREE, OUTER, Config, differences, fingerprint
+from headwater.train.config import Config
 from headwater.train.data.dataset import Dataset
+from headwater.train.differences import FREE, OUTER, differences, fingerprint
 from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all
 from headwater.train.optim import ends_in_warmup

@@ -22,8 +22,8 @@ from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.contents import Optimizers, fill, fill_model
 from headwater.train.checkpoint.storage import Hashes, Tensors
-from headwater.train.config import BEFORE, differences
 from headwater.train.data.tokenizer import Tokenizer, load_tokenizer
+from headwater.train.differences import BEFORE, differences
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks
 from headwater.train.files import encode_json, hash_file, read_json, seal, unseal

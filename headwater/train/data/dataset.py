@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import UserError
-from headwater.train.config import CORPUS, TOKENIZERS, DataSettings
+from headwater.train.config import TOKENIZERS, DataSettings
 from headwater.train.data.corpus import Document, TextFile, documents, find_files, is_compressed, left_out
 from headwater.train.data.tokenizer import FILE as TOKENIZER
 from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, find_tokenizer, load_tokenizer
+from headwater.train.differences import CORPUS
 from headwater.train.files import hash_file, seal, taking_turns, unseal, write_json
 
 FORMAT = 5  # raised when the same files would be read as other text, or be kept in another way
