@@ -250,7 +250,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
         assert f"{mean} {words}({low} to {high})" in readme
     worth = study[study.index("<!-- worth:begin -->") :]
     cell = r"\*\*(\S+)\*\* \((\S+ to \S+)\)"
-    found = {arm: re.search(rf"`attnres-{arm}` \| {cell} \| {cell} \|", worth) for arm in ("block", "full")}
+    found = {arm: re.search(rf"`attnres-{arm}` \| [\d, ]+ \| {cell} \| {cell} \|", worth) for arm in ("block", "full")}
     assert found["block"]
     assert found["full"]
     saved, of_it, timed, of_time = found["block"].groups()

@@ -83,10 +83,12 @@ def sizes(found: dict[str, Runs]) -> str:
     plain = [run for run in finished(taken("scaling", found)) if run.residual == BASELINE]
     rows = []
     for (width, layers), group in grouped(plain, "model.dim", "model.layers").items():
-        tokens, steps = (group[0].summary[key] for key in ("tokens", "steps"))  # type: ignore[index]
-        told = [f"{tokens / 1e6:.0f} million", f"{tokens / TEXT:.1f}", f"{RULE[width]:g}"]
+        tokens, steps, parameters = (group[0].summary[key] for key in ("tokens", "steps", "parameters"))  # type: ignore[index]
+        inner = parameters - 2 * width * setting(group[0], "model.vocab_size")  # between embedding and head
+        told = [f"{tokens / 1e6:.0f} million", f"{tokens / inner:.0f}", f"{tokens / TEXT:.1f}", f"{RULE[width]:g}"]
         rows.append([million(width), str(width), str(layers), str(steps), *told])
-    return grid(["parameters", "width", "layers", "steps", "tokens", "passes over the text", "learning rate"], rows)
+    head = ["parameters", "width", "layers", "steps", "tokens", "a parameter", "passes over the text", "learning rate"]
+    return grid(head, rows)
 
 
 def million(width: int) -> str:
@@ -200,14 +202,17 @@ def worth(runs: Runs, speeds: dict[str, Any]) -> str:
     found = [("compute", operations, curves(runs)), ("time", clocked, curves(timed, clocked))]
     if not found[0][2]:
         return NO_CURVES
-    head, columns = [""], []
-    for width in sorted({setting(run, "model.dim") for run in runs})[1:-1]:
+    seeds = {(width, arm): len(some) for (width, arm), some in grouped(runs, "model.dim", "model.residual").items()}
+    widths = sorted({width for width, _ in seeds})
+    head, columns = ["", "seeds"], []
+    for width in widths[1:-1]:
         plain = next(run for run in runs if run.residual == BASELINE and setting(run, "model.dim") == width)
         for words, cost, fitted in found:
             head.append(f"{words}, {million(width)}")
             columns.append({curve.residual: _told(curve.multipliers.get(cost(plain) or 0.0)) for curve in fitted})
     arms = [curve.residual for curve in found[0][2] if curve.residual != BASELINE]
-    return grid(head, [[f"`{arm}`", *(column.get(arm, "-") for column in columns)] for arm in arms])
+    counts = {arm: ", ".join(str(seeds.get((width, arm), 0)) for width in widths) for arm in arms}
+    return grid(head, [[f"`{arm}`", counts[arm], *(column.get(arm, "-") for column in columns)] for arm in arms])
 
 
 def _told(interval: Interval | None) -> str:
