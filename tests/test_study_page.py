@@ -444,8 +444,10 @@ def test_sizes_are_told_with_their_passes_over_the_text(page, tmp_path):
     archive(tmp_path, "scaling", [("standard", 0, 1.3, {"model.dim": 128, "model.layers": 12, "optim.lr": 1.1e-2})])
     with page.unpacked(tmp_path) as found:
         run = found["scaling"][0]
-        run.summary.update(tokens=7 * page.curves.TEXT, steps=7, parameters=35 * page.curves.TEXT // 100 + 2 * 128 * 50)
-        run.config["model"]["vocab_size"] = 50
+        run.summary.update(
+            tokens=7 * page.curves.TEXT, steps=7, parameters=35 * page.curves.TEXT // 100 + 2 * 128 * 50_000
+        )
+        run.config["model"]["vocab_size"] = 50_000
         row = "| 2 million | 128 | 12 | 7 | 717 million | 20 | 7.0 | 0.011 |"
         assert page.curves.sizes(found).splitlines()[-1] == row
 
