@@ -223,9 +223,18 @@ class AttentionResidual(Residual):
 
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         if self.two_phase is not None and self.two_phase.holds(state, "read", i):
-            return self.two_phase.read(state, i, norm)
+            if not (self._learns(i) and self.two_phase.has_lost_gradients(state, i)):
+                return self.two_phase.read(state, i, norm)
+            state = self.two_phase.settle(state, i)
         x, state = self._mix(state, i)
         return apply_norm(norm, x), state
+
+    def _learns(self, i: int) -> bool:
+        """Whether read `i` has a query that is to have a gradient here."""
+        if not torch.is_grad_enabled() or str(i) not in self.reads:
+            return False
+        query = self._parameters_of(i).query
+        return query is not None and query.requires_grad
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         if self.two_phase is not None and self.two_phase.holds(state, "write", i):

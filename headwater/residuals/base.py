@@ -36,7 +36,9 @@ class Placed(tuple[Tensor, ...]):
     next: tuple[Next, int]
     shape: torch.Size | None = None  # of what was read: the sublayer's output has the same
 
-    def __new__(cls, tensors: State, verb: Next, i: int) -> "Placed":
+    def __new__(cls, tensors: State, verb: Next | None = None, i: int = 0) -> Any:
+        if verb is None:  # as those rebuild tuples who move or cast what a layer takes: FSDP, accelerate, vmap
+            return tuple(tensors)
         if isinstance(tensors, Tensor):  # a class of the user's forgot the comma
             raise TypeError("a residual's state is a tuple of tensors, and its method returned a tensor: return (x,)")
         placed = super().__new__(cls, tensors)
@@ -110,7 +112,8 @@ class Residual(nn.Module, ABC):
         Raises ValueError if the state is not one that read `i` takes.
         """
         if torch.compiler.is_compiling():
-            return self._read(state, i, norm)
+            x, state = self._read(state, i, norm)
+            return x, (*state,)  # never the tuple that was given, which knows an earlier place
         if i == self.sublayers:  # before the final read a state has a place in the table, and `end` takes it
             raise self._no_such(i)
         self.check(state, "read", i)
@@ -318,6 +321,13 @@ def watched(residual: Residual, watcher: Watcher) -> Iterator[None]:
     """Inside the context that this returns, eager calls of the verbs of `residual` go through `watcher`. Returns are
     the watcher's, so it may change them."""
     with _set(_watchers, (*_watchers.get(), (residual, watcher))):
+        yield
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, no watcher sees a call: what a diagnostic replays is not what it looks at."""
+    with _set(_watchers, ()):
         yield
 
 

@@ -43,6 +43,7 @@ class EveryLayerCountsResidual(LayerwiseResidual):
         super().__init__(dim, sublayers, kinds, backend)
         self.rereads_input = variant != "base"
         self.normalized = variant == "normalized"
+        self.takes_zero = not self.normalized  # the length of nothing has no gradient that one could use
         self.last = self.layers if variant == "weighted-output" else self.layers - 1  # that has weights
         self.logits = nn.ParameterDict(
             {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .base import Norm, Read, Residual, State, Watcher, apply_norm, hold_weights, watched
+from .base import Norm, Read, Residual, State, Watcher, apply_norm, hold_weights, unwatched, watched
 
 
 @dataclass
@@ -88,11 +88,12 @@ def replay(residual: Residual, sources: Sequence[Tensor]) -> list[Read]:
 def linear_replay(residual: Residual, sources: Sequence[Tensor]) -> tuple[list[Tensor], list[Read]]:
     """Leaves with the values of the sources, and the reads that `residual` makes of them with its weights held: a graph
     that is linear in the leaves."""
-    leaves = [source.detach().float().requires_grad_() for source in sources]
-    with torch.enable_grad(), hold_weights():
+    with torch.enable_grad(), hold_weights(), unwatched():
+        leaves = [source.detach().float().clone().requires_grad_() for source in sources]
         return leaves, replay(residual, leaves)
 
 
+@torch.inference_mode(False)  # the caller may be in it, and what was recorded there has no gradients
 def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, groups: int | None = None) -> Tensor:
     """The depth-mixing matrix M of h_l = sum_i M[l, i] v_i, per token.
 
@@ -111,6 +112,7 @@ def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, group
     Raises ValueError for another number of sources: a trace has them after one eager forward pass.
     """
     _check_residual(residual, "mixing")
+    sources = tuple(sources)
     if len(sources) != residual.sublayers + 1:
         raise ValueError(
             f"'{residual.spec}' mixes {residual.sublayers + 1} sources, the embedding and the output of each sublayer; "
@@ -132,6 +134,7 @@ def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, group
     return rows.squeeze(-1) if groups is None else rows
 
 
+@torch.inference_mode(False)
 def shares_of(residual: Residual, sources: Sequence[Tensor]) -> list[list[tuple[Tensor, ...]]]:
     """What each read has from each source, J_li v_i of h_l = sum_i J_li v_i with weights held, exactly.
 

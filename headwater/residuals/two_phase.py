@@ -247,6 +247,15 @@ class TwoPhase:
         own = chain.from_iterable((*group, new) for group, new in zip(groups, (y, *scores), strict=True))
         return Span(span.sources, span.scores, folded, span.waiting, tuple(own))
 
+    def has_lost_gradients(self, state: State, i: int) -> bool:
+        """Whether what queries went into was made without gradients, as where lower layers are frozen by no_grad, or a
+        state is detached: a read that takes it would teach its query nothing."""
+        span = self.unpack(state, "read", i)
+        of_queries = [span.folded, *span.scores, *span.waiting[1 :: 2 if self.full else 3]]
+        if self.full:
+            of_queries += span.own[self._into(i) :]
+        return not all(tensor.requires_grad or not tensor.numel() for tensor in of_queries)
+
     def settle(self, state: State, i: int) -> State:
         """The plain state of read `i`: its sources alone, which any read can continue from."""
         span = self.unpack(state, "read", i)

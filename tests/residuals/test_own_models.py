@@ -1,0 +1,99 @@
+"""What models of other people's do with a state: freeze, cast, select and compile around it."""
+
+import pytest
+import torch
+from torch import nn
+
+from headwater.residuals import build, mixing, names, record
+from headwater.residuals.base import Placed
+
+
+def stack(count: int, dim: int = 16) -> tuple[list[nn.Module], list[nn.Module]]:
+    torch.manual_seed(0)
+    return [nn.RMSNorm(dim) for _ in range(count + 1)], [nn.Linear(dim, dim) for _ in range(count)]
+
+
+def run(residual, x, norms, layers, *, frozen: int, detach: bool = False):
+    state = residual.begin(x)
+    for i, layer in enumerate(layers):
+        with torch.set_grad_enabled(i >= frozen):
+            read, state = residual.read(state, i, norm=norms[i])
+            state = residual.write(state, i, layer(read))
+        if detach and i + 1 == frozen:
+            state = tuple(tensor.detach() for tensor in state)
+    return residual.end(state, norm=norms[-1])
+
+
+@pytest.mark.parametrize("how", ["no_grad", "detach"])
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+def test_queries_above_frozen_layers_learn_in_two_phases_as_in_one_pass(spec, how):
+    """What a query finds in a source is computed when the source is written, where nothing may ask for gradients."""
+    norms, layers = stack(12)
+    x, gradients, outputs = torch.randn(2, 5, 16), {}, {}
+    for schedule in ("one-pass", "two-phase"):
+        backend = "reference" if schedule == "two-phase" else "auto"
+        residual = build(f"{spec}{',' if ':' in spec else ':'}schedule={schedule},backend={backend}", 16, 12)
+        torch.manual_seed(1)
+        for parameter in residual.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        y = run(residual, x, norms, layers, frozen=5, detach=how == "detach")
+        (y * torch.linspace(-1, 1, 16)).sum().backward()
+        outputs[schedule] = y.detach()
+        gradients[schedule] = {name: parameter.grad for name, parameter in residual.named_parameters()}
+    torch.testing.assert_close(*outputs.values(), rtol=1e-4, atol=1e-5)
+    one, two = gradients.values()
+    learning = [name for name, gradient in one.items() if gradient is not None and gradient.abs().max() > 1e-6]
+    assert {int(name.split(".")[1]) for name in learning} == {*range(5, 13)}
+    for name in learning:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("spec", names())
+def test_a_state_is_rebuilt_as_a_plain_tuple(spec):
+    """By those who move or cast what a layer takes: type(state)(...) of its tensors."""
+    residual = build(spec, 16, 4)
+    norms, layers = stack(4)
+    state = residual.begin(torch.randn(2, 3, 16))
+    assert type(state) is Placed
+    rebuilt = type(state)(tensor.clone() for tensor in state)
+    assert type(rebuilt) is tuple
+    whole, cut = (run_from(residual, each, norms, layers) for each in (state, rebuilt))
+    assert torch.equal(whole, cut)
+    with pytest.raises(TypeError, match=r"its method returned a tensor: return \(x,\)"):
+        Placed(state[0], "read", 0)
+
+
+def run_from(residual, state, norms, layers):
+    for i, layer in enumerate(layers):
+        read, state = residual.read(state, i, norm=norms[i])
+        read = read[0] if isinstance(read, tuple) else read
+        state = residual.write(state, i, layer(read))
+    return residual.end(state, norm=norms[-1])
+
+
+def test_a_read_that_is_compiled_by_itself_gives_a_state_that_can_be_written_to():
+    residual = build("attnres-block:block=2", 16, 4)
+    read = torch.compile(lambda state, i: residual.read(state, i), backend="eager")
+    state = residual.begin(torch.randn(2, 3, 16))
+    for i in range(4):
+        x, state = read(state, i)
+        state = residual.write(state, i, x)
+    assert residual.end(state).shape == (2, 3, 16)
+
+
+@pytest.mark.parametrize("spec", names())
+def test_a_matrix_read_off_inside_of_a_recording_leaves_it_as_it_was(spec):
+    residual = build(spec, 16, 4)
+    norms, layers = stack(4)
+    with torch.inference_mode(), record(residual) as trace:
+        run_from(residual, residual.begin(torch.randn(2, 3, 16)), norms, layers)
+        inside = mixing(residual, trace.sources)
+    assert len(trace.sources) == 5
+    assert torch.equal(mixing(residual, trace.sources), inside), "outside of inference mode too"
+    assert inside.shape[:2] == (5, 5)
+
+
+def test_outputs_of_zero_are_known_to_have_no_gradient_where_lengths_are_divided_by():
+    assert [build(spec, 16, 4).takes_zero for spec in ("elc-bert", "elc-bert:variant=normalized", "ddl")] == [
+        True, False, False,
+    ]  # fmt: skip
