@@ -167,13 +167,14 @@ def section(config: Record, name: str) -> Record:
 
 
 def read_corpus(run: Path, summary: Record) -> Record:
-    """What the comparison or the study that a run belongs to has recorded of its text, or the run when it ended; empty
-    for an earlier run by itself."""
+    """What the comparison or the study that a run belongs to has recorded of its text, and the run when it ended, whose
+    word counts: a file may change meanwhile. Empty for an earlier run by itself."""
+    own = {key: value for key, value in summary.items() if key in ("source_hash", "tokenizer_hash") and value}
     for name, key in (("compare.json", "corpus"), ("corpora.json", run.name)):
         path = run.parent.parent / name
         if run.parent.name == "runs" and path.is_file():
-            return section(read_object(path), key)
-    return {key: value for key, value in summary.items() if key in ("source_hash", "tokenizer_hash") and value}
+            return section(read_object(path), key) | own
+    return own
 
 
 def read_tokenizer(path: Path) -> str:

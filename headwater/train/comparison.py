@@ -88,9 +88,21 @@ def compare(
         finally:  # also of what Ctrl-C has interrupted
             result = result_of(runs, residuals, out)
             write_json(out / "table.json", result.table())
+        refuse_other_text(runs, data)
         console.print(fitting(draw(result.rows, config), console))
     refuse_failures(failures, len(runs), f"Mend the cause and go on with: {command} --resume")
     return result
+
+
+def refuse_other_text(runs: dict[tuple[str, int], Job], data: Dataset) -> None:
+    """Each run reads the text by itself: one that was changed meanwhile is another for those that began later."""
+    known = ((run, TrainResult.read(run.folder).source_hash) for run in runs.values() if run.finished)
+    other = [str(run.folder) for run, source_hash in known if source_hash not in ("", data.identity["source_hash"])]
+    if other:
+        raise UserError(
+            f"the text has changed while runs were made: {', '.join(other)} saw another than the comparison began "
+            "with, so the table does not compare like with like. Put back the text, remove these folders, and --resume"
+        )
 
 
 def result_of(runs: dict[tuple[str, int], Job], residuals: list[str], out: Path) -> CompareResult:

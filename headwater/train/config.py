@@ -142,7 +142,7 @@ class OptimSettings:
     decay: float = 0.2
     """Share of the steps over which wsd decays."""
     final_lr: float = 0.1
-    """Last learning rate, as a share of lr."""
+    """What the learning rate comes to after the last step, as a share of lr."""
 
 
 @dataclass(frozen=True, kw_only=True)

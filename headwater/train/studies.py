@@ -193,7 +193,7 @@ def refuse_other_settings(jobs: Sequence[Job], plan: Recipe, known: Mapping[str,
     for job, config in zip(jobs, plan.runs.values(), strict=True):
         data = prepared(config.data)
         if job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*")):  # else it begins anew
-            text = seen.get(job.label) or text_of(job)
+            text = {**seen.get(job.label, {}), **text_of(job)}  # which may have changed while others ran
             asked = {**settings_of(config, data), "corpus": {key: data.identity[key] for key in text}}
             saved = {**read_json(job.folder / "config.json"), "corpus": text}
             unfelt = idle(config, data)

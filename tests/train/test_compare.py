@@ -180,6 +180,15 @@ def test_a_comparison_goes_on_where_its_text_and_tokenizer_were_taken_away(tmp_p
     moved = replace(taken, data=replace(taken.data, source=(str(tmp_path / "moved"),)))
     rows = compare(moved, out, residuals=["standard"], seeds=[1], resume=True, progress=False).rows
     assert [row.seeds for row in rows] == [(0, 1)]
+    summary = out / "runs" / "standard-seed1" / "summary.json"
+    saved = json.loads(summary.read_text())
+    write_json(summary, {**saved, "source_hash": "of a text that changed meanwhile"})
+    with pytest.raises(
+        UserError, match=r"the text has changed while runs were made: .*standard-seed1 saw another than"
+    ):
+        compare(moved, out, residuals=["standard"], seeds=[1], resume=True, progress=False)
+    assert [len(group.runs) for group in group_runs(read_runs([out]))] == [1, 1], "not one arm"
+    write_json(summary, saved)
     for known in (True, False):
         if not known:  # each run by itself
             (out / "compare.json").unlink()

@@ -219,8 +219,11 @@ def test_tokens_that_were_made_with_another_tokenizer_are_refused(tmp_path):
     made = prepare(settings(tmp_path, corpus(tmp_path)))
     other = prepare(settings(tmp_path, corpus(tmp_path), tokenizer="bpe", bpe_vocab=300))
     assert prepare(settings(tmp_path, made.folder, tokenizer=str(made.folder))).identity == made.identity
-    with pytest.raises(UserError, match=rf"not made with the tokenizer of {other.folder}: give --source the text"):
+    with pytest.raises(UserError, match=rf"not made with the tokenizer {other.folder}: give --source the text"):
         prepare(settings(tmp_path, made.folder, tokenizer=str(other.folder)))
+    with pytest.raises(UserError, match="not made with the tokenizer bpe: give --source the text"):
+        prepare(settings(tmp_path, made.folder, tokenizer="bpe"))
+    assert prepare(settings(tmp_path, other.folder, tokenizer="bpe")).identity == other.identity
 
 
 def test_a_tokenizer_that_cannot_be_taken_says_why(tmp_path, monkeypatch):

@@ -78,9 +78,10 @@ def _tokens_of(settings: DataSettings) -> Dataset:
             write_json(folder / CHECKED, _stats(folder))
     found = Dataset(folder)
     named = None if settings.tokenizer in TOKENIZERS else _hash(find_tokenizer(settings.tokenizer))
-    if named not in (None, found.manifest["tokenizer_hash"]):
+    unlike = settings.tokenizer == "bpe" and isinstance(found.tokenizer, ByteTokenizer)
+    if unlike or named not in (None, found.manifest["tokenizer_hash"]):
         raise UserError(
-            f"the tokens in {folder} were not made with the tokenizer of {settings.tokenizer}: give --source the text "
+            f"the tokens in {folder} were not made with the tokenizer {settings.tokenizer}: give --source the text "
             "itself, or leave out --tokenizer"
         )
     return found
