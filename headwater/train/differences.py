@@ -74,7 +74,7 @@ def differences(
 
 
 def fingerprint(values: dict[str, Any], free: frozenset[str] = FREE) -> Hashable:
-    """Equal for configurations without `differences`."""
+    """Equal for configurations without `differences`, if both call their text the same."""
     compared = as_compared(values, BEFORE)
     return frozenset((key, frozen(value)) for key, value in compared.items() if key not in free and value is not None)
 
