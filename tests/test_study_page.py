@@ -651,16 +651,22 @@ def of_sources(alike):
 def test_what_scripts_measured_is_told_by_arm_with_the_spread_over_seeds(page, tmp_path):
     correlations = {"all": 0.5, "first": 0.1, "middle": None, "last": 0.9}
     runs = [
-        {"residual": arm, "spearman": {**correlations, "all": value}, "sizes": 0.4, **of_sources(value < 0.7)}
-        for arm, value in (("denseformer", 0.2), ("attnres-full", 0.5), ("attnres-full", 0.7))
-    ]
+        {
+            "residual": arm, "windows": 8, "tokens": tokens, "spearman": {**correlations, "all": value}, "sizes": 0.4,
+            **of_sources(value < 0.7),
+        }
+        for arm, tokens, value in (
+            ("denseformer", 64, 0.2), ("attnres-full", 512, 0.9), ("attnres-full", 64, 0.5), ("attnres-full", 64, 0.7),
+        )
+    ]  # fmt: skip
     (tmp_path / "importance.json").write_text(json.dumps(runs))
     text = page.tables.importance(page.tables.measured_in(tmp_path, "importance"))
     head = "all reads | first third | middle | last third | by place alone | weight, beside place | weight times size"
-    assert text.startswith(f"|  | seeds | {head} |\n")
+    assert text.startswith(f"|  | tokens | seeds | {head} |\n")
     told = "0.60 ± 0.14 | 0.10 ± 0.00 | - | 0.90 ± 0.00 | 0.00 ± 0.21 | 0.00 ± 1.41 | 0.40 ± 0.00"
-    assert f"| `attnres-full` | 2 | {told} |\n" in text
-    assert "| `denseformer` | 1 | 0.20 | 0.10 | - | 0.90 | 0.15 | 1.00 | 0.40 |" in text
+    assert f"| `attnres-full` | 512 | 2 | {told} |\n" in text
+    assert text.splitlines()[-1].startswith("| `attnres-full` | 4096 | 1 | 0.90 |")
+    assert "| `denseformer` | 512 | 1 | 0.20 | 0.10 | - | 0.90 | 0.15 | 1.00 | 0.40 |" in text
     (tmp_path / "hops").mkdir()
     for name, arm, accuracy in (
         ("a", "attnres-block", [1, 0.4]),

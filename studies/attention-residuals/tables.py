@@ -324,19 +324,25 @@ def transfer(runs: Runs) -> str:
 
 
 def importance(measured: list[dict[str, Any]]) -> str:
-    """Rank correlation of weight and effect by arm, over the whole depth and over thirds of it; what a rule has that
-    knows no weights; of weight times size, and of the effect in one half of the text with that in the other, if these
-    were measured."""
+    """Rank correlation of weight and effect by arm and by how much text was looked at, over the whole depth and over
+    thirds of it; what a rule has that knows no weights; of weight times size, and of the effect in one half of the text
+    with that in the other, if these were measured."""
     parts = {"all": "all reads", "first": "first third", "middle": "middle", "last": "last third"}
     more = {"sizes": "weight times size", "halves": "half with half"}
     more = {name: words for name, words in more.items() if any(one.get(name) is not None for one in measured)}
     rows = []
-    for arm, some in _by_arm(measured).items():
-        columns = [[one["spearman"][part] for one in some] for part in parts]
-        columns += zip(*map(by_place, some))
-        columns += [[one.get(name) for one in some] for name in more]
-        rows.append([f"`{arm}`", str(len(some)), *map(_hundredths, columns)])
-    return grid(["", "seeds", *parts.values(), "by place alone", "weight, beside place", *more.values()], rows)
+    for tokens in sorted({tokens_of(one) for one in measured}):
+        for arm, some in _by_arm([one for one in measured if tokens_of(one) == tokens]).items():
+            columns = [[one["spearman"][part] for one in some] for part in parts]
+            columns += zip(*map(by_place, some))
+            columns += [[one.get(name) for one in some] for name in more]
+            rows.append([f"`{arm}`", str(tokens), str(len(some)), *map(_hundredths, columns)])
+    head = ["", "tokens", "seeds", *parts.values(), "by place alone", "weight, beside place", *more.values()]
+    return grid(head, rows)
+
+
+def tokens_of(measured: dict[str, Any]) -> int:
+    return int(measured["windows"] * measured["tokens"])
 
 
 def by_place(measured: dict[str, Any]) -> tuple[float, float]:

@@ -94,7 +94,8 @@ def main() -> None:
         residual, reads = run.config.model.residual, correlations(found)
         parts = {name: summary(values) for name, values in reads.items()}
         results.append({
-            "residual": residual, "seed": run.config.train.seed, "spearman": parts["weights"],
+            "residual": residual, "seed": run.config.train.seed, "windows": flags.windows, "tokens": flags.tokens,
+            "spearman": parts["weights"],
             "sizes": parts["sizes"]["all"], "halves": parts["halves"]["all"], "reads": reads["weights"],
             "weights": found.weights.mean(0).tolist(), "changes": found.changes.mean(0).tolist(),
         })  # fmt: skip
