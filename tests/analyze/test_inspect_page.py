@@ -179,6 +179,29 @@ def test_weight_against_effect_has_every_pair(visit, found, written):
     assert number(re.search(r"loss without it\s+(\S+)", said).group(1)) == pytest.approx(effect, abs=6e-4)
 
 
+@pytest.mark.parametrize("spec", ["attnres-full", "denseformer"])  # the weights of a second depend on no token
+def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
+    found = look(spec)
+    page = visit(address(found.save(tmp_path / "page.html"), token=2, read=4))
+    brought = found.mixing * found.source_size
+    page.get_by_label("weight × size", exact=True).check()
+    assert "weight × size of the source" in page.locator("#scale").text_content()
+    shown = "() => Array.from({ length: models[0].depth + 1 }, (_, read) => cellsOf(models[0], read)).flat()"
+    rows, columns = map(list, zip(*found.pairs))
+    for expected in (brought[..., 2], brought.mean(-1)):
+        cells = torch.tensor(page.evaluate(shown), dtype=torch.float64)
+        torch.testing.assert_close(cells, expected[rows, columns].double(), atol=2e-5, rtol=1e-4)
+        points = torch.tensor(page.evaluate("pointsOf(models[0]).map(({ x }) => x)"), dtype=torch.float64)
+        torch.testing.assert_close(points, cells[1:].abs(), atol=0, rtol=0)  # the first read has one source
+        page.locator("#tokens .every").click()
+    assert "Rank correlation of weight × size and size of the effect" in page.locator("#scatter .caption").inner_text()
+    for where, column in (("grid", "weight_times_size"), ("scatter", "weight_times_size")):
+        with page.expect_download() as download:
+            page.locator(f'[data-save="{where}"] button', has_text="CSV").click()
+        last = list(csv.DictReader(io.StringIO(download.value.path().read_text())))[-1]
+        assert float(last[column]) == pytest.approx(brought[-1, -1].mean().item(), rel=1e-3)
+
+
 def test_two_models_side_by_side(visit, found, tmp_path):
     found, other = replace(found, name="mine"), look("denseformer:period=2", name="yours")
     page = visit(found.save(tmp_path / "two.html", other))

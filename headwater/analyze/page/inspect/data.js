@@ -36,6 +36,7 @@ const tokenNode = (place) => make("bdi", { class: "token" }, words(place));
 
 // One token's numbers, or their average: `values` holds rows of `length`. The last token has no loss: null.
 const chosen = () => (state.token === "all" ? null : state.token);
+const tokensShown = () => (chosen() === null ? [...tokens.keys()] : [chosen()]);
 function pickOne(values, row, length, token = chosen()) {
   if (token !== null) return token < length ? values[row * length + token] : null;
   let sum = 0;
@@ -45,12 +46,17 @@ function pickOne(values, row, length, token = chosen()) {
 const pair = (read, source) => (read * (read + 1)) / 2 + source;
 const matrixOf = (model) => model.parts.find((part) => part.name === state.part)?.mixing ?? model.mixing;
 const averaged = (values, model) => values.length === pair(model.depth + 1, 0);  // over tokens, to save room: one number a pair
-const rowOf = (values, model, read, length) => Array.from({ length: read + 1 }, (_, source) =>
-  (averaged(values, model) ? values[pair(read, source)] : pickOne(values, pair(read, source), length)));
-const weightsOf = (model, read) => rowOf(matrixOf(model), model, read, tokens.length);
+const rowOf = (values, model, read, length, token = chosen()) => Array.from({ length: read + 1 }, (_, source) =>
+  (averaged(values, model) ? values[pair(read, source)] : pickOne(values, pair(read, source), length, token)));
+const weightsOf = (model, read, token = chosen()) => rowOf(matrixOf(model), model, read, tokens.length, token);
 const sharesOf = (model, read) => {
   const own = weightsOf(model, read), total = own.reduce((sum, value) => sum + Math.abs(value), 0) || 1;
   return own.map((value) => value / total);
+};
+const broughtOf = (model, read) => {  // weight times size: how large what comes from a source is
+  const size = (source, token) => pickOne(model.sourceSize, source, tokens.length, token);
+  const rows = tokensShown().map((token) => weightsOf(model, read, token).map((weight, source) => weight * size(source, token)));
+  return rows[0].map((_, source) => average(rows.map((row) => row[source])));
 };
 const effectsOf = (model, read) => (model.removedAt ? rowOf(model.removedAt.loss, model, read, tokens.length - 1) : null);
 const effectOf = (model, source) => (model.removed ? pickOne(model.removed.loss, source, tokens.length - 1) : null);
@@ -82,7 +88,7 @@ function readAddress() {
   state.token = given.get("token") === "all" ? "all" : whole("token", tokens.length - 1, surest);
   state.read = whole("read", deepest, deepest);
   state.source = Math.min(state.read, whole("source", deepest, strongest(models[0], state.read)));
-  state.value = ["share", "weight", "effect"].find((value) => value === given.get("show")) || "share";
+  state.value = ["share", "weight", "brought", "effect"].find((value) => value === given.get("show")) || "share";
   if (state.value === "effect" && !models.some((model) => model.removedAt)) state.value = "share";
   state.part = models[0].parts.find((part) => part.name === given.get("part"))?.name || "";
   state.scope = given.get("away") === "all" || !models.some((model) => model.removedAt) ? "all" : "read";

@@ -1,7 +1,7 @@
 // The grid of reads by sources, one for each model, on one scale.
 
-const TITLES = { share: "share of the row", weight: "weight as applied", effect: "change of loss without it, nats" };
-const cellsOf = (model, read) => ({ share: sharesOf, weight: weightsOf, effect: effectsOf }[state.value](model, read));
+const TITLES = { share: "share of the row", weight: "weight as applied", brought: "weight × size of the source", effect: "change of loss without it, nats" };
+const cellsOf = (model, read) => ({ share: sharesOf, weight: weightsOf, brought: broughtOf, effect: effectsOf }[state.value](model, read));
 const shownModels = () => models.filter((model) => state.value !== "effect" || model.removedAt);
 
 const residualOf = (model) => (model.residual === model.name ? [] : [" ", make("small", {}, ...parts(clip(model.residual, 80)))]);  // by default it is the name
@@ -62,7 +62,7 @@ function exploreMap(svg, model, { X, Y, left, top, size, count, where }) {
     marks: ({ read, source }) => [make("rect", { class: "cursor cell", x: X(source), y: Y(read), width: size, height: size })],
     show: ({ read, source }) => ({
       title: readName(model, read), at: [X(source) - where.scrollLeft, Y(read)],
-      lines: [{ name: sourceName(model, source), value: "" }, { name: "weight", value: short(weightsOf(model, read)[source], 6) }, { name: "share of the row", value: short(sharesOf(model, read)[source], 3) },
+      lines: [{ name: sourceName(model, source), value: "" }, { name: "weight", value: short(weightsOf(model, read)[source], 6) }, { name: "share of the row", value: short(sharesOf(model, read)[source], 3) }, { name: "weight × size", value: short(broughtOf(model, read)[source], 3) },
         ...(model.removedAt ? [{ name: "loss without it here", value: nats(effectsOf(model, read)[source]) }] : []), ...(model.removed ? [{ name: "loss without it anywhere", value: nats(effectOf(model, source)) }] : [])],
     }),
   });

@@ -21,7 +21,7 @@ function draw() {
 function drawControls() {
   const effects = models.some((model) => model.removedAt), set = (key) => [() => state[key], (value) => pick({ [key]: value })];
   const focused = document.activeElement?.name, again = (id, node) => host(id).replaceChildren(...(node ? [node] : []));
-  again("values", choice("show", "Show", [["share", "shares"], ["weight", "weights"], ...(effects ? [["effect", "effects"]] : [])], ...set("value")));
+  again("values", choice("show", "Show", [["share", "shares"], ["weight", "weights"], ["brought", "weight × size"], ...(effects ? [["effect", "effects"]] : [])], ...set("value")));
   const names = models[0].parts.map((part) => part.name);
   again("parts", names.length ? choice("part", names[0].startsWith("head") ? "Heads" : "Input", [...(names[0].startsWith("head") ? [["", "mean"]] : [["", "query"]]), ...names.slice(names[0].startsWith("head") ? 0 : 1).map((name) => [name, name.replace("head ", "")])], ...set("part")) : null);
   again("scope", effects ? choice("away", "Taken away", [["read", "at this read"], ["all", "at all reads"]], ...set("scope")) : null);
@@ -44,12 +44,12 @@ addEventListener("keydown", (event) => {
 
 const addKey = (root, where, width, y) => y + 12;
 const place = () => (state.token === "all" ? "average" : state.token);
-const gridRows = () => [["model", "token", "read", "source", "weight", "loss_without_it_here"], ...models.flatMap((model) => Array.from({ length: model.depth + 1 }, (_, read) => {
-  const weights = weightsOf(model, read), effects = effectsOf(model, read);
-  return weights.map((weight, source) => [model.name, place(), read, source, weight, effects ? effects[source] : null]);
+const gridRows = () => [["model", "token", "read", "source", "weight", "weight_times_size", "loss_without_it_here"], ...models.flatMap((model) => Array.from({ length: model.depth + 1 }, (_, read) => {
+  const weights = weightsOf(model, read), brought = broughtOf(model, read), effects = effectsOf(model, read);
+  return weights.map((weight, source) => [model.name, place(), read, source, weight, brought[source], effects ? effects[source] : null]);
 }).flat())];
-const scatterRows = () => [["model", "token", "read", "source", "share", "loss_without_it"], ...models.flatMap((model) => pointsOf(model).map(({ read, source, x, y }) => [model.name, place(), read === null ? "all" : read, source, x, y]))];
-const tokensShown = () => (chosen() === null ? [...tokens.keys()] : [chosen()]);  // what is said has no average
+const scatterRows = () => [["model", "token", "read", "source", along().column, "loss_without_it"], ...models.flatMap((model) => pointsOf(model).map(({ read, source, x, y }) => [model.name, place(), read === null ? "all" : read, source, x, y]))];
+// What is said has no average: every token's.
 const lensRows = () => [["model", "token", "part", "depth", "rank", "says", "probability"], ...models.flatMap((model) => tokensShown().flatMap((token) => [["read", model.reads], ["source", model.sources]].flatMap(([name, top]) =>
   Array.from({ length: model.depth + 1 }, (_, i) => topOf(top, i, token).map(({ place: at, p }, rank) => [model.name, token, name, i, rank, data.texts[at], p])).flat())))];
 const sizeRows = () => [["model", "token", "depth", "read", "source"], ...models.flatMap((model) => Array.from({ length: model.depth + 1 }, (_, i) => [model.name, place(), i, pickOne(model.readSize, i, tokens.length), pickOne(model.sourceSize, i, tokens.length)]))];

@@ -7,15 +7,17 @@ function drawScatter() {
   host("scatter").replaceChildren(...panels);
   models.forEach((model, i) => scatter(panels[i].querySelector(".chart"), panels[i].lastChild, model));
 }
+const along = () => (state.value === "brought" ? { of: broughtOf, name: "weight × size", column: "weight_times_size" } : { of: sharesOf, name: "share of the row", column: "share" });
 function pointsOf(model) {
+  const { of } = along();
   if (chosen() !== null && nextOf() === null) return [];
   if (model.removedAt) return Array.from({ length: model.depth + 1 }, (_, read) => {
-    const shares = sharesOf(model, read), effects = effectsOf(model, read);
-    return shares.map((share, source) => ({ read, source, x: Math.abs(share), y: effects[source] }));
+    const effects = effectsOf(model, read);
+    return of(model, read).map((value, source) => ({ read, source, x: Math.abs(value), y: effects[source] }));
   }).flat().filter(({ read }) => read > 0);  // the first read has one source
   if (!model.removed) return [];
   return Array.from({ length: model.depth + 1 }, (_, source) => {
-    const reads = Array.from({ length: model.depth + 1 - source }, (_, i) => Math.abs(sharesOf(model, source + i)[source]));
+    const reads = Array.from({ length: model.depth + 1 - source }, (_, i) => Math.abs(of(model, source + i)[source]));
     return { read: null, source, x: average(reads), y: effectOf(model, source) };
   });
 }
@@ -32,14 +34,14 @@ function scatter(where, caption, model) {
   const reach = [Math.min(0, low), Math.max(0, high)], yTicks = rootTicks(reach[0], reach[1] || 1);
   const label = `${clip(model.name)}: weight against effect of ${points.length} sources`;
   const xTicks = () => rootTicks(0, farthest).map(({ value, label: text }) => ({ value: bend(value), label: text }));
-  const { svg, X, Y, box } = axes(where, { height: 300, x: [0, bend(farthest) * 1.03], y: [bend(reach[0]) * 1.08 - 1e-9, bend(reach[1]) * 1.08 + 1e-9], xTitle: "share of the row", yTitle: "change of loss without it, nats", xTicks, yTicks: yTicks.map(({ value, label: text }) => ({ value: bend(value), label: text })), label });
+  const { svg, X, Y, box } = axes(where, { height: 300, x: [0, bend(farthest) * 1.03], y: [bend(reach[0]) * 1.08 - 1e-9, bend(reach[1]) * 1.08 + 1e-9], xTitle: along().name, yTitle: "change of loss without it, nats", xTicks, yTicks: yTicks.map(({ value, label: text }) => ({ value: bend(value), label: text })), label });
   svg.append(make("line", { class: "zero", x1: box.left, x2: box.right, y1: Y(0), y2: Y(0) }));
   const spots = points.map((point) => ({ ...point, px: X(bend(point.x)), py: Y(bend(point.y)), mine: point.source === state.source && (point.read === null || point.read === state.read), near: point.read === null || point.read === state.read }));
   for (const spot of [...spots].sort((a, b) => a.near - b.near || a.mine - b.mine)) {
     const look = spot.source ? kindOf(model.kinds[spot.source - 1])[2] : "c0", kind = `mark dot ${look}${spot.near ? "" : " far"}${spot.mine ? " chosen" : ""}`;
     svg.append(spot.source && !SQUARE.has(model.kinds[spot.source - 1]) ? make("circle", { class: kind, cx: spot.px, cy: spot.py, r: spot.mine ? 6 : 4 }) : make("rect", { class: kind, x: spot.px - 3.5, y: spot.py - 3.5, width: spot.mine ? 10 : 7, height: spot.mine ? 10 : 7 }));
   }
-  caption.textContent = `${points.length} ${points[0].read === null ? "sources, taken away at all reads" : "pairs of read and source; those of the chosen read are strong"}. Round: what mixes tokens; square: MLP, MoE and, grey, the embedding. Rank correlation of weight and size of the effect: ${minus(rankCorrelation(points).toFixed(2))}. Axes by square root.`;
+  caption.textContent = `${points.length} ${points[0].read === null ? "sources, taken away at all reads" : "pairs of read and source; those of the chosen read are strong"}. Round: what mixes tokens; square: MLP, MoE and, grey, the embedding. Rank correlation of ${along().name} and size of the effect: ${minus(rankCorrelation(points).toFixed(2))}. Axes by square root.`;
   exploreSpots(svg, model, spots);
 }
 function rootTicks(low, high) {
@@ -60,7 +62,7 @@ function exploreSpots(svg, model, spots) {
     marks: ({ px, py }) => [make("circle", { class: "cursor cell", cx: px, cy: py, r: 8 })],
     show: (spot) => ({
       title: spot.read === null ? "At all reads" : readName(model, spot.read), at: [spot.px, spot.py],
-      lines: [{ name: sourceName(model, spot.source), value: "" }, { name: "share of the row", value: short(spot.x, 3) }, { name: "loss without it", value: nats(spot.y) }],
+      lines: [{ name: sourceName(model, spot.source), value: "" }, { name: along().name, value: short(spot.x, 3) }, { name: "loss without it", value: nats(spot.y) }],
     }),
   });
   const take = () => { if (last) pick({ source: last.source, ...(last.read === null ? {} : { read: last.read }) }); };
