@@ -254,9 +254,12 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
     assert found["block"]
     assert found["full"]
     saved, of_it, timed, of_time = found["block"].groups()
-    assert f"worth {saved} times the compute there ({of_it}) and {timed} times the time ({of_time})" in readme
+    assert (
+        f"Block, the plain residual needs {saved} times the compute ({of_it}) and {timed} times the time ({of_time})"
+        in readme
+    )
     saved, of_it, timed, of_time = found["full"].groups()
-    assert f"Full {saved} ({of_it}) and {timed} ({of_time})" in readme
+    assert f"as Full, {saved} ({of_it}) and {timed} ({of_time})" in readme
     exact = json.loads(tables.path("cpu-architectures").read_text())["exact"]
     assert f"{exact} types convert" in readme
     assert "Twenty residuals" in readme

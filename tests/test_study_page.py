@@ -648,6 +648,21 @@ def of_sources(alike):
     return {"weights": weights, "changes": [[weight if alike else -weight for weight in row] for row in weights]}
 
 
+def test_what_size_alone_says_of_importance_is_told_of_the_longest_text(page):
+    """The two reads of three sources or more go with sizes of 2 (the embedding's, whose weight at the
+    first read is a half), 1, 3 and 4 by -1 and by -0.8."""
+    record = {"mixing": [[0.5]], "read_norm": [1.0, 9.0], "output_norm": [1.0, 3.0, 4.0]}
+    run = SimpleNamespace(residual="attnres-full", seed=2, depth=[{}, record])
+    measured = [
+        {
+            "residual": "attnres-full", "seed": 2, "windows": 1, "tokens": tokens, "spearman": {"all": 0.5},
+            "sizes": 0.7, **of_sources(tokens < 64),
+        }
+        for tokens in (8, 64)
+    ]  # fmt: skip
+    assert page.tables.sizes(measured, [run]).splitlines()[2:] == ["| `attnres-full` | 1 | 0.50 | −0.90 | 0.70 |"]
+
+
 def test_what_scripts_measured_is_told_by_arm_with_the_spread_over_seeds(page, tmp_path):
     correlations = {"all": 0.5, "first": 0.1, "middle": None, "last": 0.9}
     runs = [

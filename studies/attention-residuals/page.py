@@ -35,6 +35,11 @@ def cost(found: dict[str, Runs]) -> str:
     return grid(["recipe", "runs", "tokens", "H200 minutes"], rows)
 
 
+def importance_by_size(found: dict[str, Runs]) -> str:
+    measured, runs = tables.measured_in(HERE / "runs", "importance"), found.get("importance")
+    return tables.sizes(measured, runs) if measured and runs else "Not run yet.\n"
+
+
 TABLES: dict[str, Callable[[Runs], str]] = {
     "noise": tables.noise, "rates": tables.rates, "query": tables.query, "transfer": tables.transfer,
     "ablations": tables.ablations, "longer": tables.ablations, "dynamics": tables.dynamics, "hybrid": tables.hybrid,
@@ -42,6 +47,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
 }  # fmt: skip
 SWEEPS = ("rates", "hybrid", "query", "transfer")  # tables that show where a run fails
 OF_ALL: dict[str, Callable[[dict[str, Runs]], str]] = {
+    "source": importance_by_size, "four": lambda found: curves.beside_full(finished(found.get("importance", []))),
     "again": repeats.again, "repeats": repeats.repeats, "onset": repeats.onset, "sizes": curves.sizes, "cost": cost,
 }  # fmt: skip
 SPEEDS = curves.speeds()

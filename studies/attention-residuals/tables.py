@@ -341,6 +341,27 @@ def importance(measured: list[dict[str, Any]]) -> str:
     return grid(head, rows)
 
 
+def sizes(measured: list[dict[str, Any]], runs: Runs) -> str:
+    """On the longest text that was looked at: the effect's rank correlation with the weight, with the size of what is
+    weighed, and with both multiplied."""
+    last = {(run.residual, run.seed): run.depth[-1] for run in runs if run.depth}
+    longest = [one for one in measured if tokens_of(one) == max(map(tokens_of, measured))]
+    rows = []
+    for arm, some in _by_arm(longest).items():
+        alone = [by_size_alone(one, last[arm, one["seed"]]) for one in some]
+        columns = [[one["spearman"]["all"] for one in some], alone, [one["sizes"] for one in some]]
+        rows.append([f"`{arm}`", str(len(some)), *map(_hundredths, columns)])
+    return grid(["", "seeds", "weight", "size", "weight times size"], rows)
+
+
+def by_size_alone(measured: dict[str, Any], record: dict[str, Any]) -> float:
+    """The mean over reads of three sources or more. Sizes are those of a depth record, on other text; the first read
+    is the embedding times its weight."""
+    sources = [record["read_norm"][0] / abs(record["mixing"][0][0]), *record["output_norm"]]
+    rows = enumerate(measured["changes"])
+    return statistics.fmean(spearman(sources[: i + 1], row[: i + 1]) or 0.0 for i, row in rows if i > 1)
+
+
 def tokens_of(measured: dict[str, Any]) -> int:
     return int(measured["windows"] * measured["tokens"])
 
