@@ -15,6 +15,12 @@ from headwater.train.data.tokenizer import Tokenizer
 from headwater.train.differences import with_before
 from headwater.train.files import read_json
 
+# Settings of a model that change what its weights compute, and that their names and shapes do not show.
+UNSEEN = (
+    *("pattern", "heads", "kv_heads", "shortswa", "rope_theta", "norm_eps", "kda_gate", "kda_norm_eps"),
+    *("experts_per_token", "expert_scale"),
+)
+
 
 class LoadedRun(NamedTuple):
     """What `load_run` returns: `.model`, `.tokenizer`, `.config`; it also unpacks in this order."""
@@ -57,7 +63,8 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
     """Give a new model the weights of a trained one, as `load_run` finds it; its residual keeps its own start where the
     trained one's is another.
 
-    Raises: `UserError` if the tokenizers differ, or the shapes.
+    Raises: `UserError` if the tokenizers differ, or the shapes, or settings under which the weights that fit would
+        compute something else.
     """
     other, theirs, _ = load_run(folder)
     if theirs.to_json() != tokenizer.to_json():
@@ -75,6 +82,14 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
         model.load_weights(weights)
     except ValueError as error:
         raise UserError(f"--init-from {folder}: {error}") from None
+    pairs = {name: (getattr(other.config, name), getattr(model.config, name)) for name in UNSEEN}
+    if unlike := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
+        listing = "\n  ".join(f"model.{name}: {there!r} there, {here!r} here" for name, (there, here) in unlike.items())
+        take = " ".join(f"--{name.replace('_', '-')} {there}" for name, (there, _) in unlike.items())
+        raise UserError(
+            f"--init-from {folder} was trained with other settings, under which the same weights compute something "
+            f"else:\n  {listing}\nTake those it was trained with: {take}"
+        )
 
 
 def settings_of(folder: Path) -> Config | None:

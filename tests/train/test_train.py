@@ -5,11 +5,12 @@ import gc
 import itertools
 import json
 import math
+import re
 import shutil
 import threading
 import time
 import weakref
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,17 +24,18 @@ from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names, pinned
 from headwater.residuals import record as record_of
-from headwater.train import loop
+from headwater.train import load, loop
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.folder import checkpoints, damage, load_model, read_state
 from headwater.train.checkpoint.saver import HostBuffers
 from headwater.train.config import DataSettings, OptimSettings, TrainSettings
 from headwater.train.config import load_file as read_settings
 from headwater.train.data.dataset import prepare
+from headwater.train.data.tokenizer import ByteTokenizer
 from headwater.train.distributed.fsdp import clip
 from headwater.train.distributed.parts import local
 from headwater.train.files import read_json
-from headwater.train.load import load_run
+from headwater.train.load import LoadedRun, fill_from, load_run
 from headwater.train.loop import accumulate, evaluate, train, update, windows_of
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.optim import build_optimizers, learning_rate, set_learning_rate
@@ -216,6 +218,44 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
     letters = replace(begun, data=replace(begun.data, tokenizer="bpe", bpe_vocab=300))
     with pytest.raises(UserError, match="was trained with another tokenizer"):
         begin(letters, tmp_path / "letters", resume=False)
+
+
+OTHER = {  # of every setting of a model another value: those of a shape, and those that no shape shows
+    "vocab_size": 64, "dim": 32, "layers": 6, "mlp_dim": 48, "residual": "highway", "value_residual": True,
+    "qk_norm": True, "kda_heads": 4, "kda_head_dim": 4, "kda_conv": 3, "mla_latent": 8, "mla_head_dim": 4,
+    "mla_shared_dim": 2, "mla_value_dim": 4, "experts": 8, "expert_dim": 4, "shared_experts": 2, "dense_layers": 2,
+    "context": 32, "fp32_stream": True, "depth_start": False, "router_rate": 0.1, "tie_embeddings": True,
+    "pattern": "kda:attention:shortswa", "heads": 4, "kv_heads": 1, "shortswa": 3, "rope_theta": 500.0,
+    "norm_eps": 0.1, "kda_gate": "bounded", "kda_norm_eps": 0.1, "experts_per_token": 1, "expert_scale": 2.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(ModelConfig)])
+def test_weights_that_fit_and_would_compute_something_else_are_refused(name, monkeypatch):
+    """Whatever a new setting changes: what is loaded computes the same, or is not loaded."""
+    widths = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32, "expert_dim": 8, "kda_heads": 2, "kda_head_dim": 8}
+    widths |= {"mla_head_dim": 8, "mla_value_dim": 8, "mla_shared_dim": 4, "mla_latent": 16}
+    base = {"layers": 3, "pattern": "kda:shortswa:attention", "shortswa": 2, "experts": 4, "context": 16} | widths
+    if name.startswith("mla"):
+        base["pattern"] = "mla"
+    there = Decoder(ModelConfig(vocab_size=32, **base)).eval()
+    for parameter in there.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    with_it = {"kv_heads": OTHER["heads"]} if name == "heads" else {}  # alone it would show in the shapes of keys
+    here = Decoder(ModelConfig(**{"vocab_size": 32, **base, name: OTHER[name], **with_it})).eval()
+    tokenizer = ByteTokenizer()
+    monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(there, tokenizer, None))
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    refused = ""
+    try:
+        fill_from(here, tokenizer, "there")
+    except UserError as error:
+        refused = str(error)
+    told = rf"something else:\n  model\.{name}: .* there, .* here\n(.*\n)*Take .*: --{name.replace('_', '-')} "
+    if not refused:
+        torch.testing.assert_close(here(tokens), there(tokens))
+    else:
+        assert "weights do not fit the model" in refused or re.search(told, refused)
 
 
 def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
