@@ -90,6 +90,9 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
         if ranks.main:
             run.log.mirrors = loggers.start(config.log, out, run.step, run.identity)
         with closing(run.log), Interruption() as interruption, watchdog, line, run.saver:
+            if resume and not run.step:
+                every = f"one is written every {settings.save_every} steps"
+                line.say(f"no checkpoint in {out / 'checkpoints'} to go on from ({every}): the run begins anew")
             if run.planned:
                 line.say(goes_further(run))
             if said := ends_in_warmup(settings.steps, config.optim):

@@ -149,6 +149,20 @@ def test_a_finished_run_without_its_weights_is_not_begun_anew(tmp_path):
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(tmp_path, monkeypatch, capsys):
+    config, out = tiny(tmp_path, save_every=4), tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(PowerCut):
+        cut_power(patch, at_step=6)
+        train(config, out)
+    shutil.copytree(out, tmp_path / "gone", ignore=shutil.ignore_patterns("step-*"))
+    said = "to go on from (one is written every 4 steps): the run begins anew"
+    capsys.readouterr()
+    train(config, tmp_path / "gone", resume=True)
+    assert f"no checkpoint in {tmp_path / 'gone' / 'checkpoints'} {said}\n" in capsys.readouterr().out
+    train(config, out, resume=True)
+    assert "anew" not in capsys.readouterr().out
+
+
 def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
     """With wsd the rate is the plain one until the decay: a run that has not decayed yet goes on bitwise as if it had
     been planned so."""
