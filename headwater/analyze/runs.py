@@ -44,6 +44,8 @@ class RecordedRun:
     """The most runs that were made at a time with this one, itself included; None: nobody recorded it."""
     tokenizer: str = ""
     """bytes or bpe, by what is saved beside the run: the settings do not know that of tokens which were made before."""
+    extended: bool = False
+    """Whether it went on to other steps than it was planned for."""
     corpus: Record = field(default_factory=dict)
     """Hashes of text and tokenizer, where a comparison or a study recorded them."""
     switches: tuple[str, ...] = ()
@@ -126,10 +128,11 @@ def read_run(folder: Path) -> RecordedRun:
     if not rows:
         notes.append("no metrics were recorded")
     notes += skip_notes(by_step(rows, "skip"))
+    further = by_step(rows, "extend")
     notes += [
         f"planned for {row.get('planned')} steps, and for {row.get('steps')} from step {row['step']} on: its learning "
         "rate follows no single schedule"
-        for row in by_step(rows, "extend")
+        for row in further
     ]
     train = section(config, "train")
     seed = (summary or {}).get("seed", train.get("seed"))
@@ -150,6 +153,7 @@ def read_run(folder: Path) -> RecordedRun:
         beside=beside if isinstance(beside, int) else None,
         tokenizer=read_tokenizer(folder / "tokenizer.json"),
         corpus=read_corpus(folder.resolve(), summary or {}),
+        extended=bool(further),
         switches=tuple(f"model.{key}" for key in re.findall(r"\+([a-z]\w*)=", arm)),
     )
 

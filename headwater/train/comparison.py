@@ -80,6 +80,8 @@ def compare(
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
         runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
         command = f"headwater compare --out {quote(str(out))}" + flags_for(run.plugin for run in runs.values())
+        if problem := unlike(runs, config.train.steps, data):
+            raise UserError(problem)
         left = not all(run.finished for run in runs.values())
         if left and (said := ends_in_warmup(config.train.steps, config.optim)):
             console.print(said, soft_wrap=True)
@@ -87,22 +89,31 @@ def compare(
             failures = run_all(list(runs.values()), jobs, console, go_on=command + RESUME)
         finally:  # also of what Ctrl-C has interrupted
             result = result_of(runs, residuals, out)
-            write_json(out / "table.json", result.table())
-        refuse_other_text(runs, data)
+            if not (problem := unlike(runs, config.train.steps, data)):
+                write_json(out / "table.json", result.table())
+        if problem:
+            raise UserError(problem)
         console.print(fitting(draw(result.rows, config), console))
     refuse_failures(failures, len(runs), f"Mend the cause and go on with: {command} --resume")
     return result
 
 
-def refuse_other_text(runs: dict[tuple[str, int], Job], data: Dataset) -> None:
-    """Each run reads the text by itself: one that was changed meanwhile is another for those that began later."""
-    known = ((run, TrainResult.read(run.folder).source_hash) for run in runs.values() if run.finished)
-    other = [str(run.folder) for run, source_hash in known if source_hash not in ("", data.identity["source_hash"])]
-    if other:
-        raise UserError(
+def unlike(runs: dict[tuple[str, int], Job], steps: int, data: Dataset) -> str:
+    """Why what has finished is no comparison; empty if it is one. Each run reads the text by itself: one that was
+    changed meanwhile is another for those that began later. And a run may have been taken further by itself."""
+    finished = [TrainResult.read(run.folder) for run in runs.values() if run.finished]
+    known = ("", data.identity["source_hash"])
+    if other := [str(run.folder) for run in finished if run.source_hash not in known]:
+        return (
             f"the text has changed while runs were made: {', '.join(other)} saw another than the comparison began "
-            "with, so the table does not compare like with like. Put back the text, remove these folders, and --resume"
+            "with, so a table would not compare like with like. Put back the text, remove these folders, and --resume"
         )
+    if further := [f"{run.folder} to {run.steps}" for run in finished if run.steps != steps]:
+        return (
+            f"runs were taken further than the {steps} steps of the comparison: {', '.join(further)}, so a table would "
+            "not compare like with like. Remove these folders, and --resume"
+        )
+    return ""
 
 
 def result_of(runs: dict[tuple[str, int], Job], residuals: list[str], out: Path) -> CompareResult:

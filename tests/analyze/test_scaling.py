@@ -1,6 +1,7 @@
 """Scaling fits on curves that are known, with noise that is known."""
 
 import itertools
+import json
 import math
 import re
 from dataclasses import replace
@@ -370,6 +371,20 @@ def test_from_folders_come_the_settings_that_share_in_what_each_residual_is_wort
         assert {found.residual: found.confounders for found in scaling_of([tmp_path], lr=lr)} == both
         assert main(["scaling", str(tmp_path), *([] if lr is None else ["--lr", lr])]) == 0
         assert f"so that what it is worth is worth of them too: {told}\n" in capsys.readouterr().out
+
+
+def test_runs_that_went_on_to_other_steps_than_planned_are_named(tmp_path, capsys):
+    for size, c in enumerate(BUDGETS):
+        for name in ("standard", "ddl"):
+            written(recorded(name, c / 1000, 1000, TRUE.loss(c)), tmp_path / f"{name}-{size}")
+    said = "Counted, though they went on to other steps than planned, under no single schedule: "
+    extension = {"kind": "extend", "step": 4, "tokens": 8, "planned": 4, "steps": 8}
+    for extended in ([], ["ddl-2", "standard-1"]):
+        for name in extended:
+            (tmp_path / name / "metrics.jsonl").write_text(json.dumps(extension))
+        assert main(["scaling", str(tmp_path)]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Counted")]
+        assert lines == ([f"{said}{', '.join(extended)}"] if extended else [])
 
 
 def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):

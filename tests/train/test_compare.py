@@ -372,6 +372,31 @@ def test_an_interrupted_comparison_has_a_table_of_what_is_done(tmp_path, monkeyp
     assert [(row["residual"], row["seeds"]) for row in rows] == [("standard", [0])]
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"source_hash": "of a text that changed meanwhile"}, "the text has changed while runs were made: {run} saw"),
+        ({"steps": 24}, "runs were taken further than the 12 steps of the comparison: {run} to 24, so"),
+    ],
+)
+def test_a_table_is_of_runs_that_are_alike_or_is_not_written(tmp_path, monkeypatch, changed, told):
+    """What is not alike when the runs are to begin is told before they do."""
+    config, out = tiny(tmp_path), tmp_path / "compare"
+    run, ran = out / "runs" / slug("standard", 0), []
+
+    def runs_meanwhile(*_, **__):
+        ran.append(train(config, run, progress=False))
+        write_json(run / "summary.json", {**json.loads((run / "summary.json").read_text()), **changed})
+        return {}
+
+    monkeypatch.setattr("headwater.train.comparison.run_all", runs_meanwhile)
+    for resume in (False, True):
+        with pytest.raises(UserError, match=re.escape(told.format(run=run))):
+            compare(config, out, residuals=["standard"], seeds=[0], resume=resume, progress=False)
+        assert not (out / "table.json").exists()
+    assert len(ran) == 1
+
+
 @pytest.mark.slow
 def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Forked)
