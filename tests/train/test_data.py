@@ -144,6 +144,21 @@ def test_what_a_folder_leaves_out_is_said(tmp_path, capsys, monkeypatch):
     assert "left out" not in capsys.readouterr().err
 
 
+def test_runs_of_headwater_are_no_text(tmp_path, capsys):
+    """A run in the folder that it reads goes on, and another begins there."""
+    folder = corpus(tmp_path)
+    begun, started = folder / "runs" / "first", folder / "runs" / "compare" / "runs" / "standard-seed0"
+    names = [file.name for file in find_files((str(folder),))]
+    for run, written in ((begun, ("config.json", "metrics.jsonl")), (started, ("launch.json", "log.txt"))):
+        run.mkdir(parents=True)
+        for name in written:
+            (run / name).write_text('{"step": 1}\n')
+    (folder / "runs" / "notes.txt").write_text("not a run's")
+    assert [file.name for file in find_files((str(folder),))] == [*names, "runs/notes.txt"]
+    prepare(settings(tmp_path, folder))
+    assert f"{folder}: 2 of 63 files are left out (runs of headwater 2): from" in capsys.readouterr().err
+
+
 def test_a_folder_that_may_not_be_read_is_left_out_and_said(tmp_path, capsys, monkeypatch):
     folder, enter = corpus(tmp_path), Path.iterdir
     (folder / "lost.txt").mkdir()

@@ -156,14 +156,17 @@ def _user_files(source: Path, field: str) -> list[TextFile]:
 
 def _visible(source: Path) -> Iterator[Path]:
     """The files of a folder and of those inside of it, of which each is entered once, by its own name before links to
-    it, and never what the folder lies in; and what may not be entered. What is hidden is a program's own, such as an
-    editor's copies of texts."""
+    it, and never what the folder lies in; and what may not be entered, or is a run of headwater. What is hidden is a
+    program's own, such as an editor's copies of texts."""
     folders, links, entered = [source], list[Path](), {str(folder) for folder in source.resolve().parents}
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         if (place := os.path.realpath(folder)) in entered:
             continue
         entered.add(place)
+        if folder != source and _is_run(folder):
+            yield folder
+            continue
         try:
             visible = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
             inside = {path: path.is_dir() for path in visible}
@@ -179,9 +182,17 @@ def _visible(source: Path) -> Iterator[Path]:
                 yield path
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether a run, or its comparison, wrote this folder: metrics and logs are no text, and change as it goes on."""
+    pairs = (("config.json", "metrics.jsonl"), ("launch.json", "log.txt"))
+    return any(all(os.path.isfile(folder / name) for name in pair) for pair in pairs)
+
+
 def _kind(path: Path) -> str:
     """As a line about what is left out has it."""
-    return "folders that may not be read" if path.is_dir() else _plain_suffix(path) or path.suffix or "no suffix"
+    if path.is_dir():
+        return "runs of headwater" if _is_run(path) else "folders that may not be read"
+    return _plain_suffix(path) or path.suffix or "no suffix"
 
 
 def _plain_suffix(path: Path) -> str:
