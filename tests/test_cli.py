@@ -14,6 +14,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from safetensors import SafetensorError
 from tinyrun import flags, tiny
@@ -35,9 +36,20 @@ from headwater.errors import UserError
 from headwater.folders import made_whole
 from headwater.models import SIZES, ModelConfig, decoder
 from headwater.models.sampling import Sampling
-from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, load_file, loop, train
+from headwater.train import (
+    Config,
+    DataSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    TrainSettings,
+    load_file,
+    loop,
+    train,
+)
 from headwater.train import studies as studies_module
 from headwater.train.checkpoint.folder import checkpoints, load_model
+from headwater.train.comparison import admit
 from headwater.train.config import check
 from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer
 from headwater.train.distributed import plan as plan_module
@@ -339,6 +351,32 @@ def test_what_is_no_configuration_is_refused(tmp_path, config):
 def test_lists_and_whole_numbers_will_do_in_python():
     config = check(Config(data=DataSettings(source=["a", "b"]), optim=OptimSettings(lr=1)))
     assert config == Config(data=DataSettings(source=("a", "b")), optim=OptimSettings(lr=1.0))
+
+
+def test_numbers_of_numpy_will_do_in_python(tmp_path):
+    """As from a sweep over an array; config.json is then written as ever."""
+    given = Config(
+        train=TrainSettings(steps=np.int64(3)),
+        optim=OptimSettings(lr=np.float32(0.5), clip=np.int32(2)),
+        parallel=ParallelSettings(cuts=[np.int64(2), 4]),
+    )
+    plain = Config(
+        train=TrainSettings(steps=3), optim=OptimSettings(lr=0.5, clip=2.0), parallel=ParallelSettings(cuts=(2, 4))
+    )
+    assert json.dumps(asdict(check(given))) == json.dumps(asdict(plain))
+    with pytest.raises(UserError, match=r"steps must be an integer; got 3\.0"):
+        check(Config(train=TrainSettings(steps=np.float64(3))))
+    _, seeds = admit(plain, ["standard"], np.arange(2), 1)
+    assert json.dumps(seeds) == "[0, 1]"
+
+
+def test_a_path_after_an_equals_sign_leads_home_too(tmp_path, monkeypatch, called):
+    """Where no shell has made a folder of the tilde: that of --resume is read before the other flags."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_json(tmp_path / "config.json", asdict(tiny(tmp_path, steps=7)))
+    arguments = called(headwater.train, "train", SimpleNamespace(bits_per_byte=1.0, steps=7))
+    assert main(["train", "--out=~", "--resume"]) == 0
+    assert (arguments["config"].train.steps, arguments["out"]) == (7, tmp_path)
 
 
 def test_model_settings_mirror_the_model_and_config_json_can_be_reused(tmp_path):
@@ -687,7 +725,7 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
         assert (rated["lr"], drawn["path"]) == (lr, Path("c.svg"))
         assert ("Learning rates, by operations" in capsys.readouterr().out) == (lr == "best")
     summaries = [{"bits_per_byte": loss} for loss in (1.0, None, 1.0)]
-    runs = [SimpleNamespace(summary=summary) for summary in (None, *summaries)]
+    runs = [SimpleNamespace(summary=summary, extended=False) for summary in (None, *summaries)]
     called(rates_module, "at_rate", runs), called(scaling_module, "points_of", {})
     assert main(["scaling", "a"]) == 0
     assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out

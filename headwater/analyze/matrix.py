@@ -56,7 +56,7 @@ def write_matrix(
         caption=text(CAPTION),
         commands=command_lines(commands(paths)),
     )
-    return write_page(beside(paths, "matrix.html") if out is None else Path(out), page)
+    return write_page(beside(paths, "matrix.html") if out is None else Path(out).expanduser(), page)
 
 
 def measure_table(groups: list[Group], data: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def write_report(
     paths = paths_of(folders)
     runs = [*read_runs(paths, models), *models]
     page = make_page(runs, find_order(paths), commands(paths))
-    return write_page(beside(paths, "report.html") if out is None else Path(out), page)
+    return write_page(beside(paths, "report.html") if out is None else Path(out).expanduser(), page)
 
 
 def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "web page") -> Path:

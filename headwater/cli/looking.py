@@ -109,7 +109,7 @@ def scaling(argv: list[str]) -> None:
         asked = runs if flags.lr == "best" else taken
         if missing := sum(number((run.summary or {}).get("bits_per_byte")) is None for run in asked):
             say(f"Left out, as they have not finished or diverged: {missing} of {len(asked)} runs")
-        if extended := ", ".join(run.name for run in taken if run.extended):
+        if extended := ", ".join(run.name for run in taken if run.summary and run.extended):
             say(f"Counted, though they went on to other steps than planned, under no single schedule: {extended}")
         told = {"optim.lr"} if flags.lr == "best" else set()
         apart = {scaling.residual: [key for key in scaling.confounders if key not in told] for scaling in found}

@@ -297,7 +297,7 @@ class Decoder(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """config.json and model.safetensors. A tied head is stored once."""
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         settings = {**self.config.to_dict(), "residual": pinned(self.residual)}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -317,7 +317,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> "Decoder":
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
         model = cls(ModelConfig.from_dict(json.loads((folder / "config.json").read_text())))
         model.load_weights(load_file(folder / "model.safetensors"))
         return model.to(device)

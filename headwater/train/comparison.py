@@ -63,7 +63,7 @@ def compare(
         result = compare(Config(), "runs/pair", residuals=["standard", "attnres-block"], seeds=[0, 1], jobs=2)
         print(result.rows[1].difference.mean)
     """
-    config, console, out = check(config), Console(quiet=not progress), Path(out)
+    config, console, out = check(config), Console(quiet=not progress), Path(out).expanduser()
     residuals, seeds = admit(config, residuals, seeds, jobs)
     if not (out / "compare.json").exists():
         if resume:
@@ -147,10 +147,9 @@ def admit(config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: 
         raise UserError(f"residuals takes a list of names; got {residuals!r}: write [{residuals!r}]")
     if isinstance(seeds, int):
         raise UserError(f"seeds takes a list of numbers; got {seeds}: write [{seeds}]")
-    for seed in seeds:
-        check(replace(config, train=replace(config.train, seed=seed)))
-    if jobs < 1:
-        raise UserError(f"--jobs must be at least 1; got {jobs}")
+    seeds = [check(replace(config, train=replace(config.train, seed=seed))).train.seed for seed in seeds]
+    if not isinstance(jobs, int) or jobs < 1:
+        raise UserError(f"--jobs must be a whole number from 1; got {jobs}")
     if not seeds:
         raise UserError("--seeds needs at least one seed, for example: --seeds 0 1 2")
     specs = expand(residuals)

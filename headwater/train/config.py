@@ -11,6 +11,7 @@ import math
 import tomllib
 import types
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -258,7 +259,8 @@ def load_file(path: str | Path, base: Config | None = None) -> Config:
 
         config = load_file("runs/first/config.json")
     """
-    path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    path = Path(path).expanduser()
+    path = path / "config.json" if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -299,7 +301,8 @@ def _section_of(key: str) -> str:
 
 
 def convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the field's type; only int to float and list to tuple are converted."""
+    """`value` as the field's type; only int to float, list to tuple and numpy's numbers to Python's are converted."""
+    value = [_plain(item) for item in value] if isinstance(value, list) else _plain(value)
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
         if get_origin(option) is Literal and value in get_args(option):
@@ -313,6 +316,13 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         if isinstance(option, type) and type(value) is option:
             return value
     raise UserError(f"{where} must be {_describe(options)}; got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers, as a sweep of them gives, as Python's; without numpy, which describing a run does not need."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _describe(options: tuple[Any, ...]) -> str:

@@ -48,7 +48,7 @@ def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
         run = load_run("runs/train")
         print(run.config.optim.lr, run.model(torch.tensor([run.tokenizer.encode("def ").tolist()])).shape)
     """
-    folder = Path(folder).resolve()
+    folder = Path(folder).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(
             f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"

@@ -72,7 +72,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
         config = Config(model=ModelSettings(size="nano", residual="attnres-block"), train=TrainSettings(steps=100))
         print(train(config, "runs/first").bits_per_byte)
     """
-    config, out = check(config), Path(out)
+    config, out = check(config), Path(out).expanduser()
     settings = config.train
     if resume and not (out / "config.json").exists():
         raise UserError(f"there is no run at {out} to resume: check --out, or leave --resume out to start one")

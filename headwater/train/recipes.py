@@ -104,7 +104,9 @@ def read_recipe(path: Path) -> Recipe:
         raise UserError(f"{path}: needs at least one table [[runs]] with lists of settings")
     jobs, keep = values.get("jobs", 1), values.get("keep_weights", False)
     if type(jobs) is not int or jobs < 1 or type(keep) is not bool:
-        raise UserError(f"{path}: jobs must be a number from 1, keep_weights true or false; got {jobs!r}, {keep!r}")
+        raise UserError(
+            f"{path}: jobs must be a whole number from 1, keep_weights true or false; got {jobs!r}, {keep!r}"
+        )
     refuse_lists(values.get("config"), f"{path}: config")
     base = override(Config(), values.get("config", {}), f"{path}: config")
     runs: dict[str, Config] = {}

@@ -68,14 +68,15 @@ class TrainResult:
 
         Raises: `UserError` if the folder has no summary.json, or one that is not of a run.
         """
-        path = Path(folder) / SUMMARY
+        folder = Path(folder).expanduser()
+        path = folder / SUMMARY
         saved = read_json(path)
         known = {field.name for field in fields(cls)} - {"folder"}
         needed = {field.name for field in fields(cls) if field.default is MISSING} - {"folder"}
         if not isinstance(saved, dict) or needed - saved.keys():
             lacks = f"it lacks {', '.join(sorted(needed - saved.keys()))}" if isinstance(saved, dict) else "no section"
             raise UserError(f"{path} is not the summary of a run ({lacks}): restore it, or take the run up again")
-        return cls(folder=Path(folder), **{key: value for key, value in saved.items() if key in known})
+        return cls(folder=folder, **{key: value for key, value in saved.items() if key in known})
 
     def write(self) -> None:
         """summary.json, in the run's folder."""

@@ -157,7 +157,8 @@ def test_arms_are_another_word_for_residuals(word):
         ({"seeds": []}, "--seeds needs at least one seed"),
         ({"seeds": 0}, r"seeds takes a list of numbers; got 0: write \[0\]"),
         ({"seeds": [0, -1]}, "seed must be at least 0; got -1"),
-        ({"jobs": 0}, "--jobs must be at least 1; got 0"),
+        ({"jobs": 0}, "--jobs must be a whole number from 1; got 0"),
+        ({"jobs": 1.5}, "--jobs must be a whole number from 1; got 1.5"),
     ],
 )
 def test_arguments_that_ask_for_nothing_are_refused_at_the_door(tmp_path, arguments, message):

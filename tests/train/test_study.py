@@ -147,7 +147,8 @@ def test_two_runs_that_would_share_a_folder_are_refused(recipe):
         ("[[runs]]\n'data.source' = 'a'", r"is a list itself: write \[\['a'\]\]$"),
         ("[[runs]]\n'parallel.cuts' = [2, 4]", r"""runs: "parallel.cuts" is a list itself: write \[\[2\], \[4\]\]"""),
         ("[[runs]]\n'optim.lr' = ['fast']", "lr must be a number; got 'fast'"),
-        ("jobs = 0\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a number from 1"),
+        ("jobs = 0\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a whole number from 1"),
+        ("jobs = 1.5\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a whole number from 1, .*; got 1.5, False"),
         ("[[runs]", "cannot read the recipe"),
     ],
 )

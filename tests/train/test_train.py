@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file
 from tinyrun import STEPS, fingerprint, read_all, tiny, write_corpus
 
+from headwater.analyze import write_report
 from headwater.analyze.runs import read_run
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names, pinned
 from headwater.residuals import record as record_of
-from headwater.train import load, loop
+from headwater.train import compare, load, loop, study
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.folder import checkpoints, damage, load_model, read_state
 from headwater.train.checkpoint.saver import HostBuffers
@@ -271,6 +272,26 @@ def test_weights_that_fit_and_would_compute_something_else_are_refused(name, mon
         torch.testing.assert_close(here(tokens), there(tokens))
     else:
         assert "weights do not fit the model" in refused or re.search(told, refused)
+
+
+def test_a_tilde_leads_home_from_python_too(tmp_path, monkeypatch):
+    """Else a folder of that name is made where one stands."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = tiny(tmp_path, steps=2)
+    assert train(config, "~/run").folder == tmp_path / "run"
+    model, tokenizer, _ = load_run("~/run")
+    fill_from(model, tokenizer, "~/run")
+    assert read_settings("~/run") == read_settings("~/run/config.json") == read_settings(tmp_path / "run")
+    assert TrainResult.read("~/run").folder == tmp_path / "run"
+    assert write_report(["~/run"], "~/page.html") == tmp_path / "page.html"
+    with pytest.raises(UserError, match=f"no comparison at {tmp_path}/pair to resume"):
+        compare(config, "~/pair", residuals=["standard"], seeds=[0], resume=True)
+    with pytest.raises(UserError, match=f"no recipe at {tmp_path}/recipe.toml"):
+        study("~/recipe.toml")
+    model.save("~/saved")
+    assert pinned(Decoder.load("~/saved").residual) == pinned(model.residual)
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):

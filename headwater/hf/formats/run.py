@@ -30,11 +30,12 @@ def export_run(folder: str | Path, out: str | Path | None = None) -> tuple[PreTr
     """
     from headwater.train.load import load_run  # converting a model of transformers' own needs none of it
 
+    out = None if out is None else Path(out).expanduser()
     if out is not None:
-        check_out(Path(out))
+        check_out(out)
     run = load_run(folder)
     model = export(run.model.config.to_dict(), run.model.weights(), run.tokenizer.end_of_text)
     tokenizer = fast_tokenizer(run.tokenizer.to_json(), run.model.config.context)
     if out is not None:
-        write_model(model, tokenizer, Path(out))
+        write_model(model, tokenizer, out)
     return model, tokenizer
