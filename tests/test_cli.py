@@ -30,7 +30,7 @@ from headwater.analyze import scaling as scaling_module
 from headwater.analyze import scaling_report as scaling_report_module
 from headwater.analyze import table as table_module
 from headwater.analyze.scaling import Scaling
-from headwater.cli import main
+from headwater.cli import COMMANDS, main
 from headwater.cli.flags import DEMO, THEIRS, flag_of, sized
 from headwater.errors import UserError
 from headwater.folders import made_whole
@@ -131,6 +131,21 @@ def test_a_run_folder_is_a_configuration_and_no_recipe(tmp_path, capsys, called)
     message = fails(capsys, "study", tmp_path / "first")
     assert f"{tmp_path / 'first'} is a folder, and a recipe is a TOML file that names settings" in message
     assert "Errno" not in message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_torchrun_starts_what_divides_its_work_and_nothing_else(capsys, monkeypatch, command):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(COMMANDS, command, print)
+    if command in ("train", "generate"):
+        assert main([command]) == 0
+    else:
+        said = (
+            f"headwater: {command} is the work of one process, and torchrun has started 2: start headwater {command} "
+        )
+        assert fails(capsys, command).startswith(said)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun with one process, too
+    assert main([command]) == 0
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "plan"])

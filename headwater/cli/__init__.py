@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[0] not in COMMANDS:
             raise UserError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
+        refuse_ranks(words[0])
         COMMANDS[words[0]](words[1:])
     except UserError as error:
         return fail(str(error), error.exit_code)
@@ -72,6 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = told.format(flag=flag or "--out", again=again)  # which has a default
         return fail(f"{error.strerror}: {error.filename or 'while writing'}. {advice}", 1)
     return 0
+
+
+DIVIDED = ("train", "generate")  # among the processes that torchrun has started
+
+
+def refuse_ranks(command: str) -> None:
+    """Others would do the same work once in every process, and write the same files."""
+    if command not in DIVIDED and (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise UserError(
+            f"{command} is the work of one process, and torchrun has started {count}: start headwater {command} "
+            f"without it; the commands for several are {' and '.join(DIVIDED)}"
+        )
 
 
 SYSTEM_ERRORS = {
