@@ -261,6 +261,7 @@ def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
         ("[data]\nsource = 'text'", "source must be a list of strings; got 'text'"),
         ("[model]\ndim = 'wide'", "dim must be an integer or null; got 'wide'"),
         ("[train]\nsteps = ", "cannot read the configuration"),
+        ("name = 'x'\n[[runs]]\n'optim.lr' = [1.0]", "is a recipe of several runs: make them with headwater study /"),
     ],
 )
 def test_a_bad_configuration_file_is_explained(tmp_path, capsys, text, message):

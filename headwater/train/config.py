@@ -13,6 +13,7 @@ import types
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from headwater.errors import UserError, nearest
@@ -255,7 +256,8 @@ def load_file(path: str | Path, base: Config | None = None) -> Config:
     overrides: by default the defaults.
 
     Returns a `Config`.
-    Raises: `UserError` for a file that cannot be read, an unknown key (naming the nearest) or a value of another type.
+    Raises: `UserError` for a file that cannot be read, a study's recipe, an unknown key (naming the nearest) or a value
+        of another type.
 
         config = load_file("runs/first/config.json")
     """
@@ -268,6 +270,8 @@ def load_file(path: str | Path, base: Config | None = None) -> Config:
         raise UserError(f"no configuration file at {path}") from None
     except (ValueError, OSError) as error:
         raise UserError(f"cannot read the configuration {path}: {error}") from None
+    if isinstance(values, dict) and "runs" in values:
+        raise UserError(f"{path} is a recipe of several runs: make them with headwater study {quote(str(path))}")
     return (override_saved if path.suffix == ".json" else override)(base or Config(), values, str(path))
 
 
