@@ -54,6 +54,7 @@ from headwater.train.config import check
 from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer
 from headwater.train.distributed import plan as plan_module
 from headwater.train.files import write_json
+from headwater.train.run import named_model
 
 
 def fails(capsys, *argv: str) -> str:
@@ -457,6 +458,16 @@ def test_size_as_a_flag_overrides_the_shape_in_a_file(tmp_path):
         asked = sized(replace(base, model=replace(base.model, size="nano")), ["--size", "nano", *words]).model
         assert (asked.dim, asked.mlp_dim, asked.layers, asked.context) == (16, 32, None, None)
     assert sized(base, ["--dim", "16"]) is base
+
+
+@pytest.mark.parametrize("run", SIZES)
+def test_a_size_is_the_size_whatever_run_the_settings_are_of(run):
+    """Its config.json spells out what its own size named, and all defaults beside it."""
+    held = {**ModelConfig.named(run, vocab_size=512, norm_eps=1e-3).to_dict(), "qk_norm": True}
+    for size, shape in SIZES.items():
+        found = named_model(sized(Config(model=ModelSettings(**{**held, "size": size})), ["--size", size]).model, 300)
+        kept = {"vocab_size": 512, "norm_eps": 1e-3, "qk_norm": True}  # unless the size names them
+        assert found == ModelConfig(**{**kept, **shape})
 
 
 def test_the_same_command_resumes_a_run_and_size_counts_for_a_plan(tmp_path, called):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from headwater.errors import UserError
-from headwater.models.config import SIZES
+from headwater.models.config import SIZED, SIZES
 from headwater.models.sampling import Sampling
 from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file
 from headwater.train.differences import with_before
@@ -312,12 +312,13 @@ def base_config(where: Where, saved: Path) -> Config:
 
 
 def sized(settings: Config, argv: list[str]) -> Config:
-    """A --size given as a flag overrides the shape that a configuration file spells out; other flags override it."""
+    """A --size given as a flag overrides the shape and the parts that a configuration file spells out, also those that
+    the size does not have, such as experts; other flags override it."""
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     if "size" not in given:
         return settings
     model = settings.model
-    shape: dict[str, Any] = {key: None for key in SIZES.get(model.size, ()) if key not in given}
+    shape: dict[str, Any] = {key: None for key in SIZED.union(SIZES.get(model.size, ())) if key not in given}
     return replace(settings, model=replace(model, **shape))
 
 

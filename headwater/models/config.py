@@ -47,6 +47,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "experts": 256, "experts_per_token": 8, "expert_scale": 2.446,
     },
 }  # fmt: skip
+# What every size decides, by leaving it out if need be; vocabulary and eps are the published model's own.
+SIZED = {key for size in SIZES.values() for key in size} - {"vocab_size", "norm_eps"}
 
 
 @dataclass(frozen=True, kw_only=True)
