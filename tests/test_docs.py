@@ -85,7 +85,7 @@ def in_this_process(job, company, environment):
     job.folder.mkdir(parents=True, exist_ok=True)
     jobs.record_company(job, company)
     with job.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        code = cli.main(["train", *job.arguments, "--out", str(job.folder), *SMALL, "--steps", "3"])
+        code = cli.main(["train", *job.arguments, "--out", str(job.folder), *SMALL])
     return SimpleNamespace(poll=lambda: code, returncode=code, pid=0)
 
 

@@ -100,7 +100,7 @@ def compare(
 
 def unlike(runs: dict[tuple[str, int], Job], steps: int, data: Dataset) -> str:
     """Why what has finished is no comparison; empty if it is one. Each run reads the text by itself: one that was
-    changed meanwhile is another for those that began later. And a run may have been taken further by itself."""
+    changed meanwhile is another for those that began later. And a run may have been taken to other steps, alone."""
     finished = [TrainResult.read(run.folder) for run in runs.values() if run.finished]
     known = ("", data.identity["source_hash"])
     if other := [str(run.folder) for run in finished if run.source_hash not in known]:
@@ -108,10 +108,10 @@ def unlike(runs: dict[tuple[str, int], Job], steps: int, data: Dataset) -> str:
             f"the text has changed while runs were made: {', '.join(other)} saw another than the comparison began "
             "with, so a table would not compare like with like. Put back the text, remove these folders, and --resume"
         )
-    if further := [f"{run.folder} to {run.steps}" for run in finished if run.steps != steps]:
+    if other := [f"{run.folder} after {run.steps}" for run in finished if run.steps != steps]:
         return (
-            f"runs were taken further than the {steps} steps of the comparison: {', '.join(further)}, so a table would "
-            "not compare like with like. Remove these folders, and --resume"
+            f"runs of this comparison end after {steps} steps, and {', '.join(other)}, so a table would not compare "
+            "like with like. Remove these folders, and --resume"
         )
     return ""
 

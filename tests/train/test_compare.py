@@ -377,7 +377,7 @@ def test_an_interrupted_comparison_has_a_table_of_what_is_done(tmp_path, monkeyp
     ("changed", "told"),
     [
         ({"source_hash": "of a text that changed meanwhile"}, "the text has changed while runs were made: {run} saw"),
-        ({"steps": 24}, "runs were taken further than the 12 steps of the comparison: {run} to 24, so"),
+        ({"steps": 24}, "runs of this comparison end after 12 steps, and {run} after 24, so a table"),
     ],
 )
 def test_a_table_is_of_runs_that_are_alike_or_is_not_written(tmp_path, monkeypatch, changed, told):
