@@ -138,6 +138,8 @@ def test_a_run_folder_is_a_configuration_and_no_recipe(tmp_path, capsys, called)
 def test_torchrun_starts_what_divides_its_work_and_nothing_else(capsys, monkeypatch, command):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(COMMANDS, command, print)
+    assert main([command]) == 0  # a shell of a cluster
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     if command in ("train", "generate"):
         assert main([command]) == 0
     else:

@@ -79,8 +79,10 @@ DIVIDED = ("train", "generate")  # among the processes that torchrun has started
 
 
 def refuse_ranks(command: str) -> None:
-    """Others would do the same work once in every process, and write the same files."""
-    if command not in DIVIDED and (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    """Others would do the same work once in every process, and write the same files. A cluster may have WORLD_SIZE in
+    its shells too, where a command is started by hand."""
+    started = "TORCHELASTIC_RUN_ID" in os.environ
+    if started and command not in DIVIDED and (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UserError(
             f"{command} is the work of one process, and torchrun has started {count}: start headwater {command} "
             f"without it; the commands for several are {' and '.join(DIVIDED)}"

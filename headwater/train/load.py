@@ -82,7 +82,10 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
         model.load_weights(weights)
     except ValueError as error:
         raise UserError(f"--init-from {folder}: {error}") from None
-    pairs = {name: (getattr(other.config, name), getattr(model.config, name)) for name in UNSEEN}
+    stretched = {"rope_theta"} if model.config.context > other.config.context else set()  # as one does for longer texts
+    pairs = {
+        name: (getattr(other.config, name), getattr(model.config, name)) for name in UNSEEN if name not in stretched
+    }
     if unlike := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
         listing = "\n  ".join(f"model.{name}: {there!r} there, {here!r} here" for name, (there, here) in unlike.items())
         take = " ".join(f"--{name.replace('_', '-')} {there}" for name, (there, _) in unlike.items())

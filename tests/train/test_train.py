@@ -294,6 +294,21 @@ def test_a_tilde_leads_home_from_python_too(tmp_path, monkeypatch):
     assert not (tmp_path / "~").exists()
 
 
+def test_a_longer_context_may_bring_another_rope_base(monkeypatch):
+    def decoder(**other):
+        return Decoder(ModelConfig(**{"vocab_size": 32, "layers": 1, "dim": 16, "heads": 2, "context": 16} | other))
+
+    there, tokenizer = decoder(), ByteTokenizer()
+    monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(there, tokenizer, None))
+    longer = decoder(context=32, rope_theta=5e5)
+    fill_from(longer, tokenizer, "there")
+    torch.testing.assert_close(longer.weights(), there.weights(), rtol=0, atol=0)
+    with pytest.raises(UserError, match=r"model\.norm_eps"):
+        fill_from(decoder(context=32, norm_eps=0.1), tokenizer, "there")
+    with pytest.raises(UserError, match=r"model\.rope_theta"):
+        fill_from(decoder(context=8, rope_theta=5e5), tokenizer, "there")
+
+
 def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
     """On another text, of which a BPE of its own would be another; and it goes on when the other run is gone."""
     pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
