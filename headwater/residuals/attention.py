@@ -237,6 +237,8 @@ class AttentionResidual(Residual):
         return query is not None and query.requires_grad
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
+        if y.dtype != state[0].dtype:  # asked first: `to` takes the host 10 us for nothing
+            y = y.to(state[0].dtype)
         if self.two_phase is not None and self.two_phase.holds(state, "write", i):
             return self.two_phase.write(state, i, y)
         if i == 0 and self.two_phase is not None and self._enters_late(state[0]) and self._runs_two_phases(state[0]):

@@ -66,7 +66,7 @@ class DeltaAttentionResidual(Residual):
         stream = state[0] + y
         if i % self.block:
             return (stream, *state[1:-1], state[-1] + y)
-        return (stream, *state[1:], y)
+        return (stream, *state[1:], y.to(stream.dtype))
 
     def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, state[0])

@@ -155,7 +155,7 @@ class LayerwiseResidual(Residual):
         if self.keeps_input:
             carried = (carried[0] + y,)
         else:
-            carried = (carried[0], y if first else carried[1] + y)
+            carried = (carried[0], y.to(carried[0].dtype) if first else carried[1] + y)
         if i not in self.layer_ends:
             return (*carried, *bank)
         return self.store(bank, carried[-1], self.layer_ends.index(i))

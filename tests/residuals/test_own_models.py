@@ -6,6 +6,7 @@ from torch import nn
 
 from headwater.residuals import build, mixing, names, record
 from headwater.residuals.base import Placed
+from headwater.residuals.record import replay
 
 
 def stack(count: int, dim: int = 16) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -97,3 +98,21 @@ def test_outputs_of_zero_are_known_to_have_no_gradient_where_lengths_are_divided
     assert [build(spec, 16, 4).takes_zero for spec in ("elc-bert", "elc-bert:variant=normalized", "ddl")] == [
         True, False, False,
     ]  # fmt: skip
+
+
+SINGLE_READS = [*names(), "attnres-full:window=2", "delta-attnres:block=3", "deepcrossattention:last=1"]
+IN_TWO_PHASES = [f"attnres-{how}schedule=two-phase,backend=reference" for how in ("block:block=3,", "full:")]
+
+
+@pytest.mark.parametrize("spec", SINGLE_READS + IN_TWO_PHASES)
+def test_outputs_narrower_than_the_stream_are_summed_as_wide_as_it_is(spec):
+    """As those of linear layers under autocast."""
+    torch.manual_seed(0)
+    residual, x = build(spec, 16, 8), torch.randn(2, 3, 16)
+    outputs = torch.randn(8, 2, 3, 16).bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        narrow, wide = (replay(residual, [x, *given]) for given in (outputs, outputs.float()))
+    for ours, exact in zip(narrow, wide, strict=True):
+        ours, exact = (read if isinstance(read, tuple) else (read,) for read in (ours, exact))
+        assert [read.dtype for read in ours] == [torch.float32] * len(ours)
+        assert all(map(torch.equal, ours, exact))
