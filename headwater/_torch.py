@@ -37,6 +37,11 @@ def find(path: str) -> Any:
 _transforms_active = find("torch._C._are_functorch_transforms_active")
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func is active, such as grad or vmap. Else: not known, and `apply` refuses them."""
+    return _transforms_active is not None and not torch.compiler.is_compiling() and _transforms_active()
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """function.apply(*args), without that search where no functorch transform is active. Else: as it is."""
     if _transforms_active is None or torch.compiler.is_compiling() or _transforms_active():

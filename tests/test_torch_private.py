@@ -79,6 +79,7 @@ class Doubled(torch.autograd.Function):
 def test_apply():
     other = loaded_without("torch._C._are_functorch_transforms_active")
     assert other._transforms_active is None
+    assert torch.vmap(lambda x: x + _torch.transformed() + 2 * other.transformed())(torch.zeros(1)).item() == 1
     for apply in (_torch.apply, other.apply):
         x = torch.ones(3, requires_grad=True)
         out = apply(Doubled, x)

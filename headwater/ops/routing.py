@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headwater._torch import transformed
 from headwater.errors import BackendError
 
 Backend = Literal["auto", "reference", "triton"]
@@ -25,6 +26,8 @@ def obstacle(source: Tensor, *others: Tensor, heads: int = 1) -> str | None:
     """Why the Triton kernels cannot take these tensors, or None."""
     if not INSTALLED:
         return "triton is not installed"
+    if transformed():
+        return "a transform of torch.func is active, such as grad or vmap, which kernels do not take part in"
     if not source.is_cuda and not interpreting():
         return f"tensors are on {source.device.type}, the kernels need cuda"
     if source.dtype not in DTYPES:

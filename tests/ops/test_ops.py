@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headwater.ops import attend_blocks, depth_attention, merge_partial, routing
+from headwater.errors import BackendError
 from headwater.ops.depth import reference
 
 
@@ -137,6 +138,12 @@ def test_rows_as_wide_as_a_program_holds_and_no_wider(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert routing.obstacle(torch.empty(1, 32768)) is None
     assert routing.obstacle(torch.empty(1, 32769)) == "width 32769 is not between 1 and 32768"
+
+
+def test_kernels_take_no_part_in_transforms_of_torch_func(monkeypatch):
+    monkeypatch.setattr(routing, "INSTALLED", True)
+    with pytest.raises(BackendError, match="a transform of torch.func is active, such as grad or vmap"):
+        torch.vmap(lambda x: depth_attention([x, x], x, backend="triton"))(torch.ones(2, 4))
 
 
 def test_wrong_shapes_are_named():

@@ -46,6 +46,19 @@ def test_the_number_of_iterations_is_exact(iterations):
     assert (sinkhorn(draw(4), iterations) - by_division(draw(4), iterations + 1)).abs().max() > 1e-9
 
 
+@pytest.mark.parametrize("lead", [0.0, 8.0, 16.0])
+def test_transforms_of_torch_func_find_the_same(lead):
+    logits = (draw(4) / 2 + lead * torch.eye(4).roll(1, 0)).float()
+    along = torch.randn(4, 4, generator=torch.Generator().manual_seed(9))
+    leaf = logits.clone().requires_grad_()
+    value = sinkhorn(leaf, 20)
+    (gradient,) = torch.autograd.grad((value * along).sum(), leaf)
+    one = torch.func.grad_and_value(lambda x: (sinkhorn(x, 20) * along).sum())
+    gradients, values = torch.vmap(torch.vmap(one))(logits)
+    torch.testing.assert_close(values, (value * along).sum((-2, -1)), atol=1e-5, rtol=1e-5)
+    assert ((gradients - gradient).norm(dim=(-2, -1)) < 6e-5 * gradient.norm(dim=(-2, -1))).all()
+
+
 @pytest.mark.parametrize(("backend", "n"), FORMS)
 @pytest.mark.parametrize("lead", [8.0, 16.0, 30.0])
 @pytest.mark.parametrize("device", DEVICES)

@@ -100,6 +100,31 @@ def test_outputs_of_zero_are_known_to_have_no_gradient_where_lengths_are_divided
     ]  # fmt: skip
 
 
+class Network(nn.Module):
+    def __init__(self, residual):
+        super().__init__()
+        self.residual = residual
+        self.norms, self.layers = map(nn.ModuleList, stack(4))
+
+    def forward(self, x):
+        return run_from(self.residual, self.residual.begin(x), self.norms, self.layers)
+
+
+@pytest.mark.parametrize("spec", names())
+def test_gradients_of_each_sample_by_torch_func_are_those_of_its_backward(spec):
+    network, samples, along = Network(build(spec, 16, 4)), torch.randn(3, 5, 16), torch.linspace(-1, 1, 16)
+    parameters = dict(network.named_parameters())
+
+    def loss(values, x):
+        return (torch.func.functional_call(network, values, (x,)) * along).sum()
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, samples)
+    for n, sample in enumerate(samples):
+        expected = torch.autograd.grad(loss(parameters, sample), [*parameters.values()])
+        for gradient, (name, of_samples) in zip(expected, found.items(), strict=True):
+            torch.testing.assert_close(of_samples[n], gradient, atol=1e-4, rtol=1e-4, msg=name)
+
+
 SINGLE_READS = [*names(), "attnres-full:window=2", "delta-attnres:block=3", "deepcrossattention:last=1"]
 IN_TWO_PHASES = [f"attnres-{how}schedule=two-phase,backend=reference" for how in ("block:block=3,", "full:")]
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater._torch import transformed
 from headwater.ops.numerics import accumulation_dtype
 from headwater.ops.routing import Backend, use_triton
 from headwater.ops.triton.registration import operator
@@ -97,4 +98,6 @@ def sinkhorn(logits: Tensor, iterations: int, *, backend: Backend = "auto") -> T
     if backend == "triton" and not fits:
         raise ValueError(f"backend='triton' takes matrices of up to {MAX_SIZE} rows, got {tuple(logits.shape)}")
     triton = fits and use_triton(backend, wide)
+    if transformed():
+        return reference.by_division(wide, iterations)
     return _Sinkhorn.apply(wide.reshape(-1, *wide.shape[-2:]), iterations, triton).view(logits.shape)

@@ -32,6 +32,18 @@ def forward(logits: Tensor, iterations: int) -> Tensor:
     return (rows.unsqueeze(1) * kernel * columns).permute(2, 0, 1).contiguous()
 
 
+def by_division(logits: Tensor, iterations: int) -> Tensor:
+    """(..., n, n) to (..., n, n) by operators that every transform of torch.func knows, in fp64: autograd's gradient is
+    not `centred`."""
+    x = logits.double()
+    kernel = (x - x.detach().amax(-2, keepdim=True)).exp().clamp_min(FLOOR)
+    rows = columns = torch.ones_like(kernel[..., :1])  # (..., n, 1)
+    for _ in range(iterations):
+        columns = (kernel * rows).sum(-2, keepdim=True).reciprocal()  # (..., 1, n)
+        rows = (kernel * columns).sum(-1, keepdim=True).reciprocal()  # (..., n, 1)
+    return (rows * kernel * columns).to(logits.dtype)
+
+
 def centred(gradient: Tensor, matrix: Tensor) -> Tensor:
     """The gradient less each row's mean by its weights. The last division makes rows sum to one, so that a number for a
     whole row changes nothing; near a permutation it is nearly all that there is, and drowns what does."""
