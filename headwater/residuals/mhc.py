@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from itertools import permutations
 from math import factorial
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,12 @@ class MHCResidual(ConstrainedResidual):
         return gate_streams(z, mapping.bias, mapping.scale, self.iterations, backend=self._now())
 
 
+def all_permutations(like: Tensor, n: int) -> Tensor:
+    """Their matrices as columns, (n n, n!), of the dtype and on the device of a tensor."""
+    identity = torch.eye(n, device="cpu")
+    return torch.stack([identity[list(order)].flatten() for order in permutations(range(n))], 1).to(like)
+
+
 @register("mhc-lite")
 class MHCLiteResidual(ConstrainedResidual):
     """x = sigmoid(a) X;  X' = (sum_r softmax(c)_r P_r) X + 2 sigmoid(b) f(x), over all n! permutations P_r.
@@ -135,8 +141,13 @@ class MHCLiteResidual(ConstrainedResidual):
         identity_first = FAR * (1 - torch.eye(count)[0])
         options: Any = {"mixtures": count, "res_bias": identity_first, "start": start, "backend": backend}
         super().__init__(dim, sublayers, streams=streams, **options)
-        matrices = torch.stack([torch.eye(streams)[list(order)] for order in permutations(range(streams))])
-        self.register_buffer("permutations", matrices.flatten(1).T.contiguous(), persistent=False)  # (n n, n!)
+        self.register_buffer("permutations", all_permutations(identity_first, streams), persistent=False)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        """As every move and cast of a module; after `to_empty`, no checkpoint brings the permutations back."""
+        super()._apply(*args, **kwargs)
+        self.permutations = all_permutations(self.permutations, self.streams)
+        return self
 
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
         pre, post, res = gate_logits(z, mapping.bias, mapping.scale, mapping.sizes)

@@ -125,6 +125,17 @@ def test_gradients_of_each_sample_by_torch_func_are_those_of_its_backward(spec):
             torch.testing.assert_close(of_samples[n], gradient, atol=1e-4, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("spec", names())
+def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(spec):
+    network, x = Network(build(spec, 16, 4)), torch.randn(2, 3, 16)
+    with torch.device("meta"):
+        empty = Network(build(spec, 16, 4))
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(network.state_dict())
+    torch.testing.assert_close(empty(x), network(x), rtol=0, atol=0)
+    assert {tensor.dtype for tensor in (*empty.bfloat16().parameters(), *empty.buffers())} == {torch.bfloat16}
+
+
 SINGLE_READS = [*names(), "attnres-full:window=2", "delta-attnres:block=3", "deepcrossattention:last=1"]
 IN_TWO_PHASES = [f"attnres-{how}schedule=two-phase,backend=reference" for how in ("block:block=3,", "full:")]
 
