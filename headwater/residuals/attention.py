@@ -14,7 +14,7 @@ from headwater.ops.depth.reference import depth_weights, fold, stack_wide
 from headwater.ops.numerics import accumulation_dtype, wide
 from headwater.ops.routing import use_triton
 
-from .base import Layout, Next, Norm, Residual, State, apply_norm, hold, weights_held
+from .base import Layout, Next, Norm, Placed, Residual, State, apply_norm, hold, weights_held
 from .registry import register
 from .two_phase import TwoPhase
 
@@ -215,6 +215,17 @@ class AttentionResidual(Residual):
     def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
         """The sources alone, or the state of two phases."""
         return (self.layout(i), *(() if self.two_phase is None else self.two_phase.layout(verb, i)))
+
+    def check(self, state: State, verb: Next, i: int) -> None:
+        super().check(state, verb, i)
+        if isinstance(state, Placed) or self.two_phase is None or not self.two_phase.holds(state, verb, i):
+            return
+        shape, rows = self.two_phase.unpack(state, verb, i).folded.shape, self.two_phase.last - self.two_phase.first
+        if shape != (rows, self.dim):  # a kernel would read what lies behind
+            raise ValueError(
+                f"{verb} {i} of '{self.spec}' got a state that was cut, whose queries are {tuple(shape)} and not "
+                f"{(rows, self.dim)}: take residual.settle(state, i) before read i, and select in its tensors"
+            )
 
     def _begin(self, x: Tensor) -> State:
         if self.two_phase is None or weights_held() or self._enters_late(x) or not self._runs_two_phases(x):

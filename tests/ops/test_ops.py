@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from headwater.ops import attend_blocks, depth_attention, merge_partial, routing
 from headwater.errors import BackendError
+from headwater.ops import attend_blocks, depth_attention, merge_partial, routing
 from headwater.ops.depth import reference
 
 
@@ -142,7 +142,7 @@ def test_rows_as_wide_as_a_program_holds_and_no_wider(monkeypatch):
 
 def test_kernels_take_no_part_in_transforms_of_torch_func(monkeypatch):
     monkeypatch.setattr(routing, "INSTALLED", True)
-    with pytest.raises(BackendError, match="a transform of torch.func is active, such as grad or vmap"):
+    with pytest.raises(BackendError, match=r"a transform of torch\.func is active, such as grad or vmap"):
         torch.vmap(lambda x: depth_attention([x, x], x, backend="triton"))(torch.ones(2, 4))
 
 

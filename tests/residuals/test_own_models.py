@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.residuals import build, mixing, names, record
+from headwater.residuals import attention, build, mixing, names, record
 from headwater.residuals.base import Placed
 from headwater.residuals.record import replay
+
+IN_TWO_PHASES = [f"attnres-{how}schedule=two-phase,backend=reference" for how in ("block:block=3,", "full:")]
 
 
 def stack(count: int, dim: int = 16) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -64,11 +66,11 @@ def test_a_state_is_rebuilt_as_a_plain_tuple(spec):
         Placed(state[0], "read", 0)
 
 
-def run_from(residual, state, norms, layers):
-    for i, layer in enumerate(layers):
+def run_from(residual, state, norms, layers, first=0):
+    for i in range(first, len(layers)):
         read, state = residual.read(state, i, norm=norms[i])
         read = read[0] if isinstance(read, tuple) else read
-        state = residual.write(state, i, layer(read))
+        state = residual.write(state, i, layers[i](read))
     return residual.end(state, norm=norms[-1])
 
 
@@ -98,6 +100,33 @@ def test_outputs_of_zero_are_known_to_have_no_gradient_where_lengths_are_divided
     assert [build(spec, 16, 4).takes_zero for spec in ("elc-bert", "elc-bert:variant=normalized", "ddl")] == [
         True, False, False,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [(slice(None), slice(1, 3)), slice(1)], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("spec", [*names(), *IN_TWO_PHASES])
+def test_a_state_is_cut_once_it_is_settled(spec, cut, monkeypatch):
+    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
+    (norms, layers), x = stack(6), torch.randn(2, 4, 16)
+    residual = build(spec, 16, 6)
+    state = residual.begin(x)
+    expected = run_from(residual, state, norms, layers)[cut]
+    for i, layer in enumerate(layers):
+        settled = tuple(tensor[cut] for tensor in residual.settle(state, i))
+        torch.testing.assert_close(run_from(residual, settled, norms, layers, i), expected)
+        read, state = residual.read(state, i, norm=norms[i])
+        state = residual.write(state, i, layer(read[0] if isinstance(read, tuple) else read))
+
+
+@pytest.mark.parametrize("cut", [(slice(None), slice(1, 3)), slice(1)], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("spec", [*IN_TWO_PHASES, "hyper-attnres"])
+def test_a_state_of_two_phases_that_is_cut_as_it_is_is_refused(spec, cut, monkeypatch):
+    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
+    residual = build(spec, 16, 6)
+    state = tuple(tensor[cut] for tensor in residual.begin(torch.randn(2, 4, 16)))
+    with pytest.raises(
+        ValueError, match=r"read 0 of .* a state that was cut, whose queries are \(.*\) and not \(7, 16\)"
+    ):
+        residual.read(state, 0)
 
 
 class Network(nn.Module):
@@ -137,7 +166,6 @@ def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(spec):
 
 
 SINGLE_READS = [*names(), "attnres-full:window=2", "delta-attnres:block=3", "deepcrossattention:last=1"]
-IN_TWO_PHASES = [f"attnres-{how}schedule=two-phase,backend=reference" for how in ("block:block=3,", "full:")]
 
 
 @pytest.mark.parametrize("spec", SINGLE_READS + IN_TWO_PHASES)
