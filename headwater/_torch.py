@@ -83,6 +83,17 @@ def _least_uses() -> int:
     return _Counted.counts[-1]
 
 
+# Hooks. Nothing public says whether a call of a module runs more than its forward. Else: only its own are known.
+
+_hooks_of_all: Callable[[], Any] = find("torch.nn.modules.module._has_any_global_hook") or (lambda: False)
+
+
+def hooked(module: torch.nn.Module) -> bool:
+    """Whether someone has registered a hook on a module, or on all of them: it is to be called."""
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks or _hooks_of_all())
+
+
 # Dispatch. Nothing public says whether fake tensors or another mode are listening. Else: assume that one is.
 
 _dispatch_mode = find("torch.utils._python_dispatch._get_current_dispatch_mode")

@@ -61,6 +61,7 @@ def test_every_private_part_is_there_in_this_release():
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "torch.optim._muon._zeropower_via_newtonschulz",
+        "torch.nn.modules.module._has_any_global_hook",
     ):
         assert _torch.find(path) is not None, path
     assert (_torch.current_stream is _torch._public_stream) == (torch.version.cuda is None)
@@ -86,6 +87,18 @@ def test_apply():
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.full((3,), 2.0))
     with pytest.raises(RuntimeError, match="functorch transforms"):  # not past functorch, which would be wrong
         torch.func.grad(lambda x: _torch.apply(Doubled, x).sum())(torch.ones(3))
+
+
+def test_hooked():
+    other, module, hook = loaded_without("torch.nn.modules.module._has_any_global_hook"), torch.nn.Identity(), print
+    assert not _torch.hooked(module)
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    assert _torch.hooked(module)
+    assert not other.hooked(module)
+    handle.remove()
+    module.register_forward_pre_hook(hook)
+    assert _torch.hooked(module)
+    assert other.hooked(module)
 
 
 class Alone(Doubled):

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from headwater._torch import hooked
 from headwater.ops.decode import Merge, Norm, attend, open_span, project, take
 from headwater.ops.numerics import accumulation_dtype
 from headwater.ops.routing import Backend, obstacle
@@ -143,6 +144,8 @@ def reason_against(model: Decoder) -> str | None:
     parts = (model.embedding, model.norm, model.head, *model.sublayers.modules())
     if not all(type(part) in PLAIN and getattr(part, "bias", None) is None for part in parts):
         return "its projections are wrapped or divided, or have a bias"
+    if any(map(hooked, model.modules())):
+        return "its modules have hooks"
     if config.head_dim % 2 or len({parameter.dtype for parameter in model.parameters()}) > 1:
         return "its parameters are of several dtypes, or a head has an odd width"
     return obstacle(model.embedding.weight)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwater._torch import hooked
 from headwater.ops.depth import reference
 from headwater.ops.routing import Backend
 
@@ -301,10 +302,10 @@ class TwoPhase:
 
     def _folded_norm(self, norm: Norm | None, x: Tensor) -> tuple[Tensor | None, float]:
         """Weight and eps of a norm that a kernel can apply itself, else (None, unused): torch's, or of a class with
-        `folds = True`, since another's forward may compute anything. The plain operators would gain nothing: there a
-        norm is called, as its hooks and FSDP's unsharding want it."""
+        `folds = True`, since another's forward may compute anything. One with hooks is called, FSDP's unsharding among
+        them; so is every norm over the plain operators, which would gain nothing."""
         if self.plain(x) or not isinstance(norm, nn.RMSNorm) or (weight := norm.weight) is None or norm.eps is None:
             return None, 1e-6
-        if type(norm) is not nn.RMSNorm and not getattr(norm, "folds", False):
+        if (type(norm) is not nn.RMSNorm and not getattr(norm, "folds", False)) or hooked(norm):
             return None, 1e-6
         return weight, norm.eps

@@ -85,6 +85,9 @@ def test_what_cannot_be_fused_is_named():
     body.query = torch.nn.Sequential(body.query, torch.nn.Identity())  # as adapters do, with the weight inside
     biased.sublayers[1].body.output = torch.nn.Linear(48, 32)
     assert all("wrapped" in reason_against(model) for model in (wrapped, biased))
+    watched = model_of("standard")
+    watched.sublayers[1].body.register_forward_hook(lambda *_: None)
+    assert reason_against(watched) == "its modules have hooks"
 
 
 def as_on_a_gpu(monkeypatch):

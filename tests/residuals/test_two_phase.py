@@ -225,18 +225,29 @@ def test_a_kernel_takes_no_norm_with_a_forward_of_its_own(spec, folds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
-def test_the_decoders_norm_is_folded_as_torchs_is(spec):
+@pytest.mark.parametrize(
+    "hook", ["", "forward_pre_", "forward_", "full_backward_pre_", "full_backward_", "module_forward_"]
+)
+def test_the_decoders_norm_is_folded_as_torchs_is_and_none_with_hooks(spec, hook, monkeypatch):
     pytest.importorskip("triton", reason="the kernels need triton")
-    residual, calls = scattered(with_options(spec, backend="triton"), 4), []
+    residual, outputs, calls, ends = scattered(with_options(spec, backend="triton"), 4), torch.randn(5, 2, 16), [], []
+    count, norm_of = [], torch.nn.functional.rms_norm
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda *words: count.append(1) or norm_of(*words))
     for norm in (torch.nn.RMSNorm(16, eps=1e-6), RMSNorm(16, 1e-6), Centred(16, eps=1e-6)):
-        seen = []
-        norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
-        state = residual.begin(torch.ones(2, 16))
+        count.clear()
+        owner = torch.nn.modules.module if hook == "module_forward_" else norm
+        handle = getattr(owner, f"register_{hook}hook")(lambda *_: None) if hook else None
+        state = residual.begin(outputs[0])
         for i in range(4):
-            state = residual.write(residual.read(state, i, norm=norm)[1], i, torch.ones(2, 16))
-        residual.end(state, norm=norm)
-        calls.append(len(seen))
-    assert calls[0] == calls[1] < calls[2] == 5
+            state = residual.write(residual.read(state, i, norm=norm)[1], i, outputs[i + 1])
+        ends.append(residual.end(state, norm=norm))
+        calls.append(len(count))
+        if handle is not None:
+            handle.remove()
+    assert calls[0] == calls[1] == (5 if hook else calls[0])
+    assert calls[2] == 5
+    assert hook or calls[0] < 5
+    torch.testing.assert_close(ends[0], ends[1])
 
 
 def test_queries_on_another_device_stay_there():

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from headwater._torch import hooked
+
 
 class ScaledNorm(nn.RMSNorm):
     """Stands for `norm(scale * x)`: called, it does just that; a kernel takes `weight` and `eps` and folds it in.
@@ -16,7 +18,6 @@ class ScaledNorm(nn.RMSNorm):
     It owns no parameter: the weight is looked up in `norm`, wherever loading or training has put it.
     """
 
-    folds = True
     norm: nn.Module
     base: type[nn.Module]
     scale: float
@@ -31,6 +32,11 @@ class ScaledNorm(nn.RMSNorm):
     def weight(self) -> Tensor:  # type: ignore[override]
         weight = cast(Tensor, self.norm.weight)
         return weight + self.offset if self.offset else weight
+
+    @property
+    def folds(self) -> bool:
+        """Hooks of a final norm run around the call that brings it the state."""
+        return self.final or not hooked(self.norm)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.scale == 1.0 else x * self.scale
