@@ -16,16 +16,18 @@ INPUTS = ("attention",)  # sublayers that take separate query, key and value inp
 LEADS = ("shortswa",)  # sublayers that mix a layer's input before the layer's attention sees it
 KINDS = (*INPUTS, "kda", "mla", "mixer", *LEADS, *CHANNEL_MIXERS)
 
+ALL_KINDS = (*KINDS, "parallel")  # attention and MLP on one read, for residuals that treat all sublayers alike
 
-def sublayer_kinds(sublayers: int, kinds: Sequence[str] | None) -> tuple[str, ...]:
+
+def sublayer_kinds(sublayers: int, kinds: Sequence[str] | None, known: tuple[str, ...] = KINDS) -> tuple[str, ...]:
     """The given kinds, or attention and MLP in turn."""
     if kinds is None:
         return tuple("mlp" if i % 2 else "attention" for i in range(sublayers))
     if len(kinds) != sublayers:
         raise ValueError(f"kinds must name each of the {sublayers} sublayers, got {len(kinds)} names")
-    if unknown := sorted({*kinds} - {*KINDS}):  # an "ffn" would pass for a mixer of tokens, and no layer would end
+    if unknown := sorted({*kinds} - {*known}):  # an "ffn" would pass for a mixer of tokens, and no layer would end
         raise ValueError(
-            f"kinds are {', '.join(KINDS)}; got '{unknown[0]}'. A layer ends with its {' or '.join(CHANNEL_MIXERS)}; "
+            f"kinds are {', '.join(known)}; got '{unknown[0]}'. A layer ends with its {' or '.join(CHANNEL_MIXERS)}; "
             "what mixes tokens in a way of its own is a mixer"
         )
     return tuple(kinds)

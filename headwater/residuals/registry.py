@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 from headwater.errors import UserError
 
 from .base import Residual
+from .layerwise import ALL_KINDS, sublayer_kinds
 from .plugins import absence, flags_for, is_own, load_entry_points
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -189,7 +190,8 @@ def build(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None = Non
         kinds: of each sublayer, "attention", "mlp" ..., which some residuals tell apart; by default they alternate.
 
     Returns a `Residual`, a module: `begin`, then `read` and `write` for each sublayer, then `end`.
-    Raises ValueError for an unknown name or option, and for sizes that do not fit it; the message lists what is valid.
+    Raises ValueError for an unknown name, option or kind, and for sizes that do not fit it; the message lists what is
+    valid.
 
         residual = build("attnres-full", dim=512, sublayers=24)
         state = residual.begin(torch.randn(2, 16, 512))
@@ -200,7 +202,7 @@ def build(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None = Non
     residual = known.build(dim, sublayers, **known.fixed, **options, **layout)
     residual.spec = spec
     if kinds is not None:
-        residual.kinds = tuple(kinds)
+        residual.kinds = sublayer_kinds(sublayers, kinds, ALL_KINDS)
     return residual
 
 

@@ -203,17 +203,26 @@ def test_sizes_must_be_whole_numbers(name, dim, sublayers):
     assert str(caught.value) == f"dim and sublayers must be whole numbers and at least 1, got {dim=}, {sublayers=}"
 
 
-def test_kinds_must_name_every_sublayer():
+@pytest.mark.parametrize("spec", ["denseformer", "attnres-block"])
+def test_kinds_must_name_every_sublayer(spec):
     with pytest.raises(ValueError, match="kinds must name each of the 8 sublayers, got 2 names"):
-        build("denseformer", 16, 8, kinds=("attention", "mlp"))
+        build(spec, 16, 8, kinds=("attention", "mlp"))
 
 
-@pytest.mark.parametrize("spec", ["denseformer", "deepnorm", "ddl"])
+@pytest.mark.parametrize("spec", names())
 def test_kinds_are_those_that_there_are(spec):
     """Of another name for an MLP, such as ffn, no layer ended: the whole network was one, and the residual plain."""
-    with pytest.raises(ValueError, match=r"kinds are attention, .*, mlp, moe; got 'ffn'. A layer ends with its mlp or"):
+    with pytest.raises(
+        ValueError, match=r"kinds are attention, .*, mlp, moe.*; got 'ffn'. A layer ends with its mlp or"
+    ):
         build(spec, 16, 8, kinds=("attention", "ffn") * 4)
     build(spec, 16, 8, kinds=("mixer", "mlp") * 4)
+
+
+def test_both_on_one_read_are_a_kind_where_kinds_are_not_told_apart():
+    assert build("attnres-block", 16, 2, kinds=["parallel"] * 2).kinds == ("parallel", "parallel")
+    with pytest.raises(ValueError, match="got 'parallel'"):
+        build("denseformer", 16, 2, kinds=["parallel"] * 2)
 
 
 def test_what_a_pattern_names_is_a_kind():
