@@ -1,6 +1,7 @@
 """Grouped-query attention with rotary positions and a KV cache."""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -58,10 +59,24 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, context: int, theta: float) -> None:
         super().__init__()
-        frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)  # (T, head_dim / 2)
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        self.head_dim, self.theta = head_dim, theta
+        for name, table in zip(("cos", "sin"), self.tables(context), strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def tables(self, context: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        frequency = self.theta ** (
+            -torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
+        )
+        angle = torch.outer(torch.arange(context, dtype=torch.float64, device=device), frequency)  # (T, head_dim / 2)
+        return angle.cos().float(), angle.sin().float()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        """As every move of a module; what comes from the meta device is empty, and no checkpoint has it."""
+        empty = self.cos.is_meta
+        super()._apply(*args, **kwargs)
+        if empty and not self.cos.is_meta:
+            self.cos, self.sin = (table.to(self.cos) for table in self.tables(len(self.cos), torch.device("cpu")))
+        return self
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         if start + length > len(self.cos):

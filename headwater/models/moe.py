@@ -7,7 +7,7 @@ The bias decides who is chosen and nothing else. No gradient moves it: after eac
 fewer tokens than the mean and down for those that had more (arXiv 2408.15664, DeepSeek-V3). No token is dropped.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,14 @@ class Router(Divisible):
         self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
         self.register_buffer("bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts), persistent=False)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        """As every move of a module; what comes from the meta device is empty, and no checkpoint has the load."""
+        empty = self.load.is_meta
+        super()._apply(*args, **kwargs)
+        if empty:
+            self.load = torch.zeros_like(self.load)
+        return self
 
     def forward(self, x: Tensor) -> Routes:
         with full_precision(x):

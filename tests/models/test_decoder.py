@@ -137,6 +137,29 @@ def test_under_autocast_the_stream_has_the_sublayers_dtype_unless_fp32_is_asked_
     assert model.begin(tokens_of())[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("pattern", ["attention", "attention:shortswa", "kda:mla"])
+def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(pattern):
+    """As loops with FSDP2 do it: rotary tables and what routers have counted are in no checkpoint."""
+    shape = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32, "layers": 2, "context": 16, "vocab_size": 32}
+    mixers = {
+        "kda_heads": 2,
+        "kda_head_dim": 8,
+        "mla_head_dim": 8,
+        "mla_value_dim": 8,
+        "mla_shared_dim": 4,
+        "mla_latent": 16,
+    }
+    config = ModelConfig(**shape, **mixers, experts=4, expert_dim=8, pattern=pattern, shortswa=2)
+    model, tokens = Decoder(config), tokens_of(2, 8) % 32
+    with torch.device("meta"):
+        empty = Decoder(config)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(dict(empty.named_buffers())[name], buffer, rtol=0, atol=0)
+    torch.testing.assert_close(empty(tokens), model(tokens), rtol=0, atol=0)
+
+
 def test_a_decoder_on_the_meta_device_computes_shapes():
     with torch.device("meta"):
         assert model_of("standard")(tokens_of().to("meta")).is_meta
