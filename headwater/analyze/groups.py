@@ -70,6 +70,12 @@ class Group:
         """The most runs made at a time with any run of a table row; None where one of them does not say."""
         return most_beside(self.results)
 
+    @property
+    def timed(self) -> bool:
+        """Whether its wall-clock can be held against its baseline's: runs of both had the machine to themselves."""
+        base = None if self.baseline is self else self.baseline
+        return base is not None and self.beside == base.beside == 1
+
 
 def once(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Of runs with one seed the last: made twice, it is still one draw, which tells nothing of how far seeds differ."""

@@ -111,12 +111,15 @@ def made_with(run: RecordedRun, key: str) -> str:
 
 
 def commands(folders: list[Path]) -> list[str]:
-    """One line for each folder that makes its runs again, from the folder's own record of its settings."""
+    """One line for each folder that makes its runs again, from the folder's own record of its settings: where the page
+    was made if that was asked for a folder below, else beside the folder, as a page tells nobody's machine."""
     return [command(folder) for folder in folders]
 
 
 def command(folder: Path) -> str:
-    name, modules = folder.resolve().name, {module_of(run) for run in find_runs([folder])}
+    below = folder.parts and not folder.is_absolute() and ".." not in folder.parts
+    name = folder.as_posix() if below else folder.resolve().name
+    modules = {module_of(run) for run in find_runs([folder])}
     own = [word for module in sorted(modules - {"", "__main__"}) for word in ("--plugin", module)]
     if (folder / "config.json").is_file():
         return shlex.join(["headwater", "train", "--config", f"{name}/config.json", "--out", f"{name}-again", *own])

@@ -45,7 +45,6 @@ def table_row(group: Group, colour: int, best: bool, scale: tuple[float, float] 
     base = group.baseline if group.baseline is not group else None
     extra, parameters = group.final("residual_parameters"), mean(group, "parameters")
     loss, bits, seconds = group.final("loss"), group.final("bits_per_byte"), mean(group, "seconds")
-    timed = base is not None and group.beside == base.beside == 1
     cells = [
         cell(plain(loss), "lowest" if best else "", "best" if best else "", order=mean(group, "loss")),
         difference_cell(group),
@@ -53,7 +52,7 @@ def table_row(group: Group, colour: int, best: bool, scale: tuple[float, float] 
         cell(plain(bits), order=mean(group, "bits_per_byte")),
         cell(count(parameters), added(extra), order=parameters),
         cell(count(flops := mean(group, "flops_per_token")), ratio(group, base, "flops_per_token"), order=flops),
-        cell(duration(seconds), ratio(group, base, "seconds") if timed else "", order=seconds),
+        cell(duration(seconds), ratio(group, base, "seconds") if group.timed else "", order=seconds),
         cell(memory(peak := mean(group, "peak_memory_bytes")), ratio(group, base, "peak_memory_bytes"), order=peak),
     ]
     name = row_name(group, colour)

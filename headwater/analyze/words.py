@@ -85,11 +85,16 @@ def in_bits(group: Group, base: Group) -> str:
 
 def tally(rivals: list[Group]) -> str:
     verdicts = Counter(paired.verdict for group in rivals if (paired := group.difference()) is not None)
-    said = {LOWER: "end lower", HIGHER: "end higher", UNTOLD: "are not told apart", ONE_SEED: "have one seed"}
+    said = {
+        LOWER: ("end lower", "ends lower"),
+        HIGHER: ("end higher", "ends higher"),
+        UNTOLD: ("are not told apart", "is not told apart"),
+        ONE_SEED: ("have one seed", "has one seed"),
+    }
     bases = bases_of(rivals)
     label, residual = next(iter(bases.items()))
     against = label if len(bases) == 1 else f"{residual} at the same settings"
-    parts = [f"{verdicts[verdict]} {words}" for verdict, words in said.items() if verdicts[verdict]]
+    parts = [f"{n} {several if n > 1 else one}" for verdict, (several, one) in said.items() if (n := verdicts[verdict])]
     shown = "The lowest three" if len(bases) == 1 else "The three with the lowest difference"
     return f"Of {many(rivals)} against {against}, {join(parts)}. {shown}:"
 
@@ -139,11 +144,13 @@ def caption(groups: list[Group]) -> str:
 
 def wall_clock(groups: list[Group]) -> str:
     """Times of runs that shared the machine say how busy it was."""
-    if (most := most_beside(groups)) is None:
+    if (most := most_beside(groups)) == 1:
+        return "Runs were made one at a time."
+    if any(group.timed for group in groups):
+        return "Wall-clock is compared only where the runs of both were made one at a time."
+    if most is None:
         return "Wall-clock is not compared: how many runs were made side by side is unknown."
-    if most > 1:
-        return f"Wall-clock is not compared: up to {most} runs were made at a time."
-    return "Runs were made one at a time."
+    return f"Wall-clock is not compared: up to {most} runs were made at a time."
 
 
 def page_notes(groups: list[Group]) -> list[str]:

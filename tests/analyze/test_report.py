@@ -182,6 +182,9 @@ def test_the_first_lines_name_the_lowest_of_many(tmp_path):
     assert words.count(" ends at ") == 3
     assert re.findall(r"(\w+) ends at", words) == ["highway", "ddl", "laurel"]
     assert "Of 6 residuals against standard, 3 end lower and 3 end higher. The lowest three:" in words
+    ends |= {"rezero": 1.6, "mhc": 1.65}
+    words = said_of(arms(tmp_path / "one", {name: [value, value + 0.01] for name, value in ends.items()}))
+    assert "5 end lower and 1 ends higher." in words
 
 
 def test_a_baseline_without_rivals_has_a_page(tmp_path):
@@ -285,7 +288,16 @@ def test_wall_clock_is_compared_only_where_runs_had_the_machine_alone(tmp_path, 
     assert ("× 1.10" in words) is compared  # 21 s against 19 s
 
 
-def test_where_the_numbers_come_from_is_said(tmp_path):
+def test_a_page_of_some_runs_that_had_the_machine_alone_says_which_times_it_compares(tmp_path):
+    folder = make_comparison(tmp_path / "c", ["standard", "attnres-full", "rezero"], [0, 1], layers=1, steps=100)
+    write_json(folder / "runs" / "2-seed1" / "launch.json", {"side_by_side": 2})
+    words = said_of(folder)
+    assert words.count("× 1.10") == 1, "of Full's row, not of ReZero's"
+    assert "Wall-clock is compared only where the runs of both were made one at a time." in words
+    assert "not compared" not in words
+
+
+def test_where_the_numbers_come_from_is_said(tmp_path, monkeypatch):
     folder = make_comparison(tmp_path / "my runs", ["standard", "attnres-full:window=2"], [0, 1], layers=2, steps=20)
     words = said_of(folder)
     for fact in (
@@ -301,6 +313,13 @@ def test_where_the_numbers_come_from_is_said(tmp_path):
         assert fact in words, fact
     alone = make_run(tmp_path / "alone", layers=2, steps=20)
     assert "headwater train --config alone/config.json --out alone-again" in said_of(alone)
+    monkeypatch.chdir(tmp_path.parent)
+    below = Path(tmp_path.name, "alone")
+    assert f"headwater train --config {below}/config.json --out {below}-again" in said_of(below), "as it was asked for"
+    monkeypatch.chdir(tmp_path / "my runs")
+    for elsewhere in (Path("../alone"), Path("../my runs/../alone")):
+        assert "headwater train --config alone/config.json --out alone-again" in said_of(elsewhere)
+    assert "headwater compare --config 'my runs/settings.json'" in said_of(Path("."))
     assert "--plugin" not in said_of(folder) + said_of(alone)
 
 
