@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all. No torch here."""
+"""Folders: which one `~` names, and writing one whole or not at all. No torch here."""
 
 import errno
 import os
@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
+
+def at_home(path: str | Path) -> Path:
+    """A path with `~` as a folder of one's own; a name that begins with one and is nobody's stays, as in a shell."""
+    return Path(os.path.expanduser(path))
 
 
 @contextmanager
@@ -19,6 +22,8 @@ def made_whole(out: Path) -> Iterator[Path]:
 
     Raises OSError where safetensors names an error of the system, such as a full disk, in words alone.
     """
+    from safetensors import SafetensorError  # so that a report is made without it
+
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(out))
     partial = (out if out.exists() else out.parent) / f".{out.name}.{uuid.uuid4().hex[:8]}"

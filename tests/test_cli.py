@@ -375,12 +375,14 @@ def test_lists_and_whole_numbers_will_do_in_python():
 def test_numbers_of_numpy_will_do_in_python(tmp_path):
     """As from a sweep over an array; config.json is then written as ever."""
     given = Config(
-        train=TrainSettings(steps=np.int64(3)),
+        train=TrainSettings(steps=np.int64(3), graph=np.bool_(True), init_from=np.str_("there")),
         optim=OptimSettings(lr=np.float32(0.5), clip=np.int32(2)),
         parallel=ParallelSettings(cuts=[np.int64(2), 4]),
     )
     plain = Config(
-        train=TrainSettings(steps=3), optim=OptimSettings(lr=0.5, clip=2.0), parallel=ParallelSettings(cuts=(2, 4))
+        train=TrainSettings(steps=3, graph=True, init_from="there"),
+        optim=OptimSettings(lr=0.5, clip=2.0),
+        parallel=ParallelSettings(cuts=(2, 4)),
     )
     assert json.dumps(asdict(check(given))) == json.dumps(asdict(plain))
     with pytest.raises(UserError, match=r"steps must be an integer; got 3\.0"):
@@ -396,6 +398,8 @@ def test_a_path_after_an_equals_sign_leads_home_too(tmp_path, monkeypatch, calle
     arguments = called(headwater.train, "train", SimpleNamespace(bits_per_byte=1.0, steps=7))
     assert main(["train", "--out=~", "--resume"]) == 0
     assert (arguments["config"].train.steps, arguments["out"]) == (7, tmp_path)
+    assert main(["train", "--out=~nobodys"]) == 0
+    assert str(arguments["out"]) == "~nobodys"
 
 
 def test_model_settings_mirror_the_model_and_config_json_can_be_reused(tmp_path):

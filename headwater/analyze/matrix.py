@@ -14,6 +14,7 @@ from headwater.analyze.provenance import command_lines, commands
 from headwater.analyze.report import fill_template, payload, write_page
 from headwater.analyze.results import first_colour, row_name
 from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, read_runs
+from headwater.folders import at_home
 from headwater.residuals import build
 
 COLUMNS = ("Residual", "Mixes", "Row sum", "Entropy", "Effective sources", "Effective depth", "Rank across depth")
@@ -56,7 +57,7 @@ def write_matrix(
         caption=text(CAPTION),
         commands=command_lines(commands(paths)),
     )
-    return write_page(beside(paths, "matrix.html") if out is None else Path(out).expanduser(), page)
+    return write_page(beside(paths, "matrix.html") if out is None else at_home(out), page)
 
 
 def measure_table(groups: list[Group], data: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from headwater.analyze.results import first_colour, look, table
 from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, read_runs
 from headwater.analyze.words import caption, findings, has_results, headline, page_notes, trained
 from headwater.errors import UserError
+from headwater.folders import at_home
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
 # Less and less detail, until a page fits: points per curve, depth records per residual, significant digits.
@@ -48,7 +49,7 @@ def write_report(
     paths = paths_of(folders)
     runs = [*read_runs(paths, models), *models]
     page = make_page(runs, find_order(paths), commands(paths))
-    return write_page(beside(paths, "report.html") if out is None else Path(out).expanduser(), page)
+    return write_page(beside(paths, "report.html") if out is None else at_home(out), page)
 
 
 def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "web page") -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 
 Record = dict[str, Any]
 
@@ -69,7 +70,7 @@ def paths_of(folders: Sequence[str | Path]) -> list[Path]:
     """What a caller in Python names. Raises UserError for one name outside of a list, whose letters would be taken."""
     if isinstance(folders, str | Path):
         raise UserError(f"folders takes a list; got {str(folders)!r}: write [{str(folders)!r}]")
-    return [Path(folder).expanduser() for folder in folders]
+    return [at_home(folder) for folder in folders]
 
 
 def find_runs(folders: list[Path]) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.models.config import SIZED, SIZES
 from headwater.models.sampling import Sampling
 from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file
@@ -288,13 +289,13 @@ def peek(argv: list[str], default: Where) -> Where:
     for flag in (word.partition("=")[0] for word in argv):
         if ours := THEIRS.get(flag.replace("_", "-")):
             raise UserError(f"unknown flag {flag}: here it is {ours}")
-    return at_home(tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0])
+    return paths_at_home(tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0])
 
 
-def at_home(found: T) -> T:
+def paths_at_home(found: T) -> T:
     """Paths with ~ as a folder of one's own: a shell does that for `--out ~/run`, and leaves `--out=~/run` as it is."""
     values = {each.name: getattr(found, each.name) for each in fields(found)}  # type: ignore[arg-type]
-    paths = {name: value.expanduser() for name, value in values.items() if isinstance(value, Path)}
+    paths = {name: at_home(value) for name, value in values.items() if isinstance(value, Path)}
     return replace(found, **paths)  # type: ignore[type-var]
 
 
@@ -329,7 +330,7 @@ def parse(
     settings = {"prog": f"headwater {name or command.__name__}", "description": command.__doc__, "args": argv}
     extra = {} if default is None else {"default": default}
     shape = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)  # comments are for readers of the code
-    found: T = at_home(tyro.cli(flags, config=shape, **settings, **extra))  # type: ignore[call-overload]
+    found: T = paths_at_home(tyro.cli(flags, config=shape, **settings, **extra))  # type: ignore[call-overload]
     _refuse_repeats(found, argv)
     if isinstance(found, PluginFlags) and found.plugin:
         from headwater.residuals import import_plugins

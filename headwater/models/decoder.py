@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headwater.errors import check_fit
+from headwater.folders import at_home
 from headwater.ops.kda.operators import CHUNK
 from headwater.residuals import AttentionResidual, Residual, StandardResidual, State, build, pinned
 
@@ -297,7 +298,7 @@ class Decoder(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """config.json and model.safetensors. A tied head is stored once."""
-        folder = Path(folder).expanduser()
+        folder = at_home(folder)
         folder.mkdir(parents=True, exist_ok=True)
         settings = {**self.config.to_dict(), "residual": pinned(self.residual)}
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -317,7 +318,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> "Decoder":
-        folder = Path(folder).expanduser()
+        folder = at_home(folder)
         model = cls(ModelConfig.from_dict(json.loads((folder / "config.json").read_text())))
         model.load_weights(load_file(folder / "model.safetensors"))
         return model.to(device)

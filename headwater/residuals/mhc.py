@@ -146,7 +146,9 @@ class MHCLiteResidual(ConstrainedResidual):
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         """As every move and cast of a module; after `to_empty`, no checkpoint brings the permutations back."""
         super()._apply(*args, **kwargs)
-        self.permutations = all_permutations(self.permutations, self.streams)
+        made = all_permutations(self.permutations, self.streams)
+        if made.is_meta or not torch.equal(made, self.permutations):  # else the memory stays what others know it as
+            self.permutations = made
         return self
 
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,11 +14,12 @@ from shlex import quote
 from rich.console import Console
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
 from headwater.tables import fitting
 from headwater.train.arms import parse_arm
-from headwater.train.config import TOKENIZERS, Config, check
+from headwater.train.config import TOKENIZERS, Config, check, plain
 from headwater.train.data.dataset import Dataset, prepare
 from headwater.train.data.tokenizer import kept_tokenizer
 from headwater.train.differences import OUTER, differences
@@ -63,8 +64,9 @@ def compare(
         result = compare(Config(), "runs/pair", residuals=["standard", "attnres-block"], seeds=[0, 1], jobs=2)
         print(result.rows[1].difference.mean)
     """
-    config, console, out = check(config), Console(quiet=not progress), Path(out).expanduser()
-    residuals, seeds = admit(config, residuals, seeds, jobs)
+    config, console, out = check(config), Console(quiet=not progress), at_home(out)
+    jobs = plain(jobs)
+    residuals, seeds = admit(config, residuals, plain(seeds), jobs)
     if not (out / "compare.json").exists():
         if resume:
             raise UserError(

@@ -11,12 +11,12 @@ import math
 import tomllib
 import types
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from numbers import Integral, Real
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from headwater.errors import UserError, nearest
+from headwater.folders import at_home
 from headwater.models.config import SIZES
 
 T = TypeVar("T")
@@ -261,7 +261,7 @@ def load_file(path: str | Path, base: Config | None = None) -> Config:
 
         config = load_file("runs/first/config.json")
     """
-    path = Path(path).expanduser()
+    path = at_home(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")
@@ -306,7 +306,7 @@ def _section_of(key: str) -> str:
 
 def convert(value: Any, hint: Any, where: str) -> Any:
     """`value` as the field's type; only int to float, list to tuple and numpy's numbers to Python's are converted."""
-    value = [_plain(item) for item in value] if isinstance(value, list) else _plain(value)
+    value = [plain(item) for item in value] if isinstance(value, list) else plain(value)
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
         if get_origin(option) is Literal and value in get_args(option):
@@ -322,11 +322,9 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     raise UserError(f"{where} must be {_describe(options)}; got {value!r}")
 
 
-def _plain(value: Any) -> Any:
-    """numpy's numbers, as a sweep of them gives, as Python's; without numpy, which describing a run does not need."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
+def plain(value: Any) -> Any:
+    """One thing of numpy, as a sweep gives it, as Python's; without numpy, which describing a run does not need."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
 def _describe(options: tuple[Any, ...]) -> str:

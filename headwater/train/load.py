@@ -7,6 +7,7 @@ from shlex import quote
 from typing import NamedTuple
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.models import Decoder
 from headwater.residuals import pinned
 from headwater.train.checkpoint.folder import STATE, load_model, read_state
@@ -15,11 +16,20 @@ from headwater.train.data.tokenizer import Tokenizer
 from headwater.train.differences import with_before
 from headwater.train.files import read_json
 
-# Settings of a model that change what its weights compute, and that their names and shapes do not show.
-UNSEEN = (
-    *("pattern", "heads", "kv_heads", "shortswa", "rope_theta", "norm_eps", "kda_gate", "kda_norm_eps"),
-    *("experts_per_token", "expert_scale"),
-)
+# Settings of a model that change what its weights compute, and that their names and shapes do not show; and, where they
+# are not of every model, of which sublayers.
+UNSEEN: dict[str, set[str]] = {
+    "pattern": set(),
+    "heads": set(),
+    "kv_heads": set(),
+    "norm_eps": set(),
+    "shortswa": {"shortswa"},
+    "rope_theta": {"attention", "shortswa"},
+    "kda_gate": {"kda"},
+    "kda_norm_eps": {"kda"},
+    "experts_per_token": {"moe"},
+    "expert_scale": {"moe"},
+}
 
 
 class LoadedRun(NamedTuple):
@@ -48,7 +58,7 @@ def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
         run = load_run("runs/train")
         print(run.config.optim.lr, run.model(torch.tensor([run.tokenizer.encode("def ").tolist()])).shape)
     """
-    folder = Path(folder).expanduser().resolve()
+    folder = at_home(folder).resolve()
     if not folder.is_dir():
         raise UserError(
             f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"
@@ -82,13 +92,17 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
         model.load_weights(weights)
     except ValueError as error:
         raise UserError(f"--init-from {folder}: {error}") from None
-    stretched = {"rope_theta"} if model.config.context > other.config.context else set()  # as one does for longer texts
-    pairs = {
-        name: (getattr(other.config, name), getattr(model.config, name)) for name in UNSEEN if name not in stretched
-    }
-    if unlike := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
-        listing = "\n  ".join(f"model.{name}: {there!r} there, {here!r} here" for name, (there, here) in unlike.items())
-        take = " ".join(f"--{name.replace('_', '-')} {there}" for name, (there, _) in unlike.items())
+    there, here = other.config, model.config
+    stretched = {"rope_theta"} if here.context > there.context else set()  # as one does for longer texts
+    of_these = [name for name, parts in UNSEEN.items() if not parts or parts & set(here.kinds)]
+    unlike = [name for name in of_these if name not in stretched and getattr(there, name) != getattr(here, name)]
+    if there.layout == here.layout and "pattern" in unlike:  # spelled otherwise
+        unlike.remove("pattern")
+    if unlike:
+        listing = "\n  ".join(
+            f"model.{name}: {getattr(there, name)!r} there, {getattr(here, name)!r} here" for name in unlike
+        )
+        take = " ".join(f"--{name.replace('_', '-')} {quote(str(getattr(there, name)))}" for name in unlike)
         raise UserError(
             f"--init-from {folder} was trained with other settings, under which the same weights compute something "
             f"else:\n  {listing}\nTake those it was trained with: {take}"

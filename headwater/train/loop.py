@@ -21,6 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.models import Decoder
 from headwater.residuals import plugin_of
 from headwater.residuals.plugins import flags_for
@@ -72,7 +73,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
         config = Config(model=ModelSettings(size="nano", residual="attnres-block"), train=TrainSettings(steps=100))
         print(train(config, "runs/first").bits_per_byte)
     """
-    config, out = check(config), Path(out).expanduser()
+    config, out = check(config), at_home(out)
     settings = config.train
     if resume and not (out / "config.json").exists():
         raise UserError(f"there is no run at {out} to resume: check --out, or leave --resume out to start one")

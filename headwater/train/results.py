@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.train.files import read_json, write_json
 
 SUMMARY = "summary.json"
@@ -68,7 +69,7 @@ class TrainResult:
 
         Raises: `UserError` if the folder has no summary.json, or one that is not of a run.
         """
-        folder = Path(folder).expanduser()
+        folder = at_home(folder)
         path = folder / SUMMARY
         saved = read_json(path)
         known = {field.name for field in fields(cls)} - {"folder"}

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.residuals.groups import sort_parameters
 from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
@@ -85,10 +86,10 @@ def study(
     if not minutes >= 0:
         raise UserError(f"minutes must be 0, to start nothing, or a positive number; got {minutes:g}")
     console = Console(quiet=not progress, markup=False, highlight=False)  # names and messages may have [brackets]
-    plan = read_recipe(Path(recipe).expanduser())
+    plan = read_recipe(at_home(recipe))
     go_on = f"headwater study {quote(str(recipe))}" + ("" if out is None else f" --out {quote(str(out))}")
     go_on += flags_for(plugin_for(config.model.residual) for config in plan.runs.values())
-    out = Path("runs") / plan.name if out is None else Path(out).expanduser()
+    out = Path("runs") / plan.name if out is None else at_home(out)
     if (out / "compare.json").exists() or not any((out / "runs").glob("*/config.json")):
         refuse_others(out, "a study", known=KNOWN)
     with locked(out):

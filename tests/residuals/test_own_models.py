@@ -163,6 +163,11 @@ def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(spec):
     empty.load_state_dict(network.state_dict())
     torch.testing.assert_close(empty(x), network(x), rtol=0, atol=0)
     assert {tensor.dtype for tensor in (*empty.bfloat16().parameters(), *empty.buffers())} == {torch.bfloat16}
+    held = list(network.buffers())
+    kept = [now is before for now, before in zip(network.to("cpu").float().buffers(), held, strict=True)]
+    assert all(kept), "a move that changes nothing leaves a module's memory as it is"
+    network.share_memory()
+    assert all(tensor.is_shared() for tensor in (*network.parameters(), *network.buffers()))
 
 
 SINGLE_READS = [*names(), "attnres-full:window=2", "delta-attnres:block=3", "deepcrossattention:last=1"]

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from processes import Forked, start
 from rich.console import Console
@@ -159,6 +160,8 @@ def test_arms_are_another_word_for_residuals(word):
         ({"seeds": [0, -1]}, "seed must be at least 0; got -1"),
         ({"jobs": 0}, "--jobs must be a whole number from 1; got 0"),
         ({"jobs": 1.5}, "--jobs must be a whole number from 1; got 1.5"),
+        ({"jobs": np.int64(2), "seeds": np.int64(0)}, r"seeds takes a list of numbers; got 0: write \[0\]"),
+        ({"jobs": np.int64(2), "seeds": [0], "resume": True}, "no comparison at .* to resume"),
     ],
 )
 def test_arguments_that_ask_for_nothing_are_refused_at_the_door(tmp_path, arguments, message):

@@ -274,6 +274,38 @@ def test_weights_that_fit_and_would_compute_something_else_are_refused(name, mon
         assert "weights do not fit the model" in refused or re.search(told, refused)
 
 
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({}, {"pattern": "attention:attention"}),
+        ({"pattern": "kda*2", "rope_theta": 500.0}, {"pattern": "kda:kda"}),
+        ({}, {"kda_gate": "bounded", "kda_norm_eps": 0.1, "experts_per_token": 1, "expert_scale": 3.0}),
+    ],
+)
+def test_weights_begin_a_model_whose_settings_differ_in_nothing_that_it_has(there, here, monkeypatch):
+    widths = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32, "kda_heads": 2, "kda_head_dim": 8}
+    made = [Decoder(ModelConfig(vocab_size=32, layers=2, **widths | more)).eval() for more in (there, here)]
+    tokenizer = ByteTokenizer()
+    monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(made[0], tokenizer, None))
+    fill_from(made[1], tokenizer, "there")
+    tokens = torch.randint(32, (2, 8))
+    torch.testing.assert_close(made[1](tokens), made[0](tokens))
+
+
+def test_the_pattern_to_take_is_told_as_a_shell_takes_it(monkeypatch):
+    """In zsh a bare star that is no file's name ends in an error."""
+    widths = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32}
+    # Alike in their weights: a short window has those of attention.
+    there, here = (
+        Decoder(ModelConfig(vocab_size=32, layers=2, pattern=pattern, shortswa=2, **widths))
+        for pattern in ("shortswa*2", "shortswa:attention")
+    )
+    tokenizer = ByteTokenizer()
+    monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(there, tokenizer, None))
+    with pytest.raises(UserError, match=r"--pattern 'shortswa\*2'"):
+        fill_from(here, tokenizer, "there")
+
+
 def test_a_tilde_leads_home_from_python_too(tmp_path, monkeypatch):
     """Else a folder of that name is made where one stands."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -292,6 +324,8 @@ def test_a_tilde_leads_home_from_python_too(tmp_path, monkeypatch):
     model.save("~/saved")
     assert pinned(Decoder.load("~/saved").residual) == pinned(model.residual)
     assert not (tmp_path / "~").exists()
+    (tmp_path / "saved").rename("~nobodys")
+    assert Decoder.load("./~nobodys").config == model.config, "a shell would leave it as it is, too"
 
 
 def test_a_longer_context_may_bring_another_rope_base(monkeypatch):

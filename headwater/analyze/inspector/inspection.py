@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from headwater.folders import at_home
+
 
 @dataclass(frozen=True)
 class Top:
@@ -90,7 +92,7 @@ class Inspection:
         """Write `to_html(other)` to the file `path`, over a page of before but nothing else. Returns the path."""
         from headwater.analyze.report import write_page
 
-        return write_page(Path(path).expanduser(), self.to_html(other))
+        return write_page(at_home(path), self.to_html(other))
 
     def _repr_html_(self) -> str:
         """A notebook shows the page in a frame of its own, whose scripts reach nothing outside it."""

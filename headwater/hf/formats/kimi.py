@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headwater.errors import UserError, check_fit
+from headwater.folders import at_home
 from headwater.models import Decoder, ModelConfig
 from headwater.models.pattern import write_pattern
 
@@ -86,7 +87,7 @@ def load_kimi(folder: str | Path, residual: str = "standard") -> Decoder:
 
         model = headwater.hf.load_kimi("Kimi-Linear", residual="attnres-block:block=6")
     """
-    folder = Path(folder).expanduser()
+    folder = at_home(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} must hold config.json and .safetensors files of a Kimi Linear model")
     settings = {**kimi_settings(json.loads((folder / "config.json").read_text())), "residual": residual}
@@ -113,7 +114,7 @@ def save_kimi(model: Decoder, folder: str | Path, *, released: bool = False) -> 
         headwater.hf.save_kimi(model, "mine")
         AutoModelForCausalLM.from_pretrained("mine")
     """
-    folder, settings = Path(folder).expanduser(), model.config.to_dict()
+    folder, settings = at_home(folder), model.config.to_dict()
     config, weights = kimi_config(settings), write_kimi(model.weights(), settings, released=released)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from headwater.folders import at_home
+
 from .export import export
 from .folder import check_out, fast_tokenizer, write_model
 
@@ -30,7 +32,7 @@ def export_run(folder: str | Path, out: str | Path | None = None) -> tuple[PreTr
     """
     from headwater.train.load import load_run  # converting a model of transformers' own needs none of it
 
-    out = None if out is None else Path(out).expanduser()
+    out = None if out is None else at_home(out)
     if out is not None:
         check_out(out)
     run = load_run(folder)

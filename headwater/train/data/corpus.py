@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.train.data.tokenizer import END_OF_TEXT
 from headwater.train.files import from_here
 
@@ -64,7 +65,7 @@ def find_files(sources: tuple[str, ...], field: str = "text") -> list[TextFile]:
         raise UserError(f"no corpus was named: give files or folders with --source, or {STDLIB!r}")
     files: list[TextFile] = []
     for source in sources:
-        files += _stdlib_files() if source == STDLIB else _user_files(Path(source).expanduser(), field)
+        files += _stdlib_files() if source == STDLIB else _user_files(at_home(source), field)
     names: dict[str, str] = {}
     for file in files:  # by its name a document is held out or not
         if names.setdefault(file.place, file.name) != file.name:
@@ -80,7 +81,7 @@ def left_out(sources: tuple[str, ...], files: list[TextFile]) -> list[str]:
     """A line for each folder of the sources that holds visible files which are not among those found."""
     read, lines = {file.place for file in files}, []
     for source in dict.fromkeys(sources):
-        folder = Path(source).expanduser()
+        folder = at_home(source)
         if source != STDLIB and folder.is_dir():
             there = list(_visible(folder))
             others = [path for path in there if os.path.realpath(path) not in read]

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.train.config import TOKENIZERS, DataSettings
 from headwater.train.data.corpus import Document, TextFile, documents, find_files, is_compressed, left_out
 from headwater.train.data.tokenizer import FILE as TOKENIZER
@@ -52,7 +53,7 @@ def prepare(settings: DataSettings) -> Dataset:
     What the cache holds is checked against its hashes when it is opened first, and again when a file has changed since.
     A source that is itself a folder of such tokens, brought from another machine, is opened as it is.
     """
-    if any((Path(source).expanduser() / MANIFEST).is_file() for source in settings.source):
+    if any((at_home(source) / MANIFEST).is_file() for source in settings.source):
         return _tokens_of(settings)
     files = find_files(settings.source, settings.text_field)
     folder = cache_folder(settings) / _cache_key(settings, files)
@@ -70,7 +71,7 @@ def _tokens_of(settings: DataSettings) -> Dataset:
     """Tokens that were made before; what made them is in their manifest, and the other settings have no say."""
     if len(settings.source) > 1:
         raise UserError(f"a folder of tokens must be the only source, got {', '.join(settings.source)}")
-    folder = Path(settings.source[0]).expanduser()
+    folder = at_home(settings.source[0])
     if not _is_known(folder):
         if problem := damage(folder):
             raise UserError(f"the tokens in {folder} are damaged ({problem}): bring them again")
@@ -88,7 +89,7 @@ def _tokens_of(settings: DataSettings) -> Dataset:
 
 
 def cache_folder(settings: DataSettings) -> Path:
-    return Path(settings.cache or os.environ.get("HEADWATER_CACHE") or "~/.cache/headwater").expanduser()
+    return at_home(settings.cache or os.environ.get("HEADWATER_CACHE") or "~/.cache/headwater")
 
 
 class Dataset:

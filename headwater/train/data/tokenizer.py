@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headwater.errors import UserError
+from headwater.folders import at_home
 from headwater.train.config import TOKENIZERS, DataSettings
 from headwater.train.files import from_here, replace_file
 
@@ -129,7 +130,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def find_tokenizer(place: str) -> Tokenizer:
     """That of a run, a checkpoint or an exported model, or of a file, for text which it may not have been made for."""
-    path = Path(place).expanduser()
+    path = at_home(place)
     if path.is_dir() and path.resolve().parent.name == "checkpoints":
         path = path.resolve().parent.parent
     file = path / FILE if path.is_dir() else path
@@ -149,7 +150,7 @@ def find_tokenizer(place: str) -> Tokenizer:
 
 def kept_tokenizer(settings: DataSettings, folder: Path) -> DataSettings:
     """A run or a comparison keeps the tokenizer that it took: in its folder, where the other place may be gone."""
-    taken = settings.tokenizer not in TOKENIZERS and not Path(settings.tokenizer).expanduser().exists()
+    taken = settings.tokenizer not in TOKENIZERS and not at_home(settings.tokenizer).exists()
     return replace(settings, tokenizer=str(folder)) if taken and (folder / FILE).is_file() else settings
 
 
