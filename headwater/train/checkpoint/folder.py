@@ -162,6 +162,12 @@ def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
     if differing:
         if all(line.startswith("corpus.") for line in differing):  # a file that has changed keeps its name
             other, cure = "was trained on other text", "Put back the text that it began with"
+        elif all(line.startswith(("corpus.", "data.source:")) for line in differing):
+            other = "was trained on other text"
+            cure = (
+                "Leave --source out, or name with it the text that it began with, whose files are called as they were "
+                "(by its name a file is held out or not)"
+            )
         else:
             other = "belongs to another configuration"
             cure = "Resume with the settings it was made with (leave the flags out)"
