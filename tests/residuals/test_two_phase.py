@@ -189,10 +189,10 @@ class Centred(torch.nn.RMSNorm):
 @pytest.mark.parametrize("kind", [Centred, torch.nn.RMSNorm])
 @pytest.mark.parametrize("spec", SPECS)
 def test_over_the_plain_operators_a_norm_is_called(spec, kind, monkeypatch):
-    """As one by one: with a forward and with hooks of its own, which FSDP's unsharding is."""
+    """As one by one: with a forward of its class's or of its own. One with hooks is called over kernels too."""
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
     norm, seen, outputs = kind(16, eps=1e-6), [], torch.randn(11, 2, 16)
-    norm.register_forward_hook(lambda module, arguments, out: seen.append(1))
+    norm.forward = lambda x, forward=norm.forward: seen.append(1) or forward(x)
     results = []
     for residual in (scattered(one_by_one(spec), 10), scattered(spec, 10)):
         state = residual.begin(outputs[0])
