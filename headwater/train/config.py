@@ -305,7 +305,7 @@ def _section_of(key: str) -> str:
 
 
 def convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the field's type; only int to float, list to tuple and numpy's numbers to Python's are converted."""
+    """`value` as the field's type; only int to float, list to tuple and what is numpy's to Python's are converted."""
     value = [plain(item) for item in value] if isinstance(value, list) else plain(value)
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
