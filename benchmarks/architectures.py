@@ -41,7 +41,9 @@ from headwater.hf.convert.trial import ERRORS
 ROOT = Path(__file__).parent.parent
 RESULTS = path("cpu-architectures")
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
-MARKS = re.compile("(?<=<!-- architectures:begin -->\n).*?(?=<!-- architectures:end -->)", re.DOTALL)
+MARKS = re.compile(
+    "(?<=<!-- architectures:begin -->\n).*?(?=<!-- architectures:end -->)", re.DOTALL
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SPEC = "attnres-block:block=3"
@@ -59,7 +61,10 @@ TEXT_OF = {  # types of several parts, and the type of the part that is converte
 NOT_AUTO = {"emu3": "Emu3ForCausalLM"}  # saved, these load by their class alone, the plain ones too
 BIG = 50_000_000  # parameters
 CHUNK = 30  # types between two writes of the results
-COSINE, FAR = 0.9999, 1e-3  # of all gradients together; relative distance of logits of one pass and of a cache
+COSINE, FAR = (
+    0.9999,
+    1e-3,
+)  # of all gradients together; relative distance of logits of one pass and of a cache
 
 LOAD = """
 import json, sys, traceback
@@ -87,16 +92,26 @@ class Failed(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--types", nargs="+", choices=TYPES, metavar="NAME", default=[])
-    parser.add_argument("--missing", action="store_true", help="only what the results do not have yet")
-    parser.add_argument("--tables", action="store_true", help="write the tables from the results that are there")
+    parser.add_argument(
+        "--missing", action="store_true", help="only what the results do not have yet"
+    )
+    parser.add_argument(
+        "--tables", action="store_true", help="write the tables from the results that are there"
+    )
     arguments = parser.parse_args()
     if arguments.types:
         print(json.dumps(count(run(arguments.types))))
         return
     rows = json.loads(RESULTS.read_text())["types"] if arguments.missing or arguments.tables else {}
-    missing = [] if arguments.tables else [n for n in TYPES if rows.get(n, {"status": "wrong"})["status"] == "wrong"]
+    missing = (
+        []
+        if arguments.tables
+        else [n for n in TYPES if rows.get(n, {"status": "wrong"})["status"] == "wrong"]
+    )
     for begin in range(0, len(missing), CHUNK):
         rows |= run(missing[begin : begin + CHUNK])
         write(rows)
@@ -105,7 +120,10 @@ def main() -> None:
 
 
 def count(rows: dict[str, dict[str, Any]]) -> dict[str, int]:
-    counts = {status: sum(row["status"] == status for row in rows.values()) for status in ("exact", "refused", "wrong")}
+    counts = {
+        status: sum(row["status"] == status for row in rows.values())
+        for status in ("exact", "refused", "wrong")
+    }
     return {**counts, "of": len(rows)}
 
 
@@ -118,7 +136,9 @@ def write(rows: dict[str, dict[str, Any]]) -> None:
         "residual": SPEC,
         **count(rows),
     }
-    RESULTS.write_text(json.dumps({**about, "types": {name: rows[name] for name in TYPES if name in rows}}) + "\n")
+    RESULTS.write_text(
+        json.dumps({**about, "types": {name: rows[name] for name in TYPES if name in rows}}) + "\n"
+    )
 
 
 def run(types: Any) -> dict[str, dict[str, Any]]:
@@ -140,7 +160,10 @@ def run(types: Any) -> dict[str, dict[str, Any]]:
 def try_type(model_type: str, root: Path) -> dict[str, Any]:
     try:
         with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny_config(model_type)).parameters())
+            size = sum(
+                p.numel()
+                for p in AutoModelForCausalLM.from_config(tiny_config(model_type)).parameters()
+            )
         hold(size < BIG, f"no small one: {size:,} parameters")
         plain = tiny_model(model_type)
     except (*ERRORS, ImportError, NotImplementedError, StrictDataclassError, Failed) as error:
@@ -186,16 +209,21 @@ def checks(model_type: str, dtype: torch.dtype, root: Path) -> Iterator[tuple[st
         yield "static cache", static_cache(model, plain)
     stir(model, 0.1)
     hold(
-        not torch.equal(logits(model), logits(plain)), "off its start it still computes the same: nothing was converted"
+        not torch.equal(logits(model), logits(plain)),
+        "off its start it still computes the same: nothing was converted",
     )
     yield "off its start", off_start(model, plain, dtype)
     folder = root / str(dtype).removeprefix("torch.")
     model.save_pretrained(folder)
     save_file({"logits": logits(model)}, folder / "expected.safetensors")
     revert(model)
-    hold(digest(model) == before and torch.equal(logits(model), logits(plain)), "reverted, it is another model")
     hold(
-        type(model) is type(plain) and model.config.to_dict() == plain.config.to_dict(), "reverted, its config differs"
+        digest(model) == before and torch.equal(logits(model), logits(plain)),
+        "reverted, it is another model",
+    )
+    hold(
+        type(model) is type(plain) and model.config.to_dict() == plain.config.to_dict(),
+        "reverted, its config differs",
     )
     yield "reverted", True
 
@@ -223,10 +251,17 @@ def gradients(model: nn.Module, plain: nn.Module) -> float:
         each.zero_grad()
         each(tokens(), labels=tokens()).loss.backward()
     ours = dict(model.named_parameters())
-    shared = [(ours[name].grad, p.grad) for name, p in plain.named_parameters() if p.grad is not None]
-    one, other = (torch.cat([pair[which].double().flatten() for pair in shared]) for which in (0, 1))
+    shared = [
+        (ours[name].grad, p.grad) for name, p in plain.named_parameters() if p.grad is not None
+    ]
+    one, other = (
+        torch.cat([pair[which].double().flatten() for pair in shared]) for which in (0, 1)
+    )
     added = [p.grad for name, p in ours.items() if "residual." in name]
-    hold(all(grad is not None and bool(grad.isfinite().all()) for grad in added), "an added parameter has no gradient")
+    hold(
+        all(grad is not None and bool(grad.isfinite().all()) for grad in added),
+        "an added parameter has no gradient",
+    )
     cosine = float(torch.cosine_similarity(one, other, dim=0))
     hold(cosine > COSINE, f"gradients of the shared parameters point elsewhere: cosine {cosine}")
     for each in (model, plain):
@@ -242,7 +277,10 @@ def static_cache(model: nn.Module, plain: nn.Module) -> bool | None:
         theirs = plain.generate(tokens(), **static)
     except (*ERRORS, NotImplementedError):
         return None
-    hold(torch.equal(model.generate(tokens(), **static), theirs), "another continuation with a static cache")
+    hold(
+        torch.equal(model.generate(tokens(), **static), theirs),
+        "another continuation with a static cache",
+    )
     return True
 
 
@@ -253,19 +291,28 @@ def off_start(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> float |
 
     def gaps(each: nn.Module) -> Tensor | None:
         one, other = whole(each, {"input_ids": tokens()}), decoded(each, {"input_ids": tokens()})
-        return None if other is None else (one - other).double().norm(dim=-1) / one.double().norm(dim=-1)
+        return (
+            None
+            if other is None
+            else (one - other).double().norm(dim=-1) / one.double().norm(dim=-1)
+        )
 
     limit = max(FAR, 16 * torch.finfo(dtype).eps)
     theirs, ours = gaps(plain), gaps(model)
     if theirs is None or ours is None or theirs.max() > limit:
         return None
-    hold(float(ours.median()) <= limit, f"trained, a token from the cache is off by {float(ours.median()):.2g}")
+    hold(
+        float(ours.median()) <= limit,
+        f"trained, a token from the cache is off by {float(ours.median()):.2g}",
+    )
     return float(ours.median())
 
 
 def load_again(rows: dict[str, dict[str, Any]], root: Path) -> None:
     """All that was saved, in one new process, whose caches are empty as a user's are."""
-    folders = [path.parent.relative_to(root) for path in sorted(root.glob("*/*/expected.safetensors"))]
+    folders = [
+        path.parent.relative_to(root) for path in sorted(root.glob("*/*/expected.safetensors"))
+    ]
     classes = {str(folder): NOT_AUTO.get(folder.parts[0]) for folder in folders}
     (root / "folders.json").write_text(json.dumps(classes))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -274,13 +321,21 @@ def load_again(rows: dict[str, dict[str, Any]], root: Path) -> None:
     for folder in folders:
         row, dtype = rows[folder.parts[0]], folder.parts[1]
         if str(folder) in failed:
-            rows[folder.parts[0]] = {"status": "wrong", "why": f"{dtype}, loaded: {failed[str(folder)]}"[:300]}
+            rows[folder.parts[0]] = {
+                "status": "wrong",
+                "why": f"{dtype}, loaded: {failed[str(folder)]}"[:300],
+            }
             continue
         found, expected = (
-            load_file(root / folder / f"{name}.safetensors")["logits"] for name in ("logits", "expected")
+            load_file(root / folder / f"{name}.safetensors")["logits"]
+            for name in ("logits", "expected")
         )
-        eps = torch.finfo(expected.dtype).eps  # libraries for matrix products differ between processes
-        if not torch.allclose(found, expected, rtol=4 * eps, atol=4 * eps * float(expected.abs().max())):
+        eps = torch.finfo(
+            expected.dtype
+        ).eps  # libraries for matrix products differ between processes
+        if not torch.allclose(
+            found, expected, rtol=4 * eps, atol=4 * eps * float(expected.abs().max())
+        ):
             row.update(status="wrong", why=f"{dtype}: loaded in a new process, it is another model")
 
 
@@ -288,7 +343,9 @@ def tables() -> str:
     """For the page: what converts, by the numbers of the results; and what does not, by reason."""
     results = json.loads(RESULTS.read_text())
     rows = results["types"]
-    exact, refused = ([name for name in rows if rows[name]["status"] == status] for status in ("exact", "refused"))
+    exact, refused = (
+        [name for name in rows if rows[name]["status"] == status] for status in ("exact", "refused")
+    )
     groups: dict[str, list[str]] = {}
     for name in exact:
         groups.setdefault(describe(layout_used(name)), []).append(name)
@@ -301,7 +358,9 @@ def tables() -> str:
         "|---|---|---|---|",
     ]
     for label, names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        kls = [max(rows[name]["fp32"][key] or 0.0 for name in names) for key in ("forward", "decoding")]
+        kls = [
+            max(rows[name]["fp32"][key] or 0.0 for name in names) for key in ("forward", "decoding")
+        ]
         lines.append(f"| {label} | {', '.join(names)} | {kls[0]:.0e} | {kls[1]:.0e} |")
     lines += ["", "| refused, since | model types |", "|---|---|"]
     known = {name: why for why, names in REASONS for name in names.split()}
@@ -321,11 +380,17 @@ def describe(layout: Layout) -> str:
     """A layout in a few words."""
     if not layout.mlp:
         return "one sublayer a layer"
-    norms = {(True, False): "pre-norm", (False, True): "norms on outputs alone", (True, True): "norms on both sides"}
+    norms = {
+        (True, False): "pre-norm",
+        (False, True): "norms on outputs alone",
+        (True, True): "norms on both sides",
+    }
     after = any("norm" in name for name in layout.attention_out)
     words = [norms[layout.attention_norm is not None, after]]
     if layout.parallel:
-        words = ["attention and MLP side by side" + ("" if layout.parallel is True else ", or pre-norm")]
+        words = [
+            "attention and MLP side by side" + ("" if layout.parallel is True else ", or pre-norm")
+        ]
     if layout.otherwise is not None:
         words.append("or others, layer by layer")
     if layout.multiplier is not None:

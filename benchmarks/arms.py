@@ -46,7 +46,9 @@ class ReadEverySublayer(Stack):
         if len(sources) == 1:
             return self.norms[i](sources[0])
         parameters = self.residual.reads[str(i)]
-        return self.read_sources(sources, parameters.query, parameters.key_weight, norm_weight=self.norms[i].weight)
+        return self.read_sources(
+            sources, parameters.query, parameters.key_weight, norm_weight=self.norms[i].weight
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         block = self.residual.block
@@ -96,19 +98,27 @@ def normed(mixed: Tensor, norm_weight: Tensor | None) -> Tensor:
 reference_read: Reader = partial(depth_attention, eps=EPS, backend="reference")
 
 
-def formula_read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
+def formula_read(
+    sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None
+) -> Tensor:
     """The paper's formula as one would type it in; with sums, not matrix products, so that the compiler fuses it."""
     stack = torch.stack(sources)  # (N, T, D)
-    logits = (F.rms_norm(stack, stack.shape[-1:], key_weight, EPS) * query).sum(-1, keepdim=True, dtype=torch.float32)
+    logits = (F.rms_norm(stack, stack.shape[-1:], key_weight, EPS) * query).sum(
+        -1, keepdim=True, dtype=torch.float32
+    )
     return normed((logits.softmax(0).to(stack.dtype) * stack).sum(0), norm_weight)
 
 
 def fla_read(level: int) -> Reader:
     from fla.ops.attnres import fused_attnres
 
-    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
+    def read(
+        sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None
+    ) -> Tensor:
         shaped = [source.unsqueeze(0) for source in sources]  # (B, T, D)
-        read = fused_attnres(query, shaped, key_weight, norm_weight, rms_eps=EPS, checkpoint_level=level)
+        read = fused_attnres(
+            query, shaped, key_weight, norm_weight, rms_eps=EPS, checkpoint_level=level
+        )
         return (read[0] if isinstance(read, tuple) else read).squeeze(0)
 
     return read
@@ -117,7 +127,9 @@ def fla_read(level: int) -> Reader:
 def liger_read() -> Reader:
     from liger_kernel.transformers.functional import liger_attn_res
 
-    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
+    def read(
+        sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None
+    ) -> Tensor:
         stack = torch.stack(sources).unsqueeze(1)  # (N, B, T, D)
         return normed(liger_attn_res(stack, query, key_weight, EPS).squeeze(0), norm_weight)
 
@@ -127,7 +139,9 @@ def liger_read() -> Reader:
 def fast_attnres_read() -> Reader:
     from attnres import attnres
 
-    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
+    def read(
+        sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None
+    ) -> Tensor:
         mixed = attnres([source.unsqueeze(0) for source in sources], query * key_weight, eps=EPS)
         return normed(mixed.squeeze(0), norm_weight)
 
@@ -137,9 +151,13 @@ def fast_attnres_read() -> Reader:
 def flash_attn_res_read() -> Reader:
     from flash_attn_res import phase_1_batched_attention_triton_op as phase_1
 
-    def read(sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None) -> Tensor:
+    def read(
+        sources: list[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None
+    ) -> Tensor:
         stack = torch.stack(sources).unsqueeze(1)  # (N, B, T, D)
-        return normed(phase_1(stack, (query * key_weight).unsqueeze(0), EPS)[0][0].squeeze(0), norm_weight)
+        return normed(
+            phase_1(stack, (query * key_weight).unsqueeze(0), EPS)[0][0].squeeze(0), norm_weight
+        )
 
     return read
 

@@ -38,7 +38,15 @@ CASES: dict[str, dict[str, Any]] = {
     "host": {**STACK, "tokens": 256, "dim": 256},
 }
 OURS = ["headwater", "headwater-compiled"]
-PEERS = ["fla-0", "fla-1", "fla-gluon", "liger", "fast-attnres", "flash-attn-res", "pytorch-compiled"]
+PEERS = [
+    "fla-0",
+    "fla-1",
+    "fla-gluon",
+    "liger",
+    "fast-attnres",
+    "flash-attn-res",
+    "pytorch-compiled",
+]
 ARMS = {
     "read": ["headwater", *PEERS],
     "stack": ["plain-compiled", *OURS, *PEERS],
@@ -54,7 +62,9 @@ def error(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
 
 
-def worst_of(spec: str, dim: int, tokens: int, dtype: torch.dtype, device: str = "cuda", draws: int = DRAWS) -> float:
+def worst_of(
+    spec: str, dim: int, tokens: int, dtype: torch.dtype, device: str = "cuda", draws: int = DRAWS
+) -> float:
     """Output and every gradient of eight sublayers against fp64, over twice plain PyTorch's error in the same dtype.
 
     Errors are root mean squares over several draws: that of a query's gradient in half precision is a few tokens'
@@ -70,18 +80,31 @@ def worst_of(spec: str, dim: int, tokens: int, dtype: torch.dtype, device: str =
         stacks.append(stack.to(device).to(dtype).to(wide))
     squares: list[tuple[list[float], list[float]]] = []  # by draw, of PyTorch and of ours
     for seed in range(draws):
-        truth, plain, mine = (output_and_gradients(stack, tokens, dim, dtype, seed) for stack in stacks)
-        squares.append(tuple([error(v, t) ** 2 for v, t in zip(way, truth, strict=True)] for way in (plain, mine)))
-    means = [[statistics.fmean(same) ** 0.5 for same in zip(*way, strict=True)] for way in zip(*squares, strict=True)]
+        truth, plain, mine = (
+            output_and_gradients(stack, tokens, dim, dtype, seed) for stack in stacks
+        )
+        squares.append(
+            tuple(
+                [error(v, t) ** 2 for v, t in zip(way, truth, strict=True)] for way in (plain, mine)
+            )
+        )
+    means = [
+        [statistics.fmean(same) ** 0.5 for same in zip(*way, strict=True)]
+        for way in zip(*squares, strict=True)
+    ]
     return max(mine / (2 * plain + 1e-5) for plain, mine in zip(*means, strict=True))
 
 
-def output_and_gradients(stack: Stack, tokens: int, dim: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+def output_and_gradients(
+    stack: Stack, tokens: int, dim: int, dtype: torch.dtype, seed: int
+) -> list[torch.Tensor]:
     """Of numbers drawn in `dtype`, computed in the stack's own: the output, the gradient of the input, and those of all
     parameters."""
     own = next(stack.parameters())
     draw = torch.Generator(own.device).manual_seed(seed)
-    x, upstream = (torch.randn(tokens, dim, device=own.device, generator=draw).to(dtype) for _ in range(2))
+    x, upstream = (
+        torch.randn(tokens, dim, device=own.device, generator=draw).to(dtype) for _ in range(2)
+    )
     leaf = x.to(own.dtype, copy=True).requires_grad_()  # one each, or their gradients add up
     stack.zero_grad(set_to_none=True)
     out = stack(leaf)
@@ -95,7 +118,15 @@ def gate() -> list[dict[str, Any]]:
     for spec, dim, tokens in [("attnres-block:block=3", 1000, 15), ("attnres-full", 256, 64)]:
         for dtype in (torch.float32, torch.bfloat16):
             worst = worst_of(spec, dim, tokens, dtype)
-            rows.append({"spec": spec, "dim": dim, "tokens": tokens, "dtype": str(dtype), "worst": round(worst, 3)})
+            rows.append(
+                {
+                    "spec": spec,
+                    "dim": dim,
+                    "tokens": tokens,
+                    "dtype": str(dtype),
+                    "worst": round(worst, 3),
+                }
+            )
             if not worst <= 1:
                 raise SystemExit(f"gate: error beyond twice plain PyTorch's: {rows[-1]}")
     return rows
@@ -106,8 +137,14 @@ def read(name: str) -> dict[str, Any]:
     bandwidth, rows = copy_bandwidth(), []
     for count, tokens, dim in READS:
         torch._dynamo.reset()  # which after some recompilations of one function would run it as it is
-        leaves = [torch.randn(tokens, dim, device="cuda").bfloat16().requires_grad_() for _ in range(count)]
-        query, key_weight = torch.randn(dim, device="cuda").bfloat16() * 0.02, torch.ones(dim, device="cuda").bfloat16()
+        leaves = [
+            torch.randn(tokens, dim, device="cuda").bfloat16().requires_grad_()
+            for _ in range(count)
+        ]
+        query, key_weight = (
+            torch.randn(dim, device="cuda").bfloat16() * 0.02,
+            torch.ones(dim, device="cuda").bfloat16(),
+        )
         inputs = (leaves, query, key_weight)
         forward = partial(reader(name), *inputs, norm_weight=None)
         both = partial(gradients, forward, leaves, torch.randn_like(leaves[0]))
@@ -117,12 +154,16 @@ def read(name: str) -> dict[str, Any]:
             row["forward"] = times(captured(forward))
         row["training_forward"], row["both"] = times(forward), times(both)
         row["backward_ms"] = row["both"]["ms"] - row["training_forward"]["ms"]
-        row["of_copy_bandwidth"] = (count + 1) * tokens * dim * 2 / bandwidth / 1e9 / row["forward"]["ms"]
+        row["of_copy_bandwidth"] = (
+            (count + 1) * tokens * dim * 2 / bandwidth / 1e9 / row["forward"]["ms"]
+        )
         rows.append(row)
     return {"arm": name, "copy_tb_s": bandwidth, "rows": rows}
 
 
-def gradients(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor) -> Any:
+def gradients(
+    forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor
+) -> Any:
     return torch.autograd.grad(forward(), leaves, seed)
 
 
@@ -146,12 +187,20 @@ def run_arm(name: str, case: dict[str, Any], *, warm: bool) -> dict[str, Any]:
     if warm:
         return row
     row["peak_gib"] = peak_gib(mine["both"])
-    plain = mine if name == "plain-compiled" else steps(arm("plain-compiled", case["spec"], dim, sublayers))
-    kinds = {"": lambda step: step} | ({"_graph": captured} if name in ("plain-compiled", "headwater") else {})
+    plain = (
+        mine
+        if name == "plain-compiled"
+        else steps(arm("plain-compiled", case["spec"], dim, sublayers))
+    )
+    kinds = {"": lambda step: step} | (
+        {"_graph": captured} if name in ("plain-compiled", "headwater") else {}
+    )
     for suffix, prepare in kinds.items():
         for part in ("forward", "both"):
             pair = paired(prepare(plain[part]), prepare(mine[part]), repeats=9)
-            row[part + suffix] = pair | {"extra": pair["difference_ms"] / case["pass_ms"] / sublayers}
+            row[part + suffix] = pair | {
+                "extra": pair["difference_ms"] / case["pass_ms"] / sublayers
+            }
         row["backward_ms" + suffix] = row["both" + suffix]["ms"] - row["forward" + suffix]["ms"]
     return row
 
@@ -166,17 +215,29 @@ def one(part: str, name: str, case: dict[str, Any], *, warm: bool) -> Any:
     return run_arm(name, case, warm=warm)
 
 
-def start(part: str, name: str, case: dict[str, Any], *, warm: bool = False) -> subprocess.Popen[str]:
+def start(
+    part: str, name: str, case: dict[str, Any], *, warm: bool = False
+) -> subprocess.Popen[str]:
     """A process for one arm; its result is the last line that it prints. Ours starts without any compiled kernel."""
-    command = [sys.executable, "-m", "benchmarks.attnres", "--one", json.dumps([part, name, case, warm])]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.attnres",
+        "--one",
+        json.dumps([part, name, case, warm]),
+    ]
     environment = dict(os.environ)
     if name == "fla-gluon":
         environment["FLA_ATTNRES_GLUON"] = "1"
     if name in OURS:
         environment["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="headwater-cold-")
     if warm:
-        environment["FLA_CACHE_RESULTS"] = "0"  # what is tuned side by side is tuned wrongly: keep the code alone
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        environment["FLA_CACHE_RESULTS"] = (
+            "0"  # what is tuned side by side is tuned wrongly: keep the code alone
+        )
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def result_of(process: subprocess.Popen[str], limit: float) -> Any:
@@ -192,12 +253,16 @@ def result_of(process: subprocess.Popen[str], limit: float) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=["read", "stack", "full", "decoder"])
     parser.add_argument("--arms", help="comma-separated; all by default")
     parser.add_argument("--widths", default="1024,2048,4096", help="of the decoder step")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for one arm")
-    parser.add_argument("--warm", type=float, default=0.0, help="seconds to fill the caches of compiled code first")
+    parser.add_argument(
+        "--warm", type=float, default=0.0, help="seconds to fill the caches of compiled code first"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -206,7 +271,9 @@ def main() -> None:
         print(json.dumps(one(part, name, case, warm=warm)))
         return
     if unknown := set(options.parts) - {"gate", "read", "decoder", *CASES}:
-        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}: gate, read, decoder, {', '.join(CASES)}")
+        raise SystemExit(
+            f"unknown part {', '.join(sorted(unknown))}: gate, read, decoder, {', '.join(CASES)}"
+        )
     run(options)
 
 
@@ -227,13 +294,22 @@ def run(options: argparse.Namespace) -> None:
     torch.cuda.empty_cache()
     print(json.dumps({"gate": result["gate"], "copy_tb_s": result["copy_tb_s"]}), flush=True)
     arms = {
-        part: [a for a in names if not options.arms or a in options.arms.split(",")] for part, names in ARMS.items()
+        part: [a for a in names if not options.arms or a in options.arms.split(",")]
+        for part, names in ARMS.items()
     }
     if options.warm:
-        asked = [(part, name) for part in CASES if part in options.parts for name in arms[part] if name not in OURS]
+        asked = [
+            (part, name)
+            for part in CASES
+            if part in options.parts
+            for name in arms[part]
+            if name not in OURS
+        ]
         peers = [start(part, name, CASES[part], warm=True) for part, name in asked]
         deadline = time.perf_counter() + options.warm
-        keep("warmed", [result_of(peer, max(1.0, deadline - time.perf_counter())) for peer in peers])
+        keep(
+            "warmed", [result_of(peer, max(1.0, deadline - time.perf_counter())) for peer in peers]
+        )
     for part in options.parts:
         case = CASES.get(part, {})
         if case:

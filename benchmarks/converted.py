@@ -57,8 +57,17 @@ def continued(model: Any, prompt: torch.Tensor, room: int, new: int, graph: bool
 
 
 def continued_by_transformers(model: Any, prompt: torch.Tensor, room: int, new: int) -> Any:
-    def enough(tokens: Any, scores: Any, **_: Any) -> Any:  # a lower max_new_tokens would compile anew
-        return torch.full((len(tokens),), tokens.shape[1] >= prompt.shape[1] + new, device=tokens.device)
+    def enough(
+        tokens: Any, scores: Any, **_: Any
+    ) -> Any:  # a lower max_new_tokens would compile anew
+        return torch.full(
+            (len(tokens),), tokens.shape[1] >= prompt.shape[1] + new, device=tokens.device
+        )
 
-    options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0, "min_new_tokens": room}
+    options = {
+        "do_sample": False,
+        "cache_implementation": "static",
+        "pad_token_id": 0,
+        "min_new_tokens": room,
+    }
     return model.generate(prompt, max_new_tokens=room, stopping_criteria=[enough], **options)

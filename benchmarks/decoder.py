@@ -39,7 +39,9 @@ class Body(nn.Module):
 
 @torch.compile(dynamic=False)
 def attention(x: Tensor, enter: Tensor, leave: Tensor) -> Tensor:
-    q, k, v = F.linear(x, enter).view(-1, CONTEXT, 3, x.shape[-1] // HEAD, HEAD).permute(2, 0, 3, 1, 4)
+    q, k, v = (
+        F.linear(x, enter).view(-1, CONTEXT, 3, x.shape[-1] // HEAD, HEAD).permute(2, 0, 3, 1, 4)
+    )
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return F.linear(mixed.transpose(1, 2).reshape(x.shape), leave)
 
@@ -59,7 +61,9 @@ def add_norm(h: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 class Model(nn.Module):
     def __init__(self, dim: int, spec: str) -> None:
         super().__init__()
-        self.bodies = nn.ModuleList(Body(dim, kind) for _ in range(LAYERS) for kind in ("attention", "mlp"))
+        self.bodies = nn.ModuleList(
+            Body(dim, kind) for _ in range(LAYERS) for kind in ("attention", "mlp")
+        )
         self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-6) for _ in range(2 * LAYERS + 1))
         self.residual = build(spec, dim, 2 * LAYERS)
         self.plain = spec == "standard"
@@ -80,9 +84,18 @@ class Model(nn.Module):
 def decoder(dim: int) -> dict[str, Any]:
     """Both take turns in one process, about a second each; the overhead is the median over rounds. The GPU runs at its
     power limit here, and its clock wanders by more than the difference: a few rounds do not show it."""
-    result: dict[str, Any] = {"dim": dim, "layers": LAYERS, "tokens": TOKENS, "context": CONTEXT, "blocks": BLOCKS}
+    result: dict[str, Any] = {
+        "dim": dim,
+        "layers": LAYERS,
+        "tokens": TOKENS,
+        "context": CONTEXT,
+        "blocks": BLOCKS,
+    }
     steps = {}
-    for name, spec in (("plain", "standard"), ("headwater", f"attnres-block:block={2 * LAYERS // BLOCKS}")):
+    for name, spec in (
+        ("plain", "standard"),
+        ("headwater", f"attnres-block:block={2 * LAYERS // BLOCKS}"),
+    ):
         torch.manual_seed(0)
         with torch.device("cuda"):
             model = Model(dim, spec).bfloat16()
@@ -95,7 +108,9 @@ def decoder(dim: int) -> dict[str, Any]:
             x.grad = None
 
         both()
-        result[f"{name}_peak_gib"] = peak_gib(both)  # with the plain model's weights still there for the second
+        result[f"{name}_peak_gib"] = peak_gib(
+            both
+        )  # with the plain model's weights still there for the second
         result[f"{name}_device_ms"] = device_ms(both, OWN)
         steps[name] = both
     calls = max(1, round(1e3 / times(steps["plain"], repeats=3)["ms"]))

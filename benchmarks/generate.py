@@ -38,7 +38,14 @@ from .measure import copy_bandwidth, provenance
 
 ARMS = {"plain": "standard", "block": "attnres-block", "full": "attnres-full"}
 SHAPES: dict[str, dict[str, Any]] = {
-    "xl": {"dim": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 5632, "vocab_size": 32000},
+    "xl": {
+        "dim": 2048,
+        "layers": 24,
+        "heads": 16,
+        "kv_heads": 8,
+        "mlp_dim": 5632,
+        "vocab_size": 32000,
+    },
     "tiny": {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 48, "vocab_size": 64},
 }
 # batches, context of decoding, contexts, prompts, the longest of all and its chunk, new tokens of Hugging Face's
@@ -67,7 +74,12 @@ class Bench:
     """What all parts share: the size, the device, the clock."""
 
     def __init__(self, size: str, device: str, limit: float, rounds: int) -> None:
-        self.size, self.device, self.rounds, self.end = size, device, rounds, time.monotonic() + limit
+        self.size, self.device, self.rounds, self.end = (
+            size,
+            device,
+            rounds,
+            time.monotonic() + limit,
+        )
         self.sizes = SIZES[size]
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
@@ -79,7 +91,9 @@ class Bench:
         self.check()
         torch.manual_seed(0)
         with torch.device(self.device):
-            config = ModelConfig(**{**SHAPES[self.size], "context": context, "residual": ARMS[arm], **settings})
+            config = ModelConfig(
+                **{**SHAPES[self.size], "context": context, "residual": ARMS[arm], **settings}
+            )
             model = Decoder(config)
             for name, parameter in model.named_parameters():
                 if name.endswith("query"):  # queries at zero would make every read a mean
@@ -120,7 +134,8 @@ class Bench:
             name: {
                 "ms": statistics.median(one[name] for one in found),
                 "lowest": min(one[name] for one in found),
-                "over_first_percent": 100 * (statistics.median(one[name] / one[first] for one in found) - 1),
+                "over_first_percent": 100
+                * (statistics.median(one[name] / one[first] for one in found) - 1),
             }
             for name in functions
         }
@@ -138,7 +153,9 @@ class Bench:
         return fixed
 
 
-def steps_of(bench: Bench, model: Decoder, cache: Cache, context: int, found: dict[str, Any]) -> DeviceSteps | None:
+def steps_of(
+    bench: Bench, model: Decoder, cache: Cache, context: int, found: dict[str, Any]
+) -> DeviceSteps | None:
     """Captured steps of a model whose logits are right, replayed too; else None, and what was wrong is noted."""
     assert cache.rows is not None
     cache.rows.even = None
@@ -150,18 +167,28 @@ def steps_of(bench: Bench, model: Decoder, cache: Cache, context: int, found: di
         cache.rows.lengths.fill_(context)
         steps.tokens.copy_(tokens)
         far.append(float((steps.run().float() - own).norm() / own.norm()))
-    found |= {"off_by": far[0], "way": reason_against(model) or "fused", "captured": steps.replay is not None}
+    found |= {
+        "off_by": far[0],
+        "way": reason_against(model) or "fused",
+        "captured": steps.replay is not None,
+    }
     if not all(one <= GATE for one in far):
-        found["refused"] = f"logits are off by {far[0]:.3g}, replayed {far[1]:.3g}, more than {GATE}"
+        found["refused"] = (
+            f"logits are off by {far[0]:.3g}, replayed {far[1]:.3g}, more than {GATE}"
+        )
         return None
     return steps
 
 
-def timed_steps(bench: Bench, models: dict[str, Decoder], cache: Cache, context: int) -> dict[str, Any]:
+def timed_steps(
+    bench: Bench, models: dict[str, Decoder], cache: Cache, context: int
+) -> dict[str, Any]:
     """A step of each model at a context, over one cache that they share."""
     calls = CALLS if bench.device == "cuda" else 1
     notes: dict[str, Any] = {arm: {} for arm in models}
-    steps = {arm: steps_of(bench, model, cache, context, notes[arm]) for arm, model in models.items()}
+    steps = {
+        arm: steps_of(bench, model, cache, context, notes[arm]) for arm, model in models.items()
+    }
     rows = cache.rows
     assert rows is not None
 
@@ -216,7 +243,9 @@ def by_kernel(function: Callable[[], Any]) -> list[tuple[float, int, str]]:
     for event in profile.events() or ():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             found.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
-    return sorted(((round(sum(us), 1), len(us), name) for name, us in found.items()), reverse=True)[:16]
+    return sorted(((round(sum(us), 1), len(us), name) for name, us in found.items()), reverse=True)[
+        :16
+    ]
 
 
 def context(bench: Bench) -> Iterator[tuple[str, Any]]:
@@ -267,7 +296,9 @@ def peak(bench: Bench) -> Iterator[tuple[str, Any]]:
         model = bench.model(arm, length)
         function, found = read_prompt(bench, model, length, size), {}
         sources = model.residual.num_sources(2 * model.config.layers) if arm == "block" else 0
-        found["bank_gib"] = sources * chunk * model.config.dim * model.embedding.weight.element_size() / 2**30
+        found["bank_gib"] = (
+            sources * chunk * model.config.dim * model.embedding.weight.element_size() / 2**30
+        )
         if bench.device == "cuda":
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
@@ -284,7 +315,9 @@ def memory(bench: Bench) -> Iterator[tuple[str, Any]]:
     tokens = bench.sizes["tokens"]
     for arm in ("block", "plain"):
         model = bench.model(arm, tokens + 64)
-        steps = DeviceSteps(model, bench.filled(model, 1, tokens + 64), graph=bench.device == "cuda")
+        steps = DeviceSteps(
+            model, bench.filled(model, 1, tokens + 64), graph=bench.device == "cuda"
+        )
         found = {}
         for number in range(tokens):
             steps.run()
@@ -319,10 +352,18 @@ def cold(bench: Bench) -> Iterator[tuple[str, Any]]:
     for arm in ("plain", "block"):
         bench.check()
         with tempfile.TemporaryDirectory() as folder:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            caches = {
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+                "TRITON_CACHE_DIR": f"{folder}/triton",
+            }
             command = [sys.executable, "-c", COLD, bench.size, bench.device, arm]
-            done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **caches})
-            yield arm, dict(zip(("model", "first_token", "captured"), map(float, done.stdout.split())))
+            done = subprocess.run(
+                command, check=True, capture_output=True, text=True, env={**os.environ, **caches}
+            )
+            yield (
+                arm,
+                dict(zip(("model", "first_token", "captured"), map(float, done.stdout.split()))),
+            )
 
 
 def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
@@ -333,11 +374,16 @@ def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
         bench.check()
         prompt = torch.ones(batch, bench.sizes["context"], dtype=torch.long, device=bench.device)
         model = converted.model_of(arm, SHAPES[bench.size], bench.dtype, bench.device)
-        yield f"{arm}, batch {batch}", converted.measured(arm, model, prompt, bench.sizes["new"], bench.clock)
+        yield (
+            f"{arm}, batch {batch}",
+            converted.measured(arm, model, prompt, bench.sizes["new"], bench.clock),
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--size", default="xl", choices=SIZES)
     parser.add_argument("--batches", nargs="+", type=int, help="of decoding")
@@ -350,13 +396,20 @@ def main() -> None:
     parser.add_argument("--part-limit", type=float, default=1e9, help="seconds of a part")
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
-    found: dict[str, Any] = provenance("python -m benchmarks.generate " + " ".join(sys.argv[1:]), flags.device)
+    found: dict[str, Any] = provenance(
+        "python -m benchmarks.generate " + " ".join(sys.argv[1:]), flags.device
+    )
     found["copy_tb_per_second"] = copy_bandwidth() if flags.device == "cuda" else None
     began = time.monotonic()
     for part in flags.parts:
         left = min(flags.part_limit, began + flags.limit - time.monotonic())
         bench, mine = Bench(flags.size, flags.device, left, flags.rounds), {}
-        chosen = {"batches": flags.batches, "prompts": flags.prompts, "tokens": flags.tokens, "hf": flags.hf}
+        chosen = {
+            "batches": flags.batches,
+            "prompts": flags.prompts,
+            "tokens": flags.tokens,
+            "hf": flags.hf,
+        }
         bench.sizes = bench.sizes | {name: value for name, value in chosen.items() if value}
         found[part] = mine
         try:

@@ -44,7 +44,13 @@ from .arms import Stack
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
 MAX_SHARED = 227 * 1024  # bytes that a program may have
 
 
@@ -69,7 +75,9 @@ class Noted:
             {places[name]: value for name, value in fixed.items()},
             {places[name]: [["tt.divisibility", 16]] for name in self.aligned},
         )
-        return triton.compile(source, target=TARGET, options={"num_warps": self.warps, "num_stages": self.stages})
+        return triton.compile(
+            source, target=TARGET, options={"num_warps": self.warps, "num_stages": self.stages}
+        )
 
 
 def without_driver(note: Callable[..., None], run: Callable[..., None] = lambda *_: None) -> None:
@@ -77,7 +85,9 @@ def without_driver(note: Callable[..., None], run: Callable[..., None] = lambda 
     (kernel, tensors, numbers, constants, num_warps, num_stages), and `run` called for each after it. Triton must have
     been imported without its interpreter."""
     for module in pkgutil.walk_packages(headwater.ops.__path__, "headwater.ops."):
-        importlib.import_module(module.name)  # all kernels, before the variable below makes others of them
+        importlib.import_module(
+            module.name
+        )  # all kernels, before the variable below makes others of them
 
     def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages):  # type: ignore[no-untyped-def]
         pipelined = "STAGES" in kernel.arg_names
@@ -93,7 +103,13 @@ def without_driver(note: Callable[..., None], run: Callable[..., None] = lambda 
 def type_of(argument: Tensor | float) -> str:
     if isinstance(argument, Tensor):
         return f"*{TYPES[argument.dtype]}"
-    return "fp32" if isinstance(argument, float) else "i64" if argument > launching.MAX_INT32 else "i32"
+    return (
+        "fp32"
+        if isinstance(argument, float)
+        else "i64"
+        if argument > launching.MAX_INT32
+        else "i32"
+    )
 
 
 def _sixteenfold(argument: Tensor | float) -> bool:
@@ -103,7 +119,9 @@ def _sixteenfold(argument: Tensor | float) -> bool:
 
 def train(spec: str, dim: int, dtype: torch.dtype) -> None:
     stack = Stack(f"{spec},backend=triton", dim, 8).to(dtype)
-    stack.linears = stack.norms[:-1]  # of no interest here, and products in bfloat16 take some CPUs long
+    stack.linears = stack.norms[
+        :-1
+    ]  # of no interest here, and products in bfloat16 take some CPUs long
     stack(torch.randn(4, dim, dtype=dtype)).sum().backward()
 
 
@@ -124,23 +142,31 @@ def lose(vocabulary: int, dtype: torch.dtype) -> None:
 
 
 def balance(streams: int) -> None:
-    sinkhorn(torch.randn(4, streams, streams, requires_grad=True), 20, backend="triton").sum().backward()
+    sinkhorn(
+        torch.randn(4, streams, streams, requires_grad=True), 20, backend="triton"
+    ).sum().backward()
 
 
 def gate(width: int, dtype: torch.dtype) -> None:
-    swiglu(torch.randn(4, 2 * width, dtype=dtype, requires_grad=True), backend="triton").sum().backward()
+    swiglu(
+        torch.randn(4, 2 * width, dtype=dtype, requires_grad=True), backend="triton"
+    ).sum().backward()
 
 
 def turn(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     joined = torch.randn(2, 4, (heads + 2 * kv_heads) * head_dim, dtype=dtype, requires_grad=True)
     tables = torch.randn(4, head_dim // 2), torch.randn(4, head_dim // 2)
-    sum(part.sum() for part in rotate_joined(joined, tables, heads, kv_heads, backend="triton")).backward()  # type: ignore[union-attr]
+    sum(
+        part.sum() for part in rotate_joined(joined, tables, heads, kv_heads, backend="triton")
+    ).backward()  # type: ignore[union-attr]
 
 
 @torch.no_grad()
 def decode(spec: str, rows: int, dtype: torch.dtype) -> None:
     shape = {"dim": 256, "layers": 3, "heads": 4, "kv_heads": 2, "mlp_dim": 704, "qk_norm": True}
-    model = Decoder(ModelConfig(vocab_size=512, context=256, residual=spec, **shape)).to(dtype).eval()  # type: ignore[arg-type]
+    model = (
+        Decoder(ModelConfig(vocab_size=512, context=256, residual=spec, **shape)).to(dtype).eval()
+    )  # type: ignore[arg-type]
     prompt = model.new_cache()
     model.hidden(torch.zeros(1, 3, dtype=torch.long), prompt)
     cache = model.fixed_cache([deepcopy(prompt) for _ in range(rows)], range(rows), 200)
@@ -153,7 +179,11 @@ def run_everything() -> None:
     for dim, dtype in ((512, torch.bfloat16), (123, torch.float32)):
         train("attnres-block:block=3", dim, dtype)
     train("attnres-full:window=8", 512, torch.bfloat16)
-    for options, dim in (("heads=16", 128), ("key_dim=32,weights=sigmoid", 192), ("query=projected", 2048)):
+    for options, dim in (
+        ("heads=16", 128),
+        ("key_dim=32,weights=sigmoid", 192),
+        ("query=projected", 2048),
+    ):
         train(f"attnres-full:{options}", dim, torch.bfloat16)
     train("attnres-full:heads=3,key_norm=false", 123, torch.float32)
     for spec, dim, dtype in (
@@ -162,20 +192,36 @@ def run_everything() -> None:
         ("hyper-connections:streams=3", 123, torch.float32),
     ):
         train(spec, dim, dtype)
-    for ways, dim, dtype in ((4, 256, torch.bfloat16), (4, 1024, torch.bfloat16), (3, 123, torch.float32)):
+    for ways, dim, dtype in (
+        (4, 256, torch.bfloat16),
+        (4, 1024, torch.bfloat16),
+        (3, 123, torch.float32),
+    ):
         sum_bank(ways, dim, dtype, 4)
     sum_bank(1, 512, torch.bfloat16)
     lose(1000, torch.bfloat16)
     balance(4)
     balance(5)
-    for width, dtype in ((344, torch.bfloat16), (1024, torch.bfloat16), (1024, torch.float32), (123, torch.float32)):
+    for width, dtype in (
+        (344, torch.bfloat16),
+        (1024, torch.bfloat16),
+        (1024, torch.float32),
+        (123, torch.float32),
+    ):
         gate(width, dtype)
-    for head_dim, dtype in ((64, torch.bfloat16), (96, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
+    for head_dim, dtype in (
+        (64, torch.bfloat16),
+        (96, torch.bfloat16),
+        (128, torch.bfloat16),
+        (64, torch.float32),
+    ):
         turn(6, 6 if head_dim == 64 else 2, head_dim, dtype)
     for rows in (1, 3, 40):
         decode("attnres-block:block=3", rows, torch.bfloat16)
     likeliest(torch.randn(2, 1000), backend="triton")
-    exponentials(torch.zeros(2, dtype=torch.long), torch.zeros(1, dtype=torch.long), 1000, backend="triton")
+    exponentials(
+        torch.zeros(2, dtype=torch.long), torch.zeros(1, dtype=torch.long), 1000, backend="triton"
+    )
     rows, weights = torch.randn(300, 256), [torch.randn(512, 256) for _ in range(2)]
     project(rows, weights, gated=True, backend="triton")  # so many that the library multiplies
     with torch.no_grad():
@@ -185,12 +231,18 @@ def run_everything() -> None:
 def launches_of(run: Callable[[], None]) -> list[Noted]:
     found: dict[Noted, None] = {}
 
-    def note(kernel: Any, tensors: Any, numbers: Any, constants: dict[str, Any], warps: int, stages: int) -> None:
+    def note(
+        kernel: Any, tensors: Any, numbers: Any, constants: dict[str, Any], warps: int, stages: int
+    ) -> None:
         arguments = {param.name: value for param, value in zip(kernel.params, (*tensors, *numbers))}
         free = {param.name for param in kernel.params if param.do_not_specialize}
-        aligned = {name for name, value in arguments.items() if _sixteenfold(value) and name not in free}
+        aligned = {
+            name for name, value in arguments.items() if _sixteenfold(value) and name not in free
+        }
         types = tuple((name, type_of(value)) for name, value in arguments.items())
-        found[Noted(kernel, types, frozenset(aligned), tuple(constants.items()), warps, stages)] = None
+        found[Noted(kernel, types, frozenset(aligned), tuple(constants.items()), warps, stages)] = (
+            None
+        )
 
     without_driver(note)
     run()
@@ -201,10 +253,16 @@ def resources(compiled: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        said = subprocess.run([TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
     numbers = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
     assert numbers is not None, said.stdout
-    return {"registers": int(numbers[1]), "stack": int(numbers[2]), "shared": compiled.metadata.shared}
+    return {
+        "registers": int(numbers[1]),
+        "stack": int(numbers[2]),
+        "shared": compiled.metadata.shared,
+    }
 
 
 def main() -> None:
@@ -217,7 +275,10 @@ def main() -> None:
             found = resources(noted.compiled())
         except Exception as error:  # whatever of Triton's or its assembler's
             failed += 1
-            print(f"{name}: {str(error).strip().splitlines()[-1]} ({dict(noted.constants)})", flush=True)
+            print(
+                f"{name}: {str(error).strip().splitlines()[-1]} ({dict(noted.constants)})",
+                flush=True,
+            )
             continue
         failed += found["shared"] > MAX_SHARED
         words = ", ".join(f"{key} {value}" for key, value in found.items())

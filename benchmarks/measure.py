@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 
-def times(function: Callable[[], Any], repeats: int = 15, warmup: int = 3, calls: int = 1) -> dict[str, float]:
+def times(
+    function: Callable[[], Any], repeats: int = 15, warmup: int = 3, calls: int = 1
+) -> dict[str, float]:
     """Median, p20 and p80 of `function` in milliseconds. Several `calls` between two events, as in training, where the
     host runs ahead: a step's launches are queued while the one before still computes."""
     for _ in range(warmup):
@@ -33,12 +35,17 @@ def times(function: Callable[[], Any], repeats: int = 15, warmup: int = 3, calls
     }
 
 
-def paired(base: Callable[[], Any], other: Callable[[], Any], repeats: int = 15, calls: int = 4) -> dict[str, float]:
+def paired(
+    base: Callable[[], Any], other: Callable[[], Any], repeats: int = 15, calls: int = 4
+) -> dict[str, float]:
     """`other` beside `base`, taking turns, so that a drift of the machine meets both: medians in milliseconds, and the
     median of the differences of neighbours."""
     for function in (base, other):
         times(function, repeats=1, warmup=1, calls=1)
-    rounds = [[times(f, repeats=1, warmup=0, calls=calls)["ms"] for f in (base, other)] for _ in range(repeats)]
+    rounds = [
+        [times(f, repeats=1, warmup=0, calls=calls)["ms"] for f in (base, other)]
+        for _ in range(repeats)
+    ]
     differences = sorted(mine - plain for plain, mine in rounds)
     return {
         "plain_ms": statistics.median(plain for plain, _ in rounds),
@@ -58,9 +65,16 @@ def device_ms(function: Callable[[], Any], own: Collection[str]) -> dict[str, fl
         function()
         torch.cuda.synchronize()
     # The profiler lists the host's calls too.
-    events = [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [
+        event
+        for event in profile.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     kernels = [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
-    return {"all": sum(ms for _, ms in kernels), "own": sum(ms for name, ms in kernels if name in own)}
+    return {
+        "all": sum(ms for _, ms in kernels),
+        "own": sum(ms for name, ms in kernels if name in own),
+    }
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], None]:

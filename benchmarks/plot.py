@@ -18,10 +18,17 @@ text { fill: #222222 } .quiet { fill: #555555 }
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """(label, forward ms, forward + backward ms) per arm: medians with the host in the loop, and graph replays."""
     rows: dict[str, tuple[float, float]] = {}
-    for arm in (arm for result in results for arm in result.get("stack", {}).get("arms", []) if "both" in arm):
+    for arm in (
+        arm
+        for result in results
+        for arm in result.get("stack", {}).get("arms", [])
+        if "both" in arm
+    ):
         rows.setdefault(arm["arm"], (arm["forward"]["ms"], arm["both"]["ms"]))
         if "forward_graph" in arm:
-            rows.setdefault(f"{arm['arm']}, CUDA graph", (arm["forward_graph"]["ms"], arm["both_graph"]["ms"]))
+            rows.setdefault(
+                f"{arm['arm']}, CUDA graph", (arm["forward_graph"]["ms"], arm["both_graph"]["ms"])
+            )
     return [(label, *times) for label, times in rows.items()]
 
 
@@ -43,7 +50,10 @@ def svg(rows: list[tuple[str, float, float]]) -> str:
             f'<text x="{LEFT + both * scale + 8:.1f}" y="{y + 17}">{both:.1f} ms</text>',
         ]
     note = "dark: forward; light: forward + backward"
-    parts += [f'<text x="{LEFT}" y="{height - 10}" class="quiet" font-size="12">{note}</text>', "</svg>"]
+    parts += [
+        f'<text x="{LEFT}" y="{height - 10}" class="quiet" font-size="12">{note}</text>',
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -54,7 +64,8 @@ def panel_of(title: str, across: str, found: dict[str, Any]) -> Panel:
     """Milliseconds, of a part of `benchmarks.generate`, whose entries end in a number that doubles."""
     rows = {int(name.split()[-1]): arms for name, arms in found.items() if isinstance(arms, dict)}
     lines = [
-        Line(name, arm, {number: [arms[arm]["ms"]] for number, arms in rows.items()}) for arm, name in LINES.items()
+        Line(name, arm, {number: [arms[arm]["ms"]] for number, arms in rows.items()})
+        for arm, name in LINES.items()
     ]
     return Panel(title, across, lines, log=True, zero=True, label=_thousands)
 

@@ -33,7 +33,14 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, bool, bool, bool]] = {
     "head": ((VOCABULARY,), DIM, True, False, False),
 }
 # output channels, input channels, warps, tiles under way
-ONE = ((1, 2048, 4, 1), (2, 1024, 4, 1), (4, 512, 4, 1), (4, 1024, 4, 1), (8, 512, 4, 1), (8, 1024, 8, 1))
+ONE = (
+    (1, 2048, 4, 1),
+    (2, 1024, 4, 1),
+    (4, 512, 4, 1),
+    (4, 1024, 4, 1),
+    (8, 512, 4, 1),
+    (8, 1024, 8, 1),
+)
 FEW = ((16, 128, 4, 5), (16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4))
 # output channels, warps, programs a multiprocessor
 STREAM = ((1, 4, 4), (1, 4, 8), (2, 4, 4), (2, 4, 6), (4, 4, 4), (2, 8, 2))
@@ -51,34 +58,55 @@ class Case:
         def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
             return (scale * torch.randn(*shape, generator=draw, device="cuda")).to(dtype)
 
-        self.weights = [[numbers(size, inner, scale=inner**-0.5) for size in sizes] for _ in range(copies)]
+        self.weights = [
+            [numbers(size, inner, scale=inner**-0.5) for size in sizes] for _ in range(copies)
+        ]
         self.x, self.bytes = numbers(batch, inner), 2 * inner * sum(sizes)
         self.norm = Norm(1 + numbers(inner, scale=0.1), 1e-6) if normed else None
         self.merge = None
         if merged:
             f32 = torch.float32
             self.merge = Merge(
-                numbers(batch, inner), numbers(batch, dtype=f32), numbers(inner, dtype=f32, scale=0.02), 1e-6
+                numbers(batch, inner),
+                numbers(batch, dtype=f32),
+                numbers(inner, dtype=f32, scale=0.02),
+                1e-6,
             )
         self.add = numbers(batch, sizes[0]) if added else None
-        self.out = torch.empty(batch, sizes[0] if self.gated else sum(sizes), dtype=torch.bfloat16, device="cuda")
+        self.out = torch.empty(
+            batch, sizes[0] if self.gated else sum(sizes), dtype=torch.bfloat16, device="cuda"
+        )
 
     def run(self, weights: list[Tensor], backend: str = "triton") -> Tensor:
         """With `backend` reference: in fp32."""
         if backend == "triton":
             return project(
-                self.x, weights, norm=self.norm, merge=self.merge, add=self.add, gated=self.gated, out=self.out
+                self.x,
+                weights,
+                norm=self.norm,
+                merge=self.merge,
+                add=self.add,
+                gated=self.gated,
+                out=self.out,
             )
         wide = [weight.float() for weight in weights]
         merge = None if self.merge is None else self.merge._replace(out=self.merge.out.float())
         add = None if self.add is None else self.add.float()
         return project(
-            self.x.float(), wide, norm=self.norm, merge=merge, add=add, gated=self.gated, backend="reference"
+            self.x.float(),
+            wide,
+            norm=self.norm,
+            merge=merge,
+            add=add,
+            gated=self.gated,
+            backend="reference",
         )
 
     def timed(self, function: Callable[[list[Tensor]], Any], bandwidth: float) -> dict[str, float]:
         """Of one weight, from a captured pass over all."""
-        us = times(captured(lambda: [function(weights) for weights in self.weights]), repeats=7)["ms"]
+        us = times(captured(lambda: [function(weights) for weights in self.weights]), repeats=7)[
+            "ms"
+        ]
         us = us / len(self.weights) * 1e3
         return {"us": round(us, 2), "share": round(self.bytes / us / 1e6 / bandwidth, 3)}
 
@@ -111,9 +139,13 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--untimed", action="store_true", help="compile and compare alone: several processes may")
+    parser.add_argument(
+        "--untimed", action="store_true", help="compile and compare alone: several processes may"
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
@@ -128,7 +160,13 @@ def main() -> None:
                 one |= case.candidates(STREAM, peak)
             title = f"batch {batch}, {name}{', merged' if merged else ''}"
             found[title] = one
-            print(title, "best", min((v.get("us", 1e9), k) for k, v in one.items()), json.dumps(one), flush=True)
+            print(
+                title,
+                "best",
+                min((v.get("us", 1e9), k) for k, v in one.items()),
+                json.dumps(one),
+                flush=True,
+            )
             if flags.out:
                 flags.out.write_text(json.dumps(found, indent=1) + "\n")
             del case

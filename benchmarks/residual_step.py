@@ -103,7 +103,10 @@ def measure(step: Callable[[], Any], device: str, repeats: int, before: int) -> 
         seconds.append(time.perf_counter() - start)
     seconds.sort()
     peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    at = {name: 1e3 * seconds[len(seconds) * share // 10] for name, share in (("p20", 2), ("ms", 5), ("p80", 8))}
+    at = {
+        name: 1e3 * seconds[len(seconds) * share // 10]
+        for name, share in (("p20", 2), ("ms", 5), ("p80", 8))
+    }
     return {**at, "peak_mib": peak / 2**20, "loss": loss}
 
 
@@ -121,7 +124,9 @@ def work(flags: argparse.Namespace) -> None:
     before = resident_bytes()
     model = build(flags.residual, flags.layers, flags.context, flags.device)
     shape = (flags.batch, flags.context + 1)
-    tokens = torch.randint(0, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(1)).to(flags.device)
+    tokens = torch.randint(
+        0, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(1)
+    ).to(flags.device)
     steps, rows = {}, []
     for arm in flags.arms:
         row: dict[str, Any] = {"residual": flags.residual, "arm": arm, "layers": flags.layers}
@@ -132,7 +137,9 @@ def work(flags: argparse.Namespace) -> None:
             synchronize(flags.device)
         except torch.OutOfMemoryError:
             pass  # others compile on the same device; when it is this one's turn, it has it for itself
-        except RuntimeError as error:  # the compiler's errors among them: the other arms are measured all the same
+        except (
+            RuntimeError
+        ) as error:  # the compiler's errors among them: the other arms are measured all the same
             row["error"] = str(error).strip().splitlines()[0]
         rows.append({**row, "first_step_s": time.perf_counter() - start})
         release(model, flags.device)
@@ -140,7 +147,11 @@ def work(flags: argparse.Namespace) -> None:
     if not sys.stdin.readline():
         return  # whoever asked is gone
     for row in rows:
-        measured = {} if "error" in row else measure(steps[row["arm"]], flags.device, flags.repeats, before)
+        measured = (
+            {}
+            if "error" in row
+            else measure(steps[row["arm"]], flags.device, flags.repeats, before)
+        )
         print(json.dumps(row | measured), flush=True)
         release(model, flags.device)
 

@@ -44,7 +44,9 @@ DUALITY = (
     "depth-window:window=4,maps=shared",
     "ddl",
 )
-UNROLLED = ("mhc",)  # 40 divisions a sublayer, each a kernel forward and more backward: compared at 2 layers everywhere
+UNROLLED = (
+    "mhc",
+)  # 40 divisions a sublayer, each a kernel forward and more backward: compared at 2 layers everywhere
 
 Row = dict[str, Any]
 
@@ -57,7 +59,12 @@ class Job:
 
     def start(self, flags: argparse.Namespace, errors: Path) -> subprocess.Popen[str]:
         batch, context = BATCHES[flags.device]
-        numbers = {"layers": self.layers, "batch": batch, "context": context, "repeats": flags.repeats}
+        numbers = {
+            "layers": self.layers,
+            "batch": batch,
+            "context": context,
+            "repeats": flags.repeats,
+        }
         command = [sys.executable, "-m", "benchmarks.residual_step", "--residual", self.residual]
         command += ["--arms", *self.arms, "--device", flags.device]
         command += [str(part) for name, value in numbers.items() for part in (f"--{name}", value)]
@@ -75,7 +82,9 @@ class Job:
             )
 
 
-def jobs_of(residuals: list[str], rule_layers: int, rule: bool = True, table: bool = True) -> list[Job]:
+def jobs_of(
+    residuals: list[str], rule_layers: int, rule: bool = True, table: bool = True
+) -> list[Job]:
     """All residuals, then what they are compared with: like takes as long as like, which keeps waves short."""
     jobs, rivals = [], []
     for spec in residuals:
@@ -84,13 +93,17 @@ def jobs_of(residuals: list[str], rule_layers: int, rule: bool = True, table: bo
         if table:
             jobs.append(Job(spec, ("eager", *compiled), LAYERS))
         if rule:
-            ours = () if table and depth == LAYERS else ("eager", "compiled")  # the table has them at 12 layers
+            ours = (
+                () if table and depth == LAYERS else ("eager", "compiled")
+            )  # the table has them at 12 layers
             rivals.append(Job(spec, (*ours, "formula"), depth))
     return jobs + rivals
 
 
 def rule_depth(spec: str, rule_layers: int) -> int:
-    return min(rule_layers, RULE_LAYERS["cpu"]) if spec.partition(":")[0] in UNROLLED else rule_layers
+    return (
+        min(rule_layers, RULE_LAYERS["cpu"]) if spec.partition(":")[0] in UNROLLED else rule_layers
+    )
 
 
 def run(jobs: list[Job], flags: argparse.Namespace) -> Iterator[Row]:
@@ -125,7 +138,11 @@ def rows_of(
     process.communicate()
     said = log.read_text().strip().splitlines()
     late = process.returncode == -signal.SIGKILL
-    reason = f"killed: no result within {flags.limit:.0f} s" if late else (said[-1] if said else "it left no message")
+    reason = (
+        f"killed: no result within {flags.limit:.0f} s"
+        if late
+        else (said[-1] if said else "it left no message")
+    )
     for arm in remaining:
         yield {"residual": job.residual, "arm": arm, "layers": job.layers, "error": reason}
 
@@ -147,7 +164,9 @@ def end(process: subprocess.Popen[str], deadline: float) -> None:
 
 def find(rows: list[Row], residual: str, arm: str, layers: int) -> Row | None:
     key = (residual, arm, layers)
-    return next((r for r in rows if (r["residual"], r["arm"], r["layers"]) == key and "ms" in r), None)
+    return next(
+        (r for r in rows if (r["residual"], r["arm"], r["layers"]) == key and "ms" in r), None
+    )
 
 
 def ratios(rows: list[Row], residual: str, rule_layers: int) -> Row:
@@ -168,7 +187,10 @@ def ratios(rows: list[Row], residual: str, rule_layers: int) -> Row:
         if mine is None:
             continue
         if abs(mine["loss"] - straight["loss"]) > GATE * straight["loss"]:
-            return {**result, "error": f"losses differ: {arm} {mine['loss']:.4f}, formula {straight['loss']:.4f}"}
+            return {
+                **result,
+                "error": f"losses differ: {arm} {mine['loss']:.4f}, formula {straight['loss']:.4f}",
+            }
         result[f"{arm}_over_straightforward"] = mine["ms"] / straight["ms"]
     over = [value for key, value in result.items() if key.endswith("_over_straightforward")]
     return {**result, "within_limit": min(over) <= LIMIT} if over else result
@@ -184,14 +206,22 @@ def describe(row: Row) -> str:
 def table(summary: list[Row]) -> str:
     heads = ("eager_time", "eager_memory", "compiled_time", "compiled_memory")
     rule = ("eager_over_straightforward", "compiled_over_straightforward")
-    lines = ["to the first residual: eager time, memory; compiled time, memory | to the straightforward compile: both"]
+    lines = [
+        "to the first residual: eager time, memory; compiled time, memory | to the straightforward compile: both"
+    ]
     for row in summary:
         cells = [f"{row[k]:6.2f}" if k in row else "     -" for k in (*heads, *rule)]
         cells[len(heads) :] = [
-            cell + ("!" if row.get(k, 0) > LIMIT else " ") for cell, k in zip(cells[len(heads) :], rule, strict=True)
+            cell + ("!" if row.get(k, 0) > LIMIT else " ")
+            for cell, k in zip(cells[len(heads) :], rule, strict=True)
         ]
-        verdict = row.get("error") or {True: "within 1.5", False: "BEYOND 1.5", None: ""}[row.get("within_limit")]
-        lines.append(f"{row['residual']:34} {' '.join(cells[:4])} | {' '.join(cells[4:])} {verdict}")
+        verdict = (
+            row.get("error")
+            or {True: "within 1.5", False: "BEYOND 1.5", None: ""}[row.get("within_limit")]
+        )
+        lines.append(
+            f"{row['residual']:34} {' '.join(cells[:4])} | {' '.join(cells[4:])} {verdict}"
+        )
     return "\n".join(lines)
 
 
@@ -200,17 +230,37 @@ def parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.residuals")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--residuals", "--arms", nargs="+", help="the plain one first; every registered one by default")
-    which.add_argument("--duality", action="store_true", help=f"instead of --residuals: {', '.join(DUALITY)}")
-    parser.add_argument("--device", choices=BATCHES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parallel", type=int, help="processes that prepare at once; one a core by default")
-    parser.add_argument("--repeats", type=int, help="steps measured")
-    parser.add_argument("--rule-layers", type=int, help="depth at which arms are compared with compilation")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--no-rule", action="store_true", help="the eager arm alone: nothing is compiled")
-    only.add_argument("--rule-only", action="store_true", help="the comparison with compilation alone")
+    which.add_argument(
+        "--residuals",
+        "--arms",
+        nargs="+",
+        help="the plain one first; every registered one by default",
+    )
+    which.add_argument(
+        "--duality", action="store_true", help=f"instead of --residuals: {', '.join(DUALITY)}"
+    )
     parser.add_argument(
-        "--limit", type=float, default=300.0, help="seconds a process may take to prepare, or to measure"
+        "--device", choices=BATCHES, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--parallel", type=int, help="processes that prepare at once; one a core by default"
+    )
+    parser.add_argument("--repeats", type=int, help="steps measured")
+    parser.add_argument(
+        "--rule-layers", type=int, help="depth at which arms are compared with compilation"
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument(
+        "--no-rule", action="store_true", help="the eager arm alone: nothing is compiled"
+    )
+    only.add_argument(
+        "--rule-only", action="store_true", help="the comparison with compilation alone"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=300.0,
+        help="seconds a process may take to prepare, or to measure",
     )
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
@@ -229,13 +279,24 @@ def main() -> None:
     flags = parse()
     residuals = list(DUALITY if flags.duality else flags.residuals or names())
     command = "python -m benchmarks.residuals " + " ".join(sys.argv[1:])
-    result = {**provenance(command, flags.device), "shape": {**SHAPE, "layers": LAYERS}, "batch": BATCHES[flags.device]}
+    result = {
+        **provenance(command, flags.device),
+        "shape": {**SHAPE, "layers": LAYERS},
+        "batch": BATCHES[flags.device],
+    }
     rows: list[Row] = []
-    for row in run(jobs_of(residuals, flags.rule_layers, not flags.no_rule, not flags.rule_only), flags):
+    for row in run(
+        jobs_of(residuals, flags.rule_layers, not flags.no_rule, not flags.rule_only), flags
+    ):
         rows.append(row)
         print(describe(row), flush=True)
         summary = [ratios(rows, residual, flags.rule_layers) for residual in residuals]
-        result |= {"rule_layers": flags.rule_layers, "limit": LIMIT, "rows": rows, "summary": summary}
+        result |= {
+            "rule_layers": flags.rule_layers,
+            "limit": LIMIT,
+            "rows": rows,
+            "summary": summary,
+        }
         if flags.out:
             flags.out.parent.mkdir(parents=True, exist_ok=True)
             flags.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -41,21 +41,45 @@ from headwater.train.run import Run, begin
 from .measure import provenance, times
 
 SIZES: dict[str, tuple[dict[str, Any], int]] = {  # model, windows a step
-    "50m": ({"dim": 512, "layers": 16, "heads": 8, "kv_heads": 4, "mlp_dim": 1408, "context": 1024}, 32),
-    "342m": ({"dim": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 2816, "context": 2048}, 8),
-    "14m": ({"dim": 256, "layers": 12, "heads": 4, "kv_heads": 4, "mlp_dim": 704, "context": 256}, 4),
+    "50m": (
+        {"dim": 512, "layers": 16, "heads": 8, "kv_heads": 4, "mlp_dim": 1408, "context": 1024},
+        32,
+    ),
+    "342m": (
+        {"dim": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 2816, "context": 2048},
+        8,
+    ),
+    "14m": (
+        {"dim": 256, "layers": 12, "heads": 4, "kv_heads": 4, "mlp_dim": 704, "context": 256},
+        4,
+    ),
     "tiny": ({"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 128, "context": 64}, 4),
-    "kimi": (dict(NAMED["kimi-linear-small"]), 8),  # 93 million active parameters besides the embeddings
-    **{name: (dict(shape), 32) for name, shape in NAMED.items() if name.startswith("ladder-")},  # the study's
+    "kimi": (
+        dict(NAMED["kimi-linear-small"]),
+        8,
+    ),  # 93 million active parameters besides the embeddings
+    **{
+        name: (dict(shape), 32) for name, shape in NAMED.items() if name.startswith("ladder-")
+    },  # the study's
 }
 PLAIN = ("standard", "standard/model")
 ARMS = (*PLAIN, "attnres-block", "attnres-full", "fla-attnres")
-RIVALS = ("denseformer", "muddformer", "mhc", "hyper-connections", "deepcrossattention/model", "ddl/model")
+RIVALS = (
+    "denseformer",
+    "muddformer",
+    "mhc",
+    "hyper-connections",
+    "deepcrossattention/model",
+    "ddl/model",
+)
 DEFAULT = {
     "50m": (*ARMS, *RIVALS),
     "342m": (*PLAIN, "attnres-block"),
     "kimi": ("standard", "attnres-block", "fla-kda"),
-    "14m": ("standard", *(f"{arm}{how}" for arm in ARMS[2:4] for how in ("", ":schedule=one-pass"))),  # on a CPU
+    "14m": (
+        "standard",
+        *(f"{arm}{how}" for arm in ARMS[2:4] for how in ("", ":schedule=one-pass")),
+    ),  # on a CPU
     "tiny": ("standard", "attnres-block"),
     **dict.fromkeys(
         (name for name in SIZES if name.startswith("ladder-")),
@@ -82,15 +106,21 @@ class FlaResidual(AttentionResidual):
             return super()._read(state, i, norm)
         read, weight = self.reads[str(i)], getattr(norm, "weight", None)
         dtype = state[0].dtype
-        weights = [None if w is None else w.to(dtype) for w in (read.query, read.key_weight, weight)]
-        out = fused_attnres(weights[0], list(state), *weights[1:], rms_eps=self.eps, checkpoint_level=0)
+        weights = [
+            None if w is None else w.to(dtype) for w in (read.query, read.key_weight, weight)
+        ]
+        out = fused_attnres(
+            weights[0], list(state), *weights[1:], rms_eps=self.eps, checkpoint_level=0
+        )
         return out[0] if isinstance(out, tuple) else out, state
 
 
 def config_of(arm: str, size: str, folder: Path, device: str) -> Config:
     residual, _, mode = arm.partition("/")
     shape, windows = SIZES[size]
-    train = TrainSettings(steps=10**6, batch_size=windows, device=device, deterministic=False, compile=mode or "auto")
+    train = TrainSettings(
+        steps=10**6, batch_size=windows, device=device, deterministic=False, compile=mode or "auto"
+    )
     return Config(
         model=ModelSettings(size="nano", residual=residual, vocab_size=VOCABULARY, **shape),
         data=DataSettings(source=("stdlib",), cache=str(folder / "cache")),
@@ -111,18 +141,25 @@ class Arm:
 
     def __init__(self, name: str, size: str, folder: Path, device: str) -> None:
         self.name, before, began = name, allocated(device), time.perf_counter()
-        self.run: Run = begin(config_of(name, size, folder, device), folder / size / name, resume=False)
+        self.run: Run = begin(
+            config_of(name, size, folder, device), folder / size / name, resume=False
+        )
         said: list[str] = []
         self.steps = steps_of(self.run, said.append)
         first = [*self.steps.take(1), *self.steps.wait()][0]
-        self.found: dict[str, Any] = {"first_loss": first.loss, "first_step_seconds": time.perf_counter() - began}
+        self.found: dict[str, Any] = {
+            "first_loss": first.loss,
+            "first_step_seconds": time.perf_counter() - began,
+        }
         self.number = 1
         self.go(5)
         self.found |= {
             "way": said,
             "parameters": self.run.whole.parameter_count()["total"],
             "flops_per_token": self.run.whole.flops_per_token(self.run.train.context),
-            "peak_gib": (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else None,
+            "peak_gib": (torch.cuda.max_memory_allocated() - before) / 2**30
+            if device == "cuda"
+            else None,
         }
         self.rates: list[float] = []
 
@@ -154,7 +191,10 @@ class FlaArm:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.tokens = torch.randint(VOCABULARY, (windows, shape["context"]), device=device)
         loss = float(self.step())
-        self.found: dict[str, Any] = {"first_loss": loss, "first_step_seconds": time.perf_counter() - began}
+        self.found: dict[str, Any] = {
+            "first_loss": loss,
+            "first_step_seconds": time.perf_counter() - began,
+        }
         self.go(5)
         count = sum(p.numel() for p in self.model.parameters())
         self.found |= {"way": ["eager"], "parameters": count}
@@ -211,8 +251,15 @@ def measure(size: str, names: list[str], folder: Path, device: str, rounds: int)
             torch.compiler.reset()  # arms before are captured by now; their code would count against this one's
         try:
             arms.append(arm_of(name, size, folder, device))
-            print(f"{size} {name}: ready after {arms[-1].found['first_step_seconds']:.1f} s", file=sys.stderr)
-        except (RuntimeError, ImportError, ValueError) as error:  # a peer's own; the others are measured all the same
+            print(
+                f"{size} {name}: ready after {arms[-1].found['first_step_seconds']:.1f} s",
+                file=sys.stderr,
+            )
+        except (
+            RuntimeError,
+            ImportError,
+            ValueError,
+        ) as error:  # a peer's own; the others are measured all the same
             failed[name] = {"failed": str(error).strip().splitlines()[0]}
     for number in range(rounds):
         for arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
@@ -222,7 +269,10 @@ def measure(size: str, names: list[str], folder: Path, device: str, rounds: int)
     results: dict[str, Any] = {}
     for arm in arms:
         if abs(arm.found["first_loss"] - plain) > GATE * plain:
-            results[arm.name] = {**arm.found, "failed": "its first loss is not the plain residual's"}
+            results[arm.name] = {
+                **arm.found,
+                "failed": "its first loss is not the plain residual's",
+            }
             continue
         ordered = sorted(arm.rates)
         rate = statistics.median(ordered)
@@ -241,11 +291,45 @@ def cold(arm: str, size: str) -> float:
     """Seconds from the start of the run to the end of its first step, with nothing compiled before."""
     shape, windows = SIZES[size]
     with tempfile.TemporaryDirectory() as folder:
-        flags = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-m", "headwater.cli", "train", "--size", "nano", *flags, "--residual", arm]
-        command += ["--vocab-size", str(VOCABULARY), "--batch-size", str(windows), "--steps", "2", "--log-every", "1"]
-        command += ["--eval-every", "9", "--depth-every", "9", "--no-deterministic", "--out", f"{folder}/run"]
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        flags = [
+            word
+            for key, value in shape.items()
+            for word in (f"--{key.replace('_', '-')}", str(value))
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "headwater.cli",
+            "train",
+            "--size",
+            "nano",
+            *flags,
+            "--residual",
+            arm,
+        ]
+        command += [
+            "--vocab-size",
+            str(VOCABULARY),
+            "--batch-size",
+            str(windows),
+            "--steps",
+            "2",
+            "--log-every",
+            "1",
+        ]
+        command += [
+            "--eval-every",
+            "9",
+            "--depth-every",
+            "9",
+            "--no-deterministic",
+            "--out",
+            f"{folder}/run",
+        ]
+        caches = {
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+        }
         subprocess.run(command, check=True, capture_output=True, env={**os.environ, **caches})
         first = json.loads((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[0])
         return first["seconds"]
@@ -258,7 +342,9 @@ def matrix_rate() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", default=["50m", "342m"], choices=SIZES)
     parser.add_argument("--arms", nargs="+")
     parser.add_argument("--plugin", nargs="+", default=[], help="modules that register residuals")
@@ -280,14 +366,20 @@ def main() -> None:
 
 def report(flags: argparse.Namespace) -> None:
     gpu = flags.device == "cuda"
-    found: dict[str, Any] = provenance("python -m benchmarks.speed " + " ".join(sys.argv[1:]), flags.device)
+    found: dict[str, Any] = provenance(
+        "python -m benchmarks.speed " + " ".join(sys.argv[1:]), flags.device
+    )
     found["matrix_flops"] = matrix_rate() if gpu else None
     with tempfile.TemporaryDirectory() as folder:
         for size in flags.sizes:
-            found[size] = measure(size, flags.arms or list(DEFAULT[size]), Path(folder), flags.device, flags.rounds)
+            found[size] = measure(
+                size, flags.arms or list(DEFAULT[size]), Path(folder), flags.device, flags.rounds
+            )
             for arm in found[size].values():
                 if gpu and "tokens_per_second" in arm and "flops_per_token" in arm:
-                    arm["utilisation"] = arm["tokens_per_second"] * arm["flops_per_token"] / found["matrix_flops"]
+                    arm["utilisation"] = (
+                        arm["tokens_per_second"] * arm["flops_per_token"] / found["matrix_flops"]
+                    )
             if flags.out:
                 flags.out.write_text(json.dumps(found, indent=1) + "\n")
             torch.cuda.empty_cache() if gpu else None

@@ -14,7 +14,10 @@ from headwater.analyze.plot import picture
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
-STACK = ("h200-attnres", "h200-attnres-peers")  # ours beside the plain residual and some; the peers whose start is slow
+STACK = (
+    "h200-attnres",
+    "h200-attnres-peers",
+)  # ours beside the plain residual and some; the peers whose start is slow
 ASSETS = ROOT / "docs" / "assets"
 Cells = list[str]
 
@@ -50,7 +53,10 @@ TRAINED = {
 def path(name: str) -> Path:
     """The current file of a measurement, such as h200-speed: the newest outside of the archive. There is a folder for
     each day; what has just been measured may still lie beside them."""
-    found = [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"????-??-??/{name}.json"), reverse=True)]
+    found = [
+        RESULTS / f"{name}.json",
+        *sorted(RESULTS.glob(f"????-??-??/{name}.json"), reverse=True),
+    ]
     return next(file for file in found if file.exists())
 
 
@@ -75,10 +81,22 @@ def source(*names: str) -> str:
 
 def step_costs() -> dict[str, dict[str, float | None]]:
     """By residual: time and peak memory of an eager step relative to `standard`, at 12 layers."""
-    cpu, gpu = ({row["residual"]: row for row in read(name)["summary"]} for name in ("cpu-residuals", "h200-residuals"))
-    places = (("time of a step, two CPU cores", cpu, "eager_time"), ("memory, two CPU cores", cpu, "eager_memory"))
-    places += (("time of a step, one H200", gpu, "eager_time"), ("memory, one H200", gpu, "eager_memory"))
-    return {name: {what: side.get(name, {}).get(key) for what, side, key in places} for name in (*cpu, *gpu)}
+    cpu, gpu = (
+        {row["residual"]: row for row in read(name)["summary"]}
+        for name in ("cpu-residuals", "h200-residuals")
+    )
+    places = (
+        ("time of a step, two CPU cores", cpu, "eager_time"),
+        ("memory, two CPU cores", cpu, "eager_memory"),
+    )
+    places += (
+        ("time of a step, one H200", gpu, "eager_time"),
+        ("memory, one H200", gpu, "eager_memory"),
+    )
+    return {
+        name: {what: side.get(name, {}).get(key) for what, side, key in places}
+        for name in (*cpu, *gpu)
+    }
 
 
 def costs() -> str:
@@ -107,7 +125,14 @@ def trained(size: str, *names: str) -> str:
         if "tokens_per_second" in (run := found.get(arm, {})):
             memory = "-" if run.get("peak_gib") is None else f"{run['peak_gib']:.1f}"
             rate = run["tokens_per_second"] / 1000
-            rows.append([label, f"{rate:.{0 if rate > 10 else 2}f}", f"{100 * run['of_plain']:.0f} %", memory])
+            rows.append(
+                [
+                    label,
+                    f"{rate:.{0 if rate > 10 else 2}f}",
+                    f"{100 * run['of_plain']:.0f} %",
+                    memory,
+                ]
+            )
     head = ["", "thousand tokens/s", "of plain", "peak GiB"]
     if all(row[-1] == "-" for row in rows):  # a run that did not take it
         head, rows = head[:-1], [row[:-1] for row in rows]
@@ -121,7 +146,9 @@ def stack(part: str = "stack", *names: str) -> str:
         for arm in read(name)[part]["arms"]:
             if "both" in arm:
                 arms.setdefault(arm["arm"], arm)
-    rows = [[ARMS[name], *_times(arm, plain=name == "plain-compiled")] for name, arm in arms.items()]
+    rows = [
+        [ARMS[name], *_times(arm, plain=name == "plain-compiled")] for name, arm in arms.items()
+    ]
     rows.sort(key=lambda row: float(row[2]))
     head = ["", "forward, ms", "forward + backward, ms", "extra passes", "peak GiB"]
     return grid(head, rows) + source(*(names or STACK))
@@ -129,7 +156,12 @@ def stack(part: str = "stack", *names: str) -> str:
 
 def _times(arm: dict[str, Any], plain: bool) -> Cells:
     extra = "" if plain else f"{arm['both']['extra']:.1f}"
-    return [f"{arm['forward']['ms']:.1f}", f"{arm['both']['ms']:.1f}", extra, f"{arm['peak_gib']:.1f}"]
+    return [
+        f"{arm['forward']['ms']:.1f}",
+        f"{arm['both']['ms']:.1f}",
+        extra,
+        f"{arm['peak_gib']:.1f}",
+    ]
 
 
 def full() -> str:
@@ -137,9 +169,18 @@ def full() -> str:
 
 
 def decoder() -> str:
-    found = [arm for name in ("h200-attnres", "h200-attnres-read-decoder") for arm in read(name)["decoder"]["arms"]]
+    found = [
+        arm
+        for name in ("h200-attnres", "h200-attnres-read-decoder")
+        for arm in read(name)["decoder"]["arms"]
+    ]
     rows = [
-        [str(arm["dim"]), f"{arm['plain_ms']:.0f}", f"{arm['ms']:.0f}", f"{arm['overhead_percent']:.1f} %"]
+        [
+            str(arm["dim"]),
+            f"{arm['plain_ms']:.0f}",
+            f"{arm['ms']:.0f}",
+            f"{arm['overhead_percent']:.1f} %",
+        ]
         for arm in sorted(found, key=lambda arm: -arm["dim"])
         if "overhead_percent" in arm
     ]
@@ -153,7 +194,10 @@ def _beside_plain(found: dict[str, Any], first: str) -> str:
         [
             name.split()[-1],
             f"{arms['plain']['ms']:.2f}",
-            *(f"{arms[arm]['ms']:.2f} (+{arms[arm]['over_first_percent']:.1f} %)" for arm in ("block", "full")),
+            *(
+                f"{arms[arm]['ms']:.2f} (+{arms[arm]['over_first_percent']:.1f} %)"
+                for arm in ("block", "full")
+            ),
         ]
         for name, arms in found.items()
         if isinstance(arms, dict)
@@ -170,8 +214,16 @@ def decoding() -> str:
 
 def cold() -> str:
     found = read("h200-generate-cold")["cold"]
-    rows = [[arm, *(f"{found[arm][what]:.1f}" for what in ("model", "first_token", "captured"))] for arm in found]
-    head = ["seconds of a new process, nothing compiled", "the model", "first token", "fifth token, step captured"]
+    rows = [
+        [arm, *(f"{found[arm][what]:.1f}" for what in ("model", "first_token", "captured"))]
+        for arm in found
+    ]
+    head = [
+        "seconds of a new process, nothing compiled",
+        "the model",
+        "first token",
+        "fifth token, step captured",
+    ]
     return grid(head, rows) + source("h200-generate-cold")
 
 
@@ -180,19 +232,29 @@ def prompts() -> str:
 
 
 def deeper() -> str:
-    return _beside_plain(read("h200-generate-depth")["depth"], "layers") + source("h200-generate-depth")
+    return _beside_plain(read("h200-generate-depth")["depth"], "layers") + source(
+        "h200-generate-depth"
+    )
 
 
 def longer() -> str:
-    return _beside_plain(read("h200-generate-context")["context"], "tokens") + source("h200-generate-context")
+    return _beside_plain(read("h200-generate-context")["context"], "tokens") + source(
+        "h200-generate-context"
+    )
 
 
 def transformers() -> str:
     found = read("h200-generate-transformers")
     ours = found["decode"]["batch 1"]
     rows = [
-        ["transformers, static cache, compiled", f"{found['hf']['transformers, batch 1']['ms']:.2f}"],
-        ["its Llama converted to Block, `headwater generate`", f"{found['hf']['llama, batch 1']['ms']:.2f}"],
+        [
+            "transformers, static cache, compiled",
+            f"{found['hf']['transformers, batch 1']['ms']:.2f}",
+        ],
+        [
+            "its Llama converted to Block, `headwater generate`",
+            f"{found['hf']['llama, batch 1']['ms']:.2f}",
+        ],
         ["headwater, plain residual", f"{ours['plain']['ms']:.2f}"],
         ["headwater, Block Attention Residuals", f"{ours['block']['ms']:.2f}"],
     ]
@@ -201,10 +263,16 @@ def transformers() -> str:
 
 def reads() -> str:
     rows = [
-        [f"{row['sources']} x {row['tokens']} x {row['dim']}", f"{1000 * row['forward']['ms']:.0f}", _share(row)]
+        [
+            f"{row['sources']} x {row['tokens']} x {row['dim']}",
+            f"{1000 * row['forward']['ms']:.0f}",
+            _share(row),
+        ]
         for row in read("h200-attnres-read-decoder")["read"]["arms"][0]["rows"]
     ]
-    return grid(["sources x tokens x width", "µs", "of copy bandwidth"], rows) + source("h200-attnres-read-decoder")
+    return grid(["sources x tokens x width", "µs", "of copy bandwidth"], rows) + source(
+        "h200-attnres-read-decoder"
+    )
 
 
 def _share(row: dict[str, Any]) -> str:
@@ -214,7 +282,11 @@ def _share(row: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
     "duality": duality,
-    "speed": partial(trained, "50m", *(f"h200-speed{more}" for more in ("", "-fla", "-whole", "-deepcrossattention"))),
+    "speed": partial(
+        trained,
+        "50m",
+        *(f"h200-speed{more}" for more in ("", "-fla", "-whole", "-deepcrossattention")),
+    ),
     "larger": partial(trained, "342m", "h200-speed-342m"),
     "kimi": partial(trained, "kimi", "h200-speed-kimi"),
     "cores": partial(trained, "14m", "cpu-speed"),
@@ -251,10 +323,16 @@ def figures() -> dict[Path, str]:
     """By the file that each is drawn to."""
     panels = [
         panel_of("ms a token, by depth", "layers", read("h200-generate-depth")["depth"]),
-        panel_of("ms a token, by context", "tokens in the cache", read("h200-generate-context")["context"]),
+        panel_of(
+            "ms a token, by context",
+            "tokens in the cache",
+            read("h200-generate-context")["context"],
+        ),
     ]
     return {
-        ASSETS / "performance.svg": svg([(plain_name(arm), *ms) for arm, *ms in bars([read(name) for name in STACK])]),
+        ASSETS / "performance.svg": svg(
+            [(plain_name(arm), *ms) for arm, *ms in bars([read(name) for name in STACK])]
+        ),
         ASSETS / "decoding.svg": picture(panels, "Milliseconds a token by depth and by context"),
     }
 

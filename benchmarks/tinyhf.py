@@ -22,7 +22,9 @@ VOCAB = 67
 LINEAR = ("kimi_linear", "bailing_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 if not torch.cuda.is_available() and "fla" not in sys.modules:
     sys.modules["fla"] = None  # type: ignore[assignment]  # then importing it fails
-    for linear in (name for name in LINEAR if importlib.util.find_spec(f"transformers.models.{name}")):
+    for linear in (
+        name for name in LINEAR if importlib.util.find_spec(f"transformers.models.{name}")
+    ):
         importlib.import_module(f"transformers.models.{linear}.modeling_{linear}")
     del sys.modules["fla"]
 
@@ -42,7 +44,16 @@ SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "topk_group",
+            "n_shared_experts",
+            "num_shared_experts",
+            "first_k_dense_replace",
+        ),
+        1,
+    ),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     "sliding_window": 8,
@@ -52,7 +63,13 @@ SIZES = {
     "eos_token_id": 2,
 }
 HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
-KDA = {**HYBRID, "num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2}
+KDA = {
+    **HYBRID,
+    "num_key_value_heads": 4,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "num_experts_per_token": 2,
+}
 KDA |= {"num_expert_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 GATED_DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
 GATED_DELTA |= {**HYBRID, "linear_num_value_heads": 4}
@@ -60,7 +77,15 @@ THETA = {"rope_theta": 1e4}
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
 LATENT = {
     name: {"num_key_value_heads": 4}
-    for name in ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3", "longcat_flash")
+    for name in (
+        "deepseek_v2",
+        "deepseek_v3",
+        "axk1",
+        "glm4_moe_lite",
+        "youtu",
+        "minicpm3",
+        "longcat_flash",
+    )
 }
 INDEXER = {"num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
 OF = {
@@ -72,7 +97,12 @@ OF = {
     "bailing_hybrid": KDA,
     "qwen3_next": GATED_DELTA,
     "qwen3_5_text": GATED_DELTA,
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    }
     | {"use_mamba_kernels": False},
     "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**MAMBA2, **HYBRID, "shared_intermediate_size": 16},
@@ -85,7 +115,13 @@ OF = {
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 16},
     "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "mlp", "moe"]}
-    | {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16},
+    | {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
     "olmo_hybrid": {**HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
     | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "qwen3_5_moe_text": GATED_DELTA,
@@ -95,8 +131,16 @@ OF = {
     | {"ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}},
     "gemma4_unified_text": {"global_head_dim": 8},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2}
-    | {"rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), {"rope_type": "default"} | THETA)},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 8},
+    | {
+        "rope_parameters": dict.fromkeys(
+            ("sliding_attention", "full_attention"), {"rope_type": "default"} | THETA
+        )
+    },
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "attention"],
+        "lru_width": 32,
+        "attention_window_size": 8,
+    },
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -117,7 +161,11 @@ def _part(spec, model_type: str):
     """A config of one part: by the class that its kind says, or by a model type."""
     named = getattr(spec, "model_type", None)
     kind = own_config(named) if isinstance(named, str) and not isinstance(spec, type) else spec
-    sizes = _sizes(kind) | OF.get(kind.model_type, {}) | PARTS.get(model_type, {}).get(kind.model_type, {})
+    sizes = (
+        _sizes(kind)
+        | OF.get(kind.model_type, {})
+        | PARTS.get(model_type, {}).get(kind.model_type, {})
+    )
     return kind(**sizes)
 
 
@@ -150,7 +198,12 @@ def tiny_model(model_type: str, seed: int = 0, **overrides):
 
 def sample() -> list[str]:
     """One causal language model of every layout in the table; benchmarks/architectures.py tries them all."""
-    known = [(layout, name) for layout, names in ROWS for name in names.split() if name in CONFIG_MAPPING_NAMES]
+    known = [
+        (layout, name)
+        for layout, names in ROWS
+        for name in names.split()
+        if name in CONFIG_MAPPING_NAMES
+    ]
     found = dict(reversed(known))
     return list(reversed(found.values()))
 
@@ -165,4 +218,6 @@ def stir(model, amount: float = 0.5) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "residual." in name:
-                parameter.add_(amount * torch.randn(parameter.shape).to(parameter))  # the same draw on any device
+                parameter.add_(
+                    amount * torch.randn(parameter.shape).to(parameter)
+                )  # the same draw on any device

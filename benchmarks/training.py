@@ -27,7 +27,14 @@ from typing import Any
 
 import torch
 
-from headwater.train.config import Config, DataSettings, ModelSettings, OptimSettings, ParallelSettings, TrainSettings
+from headwater.train.config import (
+    Config,
+    DataSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    TrainSettings,
+)
 from headwater.train.distributed.ranks import Ranks, join
 from headwater.train.loop import accumulate, update
 from headwater.train.run import Run, begin, choose_device, peak_memory, save
@@ -84,13 +91,21 @@ def main() -> None:
         print(json.dumps(measure(flags, *flags.arm.split("/"))))
         return
     began = time.monotonic()
-    result: dict[str, Any] = provenance(" ".join(["python -m benchmarks.training", *sys.argv[1:]]), device_of(flags))
-    result |= {"preset": flags.preset, "tokens_per_step": tokens_of(PRESETS[flags.preset]), "arms": []}
+    result: dict[str, Any] = provenance(
+        " ".join(["python -m benchmarks.training", *sys.argv[1:]]), device_of(flags)
+    )
+    result |= {
+        "preset": flags.preset,
+        "tokens_per_step": tokens_of(PRESETS[flags.preset]),
+        "arms": [],
+    }
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus")
         for arm in arms_of(flags):
             left = flags.budget - (time.monotonic() - began)
-            result["arms"].append({"arm": arm, **run_arm(arm, folder, flags, min(flags.limit, left))})
+            result["arms"].append(
+                {"arm": arm, **run_arm(arm, folder, flags, min(flags.limit, left))}
+            )
             check(result["arms"])
             print(json.dumps(result["arms"][-1]), flush=True)
             if flags.out:
@@ -99,12 +114,16 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=PRESETS, default="350m")
     parser.add_argument("--residuals", nargs="+", default=RESIDUALS)
     parser.add_argument("--only", nargs="+", help="leave out other arms; a name, or residual/name")
     parser.add_argument("--limit", type=float, default=200, help="seconds for each arm")
-    parser.add_argument("--budget", type=float, default=2000, help="seconds for all; arms beyond them are left out")
+    parser.add_argument(
+        "--budget", type=float, default=2000, help="seconds for all; arms beyond them are left out"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -116,7 +135,9 @@ def arms_of(flags: argparse.Namespace) -> list[str]:
     arms = [f"{residual}/{arm}" for residual in flags.residuals for arm in (*STEP_ARMS, *SAVE_ARMS)]
     names = {arm: {arm, arm.split("/")[1]} for arm in arms}
     if unknown := set(flags.only or ()) - set().union(*names.values()):
-        raise SystemExit(f"unknown arms {', '.join(sorted(unknown))}. Valid arms: {', '.join(arms)}")
+        raise SystemExit(
+            f"unknown arms {', '.join(sorted(unknown))}. Valid arms: {', '.join(arms)}"
+        )
     asked = [arm for arm in arms if not flags.only or names[arm] & set(flags.only)]
     return sorted(asked, key=lambda arm: arm.split("/")[1] in SAVE_ARMS)
 
@@ -135,13 +156,25 @@ def write_corpus(folder: Path) -> None:
     folder.mkdir()
     letters = random.Random(0)
     for number in range(40):
-        (folder / f"{number}.txt").write_text("".join(letters.choices("abcdefghijklmnopqrstuvwxyz \n", k=50_000)))
+        (folder / f"{number}.txt").write_text(
+            "".join(letters.choices("abcdefghijklmnopqrstuvwxyz \n", k=50_000))
+        )
 
 
 def run_arm(arm: str, folder: str, flags: argparse.Namespace, limit: float) -> dict[str, Any]:
     if limit < 10:
         return {"failed": "no time was left for it"}
-    command = [sys.executable, "-m", "benchmarks.training", "--arm", arm, "--folder", folder, "--preset", flags.preset]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.training",
+        "--arm",
+        arm,
+        "--folder",
+        folder,
+        "--preset",
+        flags.preset,
+    ]
     began = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
@@ -149,17 +182,29 @@ def run_arm(arm: str, folder: str, flags: argparse.Namespace, limit: float) -> d
         return {"failed": f"it took more than {limit:.0f} s"}
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    return {**json.loads(done.stdout.splitlines()[-1]), "wall_seconds": round(time.monotonic() - began, 1)}
+    return {
+        **json.loads(done.stdout.splitlines()[-1]),
+        "wall_seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def check(arms: list[dict[str, Any]]) -> None:
     """The newest arm must start from the loss of its residual's first one."""
     newest, name = arms[-1], arms[-1]["arm"]
     residual = name.split("/")[0]
-    first = next((arm for arm in arms if arm["arm"].split("/")[0] == residual and "loss" in arm), None)
-    if first and "loss" in newest and abs(newest["loss"] - first["loss"]) > GATE * abs(first["loss"]):
+    first = next(
+        (arm for arm in arms if arm["arm"].split("/")[0] == residual and "loss" in arm), None
+    )
+    if (
+        first
+        and "loss" in newest
+        and abs(newest["loss"] - first["loss"]) > GATE * abs(first["loss"])
+    ):
         newest.clear()
-        newest |= {"arm": name, "failed": "its first loss differs from that of the residual's first arm"}
+        newest |= {
+            "arm": name,
+            "failed": "its first loss differs from that of the residual's first arm",
+        }
 
 
 def measure(flags: argparse.Namespace, residual: str, arm: str) -> dict[str, Any]:
@@ -197,7 +242,10 @@ def config_of(preset: Preset, residual: str, folder: Path, arm: str) -> Config:
         model=replace(preset.model, residual=residual),
         data=DataSettings(source=(str(folder / "corpus"),), cache=str(folder / "cache")),
         optim=OptimSettings(lr=3e-4),
-        train=replace(TrainSettings(steps=1000, batch_size=preset.windows, device=preset.device, keep=1), **changes),
+        train=replace(
+            TrainSettings(steps=1000, batch_size=preset.windows, device=preset.device, keep=1),
+            **changes,
+        ),
         parallel=ParallelSettings(shard=1),
     )
 
@@ -206,7 +254,13 @@ def grid_of_one(config: Config) -> Ranks:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return join(config.parallel, choose_device(config), alone=False)
 
 
@@ -246,8 +300,12 @@ def saving(run: Run, interval: int) -> dict[str, Any]:
             run.saver.wait()
             found[kind] = time.perf_counter() - began
         rounds.append(found)
-    alone, together, blocked = (sum(found[kind] for found in rounds) for kind in ("alone", "with", "blocked"))
-    size = sum(file.stat().st_size for file in (run.folder / "checkpoints").rglob("*") if file.is_file())
+    alone, together, blocked = (
+        sum(found[kind] for found in rounds) for kind in ("alone", "with", "blocked")
+    )
+    size = sum(
+        file.stat().st_size for file in (run.folder / "checkpoints").rglob("*") if file.is_file()
+    )
     return {
         "save": {
             "interval": interval,

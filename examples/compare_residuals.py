@@ -6,7 +6,14 @@ python examples/compare_residuals.py [TEXT]          # a file or a folder; by de
 import sys
 
 from headwater.analyze import write_report
-from headwater.train import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings, compare
+from headwater.train import (
+    Config,
+    DataSettings,
+    ModelSettings,
+    OptimSettings,
+    TrainSettings,
+    compare,
+)
 
 if __name__ == "__main__":
     config = Config(

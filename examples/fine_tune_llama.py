@@ -21,7 +21,12 @@ def model_of(folder: str | None) -> torch.nn.Module:
     if folder:
         return AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256))
 
 
@@ -34,7 +39,9 @@ if __name__ == "__main__":
     batch = text[: len(text) // 64 * 64].view(-1, 64)
     print(headwater.verify(model, before, batch[:2]))
 
-    hf.trainable(model)  # the queries train; hf.trainable(model, only=True) would leave the rest as it is
+    hf.trainable(
+        model
+    )  # the queries train; hf.trainable(model, only=True) would leave the rest as it is
     optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=1e-3, weight_decay=0.0))
     model.train()
     for step in range(1, 11):

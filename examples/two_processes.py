@@ -9,14 +9,23 @@
 import os
 import sys
 
-from headwater.train import Config, DataSettings, ModelSettings, ParallelSettings, TrainSettings, train
+from headwater.train import (
+    Config,
+    DataSettings,
+    ModelSettings,
+    ParallelSettings,
+    TrainSettings,
+    train,
+)
 
 if __name__ == "__main__":
     config = Config(
         model=ModelSettings(size="nano", residual="attnres-block"),
         data=DataSettings(source=tuple(sys.argv[1:2]) or ("stdlib",)),
         train=TrainSettings(steps=10, batch_size=8, eval_windows=8),
-        parallel=ParallelSettings(shard=0),  # 0: every rank holds a part of each parameter; 1: every rank its own copy
+        parallel=ParallelSettings(
+            shard=0
+        ),  # 0: every rank holds a part of each parameter; 1: every rank its own copy
     )
     result = train(config, f"runs/on-{os.environ.get('WORLD_SIZE', '1')}")
     if os.environ.get("RANK", "0") == "0":

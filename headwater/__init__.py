@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from .hf import revert, verify
     from .models import Decoder, ModelConfig
     from .models.generate import generate
-    from .residuals import AttentionResidual, Residual, StandardResidual, build, mixing, record, register
+    from .residuals import (
+        AttentionResidual,
+        Residual,
+        StandardResidual,
+        build,
+        mixing,
+        record,
+        register,
+    )
     from .residuals.groups import param_groups
 
 __version__ = "0.1.0"
@@ -55,7 +63,15 @@ __all__ = [
     "verify",
 ]
 
-_rooms = {"analyze", "errors", "hf", "models", "ops", "residuals", "train"}  # headwater.hf.reset needs no other import
+_rooms = {
+    "analyze",
+    "errors",
+    "hf",
+    "models",
+    "ops",
+    "residuals",
+    "train",
+}  # headwater.hf.reset needs no other import
 
 
 def __getattr__(name: str) -> Any:
@@ -70,5 +86,7 @@ def __dir__() -> list[str]:
     return [*__all__, *_rooms, "__version__"]
 
 
-if "transformers.models.auto.modeling_auto" in sys.modules:  # then it costs nothing to make converted models known
+if (
+    "transformers.models.auto.modeling_auto" in sys.modules
+):  # then it costs nothing to make converted models known
     import_module(".hf", __name__)

@@ -39,7 +39,11 @@ _transforms_active = find("torch._C._are_functorch_transforms_active")
 
 def transformed() -> bool:
     """Whether a transform of torch.func is active, such as grad or vmap. Else: not known, and `apply` refuses them."""
-    return _transforms_active is not None and not torch.compiler.is_compiling() and _transforms_active()
+    return (
+        _transforms_active is not None
+        and not torch.compiler.is_compiling()
+        and _transforms_active()
+    )
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -85,7 +89,9 @@ def _least_uses() -> int:
 
 # Hooks. Nothing public says whether a call of a module runs more than its forward. Else: only its own are known.
 
-_hooks_of_all: Callable[[], Any] = find("torch.nn.modules.module._has_any_global_hook") or (lambda: False)
+_hooks_of_all: Callable[[], Any] = find("torch.nn.modules.module._has_any_global_hook") or (
+    lambda: False
+)
 
 
 def hooked(module: torch.nn.Module) -> bool:
@@ -180,7 +186,9 @@ current_stream: Callable[[int], int] = find("torch._C._cuda_getCurrentRawStream"
 
 # Collectives that torch.compile keeps in its graph, in an autograd function's backward too: they go by a group's name.
 
-_functional: Any = torch.ops._c10d_functional if hasattr(torch.ops._c10d_functional, "wait_tensor") else None
+_functional: Any = (
+    torch.ops._c10d_functional if hasattr(torch.ops._c10d_functional, "wait_tensor") else None
+)
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
@@ -251,16 +259,22 @@ def _cut_in_order(whole: DTensor) -> tuple[slice, ...]:
 # Muon's iteration, for one matrix that is not a parameter. Else: an optimizer for that matrix alone.
 
 
-def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def newton_schulz(
+    matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
     """What torch.optim.Muon makes of a momentum (m, n), in bf16."""
     iterate = find("torch.optim._muon._zeropower_via_newtonschulz")
     if iterate is not None:
         return iterate(matrix, coefficients, steps, eps)
-    wide = matrix.bfloat16().T if matrix.shape[0] > matrix.shape[1] else matrix.bfloat16()  # whose rate is not adjusted
+    wide = (
+        matrix.bfloat16().T if matrix.shape[0] > matrix.shape[1] else matrix.bfloat16()
+    )  # whose rate is not adjusted
     weight = torch.nn.Parameter(torch.zeros_like(wide))
     weight.grad = wide
     options: dict[str, Any] = {"ns_coefficients": coefficients, "ns_steps": steps, "eps": eps}
-    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
+    torch.optim.Muon(
+        [weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **options
+    ).step()
     update = weight.detach().neg_()
     return update.T if matrix.shape[0] > matrix.shape[1] else update
 

@@ -12,7 +12,9 @@ class NotCaptured(RuntimeError):
     """A function cannot be recorded; the message says why, in a line."""
 
 
-def record(function: Callable[[], None], pool: Any = None, stream: torch.cuda.Stream | None = None) -> Any:
+def record(
+    function: Callable[[], None], pool: Any = None, stream: torch.cuda.Stream | None = None
+) -> Any:
     """The recorded graph (`.replay()` runs it, `.pool()` is its memory) of a function, which is not run by this.
 
     Arguments:
@@ -36,6 +38,8 @@ def record(function: Callable[[], None], pool: Any = None, stream: torch.cuda.St
         torch.cuda.set_stream(before)
         generator.graphsafe_set_state(numbers)
         torch.cuda.synchronize()
-        cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error  # what broke it off
+        cause = (
+            error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        )  # what broke it off
         raise NotCaptured(str(cause).strip().splitlines()[0]) from error
     return graph

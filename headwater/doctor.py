@@ -76,7 +76,9 @@ def _device() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         built = (
-            f"torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch was built without CUDA"
+            f"torch was built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "torch was built without CUDA"
         )
         yield "GPU", f"none that torch can use; {built}", False
         yield "reads", "by the reference operators, which is what a CPU has", False
@@ -85,7 +87,11 @@ def _device() -> Iterator[Finding]:
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         sizes = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-        yield f"GPU {index}", f"{about.name}, {sizes}, compute capability {about.major}.{about.minor}", False
+        yield (
+            f"GPU {index}",
+            f"{about.name}, {sizes}, compute capability {about.major}.{about.minor}",
+            False,
+        )
     yield "reads", *_reads(torch.empty(16, 64, device="cuda", dtype=torch.bfloat16))
 
 
@@ -109,4 +115,8 @@ def _cache() -> Iterator[Finding]:
     if os.access(place, os.W_OK):
         yield "token cache", f"{folder}, {free}", False
     else:
-        yield "token cache", f"{folder} cannot be written: choose another with $HEADWATER_CACHE or --cache", True
+        yield (
+            "token cache",
+            f"{folder} cannot be written: choose another with $HEADWATER_CACHE or --cache",
+            True,
+        )

@@ -33,7 +33,9 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     return f"{hint}Valid: {', '.join(valid)}"
 
 
-def check_fit(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]], what: str) -> None:
+def check_fit(
+    expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]], what: str
+) -> None:
     """Weights fit a model: every tensor that it expects is there in its shape, and no other.
 
     Arguments:
@@ -45,7 +47,10 @@ def check_fit(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequenc
 
         check_fit({"norm.weight": (64,)}, {"norm.weight": (32,)}, "weights do not fit the model")
     """
-    missing, surplus = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    missing, surplus = (
+        sorted(expected.keys() - found.keys()),
+        sorted(found.keys() - expected.keys()),
+    )
     if missing or surplus:
         raise ValueError(
             f"{what}: missing {_first(missing)}, not expected {_first(surplus)}. They must be those of a model with "
@@ -53,7 +58,9 @@ def check_fit(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequenc
         )
     for name, shape in expected.items():
         if tuple(shape) != tuple(found[name]):
-            raise ValueError(f"{what}: {name} is {tuple(shape)} in the model and {tuple(found[name])} in the file")
+            raise ValueError(
+                f"{what}: {name} is {tuple(shape)} in the model and {tuple(found[name])} in the file"
+            )
 
 
 def _first(names: Sequence[str]) -> str:

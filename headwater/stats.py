@@ -20,7 +20,13 @@ Seed = TypeVar("Seed")
 ERROR = 0.05  # how often one of the intervals may miss, all of them taken together
 
 # The words of every table and page.
-LOWER, HIGHER, UNTOLD, ONE_SEED, BASELINE = "lower", "higher", "not told apart", "one seed", "baseline"
+LOWER, HIGHER, UNTOLD, ONE_SEED, BASELINE = (
+    "lower",
+    "higher",
+    "not told apart",
+    "one seed",
+    "baseline",
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,9 @@ def summarize(values: Sequence[float | None]) -> Stat | None:
     known = [value for value in values if value is not None]
     if not known:
         return None
-    return Stat(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+    return Stat(
+        statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known)
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,11 @@ class Paired:
 
     @property
     def stat(self) -> Stat:
-        return Stat(self.mean, statistics.stdev(self.values) if len(self.values) > 1 else None, len(self.values))
+        return Stat(
+            self.mean,
+            statistics.stdev(self.values) if len(self.values) > 1 else None,
+            len(self.values),
+        )
 
     @property
     def mean(self) -> float:
@@ -86,7 +98,9 @@ class Paired:
         return LOWER if self.mean < 0 else HIGHER
 
 
-def pair(ours: Mapping[Seed, float | None], theirs: Mapping[Seed, float | None]) -> tuple[float, ...]:
+def pair(
+    ours: Mapping[Seed, float | None], theirs: Mapping[Seed, float | None]
+) -> tuple[float, ...]:
     """Ours minus theirs for every seed that has a number in both, by seed."""
     pairs = [(value, theirs.get(seed)) for seed, value in ours.items()]
     return tuple(a - b for a, b in pairs if a is not None and b is not None)
@@ -109,7 +123,9 @@ def limits(seeds: int, comparisons: int = 1, noun: str = "residual") -> str:
             "Three seeds or more can."
         )
     given = f"{seeds} seeds" + (f" and {comparisons} {noun}s" if comparisons > 1 else "")
-    now, then = (f"{float(f'{reach(count, comparisons):.2g}'):g}" for count in (seeds, 5))  # 130, not 1.3e+02
+    now, then = (
+        f"{float(f'{reach(count, comparisons):.2g}'):g}" for count in (seeds, 5)
+    )  # 130, not 1.3e+02
     more = f"; with five seeds, {then} times would do" if seeds < 5 else ""
     needed = f"when it exceeds {now} times the spread of its pairs{more}"
     return f"With {given}, a difference is told from chance {needed}."
@@ -132,7 +148,9 @@ def t_quantile(error: float, freedom: int) -> float:
 def t_tails(t: float, freedom: int) -> float:
     """P(|T| > t) = I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t^2), I the incomplete beta function."""
     square = t * t
-    return incomplete_beta(freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square))
+    return incomplete_beta(
+        freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square)
+    )
 
 
 def incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
@@ -144,7 +162,9 @@ def incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
         return 1 - incomplete_beta(b, a, rest, x)
-    front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
+    front = (
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
+    )
     return math.exp(front) * beta_fraction(a, b, x) / a
 
 

@@ -13,10 +13,15 @@ def fitting(table: Table, console: Console) -> Table:
 
         console.print(fitting(table, console))
     """
-    if Measurement.get(console, console.options.update(width=10_000), table).minimum <= console.width:
+    if (
+        Measurement.get(console, console.options.update(width=10_000), table).minimum
+        <= console.width
+    ):
         return table
     names, *others = table.columns
-    stacked = Table(title=table.title, caption=table.caption, box=box.SIMPLE, show_header=False, pad_edge=False)
+    stacked = Table(
+        title=table.title, caption=table.caption, box=box.SIMPLE, show_header=False, pad_edge=False
+    )
     stacked.caption_justify = table.caption_justify
     stacked.add_column(overflow="fold")
     stacked.add_column(overflow="fold", justify="right")

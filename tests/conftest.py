@@ -10,7 +10,12 @@ import interpreter
 import pytest
 
 CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
 )
 
 
@@ -90,20 +95,35 @@ LONGEST = (
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, help="runs that test_crash.py kills in each way; `make test-crash`")
-    parser.addoption("--processes", type=int, default=0, help="forks of this process in which tests run; `make test`")
-    parser.addoption("--share", help="2/8: the third of eight shares of the chosen tests; `make test-gpu`")
+    parser.addoption(
+        "--kills", type=int, help="runs that test_crash.py kills in each way; `make test-crash`"
+    )
+    parser.addoption(
+        "--processes",
+        type=int,
+        default=0,
+        help="forks of this process in which tests run; `make test`",
+    )
+    parser.addoption(
+        "--share", help="2/8: the third of eight shares of the chosen tests; `make test-gpu`"
+    )
 
 
 def pytest_configure(config):
     gc.disable()  # nothing that is imported until tests run is garbage: looking for some takes two seconds of thirteen
     if config.getoption("--processes"):
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA bears no fork once it has been asked for devices
-    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else inductor tries in a new process whether vectors can be compiled
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+            "1"  # CUDA bears no fork once it has been asked for devices
+        )
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = (
+        "1"  # else inductor tries in a new process whether vectors can be compiled
+    )
     import torch
 
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels then run on the CPU
+        os.environ["TRITON_INTERPRET"] = (
+            "1"  # before anything imports triton: kernels then run on the CPU
+        )
         from processes import fork_the_server, keep_no_stacks
 
         keep_no_stacks()
@@ -121,7 +141,9 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: ranks.get(str(item.path), len(ranks)))
     if config.getoption("--share"):
         mine, shares = map(int, config.getoption("--share").split("/"))
-        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % shares != mine])
+        config.hook.pytest_deselected(
+            items=[item for i, item in enumerate(items) if i % shares != mine]
+        )
         items[:] = items[mine::shares]
 
 
@@ -159,7 +181,9 @@ def script():
         spec = importlib.util.spec_from_file_location(file.stem, file)
         module = importlib.util.module_from_spec(spec)
         with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(str(file.parent))  # where Python looks first when it runs a script
+            patch.syspath_prepend(
+                str(file.parent)
+            )  # where Python looks first when it runs a script
             spec.loader.exec_module(module)
         return module
 
@@ -190,7 +214,10 @@ def small_disk(tmp_path):
     mount = tmp_path / "disk"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting a tmpfs needs root; the same case runs above with a write that fails")
     yield mount
     subprocess.run(["umount", str(mount)], check=True)
@@ -263,7 +290,9 @@ def visit(browser, windows):
     for context in apart:
         context.close()
     for page, blank in taken:
-        kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie, window.name]")
+        kept = page.evaluate(
+            "[localStorage.length, sessionStorage.length, document.cookie, window.name]"
+        )
         assert kept == [0, 0, "", ""]  # else a page finds what another one left
         for event, listener in heard.items():
             page.remove_listener(event, listener)

@@ -27,7 +27,11 @@ def speed_up() -> None:
     from triton.runtime import interpreter
 
     modules = (interpreter, core, semantic)
-    if all(hasattr(module, name) for module, names in zip(modules, PARTS.values(), strict=True) for name in names):
+    if all(
+        hasattr(module, name)
+        for module, names in zip(modules, PARTS.values(), strict=True)
+        for name in names
+    ):
         patch_once_a_launch(interpreter)
         list_functions_once(interpreter, core)
         make_types_once(interpreter, core)
@@ -64,7 +68,11 @@ def patch_once_a_launch(interpreter: Any) -> None:
     patched: set[tuple[bool, bool]] = set()
 
     def once(fn: Callable[..., Any]) -> Any:
-        seen = [value for value in fn.__globals__.values() if value is language or value is language.core]
+        seen = [
+            value
+            for value in fn.__globals__.values()
+            if value is language or value is language.core
+        ]
         key = (language in seen, language.core in seen)
         if key in patched:
             return interpreter._LangPatchScope()  # nothing to restore
@@ -87,7 +95,11 @@ def list_functions_once(interpreter: Any, core: Any) -> None:
 
     def replace_functions(owner: Any, builder: Any, scope: Any) -> None:
         if id(owner) not in known:
-            known[id(owner)] = [(name, member) for name, member in inspect.getmembers(owner) if core.is_builtin(member)]
+            known[id(owner)] = [
+                (name, member)
+                for name, member in inspect.getmembers(owner)
+                if core.is_builtin(member)
+            ]
         for name, member in known[id(owner)]:
             if getattr(owner, name) is member:
                 interpreter._patch_attr(owner, name, member, builder, scope)
@@ -108,7 +120,9 @@ def make_types_once(interpreter: Any, core: Any) -> None:
 
     @functools.cache
     def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+        return core.constexpr(math.prod(shape)), core.tuple(
+            [core.constexpr(size) for size in shape]
+        )
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         super(core.tensor, self).__init__()
@@ -138,7 +152,9 @@ def check_overflow_at_once(semantic: Any) -> None:
         compute = getattr(operator, operation.__name__)  # add, sub, mul
         result = compute(left.handle.data.astype("int64"), right.handle.data.astype("int64"))
         fits = (kind.get_int_min_value() <= result) & (result <= kind.get_int_max_value())
-        assert fits.all(), f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
+        assert fits.all(), (
+            f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
+        )
 
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check
 
@@ -151,10 +167,16 @@ def combine_halves(interpreter: Any) -> None:
         kinds = [tensor.dtype for tensor in flat]
         parts = [tensor.handle.data for tensor in flat]
         while (size := parts[0].shape[axis]) > 1:  # a power of two
-            halves = [part.take(range(k, k + size // 2), axis) for k in (0, size // 2) for part in parts]
-            both = [self.to_tensor(half, kind) for half, kind in zip(halves, kinds * 2, strict=True)]
+            halves = [
+                part.take(range(k, k + size // 2), axis) for k in (0, size // 2) for part in parts
+            ]
+            both = [
+                self.to_tensor(half, kind) for half, kind in zip(halves, kinds * 2, strict=True)
+            ]
             found = self.combine_fn.fn(*both)
-            parts = [tensor.handle.data for tensor in (found if isinstance(found, tuple) else (found,))]
+            parts = [
+                tensor.handle.data for tensor in (found if isinstance(found, tuple) else (found,))
+            ]
         if not self.keep_dims:
             parts = [part.squeeze(axis) for part in parts]
         elif self.axis is None:

@@ -49,7 +49,9 @@ def two_phases(sources, queries, keys, norm, backend):
 def growing(sources, queries, keys, norm, backend):
     """An output joins its block's sum, which a later read sees as well: the sum's gradient comes from both."""
     y, partial, out = sources
-    lse = torch.zeros(out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
+    lse = torch.zeros(
+        out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32), device=out.device
+    )
     given = (y, partial, out, lse, queries[0], keys[0], norm)
     if backend == "reference":
         return two_phase.merge(*given)
@@ -66,14 +68,24 @@ def run(function, inputs, backend, dtype, seeds=None):
     if seeds is None:
         device = inputs[0].device
         generator = torch.Generator(device).manual_seed(9)
-        seeds = [torch.randn(o.shape, generator=generator, device=device).to(inputs[0].dtype) for o in outputs]
-    grads = torch.autograd.grad(outputs, leaves, [s.to(o.dtype) for s, o in zip(seeds, outputs)], allow_unused=True)
+        seeds = [
+            torch.randn(o.shape, generator=generator, device=device).to(inputs[0].dtype)
+            for o in outputs
+        ]
+    grads = torch.autograd.grad(
+        outputs, leaves, [s.to(o.dtype) for s, o in zip(seeds, outputs)], allow_unused=True
+    )
     return [*outputs, *(g for g in grads if g is not None)], seeds
 
 
 def extremes(value, dtype, device):
     """Results over sources of norm zero, large and tiny ones, with logits of at least plus or minus `value`."""
-    hostile = [torch.zeros(2, 16), torch.full((2, 16), 1e4), torch.randn(2, 16) * 1e-4, torch.randn(2, 16)]
+    hostile = [
+        torch.zeros(2, 16),
+        torch.full((2, 16), 1e4),
+        torch.randn(2, 16) * 1e-4,
+        torch.randn(2, 16),
+    ]
     inputs = [*hostile, torch.full((2, 16), value / 4), torch.ones(2, 16), torch.ones(16)]
     return run(two_phases, [t.to(device, dtype) for t in inputs], "triton", dtype)[0]
 
@@ -85,8 +97,12 @@ def worst(function, count, dim, tokens, dtype, device, **options):
         ours, seeds = run(function, [*sources, *parameters], "triton", dtype)
     assert all(torch.isfinite(t).all() for t in ours)
     plain, _ = run(function, [*sources, *parameters], "reference", dtype, seeds)
-    squares = torch.zeros(len(ours), 3, dtype=torch.float64)  # of our error, of plain PyTorch's, of the truth
-    by_token = len(seeds) + count  # outputs and gradients of sources; then gradients of parameters, sums over tokens
+    squares = torch.zeros(
+        len(ours), 3, dtype=torch.float64
+    )  # of our error, of plain PyTorch's, of the truth
+    by_token = (
+        len(seeds) + count
+    )  # outputs and gradients of sources; then gradients of parameters, sums over tokens
     shared = [0.0] * (len(ours) - by_token)
     for here, truth in truths(function, sources, parameters, seeds):
         for k, t in enumerate(truth[:by_token]):
@@ -104,7 +120,12 @@ def truths(function, sources, parameters, seeds):
     tokens, most = len(sources[0]), max(1, 2**28 // (len(sources) * sources[0].shape[-1]))
     for here in (slice(start, start + most) for start in range(0, tokens, most)):
         inputs = [*(source[here] for source in sources), *parameters]
-        yield here, run(function, inputs, "reference", torch.float64, [rows(s, here, tokens) for s in seeds])[0]
+        yield (
+            here,
+            run(
+                function, inputs, "reference", torch.float64, [rows(s, here, tokens) for s in seeds]
+            )[0],
+        )
 
 
 def rows(result, here, tokens):
@@ -113,15 +134,22 @@ def rows(result, here, tokens):
 
 
 def measured(ours, plain, truth):
-    return torch.stack([(value.double() - truth).square().sum() for value in (ours, plain, 2 * truth)]).cpu()
+    return torch.stack(
+        [(value.double() - truth).square().sum() for value in (ours, plain, 2 * truth)]
+    ).cpu()
 
 
 def results(function, x, dtype):
     """Outputs of a function of one tensor, and its gradient, for the same random gradients of the outputs."""
     leaf = x.to(dtype).detach().requires_grad_()
     outputs, generator = function(leaf), torch.Generator(x.device).manual_seed(9)
-    seeds = [torch.randn(o.shape, generator=generator, device=x.device).to(x.dtype) for o in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, leaf, [s.to(o.dtype) for s, o in zip(seeds, outputs)])]
+    seeds = [
+        torch.randn(o.shape, generator=generator, device=x.device).to(x.dtype) for o in outputs
+    ]
+    return [
+        *outputs,
+        *torch.autograd.grad(outputs, leaf, [s.to(o.dtype) for s, o in zip(seeds, outputs)]),
+    ]
 
 
 def excess(function, x):
@@ -131,7 +159,10 @@ def excess(function, x):
         ours = results(lambda x: function(x, "triton"), x, x.dtype)
     plain = results(lambda x: function(x, "reference"), x, x.dtype)
     truth = results(lambda x: function(x, "reference"), x, torch.float64)
-    assert all(mine.dtype == other.dtype and mine.shape == other.shape for mine, other in zip(ours, plain, strict=True))
+    assert all(
+        mine.dtype == other.dtype and mine.shape == other.shape
+        for mine, other in zip(ours, plain, strict=True)
+    )
     return max(
         ((mine - exact).norm() / (2 * (other - exact).norm() + 1e-6 * exact.norm())).item()
         for mine, other, exact in zip(ours, plain, truth, strict=True)
@@ -201,7 +232,12 @@ def replay(spec, tensors, dtype=torch.float32, compiled=None, unused=False):
             state = residual.write(state, i, y + 0.5 * several[-1] - 0.2 * several[0])
         return *reads, residual.end(state)
 
-    made = (forward if compiled is None else torch.compile(forward, backend=compiled, fullgraph=True))(*leaves)
-    seeds = [torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(dtype) for k, t in enumerate(made)]
+    made = (
+        forward if compiled is None else torch.compile(forward, backend=compiled, fullgraph=True)
+    )(*leaves)
+    seeds = [
+        torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(dtype)
+        for k, t in enumerate(made)
+    ]
     wanted = [*leaves, *residual.parameters()]
     return [*made, *torch.autograd.grad(made, wanted, seeds, allow_unused=unused)]

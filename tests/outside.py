@@ -7,7 +7,11 @@ from pathlib import Path
 from headwater.residuals import plugins, registry
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "new-residual.md"
-LEAKY = PAGE.read_text(encoding="utf-8").partition("```python\n# my_residuals.py\n")[2].partition("```")[0]
+LEAKY = (
+    PAGE.read_text(encoding="utf-8")
+    .partition("```python\n# my_residuals.py\n")[2]
+    .partition("```")[0]
+)
 
 
 def write_package(folder: Path) -> Path:

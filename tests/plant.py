@@ -32,7 +32,14 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 FAULTS = Path(__file__).parent / "faults"
 SECONDS = 300  # for one trial
-CLUMSY = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "UnboundLocalError")
+CLUMSY = (
+    "ImportError",
+    "ModuleNotFoundError",
+    "SyntaxError",
+    "IndentationError",
+    "NameError",
+    "UnboundLocalError",
+)
 PRELOADED = (
     "numpy", "rich.console", "rich.progress", "safetensors.torch", "tyro", "transformers", "torch._dynamo",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
@@ -53,7 +60,9 @@ class Fault:
         """The file's text with the fault in it."""
         text = (root / self.file).read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
-            raise ValueError(f"{self.name}: its old text must stand in {self.file} once, and does so {count} times")
+            raise ValueError(
+                f"{self.name}: its old text must stand in {self.file} once, and does so {count} times"
+            )
         if self.old == self.new:
             raise ValueError(f"{self.name}: old and new text are the same")
         text = text.replace(self.old, self.new)
@@ -81,7 +90,10 @@ class Trial:
         found = json.loads(result.read_text(encoding="utf-8"))
         self.outcomes, self.reason = found["outcomes"], found["reason"]
         if not found["collected"] or found["code"] not in (0, 1):
-            self.outcome, self.reason = "not collected", self.reason or f"pytest ended with {found['code']}"
+            self.outcome, self.reason = (
+                "not collected",
+                self.reason or f"pytest ended with {found['code']}",
+            )
         elif "failed" in self.outcomes.values():
             self.outcome = "clumsy" if self.reason.startswith(CLUMSY) else "failed"
         else:
@@ -96,11 +108,19 @@ class Trial:
             for node, outcome in self.outcomes.items()
             if node == test or node.startswith((f"{test}[", f"{test}::"))
         }
-        return "" if "passed" in of and "failed" not in of else " and ".join(sorted(of)) or "no such test"
+        return (
+            ""
+            if "passed" in of and "failed" not in of
+            else " and ".join(sorted(of)) or "no such test"
+        )
 
 
 def read_faults(paths: Sequence[Path]) -> list[Fault]:
-    tables = [table for path in paths for table in tomllib.loads(path.read_text(encoding="utf-8"))["fault"]]
+    tables = [
+        table
+        for path in paths
+        for table in tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
+    ]
     faults = [Fault(**{**table, "tests": tuple(table["tests"])}) for table in tables]
     twice = [name for name, count in Counter(fault.name for fault in faults).items() if count > 1]
     if twice:
@@ -111,7 +131,11 @@ def read_faults(paths: Sequence[Path]) -> list[Fault]:
 def copy_tree(to: Path) -> None:
     """What git tracks, and new files that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    listed = (
+        subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+        .stdout.decode()
+        .split("\0")
+    )
     for name in dict.fromkeys(filter(None, listed)):
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +172,11 @@ def run_tests(tree: Path, tests: Sequence[str], options: Sequence[str], result: 
     os.setsid()  # so that it can be ended with all that it starts
     os.chdir(tree)
     os.environ["PYTHONPATH"] = str(tree)
-    sys.path[:] = [str(tree), str(tree / "tests"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+    sys.path[:] = [
+        str(tree),
+        str(tree / "tests"),
+        *(p for p in sys.path if Path(p or ".").resolve() != ROOT),
+    ]
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
@@ -183,7 +211,9 @@ class Slot:
         self.child = os.fork()
         if self.child == 0:
             try:
-                run_tests(self.tree, trial.tests, () if trial.fault is None else ("-x",), self.result)
+                run_tests(
+                    self.tree, trial.tests, () if trial.fault is None else ("-x",), self.result
+                )
             finally:
                 os._exit(0)
 
@@ -222,7 +252,9 @@ def run_all(trials: Sequence[Trial], slots: Sequence[Slot]) -> Iterator[Trial]:
 
 def preload(everything: bool) -> None:
     """What tests import sooner or later, and none of it ours; for a few trials, only what all of them need."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that has started threads cannot be forked
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # a process that has started threads cannot be forked
     import pytest  # noqa: F401
     import torch
 
@@ -233,8 +265,12 @@ def preload(everything: bool) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("faults", nargs="*", type=Path, help="files of faults; by default those of tests/faults")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "faults", nargs="*", type=Path, help="files of faults; by default those of tests/faults"
+    )
     parser.add_argument("-k", default="", help="only faults with this in their name or file")
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
     chosen = parser.parse_args(arguments)
@@ -253,10 +289,17 @@ def main(arguments: Sequence[str]) -> int:
         missed = len(faults) - len(ready)
         for trial in run_all(ready, slots):
             missed += trial.outcome != "failed"
-            verdict = {"failed": "found", "passed": "SURVIVED"}.get(trial.outcome, trial.outcome.upper())
+            verdict = {"failed": "found", "passed": "SURVIVED"}.get(
+                trial.outcome, trial.outcome.upper()
+            )
             assert trial.fault is not None
-            print(f"{verdict:<9} {trial.seconds:5.1f} s  {trial.fault.name:<44} {trial.reason[:100]}", flush=True)
-    print(f"{len(faults) - missed} of {len(faults)} faults found in {time.monotonic() - began:.0f} s")
+            print(
+                f"{verdict:<9} {trial.seconds:5.1f} s  {trial.fault.name:<44} {trial.reason[:100]}",
+                flush=True,
+            )
+    print(
+        f"{len(faults) - missed} of {len(faults)} faults found in {time.monotonic() - began:.0f} s"
+    )
     return 1 if missed or not faults else 0
 
 
@@ -264,7 +307,9 @@ def without_faults(tests: Sequence[str], slots: Sequence[Slot]) -> dict[str, str
     """The tests that prove nothing, each with the reason: they must pass as long as nothing is planted."""
     shares = [tuple(tests[n :: len(slots)]) for n in range(min(len(slots), len(tests)))]
     trials = list(run_all([Trial(None, share) for share in shares], slots))
-    return {test: reason for trial in trials for test in trial.tests if (reason := trial.unfit(test))}
+    return {
+        test: reason for trial in trials for test in trial.tests if (reason := trial.unfit(test))
+    }
 
 
 if __name__ == "__main__":

@@ -117,7 +117,10 @@ def fork_instead(path: bytes, command: list[str], kept: Sequence[int]) -> int:
 
 
 def start(
-    folder: Path, *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    folder: Path,
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> ForkServerProcess:
     """`python ARGUMENTS`: `-c PROGRAM`, `-m MODULE` or a script, and what it is to find in `sys.argv`. What it prints
     goes to the files `stdout` and `stderr` of `folder`.
@@ -128,13 +131,18 @@ def start(
     """
     environment = dict(os.environ if env is None else env)
     words, streams = [str(word) for word in arguments], (folder / "stdout", folder / "stderr")
-    process = fork_server().Process(target=execute, args=(words, cwd or Path.cwd(), environment, streams))
+    process = fork_server().Process(
+        target=execute, args=(words, cwd or Path.cwd(), environment, streams)
+    )
     process.start()
     return process
 
 
 def python(
-    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
 ) -> str:
     """What `start` with these arguments prints; an exit code other than 0 fails, with what it says of its errors."""
     with tempfile.TemporaryDirectory() as name:
@@ -143,7 +151,9 @@ def python(
         if process.is_alive():
             process.kill()
             process.join()
-        shown, errors = (Path(name, stream).read_text(encoding="utf-8") for stream in ("stdout", "stderr"))
+        shown, errors = (
+            Path(name, stream).read_text(encoding="utf-8") for stream in ("stdout", "stderr")
+        )
     assert process.exitcode == 0, f"exit code {process.exitcode}\n{shown}\n{errors}"
     return shown
 
@@ -152,11 +162,15 @@ class Forked:
     """Stands in for the `subprocess.Popen` of headwater.train.jobs: the same runs, without their imports. They are no
     children of this process, so they do not look after it: test_orphans_save_and_end has real ones."""
 
-    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object) -> None:
+    def __init__(
+        self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object
+    ) -> None:
         environment = {name: value for name, value in env.items() if name != PARENT}
         streams = (Path(stdout.name), Path(stdout.name))
         words = ["-m", "headwater", *command[3:]]
-        self._process = fork_server().Process(target=execute, args=(words, Path.cwd(), environment, streams))
+        self._process = fork_server().Process(
+            target=execute, args=(words, Path.cwd(), environment, streams)
+        )
         self._process.start()
         self.terminate = self._process.terminate
 
@@ -172,7 +186,9 @@ class Forked:
         return self._process.exitcode
 
 
-def execute(words: list[str], cwd: Path, environment: dict[str, str], streams: tuple[Path, Path]) -> None:
+def execute(
+    words: list[str], cwd: Path, environment: dict[str, str], streams: tuple[Path, Path]
+) -> None:
     """In the new process."""
     spare_collector()
     for number, stream in enumerate(streams, start=1):

@@ -21,8 +21,14 @@ def precise() -> Iterator[None]:
     """Muon in fp32: rounded to bf16, gradients that differ in the last bit may end in different updates."""
     cast = torch.Tensor.to
 
-    def to(self: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:  # what torch 2.15 says instead of bfloat16
-        return self.clone() if how == {"dtype": torch.bfloat16, "copy": True} else cast(self, *args, **how)
+    def to(
+        self: torch.Tensor, *args: Any, **how: Any
+    ) -> torch.Tensor:  # what torch 2.15 says instead of bfloat16
+        return (
+            self.clone()
+            if how == {"dtype": torch.bfloat16, "copy": True}
+            else cast(self, *args, **how)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
@@ -75,7 +81,12 @@ def free_port() -> int:
 
 
 def enter(
-    rank: int, world: int, port: int, job: Callable[..., Any], arguments: tuple[Any, ...], **options: Any
+    rank: int,
+    world: int,
+    port: int,
+    job: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    **options: Any,
 ) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -18,14 +18,27 @@ LOGS = ROOT / "build" / "test-gpu"
 
 def marked_files(tests: Path) -> list[str]:
     """Only files that name the marker: others may need what a GPU machine does not have."""
-    return [str(path) for path in sorted(tests.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    return [
+        str(path) for path in sorted(tests.rglob("test_*.py")) if "mark.gpu" in path.read_text()
+    ]
 
 
 def start(name: str, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations", "3", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--durations",
+        "3",
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     with (LOGS / f"{name}.txt").open("w") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
 def outcomes(name: str, process: subprocess.Popen) -> Counter[str]:
@@ -33,8 +46,12 @@ def outcomes(name: str, process: subprocess.Popen) -> Counter[str]:
     code = process.wait()
     log = (LOGS / f"{name}.txt").read_text()
     last = log.rstrip().rpartition("\n")[2]
-    found = Counter({kind.rstrip("s"): int(count) for count, kind in re.findall(r"(\d+) ([a-z]+)", last)})
-    counted = Counter({kind: found[kind] for kind in ("passed", "failed", "skipped", "error") if found[kind]})
+    found = Counter(
+        {kind.rstrip("s"): int(count) for count, kind in re.findall(r"(\d+) ([a-z]+)", last)}
+    )
+    counted = Counter(
+        {kind: found[kind] for kind in ("passed", "failed", "skipped", "error") if found[kind]}
+    )
     if code not in (0, 5):  # 5: no test was left for this process
         print(f"--- {name}, exit code {code}\n{log}", flush=True)
         counted["error"] += not (counted["failed"] or counted["error"])
@@ -45,7 +62,10 @@ def main(processes: int) -> int:
     began, total = time.monotonic(), Counter()
     LOGS.mkdir(parents=True, exist_ok=True)
     files = marked_files(ROOT / "tests")
-    shares = {f"share-{i}": ("-m", "gpu and not big", "--share", f"{i}/{processes}") for i in range(processes)}
+    shares = {
+        f"share-{i}": ("-m", "gpu and not big", "--share", f"{i}/{processes}")
+        for i in range(processes)
+    }
     for phase in (shares, {"big": ("-m", "gpu and big")}):
         started = {name: start(name, *arguments, *files) for name, arguments in phase.items()}
         for name, process in started.items():
@@ -59,4 +79,6 @@ def main(processes: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else min(12, max(2, (os.cpu_count() or 2) - 2))))
+    sys.exit(
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else min(12, max(2, (os.cpu_count() or 2) - 2)))
+    )

@@ -5,7 +5,11 @@ import math
 import random
 from pathlib import Path
 
-QUALITY = {"standard": 0.0, "attnres-block": -0.028, "attnres-full": -0.041}  # what the made-up losses differ by
+QUALITY = {
+    "standard": 0.0,
+    "attnres-block": -0.028,
+    "attnres-full": -0.041,
+}  # what the made-up losses differ by
 
 
 def write_json(path: Path, value: object) -> None:
@@ -21,7 +25,8 @@ def mixing_row(residual: str, read: int, sublayers: int, sharpness: float) -> li
     count = read + 1
     if family(residual) == "attnres-full":
         scores = [
-            sharpness * (1.9 * (source == read) + 0.9 * (source == 0) * (read % 2 == 0)) for source in range(count)
+            sharpness * (1.9 * (source == read) + 0.9 * (source == 0) * (read % 2 == 0))
+            for source in range(count)
         ]
         scores = [s - 0.05 * sharpness * min(read - j, 14) for j, s in enumerate(scores)]
         scores[max(0, read // 3)] += 0.7 * sharpness * (read % 5 == 3)
@@ -31,7 +36,10 @@ def mixing_row(residual: str, read: int, sublayers: int, sharpness: float) -> li
         block = max(1, sublayers // 8)
         owner = [0] + [1 + j // block for j in range(read)]
         blocks = sorted(set(owner))
-        scores = [sharpness * (1.5 * (n == blocks[-1]) + 0.5 * (n == 0) - 0.04 * (blocks[-1] - n)) for n in blocks]
+        scores = [
+            sharpness * (1.5 * (n == blocks[-1]) + 0.5 * (n == 0) - 0.04 * (blocks[-1] - n))
+            for n in blocks
+        ]
         total = sum(map(math.exp, scores))
         weights = [math.exp(scores[blocks.index(n)]) / total for n in owner]
     else:
@@ -44,16 +52,24 @@ def entropy(weights: list[float]) -> float:
     return -sum(w / total * math.log(w / total) for w in weights if w > 0)
 
 
-def depth_record(residual: str, step: int, tokens: int, layers: int, progress: float, rng: random.Random) -> dict:
+def depth_record(
+    residual: str, step: int, tokens: int, layers: int, progress: float, rng: random.Random
+) -> dict:
     sublayers = 2 * layers
-    mixing = [mixing_row(residual, read, sublayers, 0.2 + progress) for read in range(sublayers + 1)]
+    mixing = [
+        mixing_row(residual, read, sublayers, 0.2 + progress) for read in range(sublayers + 1)
+    ]
     growth = 1.0 if family(residual).startswith("attnres") else 1 + 6 * progress
-    output = [(0.5 + 0.4 * (i % 2)) * growth ** (i / sublayers) * rng.uniform(0.85, 1.15) for i in range(sublayers)]
+    output = [
+        (0.5 + 0.4 * (i % 2)) * growth ** (i / sublayers) * rng.uniform(0.85, 1.15)
+        for i in range(sublayers)
+    ]
     squares = [0.3, *[value**2 for value in output]]
     read = [math.sqrt(sum(w * w * s for w, s in zip(row, squares))) for row in mixing]
     slope = -2.2 if family(residual) == "standard" else -0.4
     gradient = [
-        0.05 * math.exp(slope * i / sublayers) * (1 + 0.3 * (i % 2)) * rng.uniform(0.8, 1.2) for i in range(sublayers)
+        0.05 * math.exp(slope * i / sublayers) * (1 + 0.3 * (i % 2)) * rng.uniform(0.8, 1.2)
+        for i in range(sublayers)
     ]
     return {
         "kind": "depth", "step": step, "tokens": tokens, "sublayers": ["attention", "mlp"] * layers,
@@ -62,20 +78,40 @@ def depth_record(residual: str, step: int, tokens: int, layers: int, progress: f
     }  # fmt: skip
 
 
-def metrics(residual: str, seed: int, layers: int, steps: int, *, evals: bool, depth: bool, records: int) -> list[dict]:
+def metrics(
+    residual: str, seed: int, layers: int, steps: int, *, evals: bool, depth: bool, records: int
+) -> list[dict]:
     rng = random.Random(f"{residual}/{seed}")
-    order = random.Random(seed)  # equal data order: every residual sees the same easy and hard batches
+    order = random.Random(
+        seed
+    )  # equal data order: every residual sees the same easy and hard batches
     gain = QUALITY.get(family(residual), -0.01) + rng.gauss(0, 0.004)
     rows: list[dict] = []
     for step in range(1, steps + 1):
         tokens, progress = step * 4096, step / steps
-        loss = 1.45 + 4.1 * math.exp(-9 * progress**0.6) + gain * min(1.0, 2 * progress) + 0.1 * order.gauss(0, 1) * 0.4
+        loss = (
+            1.45
+            + 4.1 * math.exp(-9 * progress**0.6)
+            + gain * min(1.0, 2 * progress)
+            + 0.1 * order.gauss(0, 1) * 0.4
+        )
         rows.append({"kind": "train", "step": step, "tokens": tokens, "loss": loss + rng.gauss(0, 0.02), "lr": 1e-3,
                      "grad_norm": 0.8, "tokens_per_second": 21000.0, "seconds": step * 0.19})  # fmt: skip
-        clean = 1.5 + 4.1 * math.exp(-9 * progress**0.6) + gain * min(1.0, 2 * progress) + rng.gauss(0, 0.002)
+        clean = (
+            1.5
+            + 4.1 * math.exp(-9 * progress**0.6)
+            + gain * min(1.0, 2 * progress)
+            + rng.gauss(0, 0.002)
+        )
         if evals and step % max(1, steps // 40) == 0:
             rows.append(
-                {"kind": "eval", "step": step, "tokens": tokens, "loss": clean, "bits_per_byte": clean / math.log(2)}
+                {
+                    "kind": "eval",
+                    "step": step,
+                    "tokens": tokens,
+                    "loss": clean,
+                    "bits_per_byte": clean / math.log(2),
+                }
             )
         if depth and step % max(1, steps // records) == 0:
             rows.append(depth_record(residual, step, tokens, layers, progress, rng))
@@ -88,7 +124,14 @@ def make_run(
 ) -> Path:  # fmt: skip
     """A run folder as the trainer leaves it; `finished=False` is one that was interrupted before its summary."""
     folder.mkdir(parents=True)
-    model = {"vocab_size": 257, "dim": dim, "layers": layers, "heads": 6, "context": 256, "residual": residual}
+    model = {
+        "vocab_size": 257,
+        "dim": dim,
+        "layers": layers,
+        "heads": 6,
+        "context": 256,
+        "residual": residual,
+    }
     write_json(folder / "config.json", {
         "model": model, "data": {"source": ["stdlib"], "tokenizer": "bytes"},
         "optim": {"optimizer": "adamw", "lr": lr, "schedule": "cosine"},
@@ -111,11 +154,20 @@ def make_run(
     return folder
 
 
-def make_comparison(folder: Path, residuals: list[str], seeds: list[int], jobs: int | None = 1, **settings) -> Path:
+def make_comparison(
+    folder: Path, residuals: list[str], seeds: list[int], jobs: int | None = 1, **settings
+) -> Path:
     """A comparison's folder; `jobs=None` is one of before it was recorded how many runs were made at a time."""
     folder.mkdir(parents=True)
-    corpus = {"source_hash": "7d69e0bf02c6e71c", "tokenizer_hash": "1860b66e", "split": "by_document"}
-    write_json(folder / "compare.json", {"residuals": residuals, "seeds": seeds, "corpus": corpus, "config": {}})
+    corpus = {
+        "source_hash": "7d69e0bf02c6e71c",
+        "tokenizer_hash": "1860b66e",
+        "split": "by_document",
+    }
+    write_json(
+        folder / "compare.json",
+        {"residuals": residuals, "seeds": seeds, "corpus": corpus, "config": {}},
+    )
     for number, residual in enumerate(residuals):
         for seed in seeds:
             run = make_run(folder / "runs" / f"{number}-seed{seed}", residual, seed, **settings)

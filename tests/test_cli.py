@@ -61,7 +61,9 @@ def fails(capsys, *argv: str) -> str:
     """The one message of a command that fails."""
     capsys.readouterr()
     code = main([str(word) for word in argv])
-    message = re.sub(r"\Atext: .*\n", "", capsys.readouterr().err)  # what was found, where that is not what is wrong
+    message = re.sub(
+        r"\Atext: .*\n", "", capsys.readouterr().err
+    )  # what was found, where that is not what is wrong
     assert code != 0
     assert message.startswith("headwater: ")
     assert "Traceback" not in message
@@ -98,8 +100,16 @@ def test_a_message_about_a_folder_names_its_flag(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
     begun = flags(tiny(tmp_path), tmp_path / "run")[:-1]
     assert "choose another path with --out" in fails(capsys, *begun, tmp_path / "file" / "run")
-    assert flag_of(["train", "--out=runs/a", "--cache", "text/cache"], "text/cache/x/manifest.json") == "--cache"
-    assert flag_of(["train", "--out=runs/a", "--cache", "text/cache"], str(tmp_path / "runs/a/config.json")) == "--out"
+    assert (
+        flag_of(["train", "--out=runs/a", "--cache", "text/cache"], "text/cache/x/manifest.json")
+        == "--cache"
+    )
+    assert (
+        flag_of(
+            ["train", "--out=runs/a", "--cache", "text/cache"], str(tmp_path / "runs/a/config.json")
+        )
+        == "--out"
+    )
     assert flag_of(["train"], "runs/train/config.json") is None
 
 
@@ -107,8 +117,9 @@ def test_a_flag_that_is_only_read_is_not_in_the_way_of_what_is_written(tmp_path,
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("river " * 2000)
     base = [*flags(tiny(tmp_path), out), "--source", text]
-    assert f"{text}. A file stands where a folder is needed: choose another path with --cache" in fails(
-        capsys, *base, "--cache", text
+    assert (
+        f"{text}. A file stands where a folder is needed: choose another path with --cache"
+        in fails(capsys, *base, "--cache", text)
     )
     assert "choose another path with --out" in fails(capsys, *base, "--out", text)
 
@@ -128,9 +139,14 @@ def test_a_run_folder_is_a_configuration_and_no_recipe(tmp_path, capsys, called)
     arguments = called(headwater.train, "train", SimpleNamespace(bits_per_byte=1.0, steps=7))
     assert main(["train", "--config", str(tmp_path / "first"), "--out", str(tmp_path / "run")]) == 0
     assert arguments["config"] == config
-    assert f"no configuration file at {tmp_path / 'config.json'}" in fails(capsys, "train", "--config", tmp_path)
+    assert f"no configuration file at {tmp_path / 'config.json'}" in fails(
+        capsys, "train", "--config", tmp_path
+    )
     message = fails(capsys, "study", tmp_path / "first")
-    assert f"{tmp_path / 'first'} is a folder, and a recipe is a TOML file that names settings" in message
+    assert (
+        f"{tmp_path / 'first'} is a folder, and a recipe is a TOML file that names settings"
+        in message
+    )
     assert "Errno" not in message
 
 
@@ -144,7 +160,8 @@ def test_torchrun_starts_what_divides_its_work_and_nothing_else(capsys, monkeypa
         assert main([command]) == 0
     else:
         said = (
-            f"headwater: {command} is the work of one process, and torchrun has started 2: start headwater {command} "
+            f"headwater: {command} is the work of one process, and torchrun has started 2: "
+            f"start headwater {command} "
         )
         assert fails(capsys, command).startswith(said)
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun with one process, too
@@ -154,14 +171,21 @@ def test_torchrun_starts_what_divides_its_work_and_nothing_else(capsys, monkeypa
 @pytest.mark.parametrize("command", ["train", "compare", "plan"])
 def test_a_misspelt_size_is_told_before_the_folder_and_the_text(tmp_path, capsys, command):
     (tmp_path / "config.json").write_text("{}")  # of a run that is there
-    message = fails(capsys, command, "--size", "nanoo", *(["--out", tmp_path] if command != "plan" else []))
+    message = fails(
+        capsys, command, "--size", "nanoo", *(["--out", tmp_path] if command != "plan" else [])
+    )
     assert "unknown size 'nanoo'; did you mean 'nano'? Valid: deep, " in message
 
 
 @pytest.mark.parametrize(("theirs", "ours"), THEIRS.items())
 def test_names_of_other_trainers_are_answered_with_ours(capsys, theirs, ours):
-    assert fails(capsys, "train", theirs, "3") == f"headwater: unknown flag {theirs}: here it is {ours}\n"
-    assert ours in {f"--{name.replace('_', '-')}" for part in vars(Config()).values() for name in vars(part)}
+    assert (
+        fails(capsys, "train", theirs, "3")
+        == f"headwater: unknown flag {theirs}: here it is {ours}\n"
+    )
+    assert ours in {
+        f"--{name.replace('_', '-')}" for part in vars(Config()).values() for name in vars(part)
+    }
     written = theirs.replace("-", "_").replace("__", "--")
     assert f"here it is {ours}" in fails(capsys, "compare", f"{written}=3")
 
@@ -170,7 +194,11 @@ def test_narrow_terminals_keep_names_and_numbers(capsys, monkeypatch):
     for width, name in ((40, "hyper-connections:streams=2,form=static"), (120, "attnres-block")):
         monkeypatch.setenv("COLUMNS", str(width))
         assert main(["residuals", name]) == 0
-        lines = list(itertools.takewhile(lambda line: "sum_" not in line, capsys.readouterr().out.splitlines()))
+        lines = list(
+            itertools.takewhile(
+                lambda line: "sum_" not in line, capsys.readouterr().out.splitlines()
+            )
+        )
         assert name in "".join(lines).replace(" ", "")
         assert "eager" in "".join(lines)
         assert "…" not in "".join(lines)
@@ -200,19 +228,31 @@ def test_version_help_and_python_m(capsys):
         main(["help", "train"])
     assert "usage: headwater train" in capsys.readouterr().out
     assert "did you mean 'train'?" in fails(capsys, "help", "trian")
-    shown = subprocess.run([sys.executable, "-m", "headwater", "-V"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "headwater", "-V"], capture_output=True, text=True, check=True
+    ).stdout
     assert shown == f"headwater {headwater.__version__}\n"
 
 
 @pytest.mark.parametrize("module", ["tyro", "torch"])
 def test_ctrl_c_while_the_command_is_imported_is_a_line(tmp_path, module):
     heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # also where tests run in the background
-    (tmp_path / f"{module}.py").write_text(f"import signal\n{heard}\nsignal.raise_signal(signal.SIGINT)\n")
+    (tmp_path / f"{module}.py").write_text(
+        f"import signal\n{heard}\nsignal.raise_signal(signal.SIGINT)\n"
+    )
     where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     begin = "import sys; from headwater.__main__ import main; sys.argv = ['headwater', 'train']; sys.exit(main())"
-    for argv in (["-c", begin], ["-m", "headwater", "train"]):  # as the script does, and as python -m
+    for argv in (
+        ["-c", begin],
+        ["-m", "headwater", "train"],
+    ):  # as the script does, and as python -m
         done = subprocess.run(
-            [sys.executable, *argv], cwd=tmp_path, env=where, capture_output=True, text=True, check=False
+            [sys.executable, *argv],
+            cwd=tmp_path,
+            env=where,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 130
         assert done.stderr.startswith("headwater: stopped by Ctrl-C")
@@ -241,7 +281,20 @@ def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
     (tmp_path / "run.toml").write_text(
         '[optim]\nlr = 1\nwarmup = 7\n[data]\nsource = ["a", "b"]\n[model]\nqk_norm = true\n'
     )
-    assert main(["train", "--config", str(tmp_path / "run.toml"), "--warmup", "9", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--config",
+                str(tmp_path / "run.toml"),
+                "--warmup",
+                "9",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     (config,) = seen
     assert config.optim.lr == 1.0
     assert config.optim.warmup == 9
@@ -264,7 +317,10 @@ def test_defaults_then_file_then_flags(tmp_path, monkeypatch):
         ("[data]\nsource = 'text'", "source must be a list of strings; got 'text'"),
         ("[model]\ndim = 'wide'", "dim must be an integer or null; got 'wide'"),
         ("[train]\nsteps = ", "cannot read the configuration"),
-        ("name = 'x'\n[[runs]]\n'optim.lr' = [1.0]", "is a recipe of several runs: make them with headwater study /"),
+        (
+            "name = 'x'\n[[runs]]\n'optim.lr' = [1.0]",
+            "is a recipe of several runs: make them with headwater study /",
+        ),
     ],
 )
 def test_a_bad_configuration_file_is_explained(tmp_path, capsys, text, message):
@@ -306,7 +362,10 @@ def test_a_misspelt_flag_names_the_nearest(capsys):
     ("changes", "message"),
     [
         ({"steps": 0}, "train.steps must be at least 1; got 0"),
-        ({"batch_size": 6, "accumulate": 4}, r"train.batch_size \(6\) must be a multiple of train.accumulate \(4\)"),
+        (
+            {"batch_size": 6, "accumulate": 4},
+            r"train.batch_size \(6\) must be a multiple of train.accumulate \(4\)",
+        ),
     ],
 )
 def test_values_out_of_range(tmp_path, changes, message):
@@ -329,7 +388,8 @@ def test_values_out_of_range(tmp_path, changes, message):
 def test_each_number_has_its_least_value(tmp_path, key, least):
     config, (section, name) = tiny(tmp_path), key.split(".")
     below, at = (
-        replace(config, **{section: replace(getattr(config, section), **{name: value})}) for value in (least - 1, least)
+        replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        for value in (least - 1, least)
     )
     with pytest.raises(UserError, match=f"{key} must be at least {least}; got {least - 1}"):
         check(below)
@@ -338,7 +398,13 @@ def test_each_number_has_its_least_value(tmp_path, key, least):
 
 def test_shares_and_rates_out_of_range(tmp_path):
     config = tiny(tmp_path)
-    for change in ({"lr": 0.0}, {"lr": float("nan")}, {"beta1": 1.0}, {"final_lr": 2.0}, {"clip": -1.0}):
+    for change in (
+        {"lr": 0.0},
+        {"lr": float("nan")},
+        {"beta1": 1.0},
+        {"final_lr": 2.0},
+        {"clip": -1.0},
+    ):
         with pytest.raises(UserError, match=f"optim.{next(iter(change))} must"):
             check(replace(config, optim=replace(config.optim, **change)))
     with pytest.raises(UserError, match=r"data.validation must"):
@@ -350,7 +416,10 @@ def test_shares_and_rates_out_of_range(tmp_path):
     [
         ({"data": DataSettings(source="my.txt")}, "source must be a list of strings; got 'my.txt'"),
         ({"train": TrainSettings(steps="20")}, "steps must be an integer; got '20'"),
-        ({"optim": OptimSettings(optimizer="sgd")}, "optimizer must be 'adamw' or 'muon'; got 'sgd'"),
+        (
+            {"optim": OptimSettings(optimizer="sgd")},
+            "optimizer must be 'adamw' or 'muon'; got 'sgd'",
+        ),
         ({"model": "nano"}, "expected a section of keys, got 'nano'"),
     ],
 )
@@ -362,7 +431,10 @@ def test_a_configuration_made_in_python_is_held_to_its_types(tmp_path, change, m
 
 @pytest.mark.parametrize("config", [{"train": {"steps": 2}}, "run.toml"])
 def test_what_is_no_configuration_is_refused(tmp_path, config):
-    with pytest.raises(UserError, match=r"must be a headwater.train.Config; got a (dict|str): `load_file` makes one"):
+    with pytest.raises(
+        UserError,
+        match=r"must be a headwater.train.Config; got a (dict|str): `load_file` makes one",
+    ):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -431,7 +503,9 @@ def test_bad_input_ends_with_one_message(tmp_path, capsys):
     assert "tokenizer has 257 tokens" in fails(capsys, *base, "--vocab-size", "100")
     assert "device 'tpu9'" in fails(capsys, *base, "--device", "tpu9")
     assert "no configuration file" in fails(capsys, "train", "--config", tmp_path / "no.toml")
-    assert "--residuals and --seeds" in fails(capsys, "compare", "--residual", "standard:", "--out", out)
+    assert "--residuals and --seeds" in fails(
+        capsys, "compare", "--residual", "standard:", "--out", out
+    )
     (tmp_path / "file").write_text("")
     assert "choose another path" in fails(capsys, *base, "--out", tmp_path / "file" / "run")
     assert not checkpoints(out / "checkpoints")
@@ -439,7 +513,9 @@ def test_bad_input_ends_with_one_message(tmp_path, capsys):
 
 
 def test_an_exploding_run_ends_with_one_message(tmp_path, capsys):
-    message = fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"), "--lr", "1e30", "--warmup", "0")
+    message = fails(
+        capsys, *flags(tiny(tmp_path), tmp_path / "run"), "--lr", "1e30", "--warmup", "0"
+    )
     assert "the loss or gradient is not finite at step" in message
     assert "lower --lr" in message
 
@@ -453,15 +529,22 @@ def test_a_run_that_explodes_before_an_evaluation_ends_with_one_message(tmp_path
 
 
 def test_resuming_what_is_not_there_is_refused(tmp_path, capsys):
-    assert "there is no run at" in fails(capsys, *flags(tiny(tmp_path), tmp_path / "typo"), "--resume")
+    assert "there is no run at" in fails(
+        capsys, *flags(tiny(tmp_path), tmp_path / "typo"), "--resume"
+    )
     assert not (tmp_path / "typo").exists()
 
 
 def test_size_as_a_flag_overrides_the_shape_in_a_file(tmp_path):
     shape = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 32, "context": 32}
     base = Config(model=ModelSettings(**shape))
-    for words in (["--dim", "16", "--mlp-dim", "32"], ["--dim=16", "--mlp_dim=32"]):  # as in the file, and still asked
-        asked = sized(replace(base, model=replace(base.model, size="nano")), ["--size", "nano", *words]).model
+    for words in (
+        ["--dim", "16", "--mlp-dim", "32"],
+        ["--dim=16", "--mlp_dim=32"],
+    ):  # as in the file, and still asked
+        asked = sized(
+            replace(base, model=replace(base.model, size="nano")), ["--size", "nano", *words]
+        ).model
         assert (asked.dim, asked.mlp_dim, asked.layers, asked.context) == (16, 32, None, None)
     assert sized(base, ["--dim", "16"]) is base
 
@@ -471,7 +554,10 @@ def test_a_size_is_the_size_whatever_run_the_settings_are_of(run):
     """Its config.json spells out what its own size named, and all defaults beside it."""
     held = {**ModelConfig.named(run, vocab_size=512, norm_eps=1e-3).to_dict(), "qk_norm": True}
     for size, shape in SIZES.items():
-        found = named_model(sized(Config(model=ModelSettings(**{**held, "size": size})), ["--size", size]).model, 300)
+        found = named_model(
+            sized(Config(model=ModelSettings(**{**held, "size": size})), ["--size", size]).model,
+            300,
+        )
         kept = {"vocab_size": 512, "norm_eps": 1e-3, "qk_norm": True}  # unless the size names them
         assert found == ModelConfig(**{**kept, **shape})
 
@@ -480,7 +566,20 @@ def test_the_same_command_resumes_a_run_and_size_counts_for_a_plan(tmp_path, cal
     """Flags of the shape that say what the run has do not give way to --size."""
     model = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "mlp_dim": 32, "context": 32}
     write_json(tmp_path / "config.json", asdict(Config(model=ModelSettings(**model))))
-    shape = ["--size", "nano", "--dim", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--context", "32"]
+    shape = [
+        "--size",
+        "nano",
+        "--dim",
+        "16",
+        "--layers",
+        "1",
+        "--heads",
+        "2",
+        "--kv-heads",
+        "1",
+        "--context",
+        "32",
+    ]
     arguments = called(headwater.train, "train", SimpleNamespace(bits_per_byte=1.0, steps=7))
     assert main(["train", *shape, "--mlp-dim", "32", "--out", str(tmp_path), "--resume"]) == 0
     assert {key: getattr(arguments["config"].model, key) for key in model} == model
@@ -494,9 +593,14 @@ def test_generate_takes_a_folder_that_a_model_was_saved_to(tmp_path, capsys):
     assert main(flags(tiny(tmp_path), out)) == 0
     model, tokenizer = load_model(out)
     model.save(tmp_path / "saved")
-    assert "no tokenizer" in fails(capsys, "generate", str(tmp_path / "saved"), "--max-new-tokens", "4")
+    assert "no tokenizer" in fails(
+        capsys, "generate", str(tmp_path / "saved"), "--max-new-tokens", "4"
+    )
     tokenizer.save(tmp_path / "saved")
-    assert main(["generate", str(tmp_path / "saved"), "--prompt", "river ", "--max-new-tokens", "4"]) == 0
+    assert (
+        main(["generate", str(tmp_path / "saved"), "--prompt", "river ", "--max-new-tokens", "4"])
+        == 0
+    )
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -520,10 +624,14 @@ def test_nothing_is_written_into_a_folder_that_holds_something_else(tmp_path, ca
     new = flags(config, tmp_path / "new")[:-1]
     for out in (run / "checkpoints", checkpoint, tmp_path / "notes", tmp_path / "llama", tmp_path):
         assert "holds something else (" in fails(capsys, *new, out)
-        assert "holds something else (" in fails(capsys, "compare", *new[1:-1], "--seeds", "0", "--out", out)
+        assert "holds something else (" in fails(
+            capsys, "compare", *new[1:-1], "--seeds", "0", "--out", out
+        )
     with pytest.raises(UserError, match=r"holds something else \(its config.json is not a run's\)"):
         train(config, tmp_path / "llama", resume=True)
-    assert "holds something else (checkpoints, config.json" in fails(capsys, "compare", *new[1:-1], "--out", run)
+    assert "holds something else (checkpoints, config.json" in fails(
+        capsys, "compare", *new[1:-1], "--out", run
+    )
     after = snapshot(tmp_path)
     del after["new.json"]
     assert after == before
@@ -531,7 +639,9 @@ def test_nothing_is_written_into_a_folder_that_holds_something_else(tmp_path, ca
 
 
 def test_resuming_a_comparison_that_is_not_there_starts_nothing(tmp_path, capsys):
-    assert "there is no comparison at" in fails(capsys, "compare", "--resume", "--out", tmp_path / "typo")
+    assert "there is no comparison at" in fails(
+        capsys, "compare", "--resume", "--out", tmp_path / "typo"
+    )
     assert not (tmp_path / "typo").exists()
 
 
@@ -539,7 +649,9 @@ def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
-    assert "is a link, and a lock must be a file" in fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"))
+    assert "is a link, and a lock must be a file" in fails(
+        capsys, *flags(tiny(tmp_path), tmp_path / "run")
+    )
     assert (tmp_path / "precious").read_text() == "precious"
 
 
@@ -557,15 +669,20 @@ def test_a_list_that_is_given_twice_is_refused(tmp_path, capsys):
     both = "--residuals and --arms are one flag: give it once, with all its values after it"
     assert both in fails(capsys, "compare", "--arms", "standard", "--residuals", "mhc", *out)
     assert f"--arms {said}" in fails(capsys, "compare", "--arms", "standard", "--arms", "mhc", *out)
-    assert f"--residuals {said}" in fails(capsys, "compare", "--residuals", "standard", "--residuals", "mhc", *out)
+    assert f"--residuals {said}" in fails(
+        capsys, "compare", "--residuals", "standard", "--residuals", "mhc", *out
+    )
     assert f"--source {said}" in fails(capsys, "train", "--source", "a.txt", "--source=b.txt", *out)
-    assert f"--prompt {said}" in fails(capsys, "generate", tmp_path, "--prompt", "a", "--prompt", "b")
+    assert f"--prompt {said}" in fails(
+        capsys, "generate", tmp_path, "--prompt", "a", "--prompt", "b"
+    )
 
 
 def test_a_run_with_two_residuals_is_sent_to_a_comparison(tmp_path, capsys):
     words = ("--steps", "0", "--residual", "mhc", "--residual=standard", "--out", tmp_path / "out")
-    assert "a run has one residual: give it once; or train a run with each: headwater compare" in fails(
-        capsys, "train", *words
+    assert (
+        "a run has one residual: give it once; or train a run with each: headwater compare"
+        in fails(capsys, "train", *words)
     )
 
 
@@ -582,20 +699,30 @@ def test_a_full_disk_sends_to_a_flag_that_the_command_has(tmp_path, capsys, monk
     assert "Make room, then run the same command again" in fails(capsys, "report", tmp_path)
     monkeypatch.setattr(loop, "train", full)
     monkeypatch.setattr(headwater.train, "train", full)
-    assert "the same command with --resume" in fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"))
+    assert "the same command with --resume" in fails(
+        capsys, *flags(tiny(tmp_path), tmp_path / "run")
+    )
 
 
 def test_an_export_to_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, capsys, monkeypatch):
     assert main(flags(tiny(tmp_path, steps=2), tmp_path / "run")) == 0
-    words, real = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")], decoder.save_file
+    words, real = (
+        ["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")],
+        decoder.save_file,
+    )
 
     def full(tensors, path):
         path.write_bytes(b"the first ten")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr(decoder, "save_file", full)
-    assert f"No space left on device: {tmp_path / 'exported'}. Make room, then run the same" in fails(capsys, *words)
+    assert (
+        f"No space left on device: {tmp_path / 'exported'}. Make room, then run the same"
+        in fails(capsys, *words)
+    )
     assert sorted(tmp_path.iterdir()) == before
     monkeypatch.setattr(decoder, "save_file", real)
     (tmp_path / "exported").mkdir()
@@ -605,9 +732,13 @@ def test_an_export_to_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, ca
     assert {path.name for path in (tmp_path / "exported").iterdir()} == written
     with made_whole(tmp_path / "exported") as folder:
         assert folder.parent == tmp_path / "exported"  # which may be a volume of its own
-    assert "A file stands where a folder is needed" in fails(capsys, *words[:-1], tmp_path / "run" / "config.json")
+    assert "A file stands where a folder is needed" in fails(
+        capsys, *words[:-1], tmp_path / "run" / "config.json"
+    )
     page = ["report", str(tmp_path / "run"), "--out", str(tmp_path / "run")]
-    assert f"Is a directory: {tmp_path / 'run'}. A folder stands where a file is needed" in fails(capsys, *page)
+    assert f"Is a directory: {tmp_path / 'run'}. A folder stands where a file is needed" in fails(
+        capsys, *page
+    )
 
 
 def test_kernels_by_name_on_a_cpu_are_one_message(tmp_path, capsys, monkeypatch):
@@ -621,7 +752,16 @@ def test_generate_and_report_from_a_run(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(flags(tiny(tmp_path), out)) == 0
     capsys.readouterr()
-    words = ["generate", str(out), "--prompt", "river ", "--max-new-tokens", "12", "--temperature", "0"]
+    words = [
+        "generate",
+        str(out),
+        "--prompt",
+        "river ",
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "0",
+    ]
     assert main(words) == 0
     first = capsys.readouterr().out
     assert first.startswith("river ")
@@ -634,15 +774,18 @@ def test_generate_and_report_from_a_run(tmp_path, capsys):
     assert "no checkpoint in" in fails(capsys, "generate", tmp_path / "nowhere")
     (tmp_path / "compare").mkdir()
     shutil.copytree(out, tmp_path / "compare" / "runs" / "one")
-    assert f"it holds 1 runs; give one of them, such as {tmp_path / 'compare' / 'runs' / 'one'}" in fails(
-        capsys, "generate", tmp_path / "compare"
+    assert (
+        f"it holds 1 runs; give one of them, such as {tmp_path / 'compare' / 'runs' / 'one'}"
+        in fails(capsys, "generate", tmp_path / "compare")
     )
     assert "is not a folder" in fails(capsys, "report", tmp_path / "nowhere")
     shutil.rmtree(tmp_path / "compare" / "runs" / "one" / "checkpoints")
     for folder in (tmp_path / "compare", tmp_path / "compare" / "runs" / "one"):
         assert "with keep_weights = true in its recipe" in fails(capsys, "generate", folder)
     (tmp_path / "compare" / "runs" / "one" / "summary.json").unlink()
-    assert "give the folder of a run that has saved one" in fails(capsys, "generate", tmp_path / "compare")
+    assert "give the folder of a run that has saved one" in fails(
+        capsys, "generate", tmp_path / "compare"
+    )
 
 
 @pytest.fixture
@@ -666,15 +809,28 @@ def called(monkeypatch):
 def test_every_flag_of_generate_reaches_the_sampler(tmp_path, capsys, monkeypatch, called):
     tokenizer = ByteTokenizer()
     monkeypatch.setattr(
-        headwater.train, "load_run", lambda _, device: SimpleNamespace(model=device, tokenizer=tokenizer)
+        headwater.train,
+        "load_run",
+        lambda _, device: SimpleNamespace(model=device, tokenizer=tokenizer),
     )
     arguments = called(headwater.models.text, "continue_texts", [["x", "y"], ["", "z"]])
-    drawn = {"temperature": 0.3, "top_k": 5, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5}
+    drawn = {
+        "temperature": 0.3,
+        "top_k": 5,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+    }
     others = {"max_new_tokens": 7, "seed": 11, "prefill_chunk": 3}
     words = [
-        word for name, value in {**drawn, **others}.items() for word in (f"--{name.replace('_', '-')}", str(value))
+        word
+        for name, value in {**drawn, **others}.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    assert main(["generate", str(tmp_path), "--prompt", "ab", "cd", "--stop", "end", "stop", *words]) == 0
+    assert (
+        main(["generate", str(tmp_path), "--prompt", "ab", "cd", "--stop", "end", "stop", *words])
+        == 0
+    )
     assert arguments == {
         "model": "cpu",
         "tokenizer": tokenizer,
@@ -686,7 +842,9 @@ def test_every_flag_of_generate_reaches_the_sampler(tmp_path, capsys, monkeypatc
     told = capsys.readouterr()
     assert told.out == "[ab] x\n[cd] yz\n"
     assert "2 tokens of each of 2 texts in " in told.err
-    assert "--stream shows one text" in fails(capsys, "generate", tmp_path, "--prompt", "ab", "cd", "--stream")
+    assert "--stream shows one text" in fails(
+        capsys, "generate", tmp_path, "--prompt", "ab", "cd", "--stream"
+    )
 
 
 def test_a_text_is_streamed_and_ctrl_c_leaves_the_line(tmp_path, capsys, monkeypatch, called):
@@ -720,7 +878,10 @@ def test_a_resumed_comparison_has_the_residuals_and_seeds_that_it_began_with(tmp
         "jobs": 4,
         "resume": True,
     }
-    assert main(["compare", "--out", str(tmp_path), "--resume", "--seeds", "8", "--residuals", "ddl"]) == 0
+    assert (
+        main(["compare", "--out", str(tmp_path), "--resume", "--seeds", "8", "--residuals", "ddl"])
+        == 0
+    )
     assert (arguments["seeds"], arguments["residuals"], arguments["jobs"]) == ((8,), ("ddl",), 1)
 
 
@@ -739,7 +900,10 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     arguments = called(studies_module, "study", done)
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
     said = capsys.readouterr().out
-    assert f"table.json are in {folder}; look at them with: headwater report '{folder}', and headwater " in said
+    assert (
+        f"table.json are in {folder}; look at them with: headwater report '{folder}', and headwater "
+        in said
+    )
     assert said.endswith(f" headwater scaling '{folder}' for three sizes or more\n")
     done.finished = {}
     assert main(["study", "a.toml", "--out", str(tmp_path), "--minutes", "3", "--whole"]) == 0
@@ -753,7 +917,10 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     assert (read["folders"], rated["lr"]) == ([Path("a"), Path("b")], None)
     assert compared == {"points": {}, "baseline": "rezero"}
     assert drawn == {"found": [], "baseline": "rezero", "path": Path("a/scaling.svg")}
-    for rate, lr in (("best", "best"), ("6e-3", 0.006)):  # --plugin: as every command that looks at runs
+    for rate, lr in (
+        ("best", "best"),
+        ("6e-3", 0.006),
+    ):  # --plugin: as every command that looks at runs
         assert main(["scaling", "a", "--lr", rate, "--out", "c.svg", "--plugin", "json"]) == 0
         assert (rated["lr"], drawn["path"]) == (lr, Path("c.svg"))
         assert ("Learning rates, by operations" in capsys.readouterr().out) == (lr == "best")
@@ -761,15 +928,25 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
     runs = [SimpleNamespace(summary=summary, extended=False) for summary in (None, *summaries)]
     called(rates_module, "at_rate", runs), called(scaling_module, "points_of", {})
     assert main(["scaling", "a"]) == 0
-    assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out
-    called(runs_module, "read_runs", runs), called(rates_module, "at_rate", runs[-1:])  # the best has a result
+    assert (
+        "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out
+    )
+    (
+        called(runs_module, "read_runs", runs),
+        called(rates_module, "at_rate", runs[-1:]),
+    )  # the best has a result
     called(rates_module, "rates_by_budget", "")
     assert main(["scaling", "a", "--lr", "best"]) == 0
-    assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out
+    assert (
+        "Left out, as they have not finished or diverged: 2 of 4 runs\n" in capsys.readouterr().out
+    )
     apart = {"a": ("optim.lr",), "b": ("optim.clip", "optim.lr")}
     monkeypatch.setattr(scaling_module, "confounders_of", lambda runs, baseline: apart)
     called(scaling_module, "compare_scaling", [Scaling(name, {}, None, None, {}) for name in apart])
-    for rate, named in ((), "a of optim.lr; b of optim.clip, optim.lr\n"), (("--lr", "best"), "b of optim.clip\n"):
+    for rate, named in (
+        ((), "a of optim.lr; b of optim.clip, optim.lr\n"),
+        (("--lr", "best"), "b of optim.clip\n"),
+    ):
         assert main(["scaling", "a", *rate]) == 0
         assert f"what it is worth is worth of them too: {named}" in capsys.readouterr().out
 
@@ -780,15 +957,36 @@ def test_the_flags_of_other_commands_reach_what_they_call(tmp_path, capsys, monk
 
     capsys.readouterr()
     plan = called(plan_module, "make_plan")
-    monkeypatch.setattr(plan_module, "describe", lambda plan, memory, checkpointing: f"{memory} {checkpointing}")
+    monkeypatch.setattr(
+        plan_module, "describe", lambda plan, memory, checkpointing: f"{memory} {checkpointing}"
+    )
     for gpu in (True, False):
-        words = ["--world", "8", "--memory", "3", "--gpu" if gpu else "--no-gpu", "--checkpoint-activations"]
-        assert main(["plan", "--tokenizer", "bpe", "--bpe-vocab", "999", "--batch-size", "24", *words]) == 0
-        assert (plan["world"], plan["half"], plan["fused"], plan["model"].vocab_size) == (8, gpu, gpu, 1024)
+        words = [
+            "--world",
+            "8",
+            "--memory",
+            "3",
+            "--gpu" if gpu else "--no-gpu",
+            "--checkpoint-activations",
+        ]
+        assert (
+            main(["plan", "--tokenizer", "bpe", "--bpe-vocab", "999", "--batch-size", "24", *words])
+            == 0
+        )
+        assert (plan["world"], plan["half"], plan["fused"], plan["model"].vocab_size) == (
+            8,
+            gpu,
+            gpu,
+            1024,
+        )
         assert plan["config"].train.batch_size == 24
         assert capsys.readouterr().out == "3.0 True\n"
     BPETokenizer.train([f"word{i} " for i in range(999)], 400).save(tmp_path)
-    for asked, words in ((["bytes"], 320), ([tmp_path], 448), (["absent", "--vocab-size", "999"], 999)):
+    for asked, words in (
+        (["bytes"], 320),
+        ([tmp_path], 448),
+        (["absent", "--vocab-size", "999"], 999),
+    ):
         assert main(["plan", "--tokenizer", *map(str, asked)]) == 0
         assert plan["model"].vocab_size == words
     assert "no tokenizer at absent" in fails(capsys, "plan", "--tokenizer", "absent")

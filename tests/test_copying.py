@@ -34,5 +34,7 @@ def test_a_model_that_copies_is_not_surprised_the_second_time(study):
 
 
 def test_one_that_cannot_is_surprised_twice(study):
-    first, second = study.surprise(lambda tokens: torch.zeros(*tokens.shape, 20), study.told_twice(20, 3, 8))
+    first, second = study.surprise(
+        lambda tokens: torch.zeros(*tokens.shape, 20), study.told_twice(20, 3, 8)
+    )
     assert first == pytest.approx(second) == pytest.approx(math.log(20))

@@ -34,7 +34,10 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 WRITTEN = [README, *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-BLOCKS = {page.relative_to(ROOT).as_posix(): FENCE.findall(page.read_text(encoding="utf-8")) for page in WRITTEN}
+BLOCKS = {
+    page.relative_to(ROOT).as_posix(): FENCE.findall(page.read_text(encoding="utf-8"))
+    for page in WRITTEN
+}
 SMALL = ["--batch-size", "1", "--eval-windows", "2"]
 RUN = {"python", "bash"}  # py is code of the repository, which has tests of its own
 ELSEWHERE = {"examples/own_transformer.py": "tests/test_examples.py"}
@@ -50,7 +53,9 @@ def short_library():
     whole = corpus._stdlib_files
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "_stdlib_files", lambda: whole()[:60])
-        patch.setitem(SIZES, "nano", SIZES["nano"] | {"dim": 32, "layers": 2, "mlp_dim": 48, "context": 64})
+        patch.setitem(
+            SIZES, "nano", SIZES["nano"] | {"dim": 32, "layers": 2, "mlp_dim": 48, "context": 64}
+        )
         yield
 
 
@@ -60,11 +65,20 @@ def prepared(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     place = tmp_path_factory.mktemp("docs")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=256, max_position_embeddings=64)).save_pretrained(place / "llama")
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(**shape, vocab_size=256, max_position_embeddings=64)
+    ).save_pretrained(place / "llama")
     with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADWATER_CACHE", str(place / "cache"))
-        for line in re.findall(r"^headwater train .*", (DOCS / "guides" / "training.md").read_text(), re.M)[:2]:
+        for line in re.findall(
+            r"^headwater train .*", (DOCS / "guides" / "training.md").read_text(), re.M
+        )[:2]:
             assert cli.main([*shlex.split(line)[1:], *SMALL, "--steps", "5"]) == 0
     return place
 
@@ -74,7 +88,9 @@ def place(prepared, tmp_path, monkeypatch):
     """An empty folder, with commands as functions of this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADWATER_CACHE", str(prepared / "cache"))
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # what a page registers ends with it
+    monkeypatch.setattr(
+        registry, "_entries", dict(registry._entries)
+    )  # what a page registers ends with it
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(jobs, "launch", in_this_process)
     return tmp_path
@@ -104,7 +120,9 @@ def run_line(line: str) -> None:
         subprocess.run(["make", "--dry-run", *words[1:]], check=True, cwd=ROOT, capture_output=True)
     elif words[:2] == ["pip", "install"]:
         extras = re.findall(r"[\w-]+", words[-1].partition("[")[2])
-        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
         assert words[2:4] in (["-e", "."], ["-e", words[-1]]), line
         assert set(extras) <= set(known), line
     elif words[0] == "python":
@@ -124,12 +142,18 @@ def run_line(line: str) -> None:
 
 def layout(words: list[str]) -> None:
     """The flags of a run on machines that are not here: they must be flags, and there must be a plan."""
-    number = {key: int(words[words.index(key) + 1]) if key in words else 1 for key in ("--nnodes", "--nproc-per-node")}
+    number = {
+        key: int(words[words.index(key) + 1]) if key in words else 1
+        for key in ("--nnodes", "--nproc-per-node")
+    }
     flags = words[words.index("train") + 1 :]
     for name in ("--out", "--device"):
         if name in flags:
             del flags[flags.index(name) : flags.index(name) + 2]
-    assert cli.main(["plan", *flags, "--world", str(number["--nnodes"] * number["--nproc-per-node"])]) == 0
+    assert (
+        cli.main(["plan", *flags, "--world", str(number["--nnodes"] * number["--nproc-per-node"])])
+        == 0
+    )
 
 
 def run_page(page: str, prepared: Path) -> None:
@@ -176,8 +200,13 @@ def test_the_code_of_the_residuals_pages_runs(place, monkeypatch, capsys):
 def test_pages_that_take_a_run_further_can_be_followed_one_after_another():
     """In the order of the site: no page goes back behind what the one before has done."""
     pages = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in pages if (DOCS / page).exists())
-    steps = [int(n) for n in re.findall(r"^headwater train .*--out runs/first .*?--steps (\d+)", text, re.M)]
+    text = "".join(
+        (DOCS / page).read_text(encoding="utf-8") for page in pages if (DOCS / page).exists()
+    )
+    steps = [
+        int(n)
+        for n in re.findall(r"^headwater train .*--out runs/first .*?--steps (\d+)", text, re.M)
+    ]
     assert len(steps) == 3
     assert steps == sorted(set(steps))
 
@@ -201,28 +230,42 @@ def test_every_language_is_known_and_what_is_not_code_parses():
 
 def test_tables_are_those_of_the_results():
     """Else: python -m benchmarks.tables"""
-    found = [name for page in WRITTEN for name in re.findall(r"<!-- (\w+):begin -->", page.read_text())]
+    found = [
+        name for page in WRITTEN for name in re.findall(r"<!-- (\w+):begin -->", page.read_text())
+    ]
     assert set(tables.TABLES) <= set(found)
     assert len(found) == len(set(found))  # else one table is written where another one stands
     for page in WRITTEN:
-        assert tables.filled(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8"), page
+        assert tables.filled(page.read_text(encoding="utf-8")) == page.read_text(
+            encoding="utf-8"
+        ), page
 
 
 def test_every_residual_has_its_costs_and_what_has_none_on_a_gpu_is_named():
     costs = tables.step_costs()
     assert sorted(costs) == sorted(names())
-    said = re.findall(r"`([\w-]+)` has not been measured on a GPU", (DOCS / "start" / "choose.md").read_text())
-    assert sorted(said) == sorted(name for name, found in costs.items() if found["time of a step, one H200"] is None)
+    said = re.findall(
+        r"`([\w-]+)` has not been measured on a GPU", (DOCS / "start" / "choose.md").read_text()
+    )
+    assert sorted(said) == sorted(
+        name for name, found in costs.items() if found["time of a step, one H200"] is None
+    )
 
 
 def test_the_residuals_that_tell_attention_from_mlp_are_named():
-    said = re.search(r"tell attention from MLP \((.*?)\)", (DOCS / "guides/own-model.md").read_text(), re.DOTALL)
-    assert set(re.findall("`(.*?)`", said[1])) == {name for name in names() if registry.entry(name).takes_kinds}
+    said = re.search(
+        r"tell attention from MLP \((.*?)\)", (DOCS / "guides/own-model.md").read_text(), re.DOTALL
+    )
+    assert set(re.findall("`(.*?)`", said[1])) == {
+        name for name in names() if registry.entry(name).takes_kinds
+    }
 
 
 def test_there_is_one_current_set_of_results():
     """benchmarks/results/README.md says how it is kept."""
-    listed = set(re.findall(r"`([\w-]+\.(?:json|txt))`", (tables.RESULTS / "README.md").read_text()))
+    listed = set(
+        re.findall(r"`([\w-]+\.(?:json|txt))`", (tables.RESULTS / "README.md").read_text())
+    )
     current = list(tables.RESULTS.glob("????-??-??/*"))
     assert sorted(file.name for file in current) == sorted(listed)
     shown = "".join(page.read_text(encoding="utf-8") for page in WRITTEN)
@@ -238,19 +281,32 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
         (overhead,) = re.findall(rf"\| {width} \|.*\| (\S+ %) \|", decoder)
         assert overhead in readme
     times = dict(re.findall(r"\| (\S.+?) \| \S+ \| (\d\S+) \|", stack))
-    others = [float(ms) for name, ms in times.items() if "headwater" not in name and "plain" not in name]
+    others = [
+        float(ms) for name, ms in times.items() if "headwater" not in name and "plain" not in name
+    ]
     ours = times["**headwater**"]
-    assert f"the fastest other package takes {min(others) / float(ours):.1f} times as long as ours" in readme
-    study, scaling = ((DOCS / "results" / name).read_text(encoding="utf-8") for name in ("study.md", "study-tables.md"))
+    assert (
+        f"the fastest other package takes {min(others) / float(ours):.1f} times as long as ours"
+        in readme
+    )
+    study, scaling = (
+        (DOCS / "results" / name).read_text(encoding="utf-8")
+        for name in ("study.md", "study-tables.md")
+    )
     at_192 = scaling[scaling.index("Width 192") :]
     for arm, words in (("block", "bits per byte lower than the plain residual "), ("full", "")):
-        found = re.search(rf"`attnres-{arm}` \| 3 \| \S+ \| \S+ \| −(\S+) \| −(\S+) to −(\S+) \| lower \|", at_192)
+        found = re.search(
+            rf"`attnres-{arm}` \| 3 \| \S+ \| \S+ \| −(\S+) \| −(\S+) to −(\S+) \| lower \|", at_192
+        )
         assert found
         mean, high, low = found.groups()
         assert f"{mean} {words}({low} to {high})" in readme
     worth = study[study.index("<!-- worth:begin -->") :]
     cell = r"\*\*(\S+)\*\* \((\S+ to \S+)\)"
-    found = {arm: re.search(rf"`attnres-{arm}` \| [\d, ]+ \| {cell} \| {cell} \|", worth) for arm in ("block", "full")}
+    found = {
+        arm: re.search(rf"`attnres-{arm}` \| [\d, ]+ \| {cell} \| {cell} \|", worth)
+        for arm in ("block", "full")
+    }
     assert found["block"]
     assert found["full"]
     saved, of_it, timed, of_time = found["block"].groups()
@@ -276,7 +332,8 @@ def test_links_of_the_readme_lead_somewhere():
             text = (ROOT / file).read_text(encoding="utf-8") if file.endswith(".md") else ""
             assert (ROOT / file).exists(), link
             heads = {
-                re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in re.findall(r"^#+ (.*)", text, re.M)
+                re.sub(r"[^\w -]", "", head).lower().replace(" ", "-")
+                for head in re.findall(r"^#+ (.*)", text, re.M)
             }
             assert not anchor or anchor in heads, link
 
@@ -291,7 +348,9 @@ def test_the_readme_is_short_and_its_pictures_small():
 def test_the_residual_that_contributing_shows_keeps_the_contract(tmp_path, monkeypatch):
     """The block as it stands, in a module of its own, through the tests that every residual passes."""
     (block,) = (
-        body for language, body in FENCE.findall((ROOT / "CONTRIBUTING.md").read_text()) if language == "python"
+        body
+        for language, body in FENCE.findall((ROOT / "CONTRIBUTING.md").read_text())
+        if language == "python"
     )
     assert sum(map(bool, block.splitlines())) < 40
     (tmp_path / "shown_residual.py").write_text(block)

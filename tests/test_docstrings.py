@@ -6,20 +6,29 @@ import re
 
 import pytest
 
-ROOMS = ("headwater", *(f"headwater.{room}" for room in ("ops", "residuals", "models", "train", "hf", "analyze")))
+ROOMS = (
+    "headwater",
+    *(f"headwater.{room}" for room in ("ops", "residuals", "models", "train", "hf", "analyze")),
+)
 
 
 def lacking(function) -> list[str]:
     """Arguments that a function's text does not name; and what it returns, if it says nothing of that."""
     text, shape = inspect.getdoc(function) or "", inspect.signature(function)
     missing = [name for name in shape.parameters if not re.search(rf"\b{name}\b", text)]
-    return missing + ["Returns"] * (shape.return_annotation not in (None, "None") and "Returns" not in text)
+    return missing + ["Returns"] * (
+        shape.return_annotation not in (None, "None") and "Returns" not in text
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_public_functions_say_what_they_take_and_return(room):
     module = importlib.import_module(room)
-    functions = {name: getattr(module, name) for name in module.__all__ if inspect.isfunction(getattr(module, name))}
+    functions = {
+        name: getattr(module, name)
+        for name in module.__all__
+        if inspect.isfunction(getattr(module, name))
+    }
     found = {name: lacking(function) for name, function in functions.items()}
     assert not {name: words for name, words in found.items() if words}
 

@@ -44,13 +44,22 @@ def test_the_releases_are_those_of_the_project(name, least, newest):
     """The least is in pyproject.toml, the newest in constraints.txt, which is what the tests run with, or newer where
     docs/reference/versions.md says what has been run."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(word for words in project["optional-dependencies"].values() for word in words)]
+    asked = [
+        *project["dependencies"],
+        *(word for words in project["optional-dependencies"].values() for word in words),
+    ]
     plain = name.replace("_", "[-_]")
-    bounds = [match[1] for word in asked if (match := re.match(rf"{plain}(?:\[\w+\])?[>=]=([\d.]+)", word))]
+    bounds = [
+        match[1]
+        for word in asked
+        if (match := re.match(rf"{plain}(?:\[\w+\])?[>=]=([\d.]+)", word))
+    ]
     assert any(bound == least or bound.startswith(f"{least}.") for bound in bounds)
     pins = re.findall(rf"^{plain}==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if name in ON_THE_PAGE:
-        assert [pin for pin in pins if release(least) <= release(pin)[:2] <= release(newest)] == pins
+        assert [
+            pin for pin in pins if release(least) <= release(pin)[:2] <= release(newest)
+        ] == pins
     else:
         assert [pin for pin in pins if pin.startswith(newest)] == (pins if newest else [])
 
@@ -64,8 +73,13 @@ def test_newer_releases_than_the_tested_are_not_allowed_and_the_page_says_so(nam
     """docs/reference/versions.md; those beside the pinned releases are of `make test-torch` and `make test-hf`."""
     (least, newest) = next(row[1:3] for row in doctor.PACKAGES if row[0] == name)
     major, minor = map(int, newest.split("."))
-    assert re.search(rf'"{name}>={least},<{major}\.{minor + 1}"', (ROOT / "pyproject.toml").read_text())
-    page, makefile = (ROOT / "docs/reference/versions.md").read_text(), (ROOT / "Makefile").read_text()
+    assert re.search(
+        rf'"{name}>={least},<{major}\.{minor + 1}"', (ROOT / "pyproject.toml").read_text()
+    )
+    page, makefile = (
+        (ROOT / "docs/reference/versions.md").read_text(),
+        (ROOT / "Makefile").read_text(),
+    )
     allowed = least if least == newest else f"{least} to {newest}"
     assert re.search(rf"^\| {name} \| {allowed} \|", page, re.MULTILINE | re.IGNORECASE)
     beside = re.findall(rf"^{name.upper()} \?= (.*)", makefile, re.MULTILINE)
@@ -78,4 +92,6 @@ def test_newer_releases_than_the_tested_are_not_allowed_and_the_page_says_so(nam
 def test_what_a_gpu_would_be_told():
     state, problem = doctor._reads(torch.empty(4, 8, dtype=torch.float64))
     assert problem
-    assert re.fullmatch(r"by the reference operators: (tensors are on cpu|dtype torch.float64 is none of).*", state)
+    assert re.fullmatch(
+        r"by the reference operators: (tensors are on cpu|dtype torch.float64 is none of).*", state
+    )

@@ -23,7 +23,9 @@ def run(tmp_path, monkeypatch, capsys):
     """Run an example in an empty folder, and return what it prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # what an example registers ends with it
+    monkeypatch.setattr(
+        registry, "_entries", dict(registry._entries)
+    )  # what an example registers ends with it
     (tmp_path / "text.txt").write_text("a river runs from its headwater to the sea. " * 400)
 
     def start(name: str, *arguments: str) -> str:
@@ -73,7 +75,9 @@ def test_compare_residuals(run, monkeypatch):
     short = {"steps": 2, "eval_every": 2, "eval_windows": 2}
 
     def compare(config, out, **options):
-        return real(replace(config, train=replace(config.train, **short)), out, **options | {"seeds": [0]})
+        return real(
+            replace(config, train=replace(config.train, **short)), out, **options | {"seeds": [0]}
+        )
 
     monkeypatch.setattr(headwater.train, "compare", compare)
     monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Forked)
@@ -93,7 +97,9 @@ def test_the_notebook_looks_inside(run, monkeypatch, capsys, tmp_path):
     text = headwater.train.DataSettings(source=("text.txt",), validation=0.2)
 
     def train(config, out):
-        return real(replace(config, data=text, train=replace(config.train, steps=5, eval_windows=2)), out)
+        return real(
+            replace(config, data=text, train=replace(config.train, steps=5, eval_windows=2)), out
+        )
 
     monkeypatch.setattr(headwater.train, "train", train)
     space: dict = {}
@@ -108,8 +114,12 @@ def test_the_notebook_looks_inside(run, monkeypatch, capsys, tmp_path):
 def test_two_processes_give_what_one_gives(run, tmp_path):
     alone = run("two_processes.py", "text.txt")
     log = tmp_path / "log.txt"
-    agent = torchrun(log, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "two_processes.py"), "text.txt")
+    agent = torchrun(
+        log, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "two_processes.py"), "text.txt"
+    )
     agent.join(120)
     assert agent.exitcode == 0, log.read_text()
-    (first,), (second,) = (re.findall(r"^(\S+) bits per byte, runs", text, re.M) for text in (alone, log.read_text()))
+    (first,), (second,) = (
+        re.findall(r"^(\S+) bits per byte, runs", text, re.M) for text in (alone, log.read_text())
+    )
     assert float(first) == pytest.approx(float(second), abs=2e-4)

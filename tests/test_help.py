@@ -21,14 +21,18 @@ def processor_seconds_of_children() -> float:
 
 def seconds_of(program: str) -> float:
     before = processor_seconds_of_children()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "usage: headwater" in done.stdout
     return processor_seconds_of_children() - before
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["compare", "--help"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["train", "--help"], ["compare", "--help"], ["generate", "--help"]]
+)
 def test_help_is_fast_and_does_not_import_torch(argv):
     """Half a second is promised to a user; here it is held in processor time, by one of five. Where a processor is
     slow, as a virtual one may be at times, in two and a half times what tyro takes for the help of one flag."""

@@ -17,7 +17,9 @@ def test_answers_follow_the_links_that_were_told(hops):
     tokens, answers, counts = hops.prompts(task, 20, torch.Generator().manual_seed(0))
     assert tokens.shape == (20, task.context)
     assert set(counts.flatten().tolist()) == {1, 2, 3, 4}
-    for row, (line, right, count) in enumerate(zip(tokens.tolist(), answers.tolist(), counts.tolist())):
+    for row, (line, right, count) in enumerate(
+        zip(tokens.tolist(), answers.tolist(), counts.tolist())
+    ):
         told, asked = line[:7], line[7:]
         links = dict(divmod(token, 7) for token in told)
         seen = [0]
@@ -61,6 +63,8 @@ def test_a_run_sees_the_same_prompts_with_any_residual(hops):
 
 
 def test_a_seed_draws_prompts_of_its_own(hops):
-    first, again, other = (hops.Training(model_of("standard"), hops.SMALL, seed, "cpu").tokens for seed in (3, 3, 4))
+    first, again, other = (
+        hops.Training(model_of("standard"), hops.SMALL, seed, "cpu").tokens for seed in (3, 3, 4)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

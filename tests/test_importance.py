@@ -19,7 +19,9 @@ def test_means_are_over_the_reads_that_rank_something(study):
 
 def test_it_sets_a_weight_beside_the_change_of_the_loss(study):
     model = model_of("attnres-full", scatter=True)
-    windows = torch.randint(model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(0))
+    windows = torch.randint(
+        model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(0)
+    )
     found = study.measure(model, windows)
     seen = [headwater.inspect(model, window, removals="pairs") for window in windows]
     place = seen[0].pairs.index((3, 1))
@@ -36,4 +38,8 @@ def test_changes_are_means_over_windows_and_their_halves_are_every_other(study):
     weights[:, 2], sizes[:, 2] = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.5, 0.3, 0.2])
     changes[::2, 2], changes[1::2, 2] = torch.tensor([3.0, 2.0, 1.0]), torch.tensor([0.0, 4.0, 8.0])
     found = study.correlations(study.Measured(weights, sizes, changes))
-    assert found == {"weights": [pytest.approx(1)], "sizes": [pytest.approx(-1)], "halves": [pytest.approx(-1)]}
+    assert found == {
+        "weights": [pytest.approx(1)],
+        "sizes": [pytest.approx(-1)],
+        "halves": [pytest.approx(-1)],
+    }

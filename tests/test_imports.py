@@ -46,9 +46,18 @@ PRIVATE_TORCH = "_torch.py"
 # Private names of others for which there is no public way, by the file that uses them.
 NO_PUBLIC_WAY = {
     ("hf/formats/folder.py", "_model_mapping"),  # the same, of a folder
-    ("hf/convert/classes.py", "_model_mapping"),  # of transformers' Auto classes: which class a config stands for
-    ("hf/generate.py", "_can_compile_fullgraph"),  # whether a model of transformers takes a static cache
-    ("hf/convert/depth.py", "_is_hf_initialized"),  # transformers' mark on a tensor that has its value already
+    (
+        "hf/convert/classes.py",
+        "_model_mapping",
+    ),  # of transformers' Auto classes: which class a config stands for
+    (
+        "hf/generate.py",
+        "_can_compile_fullgraph",
+    ),  # whether a model of transformers takes a static cache
+    (
+        "hf/convert/depth.py",
+        "_is_hf_initialized",
+    ),  # transformers' mark on a tensor that has its value already
 }
 
 
@@ -67,13 +76,18 @@ class Import:
 
 def files(package: Path) -> dict[str, ast.Module]:
     """Path below the package -> what is in it."""
-    return {path.relative_to(package).as_posix(): parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    return {
+        path.relative_to(package).as_posix(): parse(path.read_text())
+        for path in sorted(package.rglob("*.py"))
+    }
 
 
 parse = functools.cache(ast.parse)  # by the text: many checks read the same files
 
 
-def statements(node: ast.AST, for_types: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+def statements(
+    node: ast.AST, for_types: bool = False
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     """Import statements, those inside functions too, and whether they stand under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
@@ -112,8 +126,14 @@ def against_the_arrows(package: Path) -> list[str]:
             continue
         for one in imports(file, tree):
             names = one.module.split(".")
-            known = names[0] == "headwater" and names[1:2] and names[1] in {room(file) for file in trees}
-            if known and names[1] not in ARROWS[room(file)] | {room(file)} | BESIDES.get(file, set()):
+            known = (
+                names[0] == "headwater"
+                and names[1:2]
+                and names[1] in {room(file) for file in trees}
+            )
+            if known and names[1] not in ARROWS[room(file)] | {room(file)} | BESIDES.get(
+                file, set()
+            ):
                 found.append(str(one))
     return found
 
@@ -176,7 +196,9 @@ def reached(node: ast.AST) -> tuple[ast.expr, str] | None:
         return node.value, node.attr
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
         name = node.args[1]
-        if node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(name, ast.Constant):
+        if node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(
+            name, ast.Constant
+        ):
             return node.args[0], str(name.value)
     return None
 
@@ -195,8 +217,12 @@ def names_of_torch(tree: ast.Module) -> dict[str, str]:
         for alias in node.names:
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             if f"{module}{alias.name}".split(".")[0] == "torch" and not getattr(node, "level", 0):
-                whole = module or alias.asname  # `import torch.nn` binds torch; `import torch.nn as nn` binds nn
-                known[alias.asname or alias.name.split(".")[0]] = f"{module}{alias.name}" if whole else "torch"
+                whole = (
+                    module or alias.asname
+                )  # `import torch.nn` binds torch; `import torch.nn as nn` binds nn
+                known[alias.asname or alias.name.split(".")[0]] = (
+                    f"{module}{alias.name}" if whole else "torch"
+                )
     return known
 
 
@@ -229,7 +255,11 @@ def own_names(tree: ast.Module) -> set[str]:
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_this_object(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and of_this_object(node.value)
+        ):
             own.add(node.attr)
     return own
 
@@ -254,7 +284,13 @@ def private_parts_of_others(package: Path) -> list[str]:
         own, torch_names = own_names(tree), names_of_torch(tree)
         for node in ast.walk(tree):
             owner, name = reached(node) or (None, "")
-            if owner is None or not private(name) or name in own or of_this_object(owner) or dotted(owner, torch_names):
+            if (
+                owner is None
+                or not private(name)
+                or name in own
+                or of_this_object(owner)
+                or dotted(owner, torch_names)
+            ):
                 continue
             if (file, name) not in NO_PUBLIC_WAY:
                 found.append(f"{file}:{node.lineno} uses {ast.unparse(owner)}.{name}")
@@ -268,21 +304,31 @@ def test_no_file_uses_the_private_parts_of_another():
 
 def unchecked(package: Path) -> list[str]:
     """Imports from modules that mypy is told to skip: it would take them for Any, and check nothing of their use."""
-    from transformers import _class_to_module as places  # what `from transformers import NAME` finds where
+    from transformers import (
+        _class_to_module as places,
+    )  # what `from transformers import NAME` finds where
 
-    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["mypy"][
+        "overrides"
+    ]
     patterns = {setting["follow_imports"]: setting["module"] for setting in settings}
 
     def among(module: str, how: str) -> bool:
-        return any(f"{module}.".startswith(f"{name.removesuffix('.*')}.") for name in patterns[how] if "*" in name) or (
-            module in patterns[how]
-        )
+        return any(
+            f"{module}.".startswith(f"{name.removesuffix('.*')}.")
+            for name in patterns[how]
+            if "*" in name
+        ) or (module in patterns[how])
 
     found = []
     for file, tree in files(package).items():
         for one in imports(file, tree):
             module, _, name = one.module.rpartition(".")
-            place = f"transformers.{places[name]}" if module == "transformers" and name in places else module
+            place = (
+                f"transformers.{places[name]}"
+                if module == "transformers" and name in places
+                else module
+            )
             if among(f"{place}.{name}", "skip") and not among(place, "normal"):
                 found.append(str(one))
     return found
@@ -368,7 +414,10 @@ def test_the_test_of_types_sees_where_names_come_from(bad):
     ("statement", "unwanted"),
     [
         ("import headwater", ["torch", "triton", "transformers", "matplotlib"]),
-        ("import headwater; headwater.Decoder", ["triton", "transformers", "matplotlib", "tokenizers"]),
+        (
+            "import headwater; headwater.Decoder",
+            ["triton", "transformers", "matplotlib", "tokenizers"],
+        ),
         ("import headwater.cli", ["torch"]),
     ],
 )
@@ -379,23 +428,40 @@ def test_imports_stay_light(statement, unwanted):
 
 def test_a_room_needs_no_import_of_its_own():
     """The guides write `headwater.hf.save_delta` and `headwater.analyze.check_residual` after `import headwater`."""
-    rooms = ("errors", "ops", "residuals", "models", "hf", "train", "analyze")  # none before one that it imports
-    probe = "; ".join(f"assert '{room}' not in vars(headwater); print(headwater.{room}.__name__)" for room in rooms)
+    rooms = (
+        "errors",
+        "ops",
+        "residuals",
+        "models",
+        "hf",
+        "train",
+        "analyze",
+    )  # none before one that it imports
+    probe = "; ".join(
+        f"assert '{room}' not in vars(headwater); print(headwater.{room}.__name__)"
+        for room in rooms
+    )
     assert answer(f"import headwater; {probe}").split() == [f"headwater.{room}" for room in rooms]
 
 
 def test_names_that_load_on_first_use_are_listed_before():
     """What a notebook offers after a dot."""
-    said = answer("import headwater as h; print(*(name for room in (h, h.train, h.analyze) for name in dir(room)))")
+    said = answer(
+        "import headwater as h; print(*(name for room in (h, h.train, h.analyze) for name in dir(room)))"
+    )
     assert {"build", "convert", "hf", "load_run", "check_residual"} <= set(said.split())
     assert "Decoder" in answer("import headwater; print(dir(headwater.models))")
 
 
-@pytest.mark.parametrize(("statement", "installs"), [("import headwater", "0"), ("sys.meta_path.append(None)", "1")])
+@pytest.mark.parametrize(
+    ("statement", "installs"), [("import headwater", "0"), ("sys.meta_path.append(None)", "1")]
+)
 def test_importing_installs_nothing_into_the_import_machinery(statement, installs):
     probe = f"import sys; before = [*sys.meta_path, *sys.path_hooks]; {statement}; "
     assert answer(probe + "print(len([*sys.meta_path, *sys.path_hooks]) - len(before))") == installs
 
 
 def answer(probe: str) -> str:
-    return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+    ).stdout.strip()

@@ -14,7 +14,15 @@ from tinyrun import tiny
 
 from headwater.cli import main
 from headwater.errors import Interrupted, UserError
-from headwater.residuals import StandardResidual, StreamResidual, build, names, pinned, register, registry
+from headwater.residuals import (
+    StandardResidual,
+    StreamResidual,
+    build,
+    names,
+    pinned,
+    register,
+    registry,
+)
 from headwater.residuals.plugins import flags_for, import_plugins
 from headwater.train import compare, train
 from headwater.train.comparison import job_of
@@ -35,7 +43,11 @@ def site(tmp_path, monkeypatch):
 
 def settings(folder, **train):
     path = folder / "settings.json"
-    path.write_text(json.dumps(asdict(tiny(folder, steps=2, eval_every=2, depth_every=2, save_every=2, **train))))
+    path.write_text(
+        json.dumps(
+            asdict(tiny(folder, steps=2, eval_every=2, depth_every=2, save_every=2, **train))
+        )
+    )
     return ("--config", str(path))
 
 
@@ -48,7 +60,10 @@ def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(site)  # the headwater command does not look here by itself
     out = tmp_path / "family"
     there, brook = out / "runs" / "leaky_start=0.5-seed0", ("--plugin", "brook")
-    assert run("compare", *settings(tmp_path), "--residuals", SPEC, "--seeds", 0, "--out", out, *brook) == 0
+    assert (
+        run("compare", *settings(tmp_path), "--residuals", SPEC, "--seeds", 0, "--out", out, *brook)
+        == 0
+    )
     assert json.loads((there / "config.json").read_text())["model"]["residual"] == SAVED
     (checkpoint,) = (there / "checkpoints").iterdir()
     assert json.loads((checkpoint / "config.json").read_text())["residual"] == SAVED
@@ -68,12 +83,23 @@ def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsy
     for name, argv in commands.items():
         assert run(*argv, *brook) == 0, (name, capsys.readouterr().err)
     assert "leaky:start=0.5" in (out / "report.html").read_text()
-    assert "@brook" not in (out / "report.html").read_text().partition("<script")[0].partition("<main")[2]
+    assert (
+        "@brook"
+        not in (out / "report.html").read_text().partition("<script")[0].partition("<main")[2]
+    )
     capsys.readouterr()
     shutil.rmtree(tmp_path / "exported")
-    for name in ("generate", "matrix", "export", "resume"):  # the same without it: one message that names it
+    for name in (
+        "generate",
+        "matrix",
+        "export",
+        "resume",
+    ):  # the same without it: one message that names it
         assert run(*commands[name]) == 1, name
-        assert "'brook.leaky', which is not imported: add --plugin brook.leaky" in capsys.readouterr().err
+        assert (
+            "'brook.leaky', which is not imported: add --plugin brook.leaky"
+            in capsys.readouterr().err
+        )
         assert "brook" not in sys.modules
 
 
@@ -84,26 +110,63 @@ def test_a_study_takes_it(site, tmp_path, monkeypatch):
     values = json.loads(Path(config).read_text())
     lines = ["[[runs]]", f'"model.residual" = ["{SPEC}"]']
     for name in ("model", "data", "train"):
-        pairs = {key: value for key, value in values[name].items() if value is not None and key != "residual"}
-        lines += [f"[config.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in pairs.items())]
+        pairs = {
+            key: value
+            for key, value in values[name].items()
+            if value is not None and key != "residual"
+        }
+        lines += [
+            f"[config.{name}]",
+            *(f"{key} = {json.dumps(value)}" for key, value in pairs.items()),
+        ]
     recipe.write_text("\n".join(lines))
-    monkeypatch.setattr("headwater.train.studies.run_all", lambda jobs, *rest, **more: {"a": str(jobs[0].plugin)})
-    assert run("study", recipe, "--out", tmp_path / "study", "--plugin", "brook.leaky") == 1  # what failed: its name
+    monkeypatch.setattr(
+        "headwater.train.studies.run_all", lambda jobs, *rest, **more: {"a": str(jobs[0].plugin)}
+    )
+    assert (
+        run("study", recipe, "--out", tmp_path / "study", "--plugin", "brook.leaky") == 1
+    )  # what failed: its name
     monkeypatch.setattr("headwater.train.studies.run_all", lambda jobs, *rest, **more: {})
     assert run("study", recipe, "--out", tmp_path / "study") == 1  # unknown: nothing is run
 
 
 BROKEN = {  # what takes the place of a line of the guide's residual; the command that meets it first; what it raises
-    "shape": ("* state[0] + y,)", "* state[0][..., :-1] + y[..., :-1],)", "train", RuntimeError, "normalized_shape"),
+    "shape": (
+        "* state[0] + y,)",
+        "* state[0][..., :-1] + y[..., :-1],)",
+        "train",
+        RuntimeError,
+        "normalized_shape",
+    ),
     "name": ("(self.keep", "(self.gate", "train", AttributeError, "no attribute 'gate'"),
-    "start": ("in range(sublayers)", "in range(layers)", "compare", NameError, "'layers' is not defined"),
-    "start of a study's": ("in range(sublayers)", "in range(layers)", "study", NameError, "'layers' is not defined"),
-    "values": ("* state[0] + y,)", "* float('nan') + y,)", "train", UserError, "not finite at step 1"),
+    "start": (
+        "in range(sublayers)",
+        "in range(layers)",
+        "compare",
+        NameError,
+        "'layers' is not defined",
+    ),
+    "start of a study's": (
+        "in range(sublayers)",
+        "in range(layers)",
+        "study",
+        NameError,
+        "'layers' is not defined",
+    ),
+    "values": (
+        "* state[0] + y,)",
+        "* float('nan') + y,)",
+        "train",
+        UserError,
+        "not finite at step 1",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_a_broken_one_raises_is_followed_by_how_to_test_it(site, tmp_path, monkeypatch, capsys, case):
+def test_what_a_broken_one_raises_is_followed_by_how_to_test_it(
+    site, tmp_path, monkeypatch, capsys, case
+):
     old, new, command, error, said = BROKEN[case]
     assert LEAKY.count(old) == 1
     (site / "brook" / "leaky.py").write_text(LEAKY.replace(old, new))
@@ -116,7 +179,9 @@ def test_what_a_broken_one_raises_is_followed_by_how_to_test_it(site, tmp_path, 
         "study": (recipe,),
     }
     argv = (command, *words[command], "--out", tmp_path / "out", "--plugin", "brook")
-    advice = f"To test the residual by itself: headwater residuals --check {SPEC} --plugin brook.leaky"
+    advice = (
+        f"To test the residual by itself: headwater residuals --check {SPEC} --plugin brook.leaky"
+    )
     if error is UserError:
         assert run(*argv) == 1
         shown = capsys.readouterr().err
@@ -147,7 +212,8 @@ def test_an_installed_package_that_cannot_be_imported_is_named(site, monkeypatch
     install(site, value="brook.absent")
     monkeypatch.syspath_prepend(site)
     with pytest.raises(
-        ValueError, match=r"(?s)'brook = brook.absent' of headwater.residuals .* uninstall the package brook"
+        ValueError,
+        match=r"(?s)'brook = brook.absent' of headwater.residuals .* uninstall the package brook",
     ):
         build("leaky", 8, 4)
 
@@ -157,7 +223,8 @@ def test_an_installed_package_that_raises_is_named_with_its_line(site, monkeypat
     (site / "brook" / "__init__.py").write_text("import json\n1 / 0\n")
     monkeypatch.syspath_prepend(site)
     with pytest.raises(
-        ValueError, match=r"'brook = brook' of .*__init__.py, line 2: ZeroDivisionError: .*\nMend or un"
+        ValueError,
+        match=r"'brook = brook' of .*__init__.py, line 2: ZeroDivisionError: .*\nMend or un",
     ):
         build("leaky", 8, 4)
 
@@ -168,7 +235,9 @@ def test_from_python_an_import_is_enough(site, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     __import__("brook")
     started = []
-    monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", lambda argv, **more: started.append((argv, more)))
+    monkeypatch.setattr(
+        "headwater.train.jobs.subprocess.Popen", lambda argv, **more: started.append((argv, more))
+    )
     launch(job_of(SPEC, 0, tmp_path, 2), 1)
     ((argv, more),) = started
     assert argv[-2:] == ["--plugin", "brook.leaky"]
@@ -178,16 +247,24 @@ def test_from_python_an_import_is_enough(site, tmp_path, monkeypatch):
 def test_a_file_that_names_a_module_imports_nothing(site, tmp_path, monkeypatch):
     (site / "trap.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(site)
-    with pytest.raises(ValueError, match="registered by the module 'trap', which is not imported: add --plugin trap"):
+    with pytest.raises(
+        ValueError,
+        match="registered by the module 'trap', which is not imported: add --plugin trap",
+    ):
         build("leaky@trap", 8, 4)
 
 
 def test_another_module_s_residual_of_the_same_name_is_not_taken(site, monkeypatch):
     monkeypatch.syspath_prepend(site)
     __import__("brook")
-    with pytest.raises(ValueError, match=r"by 'creek' where it was saved, and is by 'brook.leaky.LeakyResidual' here"):
+    with pytest.raises(
+        ValueError,
+        match=r"by 'creek' where it was saved, and is by 'brook.leaky.LeakyResidual' here",
+    ):
         build("leaky@creek", 8, 4)
-    with pytest.raises(ValueError, match="the 'brook' that is imported here registers none of that name"):
+    with pytest.raises(
+        ValueError, match="the 'brook' that is imported here registers none of that name"
+    ):
         build("quick@brook", 8, 4)
     with pytest.raises(ValueError, match="defined in a script or notebook: define it there again"):
         build("quick@__main__", 8, 4)
@@ -222,14 +299,28 @@ def test_a_wrong_plugin_says_what_is_wrong(site, monkeypatch, capsys, name, mess
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import nothing_of_this_name\n", "line 1: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-        ("\nimport brook.leaky\nbrook.leaky.build('x', 8)\n", "line 3: AttributeError: module 'brook.leaky' has no"),
-        ("import json\n\njson.loads('{')\n", "line 3: JSONDecodeError: "),  # the module's line, not that of json
+        (
+            "import nothing_of_this_name\n",
+            "line 1: ModuleNotFoundError: No module named 'nothing_of_this_name'",
+        ),
+        (
+            "\nimport brook.leaky\nbrook.leaky.build('x', 8)\n",
+            "line 3: AttributeError: module 'brook.leaky' has no",
+        ),
+        (
+            "import json\n\njson.loads('{')\n",
+            "line 3: JSONDecodeError: ",
+        ),  # the module's line, not that of json
         ("def half(:\n", "line 1: SyntaxError: invalid syntax\n"),
-        ("\n" + LEAKY.replace('"leaky"', '"standard"'), "ValueError: residual 'standard' is registered already, by "),
+        (
+            "\n" + LEAKY.replace('"leaky"', '"standard"'),
+            "ValueError: residual 'standard' is registered already, by ",
+        ),
     ],
 )
-def test_an_error_inside_of_a_plugin_is_one_message_that_names_the_line(site, monkeypatch, capsys, text, message):
+def test_an_error_inside_of_a_plugin_is_one_message_that_names_the_line(
+    site, monkeypatch, capsys, text, message
+):
     (site / "brook" / "broken.py").write_text(text)
     monkeypatch.chdir(site)
     assert run("residuals", "standard", "--plugin", "brook.broken") == 1
@@ -237,7 +328,9 @@ def test_an_error_inside_of_a_plugin_is_one_message_that_names_the_line(site, mo
     place = site / "brook" / "broken.py"
     assert said.startswith(f"headwater: --plugin brook.broken cannot be imported: {place}, line ")
     assert message in said
-    assert said.endswith("\nMend the module; python -c 'import brook.broken' shows all that led there\n")
+    assert said.endswith(
+        "\nMend the module; python -c 'import brook.broken' shows all that led there\n"
+    )
     with pytest.raises(UserError) as raised, without_plugins():
         import_plugins(["brook.broken"])
     assert raised.value.__cause__ is not None  # in Python the whole way is there
@@ -259,13 +352,22 @@ def test_register_refuses_what_would_not_work(site):
     for name in ("", "My Own", "a:b", "a@b", "a+b", "a,b", "-a", "../a"):
         with pytest.raises(ValueError, match="made of small letters"):
             register(name)
-    with pytest.raises(ValueError, match=r"registered already, by headwater.residuals.standard.StandardResidual"):
+    with pytest.raises(
+        ValueError, match=r"registered already, by headwater.residuals.standard.StandardResidual"
+    ):
         register("standard")(Mine)
-    with pytest.raises(ValueError, match="option 'rate' of residual 'mine' needs a type, for example rate: float"):
+    with pytest.raises(
+        ValueError, match="option 'rate' of residual 'mine' needs a type, for example rate: float"
+    ):
         register("mine")(Untyped)
-    with pytest.raises(ValueError, match=r"'rate' of residual 'mine' is no option: write `\*,` before it in __init__"):
+    with pytest.raises(
+        ValueError,
+        match=r"'rate' of residual 'mine' is no option: write `\*,` before it in __init__",
+    ):
         register("mine")(Positional)
-    with pytest.raises(ValueError, match=r"'mine' must be a subclass of Residual or StreamResidual; got torch\.nn"):
+    with pytest.raises(
+        ValueError, match=r"'mine' must be a subclass of Residual or StreamResidual; got torch\.nn"
+    ):
         register("mine")(torch.nn.Linear)
     assert "mine" not in registry._entries
     assert register("mine")(Mine) is register("mine")(Mine)  # a module loaded again
@@ -282,7 +384,9 @@ def test_a_class_without_a_docstring_has_a_row_in_the_table(site, capsys):
     assert "bare" in capsys.readouterr().out
 
 
-def test_an_interrupted_comparison_names_the_module_in_the_command_that_goes_on(site, tmp_path, monkeypatch):
+def test_an_interrupted_comparison_names_the_module_in_the_command_that_goes_on(
+    site, tmp_path, monkeypatch
+):
     """compare.json keeps residuals as they were written, so that without the flag nobody knows the name."""
 
     def interrupted(*_, go_on, **__):
@@ -303,6 +407,8 @@ def test_an_interrupted_run_names_its_module_too(site, tmp_path):
             sent.append(signal.raise_signal(signal.SIGINT))
         return StandardResidual._write(self, state, i, y)
 
-    register("stopping")(type("Stopping", (StandardResidual,), {"__module__": "elsewhere", "_write": write}))
+    register("stopping")(
+        type("Stopping", (StandardResidual,), {"__module__": "elsewhere", "_write": write})
+    )
     with pytest.raises(Interrupted, match=r"headwater train --out \S+ --plugin elsewhere --resume"):
         train(tiny(tmp_path, residual="stopping"), tmp_path / "run")

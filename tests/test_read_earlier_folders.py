@@ -31,7 +31,9 @@ def resume(folder: Path, run: str) -> str:
 
 def losses(run: Path) -> dict[tuple[str, int], float]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {(record["kind"], record["step"]): record["loss"] for record in records if "loss" in record}
+    return {
+        (record["kind"], record["step"]): record["loss"] for record in records if "loss" in record
+    }
 
 
 def assert_same(logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -60,7 +62,9 @@ def test_one_process_goes_on_with_what_two_ranks_left(folder):
     expected = losses(folder / "sharded")
     assert "after 12 steps" in resume(folder, "sharded")
     assert json.loads((folder / "sharded" / "summary.json").read_text())["steps"] == 12
-    assert [path.name for path in sorted((folder / "sharded" / "checkpoints").iterdir())][-1] == "step-00000012"
+    assert [path.name for path in sorted((folder / "sharded" / "checkpoints").iterdir())][
+        -1
+    ] == "step-00000012"
     assert losses(folder / "sharded") == pytest.approx(expected, rel=1e-5)
 
 

@@ -51,7 +51,10 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site) -> dict[str, str]:
-    return {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    return {
+        path.relative_to(site).as_posix(): path.read_text(encoding="utf-8")
+        for path in site.rglob("*.html")
+    }
 
 
 @pytest.mark.slow
@@ -63,8 +66,12 @@ def test_every_page_can_be_reached_and_nothing_comes_from_a_network(pages, site)
             continue
         seen.add(page)
         links = Links(pages[page])
-        assert not [address for address in links.loads if urlsplit(address).scheme not in ("", "data")], page
-        for address in (unquote(urlsplit(lead).path) for lead in links.leads if not urlsplit(lead).scheme):
+        assert not [
+            address for address in links.loads if urlsplit(address).scheme not in ("", "data")
+        ], page
+        for address in (
+            unquote(urlsplit(lead).path) for lead in links.leads if not urlsplit(lead).scheme
+        ):
             target = (site / page).parent.joinpath(address).resolve() if address else site / page
             assert target.is_file(), f"{page} leads to {address}"
             waiting.append(target.relative_to(site).as_posix())
@@ -78,13 +85,17 @@ def test_a_residual_has_a_page_with_mathematics_options_and_a_picture(name, page
     equations = page.count('display="block"')
     assert equations == len(re.split(r";\s+|,\s{2,}", entry(name).formula.partition(": ")[0]))
     assert "arithmatex" not in page
-    assert not re.search(r"<mo>(\w{2,}|&#x02016;)</mo>", page)  # operators: spaced on both sides, bars drawn out
+    assert not re.search(
+        r"<mo>(\w{2,}|&#x02016;)</mo>", page
+    )  # operators: spaced on both sides, bars drawn out
     assert all(f"<code>{option.name}</code>" in page for option in options_of(name)[1])
     assert page.count("takes") >= 91  # 13 reads of 13 sources, the lower triangle
     assert FORMULAS[name].__name__ in page
 
 
-def test_a_residual_s_page_has_its_runs_of_the_study_and_nothing_where_there_are_none(tmp_path, monkeypatch):
+def test_a_residual_s_page_has_its_runs_of_the_study_and_nothing_where_there_are_none(
+    tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "generate"))
     residual_pages = importlib.import_module("residual_pages")
     for residual in ("standard", "attnres-full"):
@@ -99,23 +110,30 @@ def test_a_residual_s_page_has_its_runs_of_the_study_and_nothing_where_there_are
     assert "against" not in own
     bits = {
         residual: [
-            json.loads((tmp_path / "rivals" / "runs" / f"{residual}-{seed}" / "summary.json").read_text())[
-                "bits_per_byte"
-            ]
+            json.loads(
+                (tmp_path / "rivals" / "runs" / f"{residual}-{seed}" / "summary.json").read_text()
+            )["bits_per_byte"]
             for seed in range(3)
         ]
         for residual in ("standard", "attnres-full")
     }
     apart = statistics.fmean(bits["attnres-full"]) - statistics.fmean(bits["standard"])
-    assert re.search(rf"\| 3 \| \d\.\d{{4}} ± .* \| −{-apart:.4f} ± .*, lower \|", residual_pages.study("attnres-full"))
+    assert re.search(
+        rf"\| 3 \| \d\.\d{{4}} ± .* \| −{-apart:.4f} ± .*, lower \|",
+        residual_pages.study("attnres-full"),
+    )
     assert residual_pages.study("ddl") == ""
-    monkeypatch.setattr(residual_pages, "difference", lambda group: "")  # nothing to compare with: no empty column
+    monkeypatch.setattr(
+        residual_pages, "difference", lambda group: ""
+    )  # nothing to compare with: no empty column
     assert "bits per byte |\n| --- | --- | --- | --- |\n" in residual_pages.study("attnres-full")
     residual_pages.groups.cache_clear()
 
 
 @pytest.mark.parametrize(
-    "file", [*ROOT.glob("docs/assets/*.svg"), *ROOT.glob("studies/*/figure*.svg")], ids=lambda f: f.name
+    "file",
+    [*ROOT.glob("docs/assets/*.svg"), *ROOT.glob("studies/*/figure*.svg")],
+    ids=lambda f: f.name,
 )
 def test_pictures_have_no_ground_of_their_own_and_colours_for_the_dark(file):
     text = file.read_text(encoding="utf-8")
@@ -125,20 +143,36 @@ def test_pictures_have_no_ground_of_their_own_and_colours_for_the_dark(file):
 
 @pytest.mark.slow
 def test_every_public_name_and_every_command_is_in_the_reference(pages):
-    shown = "".join(pages[f"reference/python/{room}.html"] for room in ROOMS[:-1]) + pages["reference/operators.html"]
+    shown = (
+        "".join(pages[f"reference/python/{room}.html"] for room in ROOMS[:-1])
+        + pages["reference/operators.html"]
+    )
     own = {entry(name).build for name in names()}
-    public = re.findall(r'^    "(\w+)",$', (ROOT / "headwater" / "hf" / "__init__.py").read_text(), re.M)
-    exported = {name for name in public if not name.isupper()}  # read, not imported: transformers takes its time
+    public = re.findall(
+        r'^    "(\w+)",$', (ROOT / "headwater" / "hf" / "__init__.py").read_text(), re.M
+    )
+    exported = {
+        name for name in public if not name.isupper()
+    }  # read, not imported: transformers takes its time
     for module in (importlib.import_module(f"headwater.{room}") for room in ROOMS if room != "hf"):
         things = {name: getattr(module, name) for name in module.__all__}
         exported |= {name for name, thing in things.items() if inspect.isfunction(thing)}
-        exported |= {name for name, thing in things.items() if inspect.isclass(thing) and thing not in own}
+        exported |= {
+            name for name, thing in things.items() if inspect.isclass(thing) and thing not in own
+        }
     assert {"convert", "build", "train", "sinkhorn", "Decoder"} <= exported
-    assert not [name for name in exported if not re.search(rf'id="headwater\.[\w.]*\b{name}"', shown)]
+    assert not [
+        name for name in exported if not re.search(rf'id="headwater\.[\w.]*\b{name}"', shown)
+    ]
     commands = pages["reference/commands.html"]
     assert all(f'id="{command}"' in commands for command in cli.COMMANDS)
-    assert all(f"<code>{flag}</code>" in commands for flag in ("--residual", "--query-lr", "--pipeline", "--prompt"))
-    assert commands.count("<code>--query-lr</code>") == 1  # compare and plan say whose flags they take
+    assert all(
+        f"<code>{flag}</code>" in commands
+        for flag in ("--residual", "--query-lr", "--pipeline", "--prompt")
+    )
+    assert (
+        commands.count("<code>--query-lr</code>") == 1
+    )  # compare and plan say whose flags they take
     assert len(re.findall('<strong>Optim</strong> as of <a href="#train">', commands)) == 2
 
 
@@ -157,8 +191,14 @@ def test_a_fault_stops_the_build(fault, tmp_path):
     for name, text in BROKEN[fault].items():
         if name != "nav":
             (tmp_path / "docs" / name).write_text(text)
-    changed = {"docs_dir": str(tmp_path / "docs"), "site_dir": str(tmp_path / "site"), "nav": BROKEN[fault]["nav"]}
-    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, hooks=[], plugins=[], extra_css=[], **changed)
+    changed = {
+        "docs_dir": str(tmp_path / "docs"),
+        "site_dir": str(tmp_path / "site"),
+        "nav": BROKEN[fault]["nav"],
+    }
+    config = load_config(
+        str(ROOT / "mkdocs.yml"), strict=True, hooks=[], plugins=[], extra_css=[], **changed
+    )
     if fault == "nothing":
         build(config)
         return
@@ -168,7 +208,9 @@ def test_a_fault_stops_the_build(fault, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.browser
-@pytest.mark.parametrize("settings", [{}, PHONE | {"color_scheme": "dark"}], ids=["desk", "phone in the dark"])
+@pytest.mark.parametrize(
+    "settings", [{}, PHONE | {"color_scheme": "dark"}], ids=["desk", "phone in the dark"]
+)
 def test_it_reads_from_disk(settings, site, visit):
     page = visit(site / "index.html", within=site, **settings)
     for name in (

@@ -63,9 +63,21 @@ def shown(tmp_path_factory):
 
 
 def test_every_test_has_an_outcome(shown):
-    outcomes = dict(reversed(line.split()[:2]) for line in re.findall(r"^(?:PASSED|FAILED) .*", shown, re.MULTILINE))
-    failed = {"test_a.py::test_fails", "test_b.py::test_ends_its_process", "test_b.py::test_is_never_run"}
-    passed = {"test_a.py::test_passes", "test_b.py::test_writes", "test_b.py::test_reads", "test_c.py::test_goes_on"}
+    outcomes = dict(
+        reversed(line.split()[:2])
+        for line in re.findall(r"^(?:PASSED|FAILED) .*", shown, re.MULTILINE)
+    )
+    failed = {
+        "test_a.py::test_fails",
+        "test_b.py::test_ends_its_process",
+        "test_b.py::test_is_never_run",
+    }
+    passed = {
+        "test_a.py::test_passes",
+        "test_b.py::test_writes",
+        "test_b.py::test_reads",
+        "test_c.py::test_goes_on",
+    }
     assert outcomes == dict.fromkeys(failed, "FAILED") | dict.fromkeys(passed, "PASSED"), shown
     assert "exit codes [-9, 0]" in shown
 

@@ -21,7 +21,15 @@ from headwater.models import ModelConfig
 from headwater.train.distributed.plan import footprint
 from headwater.train.distributed.stages import trace_states
 
-SHAPE = {"vocab_size": 13, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 24, "context": 8}
+SHAPE = {
+    "vocab_size": 13,
+    "dim": 16,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "mlp_dim": 24,
+    "context": 8,
+}
 
 
 def loaded_again(module):
@@ -54,7 +62,12 @@ def test_what_is_missing_is_none():
 
 def test_every_private_part_is_there_in_this_release():
     """Not one is missing in silence on the releases that we test, but for CUDA's in a build without."""
-    found = (_torch._transforms_active, _torch._dispatch_mode, _torch._foreach_mul_, _torch._foreach_norm)
+    found = (
+        _torch._transforms_active,
+        _torch._dispatch_mode,
+        _torch._foreach_mul_,
+        _torch._foreach_norm,
+    )
     assert None not in (*found, _torch._functional, _torch._use_count)
     assert _torch.TorchDispatchMode is not _torch._FunctionMode
     for path in (
@@ -80,17 +93,28 @@ class Doubled(torch.autograd.Function):
 def test_apply():
     other = loaded_without("torch._C._are_functorch_transforms_active")
     assert other._transforms_active is None
-    assert torch.vmap(lambda x: x + _torch.transformed() + 2 * other.transformed())(torch.zeros(1)).item() == 1
+    assert (
+        torch.vmap(lambda x: x + _torch.transformed() + 2 * other.transformed())(
+            torch.zeros(1)
+        ).item()
+        == 1
+    )
     for apply in (_torch.apply, other.apply):
         x = torch.ones(3, requires_grad=True)
         out = apply(Doubled, x)
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.full((3,), 2.0))
-    with pytest.raises(RuntimeError, match="functorch transforms"):  # not past functorch, which would be wrong
+    with pytest.raises(
+        RuntimeError, match="functorch transforms"
+    ):  # not past functorch, which would be wrong
         torch.func.grad(lambda x: _torch.apply(Doubled, x).sum())(torch.ones(3))
 
 
 def test_hooked():
-    other, module, hook = loaded_without("torch.nn.modules.module._has_any_global_hook"), torch.nn.Identity(), print
+    other, module, hook = (
+        loaded_without("torch.nn.modules.module._has_any_global_hook"),
+        torch.nn.Identity(),
+        print,
+    )
     assert not _torch.hooked(module)
     handle = torch.nn.modules.module.register_module_forward_hook(hook)
     assert _torch.hooked(module)
@@ -126,17 +150,28 @@ def test_traced():
     with _torch.without_data():
         assert _torch.traced()
     assert loaded_without("torch.utils._python_dispatch._get_current_dispatch_mode").traced()
-    assert torch.compile(lambda x: x + _torch.traced(), backend="eager", fullgraph=True)(torch.zeros(1)).item() == 1
+    assert (
+        torch.compile(lambda x: x + _torch.traced(), backend="eager", fullgraph=True)(
+            torch.zeros(1)
+        ).item()
+        == 1
+    )
 
 
-@pytest.mark.parametrize("spec", ["attnres-block", "standard", "attnres-block:weights=sigmoid,key_norm=False"])
+@pytest.mark.parametrize(
+    "spec", ["attnres-block", "standard", "attnres-block:weights=sigmoid,key_norm=False"]
+)
 def test_the_table_of_residuals_without_dispatch_modes(spec, monkeypatch):
     other = loaded_without("torch.utils._python_dispatch.TorchDispatchMode")
     assert other.TorchDispatchMode is other._FunctionMode
     monkeypatch.setitem(sys.modules, "headwater._torch", other)
     monkeypatch.setattr("headwater._torch", other)
-    monkeypatch.setitem(sys.modules, f"{table.__name__}_again", table)  # where its dataclass looks itself up
-    (expected,), (row,) = (those.residual_table([spec], dim=32, layers=2) for those in (table, loaded_again(table)))
+    monkeypatch.setitem(
+        sys.modules, f"{table.__name__}_again", table
+    )  # where its dataclass looks itself up
+    (expected,), (row,) = (
+        those.residual_table([spec], dim=32, layers=2) for those in (table, loaded_again(table))
+    )
     assert dataclasses.astuple(row) == dataclasses.astuple(expected)
 
 
@@ -162,7 +197,9 @@ def test_states_and_footprints_without_fake_tensors(half, monkeypatch):
 def test_storage_key():
     with _torch.without_data():
         x = torch.ones(4)
-        assert _torch.storage_key(x) == _torch.storage_key(x[1:]) != _torch.storage_key(torch.ones(4))
+        assert (
+            _torch.storage_key(x) == _torch.storage_key(x[1:]) != _torch.storage_key(torch.ones(4))
+        )
 
 
 def test_many_tensors_at_once():
@@ -198,7 +235,9 @@ def test_muons_iteration_without_the_private_one(shape, hidden):
     before = matrix.clone()
     ours = _torch.newton_schulz(matrix, *options)
     assert torch.equal(matrix, before)
-    assert torch.equal(ours, torch.optim._muon._zeropower_via_newtonschulz(matrix.clone(), *options))
+    assert torch.equal(
+        ours, torch.optim._muon._zeropower_via_newtonschulz(matrix.clone(), *options)
+    )
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
@@ -212,7 +251,9 @@ def test_muons_rate_is_what_its_documentation_says(shape, kind):
     direction = _torch.newton_schulz(weight.grad, *options.values())
     rate = _torch.adjusted_rate(0.02, kind, shape)
     expected = torch.zeros(shape).add_(direction, alpha=-rate)
-    torch.optim.Muon([weight], lr=0.02, weight_decay=0, momentum=0, nesterov=False, adjust_lr_fn=kind, **options).step()
+    torch.optim.Muon(
+        [weight], lr=0.02, weight_decay=0, momentum=0, nesterov=False, adjust_lr_fn=kind, **options
+    ).step()
     assert torch.equal(weight, expected)
 
 
@@ -237,9 +278,17 @@ def on_two_ranks():
     x = torch.arange(6.0).view(2, 3) + 10 * rank
     results = []
     for _torch._functional in (functional, None):
-        results.append((_torch.all_gather(x, 2, name), _torch.reduce_scatter(x, 2, name), _torch.all_reduce(x, name)))
+        results.append(
+            (
+                _torch.all_gather(x, 2, name),
+                _torch.reduce_scatter(x, 2, name),
+                _torch.all_reduce(x, name),
+            )
+        )
     (gathered, reduced, summed), (slow_gathered, slow_reduced, slow_summed) = results
-    assert torch.equal(gathered, torch.cat([torch.arange(6.0).view(2, 3) + 10 * r for r in range(2)]))
+    assert torch.equal(
+        gathered, torch.cat([torch.arange(6.0).view(2, 3) + 10 * r for r in range(2)])
+    )
     assert torch.equal(reduced, torch.arange(6.0).view(2, 3)[rank : rank + 1] * 2 + 10)
     assert torch.equal(gathered, slow_gathered)
     assert torch.equal(reduced, slow_reduced)

@@ -10,13 +10,24 @@ LAYERS, DIM, VOCAB = 4, 32, 48
 def model_of(spec, seed=0, scatter=False, **settings):
     """A small decoder; `scatter` moves every parameter off its start, so that nothing is at a symmetric point."""
     torch.manual_seed(seed)
-    shape = {"vocab_size": VOCAB, "dim": DIM, "layers": LAYERS, "heads": 4, "kv_heads": 2, "mlp_dim": 48, "context": 32}
+    shape = {
+        "vocab_size": VOCAB,
+        "dim": DIM,
+        "layers": LAYERS,
+        "heads": 4,
+        "kv_heads": 2,
+        "mlp_dim": 48,
+        "context": 32,
+    }
     model = Decoder(ModelConfig(**{**shape, "residual": spec, **settings}))
     if scatter:
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(torch.randn(p.shape, generator=generator) * (0.2 if p.dim() == 1 else 0.5 / p.shape[-1] ** 0.5))
+                p.add_(
+                    torch.randn(p.shape, generator=generator)
+                    * (0.2 if p.dim() == 1 else 0.5 / p.shape[-1] ** 0.5)
+                )
     return model
 
 
@@ -27,5 +38,7 @@ def tokens_of(batch=2, length=12, seed=2):
 def gradients_of(model, tokens):
     model.zero_grad()
     logits = model(tokens)
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    ).backward()
     return logits.detach(), {name: p.grad for name, p in model.named_parameters()}

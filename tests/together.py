@@ -15,7 +15,9 @@ from processes import keep_the_server
 def run(session: pytest.Session, processes: int) -> None:
     """A file's tests share its fixtures, so a process takes whole files, the next one where the last one ends."""
     context = multiprocessing.get_context("fork")
-    files = [list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)]
+    files = [
+        list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)
+    ]
     taken = context.Value("i", 0)
     workers = {}
     for _ in range(processes):
@@ -61,7 +63,12 @@ def follow(session: pytest.Session, connections: list[Connection]) -> Iterator[s
                 raise session.Interrupted(session.shouldstop)
 
 
-def work(session: pytest.Session, files: list[list[pytest.Item]], taken: "Synchronized[int]", sending: Connection):
+def work(
+    session: pytest.Session,
+    files: list[list[pytest.Item]],
+    taken: "Synchronized[int]",
+    sending: Connection,
+):
     """In a fork."""
     plugins = session.config.pluginmanager
     capture = plugins.getplugin("capturemanager")
@@ -98,6 +105,11 @@ class Sender:
     def pytest_warning_recorded(self, warning_message, when, nodeid, location) -> None:
         """Its text instead of the warning itself, which need not bear pickling."""
         shown = warnings.WarningMessage(
-            str(warning_message.message), warning_message.category, warning_message.filename, warning_message.lineno
+            str(warning_message.message),
+            warning_message.category,
+            warning_message.filename,
+            warning_message.lineno,
         )
-        self.sending.send((None, {"warning_message": shown, "when": when, "nodeid": nodeid, "location": location}))
+        self.sending.send(
+            (None, {"warning_message": shown, "when": when, "nodeid": nodeid, "location": location})
+        )

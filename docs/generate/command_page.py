@@ -28,14 +28,18 @@ def page() -> str:
     parts, shown = [INTRODUCTION], dict[str, str]()
     for name, command in cli.COMMANDS.items():
         parser = parser_of(command)
-        parts.append(f"## {name}\n\n{(command.__doc__ or '').strip()}\n\n{tables(name, parser, shown)}")
+        parts.append(
+            f"## {name}\n\n{(command.__doc__ or '').strip()}\n\n{tables(name, parser, shown)}"
+        )
     return "\n".join(parts)
 
 
 def parser_of(command: Any) -> argparse.ArgumentParser:
     """The parser that a command would use, which it makes when it is called."""
 
-    def ask(flags: Any, argv: list[str], command: Any, default: Any = None, name: str | None = None) -> None:
+    def ask(
+        flags: Any, argv: list[str], command: Any, default: Any = None, name: str | None = None
+    ) -> None:
         raise Asked(flags, default)
 
     with patch.object(sys.modules[command.__module__], "parse", ask):
@@ -45,7 +49,9 @@ def parser_of(command: Any) -> argparse.ArgumentParser:
             flags, default = asked.args
     extra = {} if default is None else {"default": default}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # tyro has no other way to a parser as data
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # tyro has no other way to a parser as data
         return tyro.extras.get_parser(flags, config=SHAPE, **extra)
 
 

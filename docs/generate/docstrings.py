@@ -42,7 +42,9 @@ def _paragraph(block: str) -> str:
         elif inside and line.startswith("    "):
             line = f"  {line.strip()}" if lines[-1].startswith(("- ", "  ")) else line.strip()
         else:
-            begins = re.match(r"(Arguments|Returns|Raises|Arguments of the constructor)\b(:?)", line)
+            begins = re.match(
+                r"(Arguments|Returns|Raises|Arguments of the constructor)\b(:?)", line
+            )
             inside = False
             line = f"\n**{begins[1]}**{begins[2]}{line[begins.end() :]}" if begins else line
         lines.append(line)

@@ -23,13 +23,21 @@ SET = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\]
 PAGES: dict[str, str] = {}  # by address in the site, made once a build
 ROOT = Path(__file__).parents[2]
 FIGURES = "studies/*/figure.svg"  # pictures that stand beside what drew them
-FONT = "fonts/STIXTwoMath-Regular.ttf"  # of ziamath; few systems have a font that can set mathematics
+FONT = (
+    "fonts/STIXTwoMath-Regular.ttf"  # of ziamath; few systems have a font that can set mathematics
+)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Make the pages, and put them into the navigation where mkdocs.yml leaves room for them."""
     PAGES.clear()
-    PAGES.update({**residual_pages.pages(), **python_pages.pages(), "reference/commands.md": command_page.page()})
+    PAGES.update(
+        {
+            **residual_pages.pages(),
+            **python_pages.pages(),
+            "reference/commands.md": command_page.page(),
+        }
+    )
     rooms = [name for name in PAGES if name.startswith("reference/python/")]
     own = [{name: f"reference/residuals/{name}.md"} for name in names()]
     fill(config.nav, {"Residuals": own, "Python": rooms})
@@ -48,10 +56,18 @@ def fill(nav: Any, added: dict[str, list[Any]]) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for address, content in PAGES.items():
         files.append(File.generated(config, address, content=content))
-    (ziamath,) = find_spec("ziamath").submodule_search_locations  # where it is, without importing it
-    files.append(File.generated(config, "assets/mathematics.ttf", content=(Path(ziamath) / FONT).read_bytes()))
+    (ziamath,) = find_spec(
+        "ziamath"
+    ).submodule_search_locations  # where it is, without importing it
+    files.append(
+        File.generated(
+            config, "assets/mathematics.ttf", content=(Path(ziamath) / FONT).read_bytes()
+        )
+    )
     for figure in ROOT.glob(FIGURES):
-        files.append(File.generated(config, figure.relative_to(ROOT).as_posix(), content=figure.read_bytes()))
+        files.append(
+            File.generated(config, figure.relative_to(ROOT).as_posix(), content=figure.read_bytes())
+        )
     return files
 
 

@@ -6,7 +6,19 @@ from itertools import cycle
 from latex2mathml.converter import convert as to_mathml
 
 # Words that stand in formulas as functions or names; every other word of several letters is prose.
-NAMES = ("RMSNorm", "softmax", "sigmoid", "Sinkhorn", "ReLU", "GELU", "MLP", "diag", "exp", "vec", "attention")
+NAMES = (
+    "RMSNorm",
+    "softmax",
+    "sigmoid",
+    "Sinkhorn",
+    "ReLU",
+    "GELU",
+    "MLP",
+    "diag",
+    "exp",
+    "vec",
+    "attention",
+)
 SOME = r"(?:[a-z]{2,}|a(?= [a-z]{2}))"  # a word of prose
 PROSE = re.compile(rf"(?<![A-Za-z\\{{]){SOME}(?:,? {SOME})*(?![A-Za-z}}_^])")
 INDEXED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(\d|_([a-z0-9]{1,2})(?![A-Za-z{]))")
@@ -19,7 +31,9 @@ LATEX = (
     (r"\bsum_", r"\\sum_"),
     (r"\^T\b", r"^\\top "),
 )
-NAMED = re.compile(r"(&#x00029;</mo>|<[^>]*>)<mo>([A-Za-z]{2,})</mo>(<mo stretchy=\"false\">&#x00028;|</mrow>)?")
+NAMED = re.compile(
+    r"(&#x00029;</mo>|<[^>]*>)<mo>([A-Za-z]{2,})</mo>(<mo stretchy=\"false\">&#x00028;|</mrow>)?"
+)
 THIN = '<mspace width="0.17em"></mspace>'
 
 
@@ -33,14 +47,23 @@ def typeset(formula: str) -> str:
 
 def symbols(formula: str) -> list[str]:
     """LaTeX of the equations of a formula, without the words."""
-    return [part.strip()[2:].partition("$$")[0].strip() for part in typeset(formula).split("\n\n") if part[:2] == "$$"]
+    return [
+        part.strip()[2:].partition("$$")[0].strip()
+        for part in typeset(formula).split("\n\n")
+        if part[:2] == "$$"
+    ]
 
 
 def _clause(source: str) -> str:
     equation, begins, rest = source.partition(r"\text{ ")
-    remark = re.sub(r"\\text\{ (.*?) \}", r"$ \1 $", begins + rest)  # mathematics and prose change places
+    remark = re.sub(
+        r"\\text\{ (.*?) \}", r"$ \1 $", begins + rest
+    )  # mathematics and prose change places
     pieces = [piece.strip() for piece in remark.split("$")][1:]
-    texts = [piece if i % 2 == 0 else re.sub(r"^(.*?)([,]?)$", r"$\1$\2", piece) for i, piece in enumerate(pieces)]
+    texts = [
+        piece if i % 2 == 0 else re.sub(r"^(.*?)([,]?)$", r"$\1$\2", piece)
+        for i, piece in enumerate(pieces)
+    ]
     words = " ".join(text for text in texts if text.strip("$"))
     return f"$$\n{equation.strip(' ,')}\n$$" + (f"\n\n{words}." if words else "")
 
@@ -65,7 +88,10 @@ def mathml(source: str, *, block: bool = False) -> str:
     """LaTeX as a MathML element; `block` for a line of its own."""
     made = to_mathml(source, display="block" if block else "inline")
     made = NAMED.sub(_name, made)
-    bars = (f'<mo form="{form}" stretchy="false">&#x02016;</mo>' for form in cycle(("prefix", "postfix")))
+    bars = (
+        f'<mo form="{form}" stretchy="false">&#x02016;</mo>'
+        for form in cycle(("prefix", "postfix"))
+    )
     return re.sub(r"<mo>&#x02016;</mo>", lambda _: next(bars), made)
 
 

@@ -17,7 +17,8 @@ ROOMS = {
     "analyze": "Looking at a model without changing it.",
 }
 OPERATORS = (
-    "Pure tensor functions. Each has a reference in fp32 and, where it says so, kernels with the same signature."
+    "Pure tensor functions. Each has a reference in fp32 and, where it says so, kernels with the "
+    "same signature."
 )
 INTERFACE = ("begin", "read", "write", "end", "weights", "layout", "resume", "past")
 MORE = {  # public, though the room does not export them by itself
@@ -36,27 +37,52 @@ MORE = {  # public, though the room does not export them by itself
 
 def pages() -> dict[str, str]:
     package = griffe.load("headwater", search_paths=[ROOT])
-    rooms = {f"reference/python/{room}.md": page(package, room, about) for room, about in ROOMS.items()}
-    return {**rooms, "reference/operators.md": page(package, "ops", OPERATORS).replace("headwater.ops", "Operators", 1)}
+    rooms = {
+        f"reference/python/{room}.md": page(package, room, about) for room, about in ROOMS.items()
+    }
+    return {
+        **rooms,
+        "reference/operators.md": page(package, "ops", OPERATORS).replace(
+            "headwater.ops", "Operators", 1
+        ),
+    }
 
 
 def page(package: Any, room: str, about: str) -> str:
     parts = [f"# headwater.{room}\n\n{about}"]
     if room == "residuals":
         parts.append("Each registered residual has [a page of its own](../residuals/index.md).")
-    return "\n\n".join([*parts, *(directive(path) for path in [*MORE.get(room, []), *exported(package, room)])]) + "\n"
+    return (
+        "\n\n".join(
+            [*parts, *(directive(path) for path in [*MORE.get(room, []), *exported(package, room)])]
+        )
+        + "\n"
+    )
 
 
 def exported(package: Any, room: str) -> list[str]:
     """Paths of functions, then of classes that say something; registered residuals have pages of their own."""
     module = package[room]
-    own = {f"{cls.__module__}.{cls.__qualname__}" for cls in (entry(name).build for name in names())}
+    own = {
+        f"{cls.__module__}.{cls.__qualname__}" for cls in (entry(name).build for name in names())
+    }
     paths = [module.imports.get(str(name)) for name in module.exports]
-    found = [(path, package[path.removeprefix("headwater.")]) for path in paths if path and path not in own]
-    kinds = ([path for path, thing in found if getattr(thing, kind)] for kind in ("is_function", "is_class"))
+    found = [
+        (path, package[path.removeprefix("headwater.")])
+        for path in paths
+        if path and path not in own
+    ]
+    kinds = (
+        [path for path, thing in found if getattr(thing, kind)]
+        for kind in ("is_function", "is_class")
+    )
     return [path for group in kinds for path in group]
 
 
 def directive(path: str) -> str:
-    members = "".join(f"\n          - {member}" for member in INTERFACE) if path.endswith(".base.Residual") else ""
+    members = (
+        "".join(f"\n          - {member}" for member in INTERFACE)
+        if path.endswith(".base.Residual")
+        else ""
+    )
     return f"::: {path}" + (f"\n    options:\n      members:{members}" if members else "")

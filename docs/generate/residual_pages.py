@@ -80,16 +80,27 @@ def described(name: str) -> str:
     text = " ".join("\n".join(inspect.cleandoc(known.build.__doc__ or "").splitlines()[1:]).split())
     listed = "|".join((*known.options, *known.fixed)) or "-"
     sentences = re.split(r"(?<=\.) (?=[A-Z`])", text)
-    text = " ".join(line for line in sentences if not re.match(rf"(?:(?:Options|How it is)[^`]*)?`(?:{listed})`", line))
-    text = re.sub(r"(?<=\.) (?=(At initialisation|Cost|Left out|Options, |How it is computed)\b)", "\n\n", text)
+    text = " ".join(
+        line
+        for line in sentences
+        if not re.match(rf"(?:(?:Options|How it is)[^`]*)?`(?:{listed})`", line)
+    )
+    text = re.sub(
+        r"(?<=\.) (?=(At initialisation|Cost|Left out|Options, |How it is computed)\b)",
+        "\n\n",
+        text,
+    )
     labels = r"^(At initialisation|Cost|Left out|How it is computed): ([a-z]{2,})?"
     text = re.sub(labels, lambda m: f"**{m[1]}.** {(m[2] or '').capitalize()}", text, flags=re.M)
-    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text.replace("<", "&lt;"))
+    return re.sub(
+        r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text.replace("<", "&lt;")
+    )
 
 
 def papers(text: str) -> str:
     return ", ".join(
-        f"[{number}](https://arxiv.org/abs/{number})" for number in re.findall(r"(\d{4}\.\d{5})", text)[-1:]
+        f"[{number}](https://arxiv.org/abs/{number})"
+        for number in re.findall(r"(\d{4}\.\d{5})", text)[-1:]
     )
 
 
@@ -127,13 +138,23 @@ def costs(name: str, row: Row) -> str:
     for what, value in (measured or {}).items():
         lines.append(f"| {what} | {'not measured' if value is None else f'{value:.2f}'} |")
     note = "The first four are counted in the code, for 12 layers. "
-    note += "The others are measured steps, relative to `standard`" if measured else "Steps have not been measured yet"
-    return "| what | how much |\n|---|---|\n" + "\n".join(lines) + f"\n\n{note} ([all of them](../../start/choose.md))."
+    note += (
+        "The others are measured steps, relative to `standard`"
+        if measured
+        else "Steps have not been measured yet"
+    )
+    return (
+        "| what | how much |\n|---|---|\n"
+        + "\n".join(lines)
+        + f"\n\n{note} ([all of them](../../start/choose.md))."
+    )
 
 
 def differences(name: str) -> str:
     """The paragraph of the page about implementations that is about this one."""
-    for names_of, text in re.findall(r"^\*\*([a-z, -]+)\.\*\* (.*?)(?=\n\n|\Z)", DIFFERENCES.read_text(), re.M | re.S):
+    for names_of, text in re.findall(
+        r"^\*\*([a-z, -]+)\.\*\* (.*?)(?=\n\n|\Z)", DIFFERENCES.read_text(), re.M | re.S
+    ):
         if name in names_of.split(", "):
             moved = text.replace("](", "](../../explanation/")
             return f"## Where implementations differ\n\n{moved[0].upper()}{moved[1:]}"
@@ -153,7 +174,8 @@ def study(name: str) -> str:
     rows = [
         [recipe, f"`{group.label}`", str(len(group.finished)), bits.text(), difference(group)]
         for recipe, group in groups()
-        if group.residual.partition(":")[0] == name and (bits := group.final("bits_per_byte")) is not None
+        if group.residual.partition(":")[0] == name
+        and (bits := group.final("bits_per_byte")) is not None
     ]
     if not rows:
         return ""
@@ -163,7 +185,11 @@ def study(name: str) -> str:
     )  # of the plain residual itself, or where none has the same settings
     lines = [f"| {' | '.join(row[:columns])} |" for row in (head, ["---"] * 5, *rows)]
     words = "Verdicts are such that all of a recipe hold together; the study's tables judge each arm by itself."
-    return "## In the study\n\n" + "\n".join(lines) + f"\n\n{words} [All of it](../../results/study.md)."
+    return (
+        "## In the study\n\n"
+        + "\n".join(lines)
+        + f"\n\n{words} [All of it](../../results/study.md)."
+    )
 
 
 @cache
@@ -174,7 +200,9 @@ def groups() -> list[tuple[str, Group]]:
         with TemporaryDirectory() as folder:
             with tarfile.open(archive) as packed:
                 packed.extractall(folder, filter="data")
-            finished = [run for run in read_runs(sorted(Path(folder).iterdir())) if run.summary is not None]
+            finished = [
+                run for run in read_runs(sorted(Path(folder).iterdir())) if run.summary is not None
+            ]
         found += [(archive.name.removesuffix(".tar.xz"), group) for group in group_runs(finished)]
     return found
 
@@ -218,6 +246,8 @@ def svg(matrix: list[list[float]], sublayers: list[str], cell: int = 22) -> str:
         for r, row in enumerate(matrix)
         for c, value in enumerate(row[: r + 1])
     ]
-    texts = [f'<text x="58" y="{r * cell + 15}">{label[:9]}</text>' for r, label in enumerate(labels)]
+    texts = [
+        f'<text x="58" y="{r * cell + 15}">{label[:9]}</text>' for r, label in enumerate(labels)
+    ]
     size = len(matrix) * cell
     return f'<svg class="mixing" viewBox="0 0 {64 + size} {size}" role="img">{"".join(cells + texts)}</svg>'

@@ -20,10 +20,30 @@ from torch.nn.modules import module
 from headwater.analyze.table import start_class
 from headwater.models import Decoder, ModelConfig
 from headwater.ops import rms_norm
-from headwater.residuals import Norm, Read, Residual, State, Watcher, base, build, entry, mixing, parse, record, watched
+from headwater.residuals import (
+    Norm,
+    Read,
+    Residual,
+    State,
+    Watcher,
+    base,
+    build,
+    entry,
+    mixing,
+    parse,
+    record,
+    watched,
+)
 from headwater.residuals.record import replay
 
-SHAPE: dict[str, Any] = {"vocab_size": 48, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 48}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "dim": 32,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "mlp_dim": 48,
+}
 DIM, SUBLAYERS = SHAPE["dim"], 2 * SHAPE["layers"]
 SAID = {"at_start": ("exact", "scaled", "different"), "mixes": ("scalar", "channel", "operator")}
 
@@ -54,12 +74,22 @@ def outcome(check: Callable[[str], str], spec: str) -> str:
     torch.manual_seed(0)
     try:
         return check(spec)
-    except Exception as error:  # a class of somebody else's: whatever it raises is what there is to say
+    except (
+        Exception
+    ) as error:  # a class of somebody else's: whatever it raises is what there is to say
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        inside = [frame.f_code for frame in frames if isinstance(frame.f_locals.get("self"), Residual)]
-        own = [code.co_name for code in inside if code.co_filename not in (base.__file__, module.__file__)]
+        inside = [
+            frame.f_code for frame in frames if isinstance(frame.f_locals.get("self"), Residual)
+        ]
+        own = [
+            code.co_name
+            for code in inside
+            if code.co_filename not in (base.__file__, module.__file__)
+        ]
         verbs = [code.co_name for code in inside if code.co_filename == base.__file__]
-        where = own[-1:] or verbs[:1]  # a verb of ours, where it could not take what a method gave it
+        where = (
+            own[-1:] or verbs[:1]
+        )  # a verb of ours, where it could not take what a method gave it
         said = " ".join(str(error).partition("\n")[0].split())
         return "".join(f"in {name}: " for name in where) + f"{type(error).__name__}: {said}"
 
@@ -105,7 +135,9 @@ def unlaid(residual: Residual, state: State, verb: base.Next, i: int) -> str:
     layouts = residual.layouts[verb, i]
     if len(state) in map(len, layouts):
         return ""
-    return f"gives a state of {len(state)} tensors, and layout({i}) names " + " or ".join(map(str, layouts))
+    return f"gives a state of {len(state)} tensors, and layout({i}) names " + " or ".join(
+        map(str, layouts)
+    )
 
 
 def unlike(read: Tensor, x: Tensor) -> str:
@@ -118,7 +150,11 @@ def unlike(read: Tensor, x: Tensor) -> str:
 
 def misshapen(weights: Tensor, i: int, x: Tensor) -> str:
     fits = weights.dim() == x.dim() + 1 and weights.shape[1:-1] == x.shape[:-1]
-    return "" if fits else f"_weights of read {i} gives {tuple(weights.shape)}, not (N, ..., H) for {tuple(x.shape)}"
+    return (
+        ""
+        if fits
+        else f"_weights of read {i} gives {tuple(weights.shape)}, not (N, ..., H) for {tuple(x.shape)}"
+    )
 
 
 @torch.no_grad()
@@ -164,15 +200,25 @@ def states(spec: str) -> str:
     reads.append((residual.end(first), residual.end(second)))
     if not all(map(equal, map(flat, zip(*reads)), alone)):
         return "two passes at a time disturb each other: what a pass needs belongs into the state, not self"
-    before = attributes(residual)  # what a first pass works out once and keeps, such as a layout, is there
+    before = attributes(
+        residual
+    )  # what a first pass works out once and keeps, such as a layout, is there
     replay(residual, sources())
     kept = [name for name, value in attributes(residual).items() if before.get(name) is not value]
-    return f"a pass sets {', '.join(kept)} of self: what a pass needs belongs into the state" if kept else ""
+    return (
+        f"a pass sets {', '.join(kept)} of self: what a pass needs belongs into the state"
+        if kept
+        else ""
+    )
 
 
 def attributes(residual: Residual) -> dict[str, Any]:
     """What its modules hold, by path."""
-    return {f"{path}.{name}".lstrip("."): v for path, m in residual.named_modules() for name, v in vars(m).items()}
+    return {
+        f"{path}.{name}".lstrip("."): v
+        for path, m in residual.named_modules()
+        for name, v in vars(m).items()
+    }
 
 
 def gradients(spec: str) -> str:
@@ -181,15 +227,30 @@ def gradients(spec: str) -> str:
     cross_entropy(model(text)[:, :-1].flatten(0, 1), text[:, 1:].flatten()).backward()
     found = {name: p.grad for name, p in model.residual.named_parameters()}
     silent = [name for name, gradient in found.items() if gradient is None or not gradient.any()]
-    bad = [name for name, gradient in found.items() if gradient is not None and not gradient.isfinite().all()]
-    said = f"no gradient reaches {', '.join(silent)}: does _read, _write or _end use it?" if silent else ""
+    bad = [
+        name
+        for name, gradient in found.items()
+        if gradient is not None and not gradient.isfinite().all()
+    ]
+    said = (
+        f"no gradient reaches {', '.join(silent)}: does _read, _write or _end use it?"
+        if silent
+        else ""
+    )
     return f"the gradient of {', '.join(bad)} is not finite" if bad else said
 
 
 def start(spec: str) -> str:
     """It starts as `at_start` says."""
-    found, said = start_class(spec, dim=DIM, sublayers=SUBLAYERS), build(spec, DIM, SUBLAYERS).at_start
-    return "" if found == said else f"at_start says {said!r}, and against the plain residual it starts as {found!r}"
+    found, said = (
+        start_class(spec, dim=DIM, sublayers=SUBLAYERS),
+        build(spec, DIM, SUBLAYERS).at_start,
+    )
+    return (
+        ""
+        if found == said
+        else f"at_start says {said!r}, and against the plain residual it starts as {found!r}"
+    )
 
 
 @torch.no_grad()
@@ -201,7 +262,9 @@ def maps(spec: str) -> str:
     matrix = mixing(model.residual, trace.sources)
     for i, (row, read) in enumerate(zip(matrix, trace.reads)):
         mixed = torch.einsum("n...,n...d->...d", row, torch.stack(trace.sources))
-        if model.residual.scalar_mixing and not torch.allclose(mixed, inputs(read)[0], atol=1e-4, rtol=1e-4):
+        if model.residual.scalar_mixing and not torch.allclose(
+            mixed, inputs(read)[0], atol=1e-4, rtol=1e-4
+        ):
             cure = "weights that are computed from the state pass through hold; or mixes is 'channel' or 'operator'"
             return f"the mixing matrix does not give back read {i}: {cure}"
     return ""
@@ -215,7 +278,11 @@ def cache(spec: str) -> str:
     portions = torch.cat([model(part, kept) for part in text.split([5, 1, 1, 5], 1)], 1)
     cure = "a read that looks at other tokens needs token_local = False, resume and past"
     far = (portions - whole).abs().max()
-    return "" if far < 1e-3 else f"decoding from a cache differs from a whole pass by {far:.2g}: {cure}"
+    return (
+        ""
+        if far < 1e-3
+        else f"decoding from a cache differs from a whole pass by {far:.2g}: {cure}"
+    )
 
 
 @torch.no_grad()
@@ -225,7 +292,9 @@ def loading(spec: str) -> str:
     with TemporaryDirectory() as folder:
         model.save(Path(folder))
         far = (Decoder.load(Path(folder)).eval()(text) - model(text)).abs().max()
-    cure = "what it computes with must be a parameter or a buffer, or follow from __init__'s arguments"
+    cure = (
+        "what it computes with must be a parameter or a buffer, or follow from __init__'s arguments"
+    )
     return "" if far == 0 else f"a saved and loaded model differs by {far:.2g}: {cure}"
 
 
@@ -249,7 +318,11 @@ def stages(spec: str) -> str:
         stage = first if i < cut else last
         state = stage.write(stage.read(state, i)[1], i, y)
     far = (last.end(state) - inputs(replay(residual, [x, *outputs])[-1])[0]).abs().max()
-    return "" if far < 1e-3 else f"cut before sublayer {cut}, as a pipeline does, it ends {far:.2g} away: {cure}"
+    return (
+        ""
+        if far < 1e-3
+        else f"cut before sublayer {cut}, as a pipeline does, it ends {far:.2g} away: {cure}"
+    )
 
 
 @torch.no_grad()
@@ -272,7 +345,20 @@ def bf16(spec: str) -> str:
 
 
 NEEDED = (methods, shapes, states)  # by those that follow, which would blame something else
-CHECKS = (methods, shapes, norms, states, gradients, start, maps, cache, loading, stages, device, bf16)
+CHECKS = (
+    methods,
+    shapes,
+    norms,
+    states,
+    gradients,
+    start,
+    maps,
+    cache,
+    loading,
+    stages,
+    device,
+    bf16,
+)
 
 
 class Guard(Watcher):
@@ -284,11 +370,17 @@ class Guard(Watcher):
     def begin(self, residual: Residual, x: Tensor) -> State:
         return self.compared("_begin", (x,), lambda: super(Guard, self).begin(residual, x))
 
-    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
-        return self.compared("_read", state, lambda: super(Guard, self).read(residual, state, i, norm))
+    def read(
+        self, residual: Residual, state: State, i: int, norm: Norm | None
+    ) -> tuple[Read, State]:
+        return self.compared(
+            "_read", state, lambda: super(Guard, self).read(residual, state, i, norm)
+        )
 
     def write(self, residual: Residual, state: State, i: int, y: Tensor) -> State:
-        return self.compared("_write", (*state, y), lambda: super(Guard, self).write(residual, state, i, y))
+        return self.compared(
+            "_write", (*state, y), lambda: super(Guard, self).write(residual, state, i, y)
+        )
 
     def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
         return self.compared("_end", state, lambda: super(Guard, self).end(residual, state, norm))

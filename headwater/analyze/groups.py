@@ -22,7 +22,12 @@ INCIDENTAL = {
 }  # fmt: skip
 DEFAULTS = {one.name: one.default for one in fields(ModelConfig) if one.default is not MISSING}
 UNFELT = {BASELINE: {"optim.query_lr"}}  # settings of what a residual does not have
-DEPTH_LISTS = {"output": "output_norm", "read": "read_norm", "gradient": "gradient_norm", "entropy": "entropy"}
+DEPTH_LISTS = {
+    "output": "output_norm",
+    "read": "read_norm",
+    "gradient": "gradient_norm",
+    "entropy": "entropy",
+}
 DEPTH_LISTS["experts"] = "expert_load_cv"  # of models that have some
 
 Points = list[tuple[int, float, float | None]]  # step, tokens, value
@@ -53,7 +58,10 @@ class Group:
     def tokens(self) -> float | None:
         """Tokens of the longest run in `results`."""
         last = [row["tokens"] for run in self.results for row in (run.train[-1:] or run.evals[-1:])]
-        return max([value for run in self.finished if (value := run.final("tokens")) is not None] or last, default=None)
+        return max(
+            [value for run in self.finished if (value := run.final("tokens")) is not None] or last,
+            default=None,
+        )
 
     def by_seed(self, key: str = "loss") -> dict[int | None, float | None]:
         return {run.seed: run.final(key) for run in self.finished}
@@ -99,13 +107,21 @@ def told_lowest(groups: list[Group]) -> Group | None:
 
     It is chosen after looking at all of them, so every pair of groups counts as a comparison.
     """
-    known = [(loss.mean, group) for group in groups if group.finished and (loss := group.final("loss")) is not None]
+    known = [
+        (loss.mean, group)
+        for group in groups
+        if group.finished and (loss := group.final("loss")) is not None
+    ]
     if len(known) < 2:
         return None
     _, best = min(known, key=lambda pair: pair[0])
     comparisons = len(known) * (len(known) - 1) // 2
     others = [pair(best.by_seed(), group.by_seed()) for _, group in known if group is not best]
-    return best if all(values and Paired(values, comparisons).verdict == LOWER for values in others) else None
+    return (
+        best
+        if all(values and Paired(values, comparisons).verdict == LOWER for values in others)
+        else None
+    )
 
 
 def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> list[Group]:
@@ -114,7 +130,9 @@ def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> l
     baseline = order[0]
     groups: dict[tuple, Group] = {}
     for run, settings in zip(runs, settings_of(runs), strict=True):
-        group = groups.setdefault((run.residual, *sorted(settings.items())), Group(run.residual, settings))
+        group = groups.setdefault(
+            (run.residual, *sorted(settings.items())), Group(run.residual, settings)
+        )
         group.runs.append(run)
     place = {residual: number for number, residual in enumerate(order)}
     ordered = sorted(groups.values(), key=lambda group: place.get(group.residual, len(place)))
@@ -122,8 +140,14 @@ def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> l
         twins = [other for other in ordered if other.residual == group.residual]
         keys = telling([twin.settings for twin in twins])
         group.label = ", ".join([group.residual, *(words_of(key, group.settings) for key in keys)])
-        group.baseline = next((g for g in ordered if g.residual == baseline and not beyond(g, group)), None)
-    judged = sum(1 for group in ordered if (found := group.difference()) is not None and len(found.values) > 1)
+        group.baseline = next(
+            (g for g in ordered if g.residual == baseline and not beyond(g, group)), None
+        )
+    judged = sum(
+        1
+        for group in ordered
+        if (found := group.difference()) is not None and len(found.values) > 1
+    )
     for group in ordered:
         group.comparisons = max(1, judged)
     return ordered
@@ -146,7 +170,9 @@ def settings_of(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
         seen = run.corpus.get("source_hash"), run.corpus.get("tokenizer_hash")
         if all(seen):
             text = {key: value for key, value in settings.items() if key.startswith("data.")}
-            settings = {key: settings[key] for key in settings.keys() - text} | named.setdefault(seen, text)
+            settings = {key: settings[key] for key in settings.keys() - text} | named.setdefault(
+                seen, text
+            )
         found.append(settings)
     return found
 
@@ -155,7 +181,9 @@ def flatten(config: Record, prefix: str = "") -> dict[str, str]:
     """Settings by dotted name, without the residual itself and what is incidental."""
     flat: dict[str, str] = {}
     for key, value in config.items():
-        if isinstance(value, dict):  # a run from before there was a setting did what its default does
+        if isinstance(
+            value, dict
+        ):  # a run from before there was a setting did what its default does
             flat |= flatten(DEFAULTS | value if key == "model" else value, f"{prefix}{key}.")
         elif key != "residual" and key not in INCIDENTAL:
             flat[prefix + key] = str(value)
@@ -171,7 +199,9 @@ def telling(settings: list[dict[str, str]]) -> list[str]:
     """As few settings as tell these apart: none that goes with others, as heads do with width."""
     keys: list[str] = []
     for key in differing(settings):
-        known, more = ({tuple(each.get(k) for k in some) for each in settings} for some in (keys, [*keys, key]))
+        known, more = (
+            {tuple(each.get(k) for k in some) for each in settings} for some in (keys, [*keys, key])
+        )
         if len(more) > len(known):
             keys.append(key)
     return keys
@@ -203,7 +233,13 @@ def smooth(curve: Points) -> Points:
     for i, (step, tokens, value) in enumerate(curve):
         near = min(reach, i)
         low, high = i - near, min(i + near + 1, len(curve))
-        out.append((step, tokens, None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low])))
+        out.append(
+            (
+                step,
+                tokens,
+                None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low]),
+            )
+        )
     return out
 
 
@@ -214,7 +250,9 @@ def average(curves: list[Points]) -> Points:
     for step, tokens, _ in curves[0] if curves else []:
         if all(step in table for table in tables):
             values = [value for table in tables if (value := table[step][1]) is not None]
-            out.append((step, tokens, statistics.fmean(values) if len(values) == len(tables) else None))
+            out.append(
+                (step, tokens, statistics.fmean(values) if len(values) == len(tables) else None)
+            )
     return out
 
 
@@ -222,7 +260,9 @@ def subtract(curve: Points, base: Points) -> Points:
     """Point by point, at the steps both have; missing where either is."""
     table = {step: value for step, _, value in base}
     shared = [(step, tokens, value, table[step]) for step, tokens, value in curve if step in table]
-    return [(step, tokens, None if a is None or b is None else a - b) for step, tokens, a, b in shared]
+    return [
+        (step, tokens, None if a is None or b is None else a - b) for step, tokens, a, b in shared
+    ]
 
 
 def thin(items: Sequence[Any], limit: int) -> list[Any]:
@@ -244,7 +284,11 @@ def curves(group: Group, kind: str) -> dict[int, Points]:
         elif kind == "eval":
             curve = points(run.evals)
         else:
-            curve = subtract(points(run.evals), points(rivals[run.seed].evals)) if run.seed in rivals else []
+            curve = (
+                subtract(points(run.evals), points(rivals[run.seed].evals))
+                if run.seed in rivals
+                else []
+            )
         if curve:
             made[position] = curve
     return made
@@ -256,11 +300,20 @@ def draw_curves(group: Group, kind: str, limit: int) -> dict[str, Any]:
 
     def lists(curve: Points) -> dict[str, Any]:
         kept = thin(curve, limit)
-        return {"x": [tokens for _, tokens, _ in kept], "y": [rounded(value, 5) for _, _, value in kept]}
+        return {
+            "x": [tokens for _, tokens, _ in kept],
+            "y": [rounded(value, 5) for _, _, value in kept],
+        }
 
     return {
-        "runs": [{"seed": group.runs[position].seed} | lists(curve) for position, curve in made.items()],
-        "mean": lists(average([curve for position, curve in made.items() if id(group.runs[position]) in counted])),
+        "runs": [
+            {"seed": group.runs[position].seed} | lists(curve) for position, curve in made.items()
+        ],
+        "mean": lists(
+            average(
+                [curve for position, curve in made.items() if id(group.runs[position]) in counted]
+            )
+        ),
         "recorded": (recorded := max(map(len, made.values()), default=0)),
         "window": 2 * smoothing_reach(recorded) + 1 if kind == "train" else 1,
     }
@@ -270,7 +323,10 @@ def draw_depth(group: Group, frames: int, digits: int) -> dict[str, Any] | None:
     """Depth records averaged over seeds, at up to `frames` steps that every seed recorded (or each seed's last one)."""
     runs = once([run for run in group.runs if run.depth])
     kinds = runs[-1].depth[-1]["sublayers"] if runs else []
-    tables = [{record["step"]: record for record in run.depth if record["sublayers"] == kinds} for run in runs]
+    tables = [
+        {record["step"]: record for record in run.depth if record["sublayers"] == kinds}
+        for run in runs
+    ]
     if not kinds or not all(tables):
         return None
     shared = [step for step in tables[0] if all(step in table for table in tables)]
@@ -286,10 +342,14 @@ def draw_depth(group: Group, frames: int, digits: int) -> dict[str, Any] | None:
 
 
 def frame(records: list[Record], digits: int) -> dict[str, Any]:
-    lists = {name: mean_list([record.get(key) for record in records], digits) for name, key in DEPTH_LISTS.items()}
+    lists = {
+        name: mean_list([record.get(key) for record in records], digits)
+        for name, key in DEPTH_LISTS.items()
+    }
     # The lower triangle, row after row: read r has the r + 1 sources before it.
     triangles = [
-        [v for r, row in enumerate(record.get("mixing") or []) for v in row[: r + 1]] or None for record in records
+        [v for r, row in enumerate(record.get("mixing") or []) for v in row[: r + 1]] or None
+        for record in records
     ]
     first = {key: records[0][key] for key in ("step", "tokens")}
     return {**first, **lists, "mixing": mean_list(triangles, digits)}
@@ -300,7 +360,9 @@ def mean_list(lists: list[list | None], digits: int) -> list[float | None] | Non
     present = [values for values in lists if values is not None]
     if not present:
         return None
-    columns = ([v for value in column if (v := number(value)) is not None] for column in zip(*present))
+    columns = (
+        [v for value in column if (v := number(value)) is not None] for column in zip(*present)
+    )
     return [rounded(statistics.fmean(known), digits) if known else None for known in columns]
 
 

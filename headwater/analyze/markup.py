@@ -18,16 +18,24 @@ def listing(kind: str, sentences: list[str], limit: int = 12) -> str:
         return ""
     found = list(dict.fromkeys(sentences))
     rest = [f"… and {len(found) - limit} more."] if len(found) > limit else []
-    return f'<ul class="{kind}">' + "".join(f"<li>{text(s)}</li>" for s in found[:limit] + rest) + "</ul>"
+    return (
+        f'<ul class="{kind}">'
+        + "".join(f"<li>{text(s)}</li>" for s in found[:limit] + rest)
+        + "</ul>"
+    )
 
 
 def definitions(rows: dict[str, str]) -> str:
-    return "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in rows.items())
+    return "".join(
+        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in rows.items()
+    )
 
 
 def cell(value: str, detail: str = "", kind: str = "", order: float | None = None) -> str:
     """A table cell with a smaller line below; `order` is the number that its column is sorted by."""
-    attributes = (f' class="{kind}"' if kind else "") + (f' data-value="{order!r}"' if order is not None else "")
+    attributes = (f' class="{kind}"' if kind else "") + (
+        f' data-value="{order!r}"' if order is not None else ""
+    )
     small = f"<small>{text(detail)}</small>" if detail else ""
     return f"<td{attributes}>{text(value)}{small}</td>"
 
@@ -51,7 +59,11 @@ def count(value: float | None) -> str:
         return "—"
     for unit, size in ((" T", 1e12), (" B", 1e9), (" M", 1e6), (" k", 1e3)):
         if abs(value) >= size:
-            return f"{value / size:.3g}{unit}" if abs(value) < 999.5 * size else f"{value / size:.0f}{unit}"
+            return (
+                f"{value / size:.3g}{unit}"
+                if abs(value) < 999.5 * size
+                else f"{value / size:.0f}{unit}"
+            )
     return f"{value:.0f}"
 
 
@@ -61,7 +73,11 @@ def duration(seconds: float | None) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 def memory(size: float | None) -> str:

@@ -17,7 +17,15 @@ from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, re
 from headwater.folders import at_home
 from headwater.residuals import build
 
-COLUMNS = ("Residual", "Mixes", "Row sum", "Entropy", "Effective sources", "Effective depth", "Rank across depth")
+COLUMNS = (
+    "Residual",
+    "Mixes",
+    "Row sum",
+    "Entropy",
+    "Effective sources",
+    "Effective depth",
+    "Rank across depth",
+)
 FINDING = (
     "Every residual here is linear in its sources once its weights are fixed: what a sublayer reads is a row of "
     "weights over the embedding and all earlier outputs. These are the rows, averaged over tokens and seeds."
@@ -31,7 +39,10 @@ CAPTION = (
 
 
 def write_matrix(
-    folders: Sequence[str | Path], out: str | Path | None = None, *, models: Sequence[RecordedRun] = ()
+    folders: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    models: Sequence[RecordedRun] = (),
 ) -> Path:
     """Write the depth-mixing maps of runs and comparisons, with their measures, as one HTML file.
 
@@ -65,18 +76,29 @@ def measure_table(groups: list[Group], data: dict[str, Any]) -> str:
     rows = []
     for colour, (group, drawn) in enumerate(zip(groups, data["groups"]), first_colour(groups)):
         triangle = drawn["depth"] and drawn["depth"]["frames"][-1]["mixing"]
-        cells = [cell("—") for _ in COLUMNS[1:]] if not triangle else measured(group, square(triangle))
+        cells = (
+            [cell("—") for _ in COLUMNS[1:]] if not triangle else measured(group, square(triangle))
+        )
         rows.append(f'<tr><th scope="row">{row_name(group, colour)}</th>{"".join(cells)}</tr>')
     return f"<table id='table'><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def measured(group: Group, matrix: Tensor) -> list[str]:
-    means = (measures.row_sums, measures.entropy, measures.effective_sources, measures.effective_depth)
+    means = (
+        measures.row_sums,
+        measures.entropy,
+        measures.effective_sources,
+        measures.effective_depth,
+    )
     model = group.runs[0].config["model"]
     mixes = build(model.get("residual", group.residual), int(model["dim"]), len(matrix) - 1).mixes
     numbers = [measure(matrix).mean().item() for measure in means]
     rank = int(measures.semiseparable_rank(matrix, tolerance=1e-2))
-    return [cell(mixes), *(cell(f"{value:.2f}", order=value) for value in numbers), cell(str(rank), order=rank)]
+    return [
+        cell(mixes),
+        *(cell(f"{value:.2f}", order=value) for value in numbers),
+        cell(str(rank), order=rank),
+    ]
 
 
 def square(triangle: list[float | None]) -> Tensor:
@@ -84,5 +106,7 @@ def square(triangle: list[float | None]) -> Tensor:
     size = int((2 * len(triangle)) ** 0.5)
     matrix = torch.zeros(size, size, dtype=torch.float64)
     rows, columns = torch.tril_indices(size, size)
-    matrix[rows, columns] = torch.tensor([0.0 if value is None else value for value in triangle], dtype=torch.float64)
+    matrix[rows, columns] = torch.tensor(
+        [0.0 if value is None else value for value in triangle], dtype=torch.float64
+    )
     return matrix

@@ -53,7 +53,10 @@ def semiseparable_rank(matrix: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     depth k for the later reads of what came before it. A residual of n streams has at most n."""
     m = _tokens_first(matrix)
     largest = torch.linalg.svdvals(m).amax(-1, keepdim=True)
-    ranks = [(torch.linalg.svdvals(m[..., k:, : k + 1]) > tolerance * largest).sum(-1) for k in range(m.shape[-2])]
+    ranks = [
+        (torch.linalg.svdvals(m[..., k:, : k + 1]) > tolerance * largest).sum(-1)
+        for k in range(m.shape[-2])
+    ]
     return torch.stack(ranks).amax(0)
 
 

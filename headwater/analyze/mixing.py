@@ -53,4 +53,6 @@ def mixing_matrix(model: Decoder, tokens: Tensor, input: Input = "query") -> Mix
     with torch.no_grad(), record(model.residual) as trace:
         model(tokens)
     stream = ("query", "key", "value").index(input)
-    return MixingMatrix(mixing(model.residual, trace.sources, stream), model.sublayer_kinds, model.residual.mixes)
+    return MixingMatrix(
+        mixing(model.residual, trace.sources, stream), model.sublayer_kinds, model.residual.mixes
+    )

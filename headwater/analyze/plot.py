@@ -14,9 +14,16 @@ COLOURS = {
     "other0": ("#1b7f5c", "#4fc79b"), "other1": ("#a3417c", "#e08bbb"), "other2": ("#7a6a00", "#d9c84a"),
     "other3": ("#5b4fa8", "#a79df0"), "other4": ("#b03a2e", "#f08a7c"), "other5": ("#2f7d8c", "#76c7d6"),
 }  # fmt: skip
-ARMS = {"standard": ("plain", "plain"), "attnres-block": ("block", "Block"), "attnres-full": ("full", "Full")}
+ARMS = {
+    "standard": ("plain", "plain"),
+    "attnres-block": ("block", "Block"),
+    "attnres-full": ("full", "Full"),
+}
 PANEL, HIGH, LEFT, RIGHT, TOP, FLOOR = 380, 280, 52, 84, 36, 236
-LETTER, APART = 7.5, 36  # how wide one of a name is in a wide font; how far apart the numbers across are at least
+LETTER, APART = (
+    7.5,
+    36,
+)  # how wide one of a name is in a wide font; how far apart the numbers across are at least
 MAP, EDGE, SHADES = 260, 30, 20
 SIDE = 5  # from one line with intervals to the next
 
@@ -24,7 +31,8 @@ SIDE = 5  # from one line with intervals to the next
 def _style() -> str:
     """No ground of its own: a page may be dark, and its pictures are then asked for in dark."""
     light, dark = (
-        " ".join(f".{name} {{ color: {pair[shade]} }}" for name, pair in COLOURS.items()) for shade in (0, 1)
+        " ".join(f".{name} {{ color: {pair[shade]} }}" for name, pair in COLOURS.items())
+        for shade in (0, 1)
     )
     return (
         "<style>\ntext { fill: #222 } .quiet { fill: #555 } line { stroke: #ddd } .named { fill: currentColor }\n"
@@ -67,7 +75,9 @@ def colours_of(arms: Collection[str]) -> dict[str, str]:
     """One of COLOURS for each residual; beyond nine they come again."""
     free = [name for name in COLOURS if name not in {colour for colour, _ in ARMS.values()}]
     others = [arm for arm in arms if arm not in ARMS]
-    return {arm: ARMS[arm][0] if arm in ARMS else free[others.index(arm) % len(free)] for arm in arms}
+    return {
+        arm: ARMS[arm][0] if arm in ARMS else free[others.index(arm) % len(free)] for arm in arms
+    }
 
 
 def lines_of(points: Mapping[str, Mapping[float, Sequence[float]]]) -> list[Line]:
@@ -117,7 +127,9 @@ def _cells(panel: Map) -> list[str]:
         f'<g class="{panel.colour}" transform="{placed}" shape-rendering="crispEdges">',
     ]
     for shade, cells in sorted(shades.items()):
-        parts.append(f'<path d="{"".join(cells)}" fill="currentColor" fill-opacity="{shade / SHADES:.2f}"/>')
+        parts.append(
+            f'<path d="{"".join(cells)}" fill="currentColor" fill-opacity="{shade / SHADES:.2f}"/>'
+        )
     return [
         *parts, "</g>",
         f'<text x="{EDGE}" y="{MAP - EDGE + 16}" class="quiet">sources; the most: {most:.1f} even shares</text>',
@@ -127,12 +139,23 @@ def _cells(panel: Map) -> list[str]:
 
 def _drawn(panel: Panel) -> list[str]:
     xs = sorted({x for line in panel.lines for x in line.points})
-    every = [y for line in panel.lines for ys in (*line.points.values(), *line.spans.values()) for y in ys]
+    every = [
+        y
+        for line in panel.lines
+        for ys in (*line.points.values(), *line.spans.values())
+        for y in ys
+    ]
     every = [y for y in every if math.isfinite(y)]
     ticks = _ticks(0 if panel.zero else min(every), max(every))
-    spanned = [line for line in panel.lines if line.spans]  # side by side, so that no interval hides another
+    spanned = [
+        line for line in panel.lines if line.spans
+    ]  # side by side, so that no interval hides another
     room = SIDE * max(0, len(spanned) - 1) / 2
-    place_x = _scale([math.log(x) if panel.log else x for x in (xs[0], xs[-1])], LEFT + 8 + room, PANEL - RIGHT - room)
+    place_x = _scale(
+        [math.log(x) if panel.log else x for x in (xs[0], xs[-1])],
+        LEFT + 8 + room,
+        PANEL - RIGHT - room,
+    )
     place_y = _scale([ticks[0], ticks[-1]], FLOOR, TOP)
 
     def at(x: float, y: float, aside: float = 0.0) -> tuple[float, float]:
@@ -143,12 +166,16 @@ def _drawn(panel: Panel) -> list[str]:
     for tick in ticks:
         y = at(xs[0], tick)[1]
         parts.append(f'<line x1="{LEFT}" x2="{PANEL - RIGHT + 8}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end" class="quiet">{tick + 0.0:g}</text>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end" class="quiet">{tick + 0.0:g}</text>'
+        )
     last = -math.inf
     for value in xs:
         x, shown = at(value, ticks[0])[0], escape(panel.label(value))
         if x - last > APART:
-            parts.append(f'<text x="{x}" y="{FLOOR + 18}" text-anchor="middle" class="quiet">{shown}</text>')
+            parts.append(
+                f'<text x="{x}" y="{FLOOR + 18}" text-anchor="middle" class="quiet">{shown}</text>'
+            )
             last = x
     middle = (LEFT + PANEL - RIGHT) / 2
     parts.append(
@@ -166,12 +193,18 @@ def _drawn(panel: Panel) -> list[str]:
         )
         for value, (low, high) in line.spans.items():
             (x, bottom), (_, top) = at(value, low, aside), at(value, high, aside)
-            parts.append(f'<path d="M{x} {bottom}V{top}" stroke="currentColor" stroke-opacity="0.5"/>')
+            parts.append(
+                f'<path d="M{x} {bottom}V{top}" stroke="currentColor" stroke-opacity="0.5"/>'
+            )
         for value, ys in line.points.items():
             for x, y in (at(value, y, aside) for y in ys):
-                parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="currentColor" fill-opacity="0.6"/>')
+                parts.append(
+                    f'<circle cx="{x}" cy="{y}" r="2.5" fill="currentColor" fill-opacity="0.6"/>'
+                )
         name = escape(line.name)
-        parts.append(f'<text x="{PANEL - RIGHT + 12}" y="{end:.1f}" class="named">{name}</text></g>')
+        parts.append(
+            f'<text x="{PANEL - RIGHT + 12}" y="{end:.1f}" class="named">{name}</text></g>'
+        )
     return parts
 
 

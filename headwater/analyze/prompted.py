@@ -31,7 +31,9 @@ def prompted_run(inspection: Inspection, *, dim: int, layers: int) -> RecordedRu
         "mixing": inspection.mixing.mean(-1).tolist(),
         "entropy": entropy(inspection.mixing).mean(-1).tolist(),
     }
-    config: dict[str, Any] = {"model": {"residual": inspection.residual, "dim": dim, "layers": layers}}
+    config: dict[str, Any] = {
+        "model": {"residual": inspection.residual, "dim": dim, "layers": layers}
+    }
     return RecordedRun(
         name=inspection.name,
         residual=inspection.name,

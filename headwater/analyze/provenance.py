@@ -33,7 +33,9 @@ def facts(groups: list[Group]) -> str:
         "Runs": f"{sum(run.summary is not None for run in runs)} of {len(runs)} finished{side_by_side(groups, runs)}",
         "Device": each(lambda run: made_with(run, "device")),
         "Versions": each(versions),
-        "Last written": last.strftime("%Y-%m-%d %H:%M UTC") if last.timestamp() else "",  # archives may drop times
+        "Last written": last.strftime("%Y-%m-%d %H:%M UTC")
+        if last.timestamp()
+        else "",  # archives may drop times
     }
     return definitions({name: said for name, said in rows.items() if said})
 
@@ -55,7 +57,11 @@ def models(runs: list[RecordedRun]) -> str:
     found = [section(run.config, "model") for run in runs]
     sizes = unique([f"{each.get('layers', '?')} × {each.get('dim', '?')}" for each in found], 8)
     layers, width = sizes[0].split(" × ")
-    shape = f"{layers} layers, width {width}" if len(sizes) == 1 else f"{', '.join(sizes)} (layers × width)"
+    shape = (
+        f"{layers} layers, width {width}"
+        if len(sizes) == 1
+        else f"{', '.join(sizes)} (layers × width)"
+    )
     patterns = unique([pattern(each) for each in found], 3)
     return shape if patterns == ["attention"] else f"{shape}, {' or '.join(patterns)}"
 
@@ -76,9 +82,14 @@ def corpus(run: RecordedRun) -> str:
 def tokens(run: RecordedRun) -> str:
     """Their kind and, but of bytes, the model's vocabulary. The settings' kind is not that of tokens which were made
     before: where the run's own tokenizer is gone, bytes are believed only of a vocabulary that they would have."""
-    kind, vocabulary = section(run.config, "data").get("tokenizer"), section(run.config, "model").get("vocab_size")
+    kind, vocabulary = (
+        section(run.config, "data").get("tokenizer"),
+        section(run.config, "model").get("vocab_size"),
+    )
     vocabulary = vocabulary if isinstance(vocabulary, int) else 0
-    believed = ("bpe",) if vocabulary > BYTES else ("bytes", "bpe")  # any other is where it was taken from
+    believed = (
+        ("bpe",) if vocabulary > BYTES else ("bytes", "bpe")
+    )  # any other is where it was taken from
     kind = run.tokenizer or (kind if kind in believed else "")
     several = f"a vocabulary of {vocabulary:,}" if vocabulary and kind != "bytes" else ""
     return ", ".join(part for part in (f"{kind} tokens" if kind else "", several) if part)
@@ -122,7 +133,17 @@ def command(folder: Path) -> str:
     modules = {module_of(run) for run in find_runs([folder])}
     own = [word for module in sorted(modules - {"", "__main__"}) for word in ("--plugin", module)]
     if (folder / "config.json").is_file():
-        return shlex.join(["headwater", "train", "--config", f"{name}/config.json", "--out", f"{name}-again", *own])
+        return shlex.join(
+            [
+                "headwater",
+                "train",
+                "--config",
+                f"{name}/config.json",
+                "--out",
+                f"{name}-again",
+                *own,
+            ]
+        )
     if not (folder / "compare.json").is_file():
         return shlex.join(["headwater", "study", "RECIPE", "--out", f"{name}-again", *own])
     saved = read_object(folder / "compare.json")
@@ -130,7 +151,14 @@ def command(folder: Path) -> str:
     def words(key: str) -> list[str]:
         return [str(item) for item in saved[key]] if isinstance(saved.get(key), list) else []
 
-    flags = ["--config", f"{name}/settings.json", "--residuals", *words("residuals"), "--seeds", *words("seeds")]
+    flags = [
+        "--config",
+        f"{name}/settings.json",
+        "--residuals",
+        *words("residuals"),
+        "--seeds",
+        *words("seeds"),
+    ]
     return shlex.join(["headwater", "compare", *flags, "--out", f"{name}-again", *own])
 
 
@@ -148,7 +176,12 @@ def command_lines(lines: list[str]) -> str:
 def settings_table(groups: list[Group]) -> str:
     """Every setting of the configuration but the residual; differing values are joined."""
     keys = sorted({key for group in groups for key in group.settings})
-    return definitions({key: " or ".join(unique([g.settings.get(key, "unset") for g in groups], 3)) for key in keys})
+    return definitions(
+        {
+            key: " or ".join(unique([g.settings.get(key, "unset") for g in groups], 3))
+            for key in keys
+        }
+    )
 
 
 def run_rows(groups: list[Group]) -> str:
@@ -168,13 +201,26 @@ def run_row(run: RecordedRun, label: str) -> str:
         made.get("torch"),
         made.get("headwater"),
     ]
-    return "<tr>" + "".join(f"<td>{text('—' if value is None else value)}</td>" for value in values) + "</tr>"
+    return (
+        "<tr>"
+        + "".join(f"<td>{text('—' if value is None else value)}</td>" for value in values)
+        + "</tr>"
+    )
 
 
 def results_data(group: Group) -> list[dict[str, Any]]:
     """The numbers of each run, for whoever downloads them from the page."""
-    keys = ("loss", "bits_per_byte", "parameters", "flops_per_token", "tokens", "seconds", "peak_memory_bytes")
+    keys = (
+        "loss",
+        "bits_per_byte",
+        "parameters",
+        "flops_per_token",
+        "tokens",
+        "seconds",
+        "peak_memory_bytes",
+    )
     return [
-        {"seed": run.seed, "finished": run.summary is not None} | {key: run.final(key) for key in keys}
+        {"seed": run.seed, "finished": run.summary is not None}
+        | {key: run.final(key) for key in keys}
         for run in group.runs
     ]

@@ -44,7 +44,9 @@ def best_of(sweep: Mapping[float, Sequence[RecordedRun]]) -> list[RecordedRun]:
 
 
 def _mean_loss(runs: Sequence[RecordedRun]) -> float:
-    return statistics.fmean(math.inf if (loss := run.final("bits_per_byte")) is None else loss for run in runs)
+    return statistics.fmean(
+        math.inf if (loss := run.final("bits_per_byte")) is None else loss for run in runs
+    )
 
 
 def rate_of(run: RecordedRun) -> float:
@@ -56,10 +58,15 @@ def rates_told(runs: Sequence[RecordedRun]) -> str:
     found: dict[str, set[float]] = defaultdict(set)
     for run in runs:
         found[run.residual].add(rate_of(run))
-    return ", ".join(f"{name} with {' and '.join(f'{lr:g}' for lr in sorted(rates))}" for name, rates in found.items())
+    return ", ".join(
+        f"{name} with {' and '.join(f'{lr:g}' for lr in sorted(rates))}"
+        for name, rates in found.items()
+    )
 
 
-def rates_by_budget(runs: Sequence[RecordedRun], cost: Callable[[RecordedRun], float | None]) -> str:
+def rates_by_budget(
+    runs: Sequence[RecordedRun], cost: Callable[[RecordedRun], float | None]
+) -> str:
     """Of the runs of all rates the best, by budget, and how far to believe it. As in: standard 0.016 at 1.46e+15 (3
     seeds), 0.008 at 1e+16 (1 of 3 seeds; the smallest that was tried); a line for each residual."""
     told: dict[str, list[tuple[float, str]]] = defaultdict(list)
@@ -68,8 +75,14 @@ def rates_by_budget(runs: Sequence[RecordedRun], cost: Callable[[RecordedRun], f
         if best and (c := cost(best[0])) is not None:
             rate, most = rate_of(best[0]), max(map(len, sweep.values()))
             few = f" of {most}" if len(best) < most else ""
-            ends = {max(sweep): "; the largest that was tried", min(sweep): "; the smallest that was tried"}
+            ends = {
+                max(sweep): "; the largest that was tried",
+                min(sweep): "; the smallest that was tried",
+            }
             edge = "; no other was tried" if len(sweep) == 1 else ends.get(rate, "")
             seeds = f"{len(best)}{few} seed{'s' * (most > 1)}{edge}"
             told[best[0].residual].append((c, f"{rate:g} at {c:.3g} ({seeds})"))
-    return "\n".join(f"  {name} {', '.join(words for _, words in sorted(each))}" for name, each in sorted(told.items()))
+    return "\n".join(
+        f"  {name} {', '.join(words for _, words in sorted(each))}"
+        for name, each in sorted(told.items())
+    )

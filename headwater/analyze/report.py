@@ -19,7 +19,14 @@ from typing import Any
 
 from headwater.analyze.groups import BASELINE, Group, draw_curves, draw_depth, group_runs
 from headwater.analyze.markup import listing, paragraphs, text
-from headwater.analyze.provenance import command_lines, commands, facts, results_data, run_rows, settings_table
+from headwater.analyze.provenance import (
+    command_lines,
+    commands,
+    facts,
+    results_data,
+    run_rows,
+    settings_table,
+)
 from headwater.analyze.results import first_colour, look, table
 from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, read_runs
 from headwater.analyze.words import caption, findings, has_results, headline, page_notes, trained
@@ -36,7 +43,10 @@ SCRIPTS = (*SHARED, "basics", "loss", "depth", "maps", "measures", "table", "dow
 
 
 def write_report(
-    folders: Sequence[str | Path], out: str | Path | None = None, *, models: Sequence[RecordedRun] = ()
+    folders: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    models: Sequence[RecordedRun] = (),
 ) -> Path:
     """Write the report of runs and comparisons as one HTML file that needs no network.
 
@@ -59,7 +69,9 @@ def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "w
     if path.is_file() and not path.is_symlink():
         with path.open("rb") as file:
             if file.read(len(begins)).lower() != begins:
-                raise UserError(f"{path} is no {kind}, and would be overwritten: choose another --out")
+                raise UserError(
+                    f"{path} is no {kind}, and would be overwritten: choose another --out"
+                )
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".tmp-{path.name}")
     scratch.unlink(missing_ok=True)
@@ -71,7 +83,9 @@ def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "w
     return path
 
 
-def make_page(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,), again: list[str] | None = None) -> str:
+def make_page(
+    runs: list[RecordedRun], order: Sequence[str] = (BASELINE,), again: list[str] | None = None
+) -> str:
     """The page as text. `order`: residuals as the table lists them, the baseline first. `again`: the commands that make
     its runs once more."""
     groups = group_runs(runs, order)
@@ -96,8 +110,13 @@ def payload(groups: list[Group], points: int, frames: int, digits: int) -> dict[
                 "label": group.label,
                 "look": look(colour),
                 "baseline": group.baseline is group,
-                "against": next((i for i, other in enumerate(groups) if other is group.baseline), None),
-                "curves": {kind: draw_curves(group, kind, points) for kind in ("eval", "train", "difference")},
+                "against": next(
+                    (i for i, other in enumerate(groups) if other is group.baseline), None
+                ),
+                "curves": {
+                    kind: draw_curves(group, kind, points)
+                    for kind in ("eval", "train", "difference")
+                },
                 "depth": draw_depth(group, frames, digits),
                 "results": results_data(group),
             }
@@ -107,14 +126,18 @@ def payload(groups: list[Group], points: int, frames: int, digits: int) -> dict[
     }
 
 
-def fill_template(groups: list[Group], data: dict[str, Any], notes: list[str] | None = None, **other: str) -> str:
+def fill_template(
+    groups: list[Group], data: dict[str, Any], notes: list[str] | None = None, **other: str
+) -> str:
     """The page. `other` replaces the words and the table of the report by those of another view of the same groups."""
     style, script, frame = page_files()
     words = {
         "view": "report",
         "results": "Results",
         "title": text(headline(groups)),
-        "heading": " ".join(f"<span>{text(word)}</span>" for word in headline(groups).split()),  # no break inside
+        "heading": " ".join(
+            f"<span>{text(word)}</span>" for word in headline(groups).split()
+        ),  # no break inside
         "findings": paragraphs("finding", findings(groups)),
         "facts": facts(groups),
         "rows": "" if has_results(groups) else " hidden",

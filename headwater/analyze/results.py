@@ -20,7 +20,9 @@ def first_colour(groups: list[Group]) -> int:
 
 def look(colour: int) -> str:
     """Classes of the n-th colour: seven hues, then the same hues with another dash and another mark."""
-    return "c0" if colour == 0 else f"c{(colour - 1) % COLOURS + 1} look{(colour - 1) // COLOURS % 3}"
+    return (
+        "c0" if colour == 0 else f"c{(colour - 1) % COLOURS + 1} look{(colour - 1) // COLOURS % 3}"
+    )
 
 
 def row_name(group: Group, colour: int) -> str:
@@ -36,7 +38,8 @@ def table(groups: list[Group]) -> str:
         for name in columns
     )
     body = "".join(
-        table_row(group, number, group is best, scale) for number, group in enumerate(groups, first_colour(groups))
+        table_row(group, number, group is best, scale)
+        for number, group in enumerate(groups, first_colour(groups))
     )
     return f'<table id="table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
@@ -46,17 +49,31 @@ def table_row(group: Group, colour: int, best: bool, scale: tuple[float, float] 
     extra, parameters = group.final("residual_parameters"), mean(group, "parameters")
     loss, bits, seconds = group.final("loss"), group.final("bits_per_byte"), mean(group, "seconds")
     cells = [
-        cell(plain(loss), "lowest" if best else "", "best" if best else "", order=mean(group, "loss")),
+        cell(
+            plain(loss), "lowest" if best else "", "best" if best else "", order=mean(group, "loss")
+        ),
         difference_cell(group),
         *([f"<td>{drawing(group, colour, scale)}</td>"] if scale else []),
         cell(plain(bits), order=mean(group, "bits_per_byte")),
         cell(count(parameters), added(extra), order=parameters),
-        cell(count(flops := mean(group, "flops_per_token")), ratio(group, base, "flops_per_token"), order=flops),
-        cell(duration(seconds), ratio(group, base, "seconds") if group.timed else "", order=seconds),
-        cell(memory(peak := mean(group, "peak_memory_bytes")), ratio(group, base, "peak_memory_bytes"), order=peak),
+        cell(
+            count(flops := mean(group, "flops_per_token")),
+            ratio(group, base, "flops_per_token"),
+            order=flops,
+        ),
+        cell(
+            duration(seconds), ratio(group, base, "seconds") if group.timed else "", order=seconds
+        ),
+        cell(
+            memory(peak := mean(group, "peak_memory_bytes")),
+            ratio(group, base, "peak_memory_bytes"),
+            order=peak,
+        ),
     ]
     name = row_name(group, colour)
-    return f'<tr><th scope="row">{name}<small>{text(seeds(group))}</small></th>{"".join(cells)}</tr>'
+    return (
+        f'<tr><th scope="row">{name}<small>{text(seeds(group))}</small></th>{"".join(cells)}</tr>'
+    )
 
 
 def seeds(group: Group) -> str:
@@ -64,7 +81,11 @@ def seeds(group: Group) -> str:
     counted, stopped = len(group.results), sum(bool(run.stopped) for run in group.runs)
     waiting = sum(run.summary is None for run in group.runs) - stopped
     words = f"{counted} seed{'s' * (counted != 1)}"
-    rest = [f"{number} {what}" for number, what in ((stopped, "stopped"), (waiting, "unfinished")) if number]
+    rest = [
+        f"{number} {what}"
+        for number, what in ((stopped, "stopped"), (waiting, "unfinished"))
+        if number
+    ]
     return ", ".join([words, *rest])
 
 
@@ -92,7 +113,10 @@ def difference_scale(groups: list[Group]) -> tuple[float, float] | None:
     values = [value for paired in judged for value in paired.values] + [0.0]
     ends = [end for paired in judged for end in paired.interval or ()]
     most = 2.5 * max(map(abs, values))
-    low, high = min([*values, *(max(end, -most) for end in ends)]), max([*values, *(min(end, most) for end in ends)])
+    low, high = (
+        min([*values, *(max(end, -most) for end in ends)]),
+        max([*values, *(min(end, most) for end in ends)]),
+    )
     return (low, high) if high > low else (-1.0, 1.0)
 
 
@@ -104,12 +128,18 @@ def place(value: float, scale: tuple[float, float]) -> float:
 def axis(scale: tuple[float, float]) -> str:
     """Zero and both ends, above the column."""
     marks, zero = [], place(0.0, scale)
-    for value, x, anchor in ((scale[0], 0.0, "start"), (0.0, zero, "middle"), (scale[1], float(WIDTH), "end")):
+    for value, x, anchor in (
+        (scale[0], 0.0, "start"),
+        (0.0, zero, "middle"),
+        (scale[1], float(WIDTH), "end"),
+    ):
         crowded = value != 0 and abs(place(value, scale) - zero) < 56
         if not crowded:
             words = "0" if value == 0 else minus(f"{value:+.2g}")
             marks.append(f'<text x="{x}" y="11" text-anchor="{anchor}">{words}</text>')
-    return f'<svg class="strip" width="{WIDTH}" height="14" aria-hidden="true">{"".join(marks)}</svg>'
+    return (
+        f'<svg class="strip" width="{WIDTH}" height="14" aria-hidden="true">{"".join(marks)}</svg>'
+    )
 
 
 def drawing(group: Group, colour: int, scale: tuple[float, float]) -> str:
@@ -119,7 +149,10 @@ def drawing(group: Group, colour: int, scale: tuple[float, float]) -> str:
     paired = group.difference()
     if paired is not None:
         parts += bar(paired, scale)
-        dots = (f'<circle class="seed" cx="{place(value, scale)}" cy="{middle}" r="3.2"/>' for value in paired.values)
+        dots = (
+            f'<circle class="seed" cx="{place(value, scale)}" cy="{middle}" r="3.2"/>'
+            for value in paired.values
+        )
         parts += [*dots, f'<path class="mean" d="M{place(paired.mean, scale)},{middle - 8}v16"/>']
     label = "baseline" if group.baseline is group else spoken(paired)
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
@@ -131,10 +164,16 @@ def bar(paired: Paired, scale: tuple[float, float]) -> list[str]:
         return []
     low, high = (min(max(end, scale[0]), scale[1]) for end in paired.interval)
     y = HEIGHT / 2
-    parts = [f'<line class="interval" x1="{place(low, scale)}" x2="{place(high, scale)}" y1="{y}" y2="{y}"/>']
+    parts = [
+        f'<line class="interval" x1="{place(low, scale)}" x2="{place(high, scale)}" y1="{y}" y2="{y}"/>'
+    ]
     for end, shown, way in ((paired.interval[0], low, -1), (paired.interval[1], high, 1)):
         x = place(shown, scale)
-        shape = f"M{x},{y - 5}v10" if end == shown else f"M{x - 1 * way},{y - 4}l{5 * way},4l{-5 * way},4"
+        shape = (
+            f"M{x},{y - 5}v10"
+            if end == shown
+            else f"M{x - 1 * way},{y - 4}l{5 * way},4l{-5 * way},4"
+        )
         parts.append(f'<path class="interval" d="{shape}"/>')
     return parts
 

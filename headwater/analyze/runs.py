@@ -21,9 +21,14 @@ SKIPS = {  # by the reason in a record: the limit on them in a row, one step, se
 }
 PROGRESS = re.compile(r"step \d+(/\d+|:) ")  # what a run prints as it goes on
 
-PLACES = ("runs/*/config.json", "config.json", "*/config.json")  # of a comparison, a run, runs side by side
+PLACES = (
+    "runs/*/config.json",
+    "config.json",
+    "*/config.json",
+)  # of a comparison, a run, runs side by side
 EXPECTED = (
-    "a run folder holds config.json and metrics.jsonl; a comparison's or a study's holds runs/ with a folder per run"
+    "a run folder holds config.json and metrics.jsonl; a comparison's or a study's holds runs/ "
+    "with a folder per run"
 )
 
 
@@ -56,7 +61,10 @@ class RecordedRun:
         """A number the run ended with; an unfinished run answers with its last evaluation, or not at all."""
         if self.summary is not None:
             return number(self.summary.get(key))
-        return next((number(row[key]) for row in reversed(self.evals) if number(row.get(key)) is not None), None)
+        return next(
+            (number(row[key]) for row in reversed(self.evals) if number(row.get(key)) is not None),
+            None,
+        )
 
 
 def number(value: object) -> float | None:
@@ -85,7 +93,9 @@ def find_runs(folders: list[Path]) -> list[Path]:
         opened = next(filter(None, (list(folder.glob(place)) for place in PLACES)), None)
         if opened is None:
             raise UserError(f"{folder} is not a run, nor a folder of runs: {EXPECTED}")
-        for run in sorted((path.parent for path in opened), key=lambda run: run.name.rsplit("-seed", 1)):
+        for run in sorted(
+            (path.parent for path in opened), key=lambda run: run.name.rsplit("-seed", 1)
+        ):
             found.setdefault(run.resolve(), run)
     return list(found.values())
 
@@ -117,7 +127,9 @@ def read_run(folder: Path) -> RecordedRun:
     config = read_object(folder / "config.json")
     model = config.get("model")
     if not isinstance(model, dict):
-        raise UserError(f'{folder / "config.json"} has no "model" table, so {folder} is not a run: {EXPECTED}')
+        raise UserError(
+            f'{folder / "config.json"} has no "model" table, so {folder} is not a run: {EXPECTED}'
+        )
     notes: list[str] = []
     summary: Record | None = None
     if (folder / "summary.json").is_file():
@@ -141,7 +153,9 @@ def read_run(folder: Path) -> RecordedRun:
     beside, arm = launch.get("side_by_side"), str(launch.get("arm") or "")
     return RecordedRun(
         name=folder.resolve().name,
-        residual=short_name(arm or (summary or {}).get("residual") or model.get("residual") or "unnamed"),
+        residual=short_name(
+            arm or (summary or {}).get("residual") or model.get("residual") or "unnamed"
+        ),
         seed=seed if isinstance(seed, int) else None,
         config=config,
         summary=summary,
@@ -150,7 +164,9 @@ def read_run(folder: Path) -> RecordedRun:
         depth=[record for record in by_step(rows, "depth") if well_formed(record, notes)],
         notes=notes,
         written=last_write(folder),
-        stopped=stop_reason(rows, train) or last_words(folder / "log.txt") if summary is None else "",
+        stopped=stop_reason(rows, train) or last_words(folder / "log.txt")
+        if summary is None
+        else "",
         beside=beside if isinstance(beside, int) else None,
         tokenizer=read_tokenizer(folder / "tokenizer.json"),
         corpus=read_corpus(folder.resolve(), summary or {}),
@@ -174,7 +190,11 @@ def section(config: Record, name: str) -> Record:
 def read_corpus(run: Path, summary: Record) -> Record:
     """What the comparison or the study that a run belongs to has recorded of its text, and the run when it ended, whose
     word counts: a file may change meanwhile. Empty for an earlier run by itself."""
-    own = {key: value for key, value in summary.items() if key in ("source_hash", "tokenizer_hash") and value}
+    own = {
+        key: value
+        for key, value in summary.items()
+        if key in ("source_hash", "tokenizer_hash") and value
+    }
     for name, key in (("compare.json", "corpus"), ("corpora.json", run.name)):
         path = run.parent.parent / name
         if run.parent.name == "runs" and path.is_file():
@@ -194,7 +214,9 @@ def read_object(path: Path) -> Record:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); it may have been cut off while it was written") from error
+        raise UserError(
+            f"{path} is not valid JSON ({error}); it may have been cut off while it was written"
+        ) from error
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
@@ -215,7 +237,9 @@ def read_metrics(path: Path, notes: list[str]) -> list[Record]:
             broken += 1
             continue
         # Steps that were left out saw no tokens; every other record says how many it had seen.
-        complete = isinstance(row, dict) and (row.get("kind") == "skip" or number(row.get("tokens")) is not None)
+        complete = isinstance(row, dict) and (
+            row.get("kind") == "skip" or number(row.get("tokens")) is not None
+        )
         if complete and isinstance(row.get("step"), int):
             rows.append(row)
         else:
@@ -235,9 +259,13 @@ def skip_notes(skips: list[Record]) -> list[str]:
     if not skips:
         return []
     kinds = Counter(str(row.get("reason")) for row in skips)
-    reasons = ", ".join(f"{count} {SKIPS[kind][2] if kind in SKIPS else kind}" for kind, count in kinds.items())
+    reasons = ", ".join(
+        f"{count} {SKIPS[kind][2] if kind in SKIPS else kind}" for kind, count in kinds.items()
+    )
     several = f"{len(skips)} steps were" if len(skips) > 1 else "1 step was"
-    return [f"{several} left out of training ({reasons}), at step {', '.join(str(row['step']) for row in skips[:5])}"]
+    return [
+        f"{several} left out of training ({reasons}), at step {', '.join(str(row['step']) for row in skips[:5])}"
+    ]
 
 
 def stop_reason(rows: list[Record], settings: Record) -> str:
@@ -252,16 +280,26 @@ def stop_reason(rows: list[Record], settings: Record) -> str:
     if last.get("kind") != "skip" or reason not in SKIPS:
         return ""
     limit, cause, _ = SKIPS[reason]
-    steps = {row["step"] for row in rows if row.get("kind") == "skip" and row.get("reason") == reason}
-    in_a_row = next(count for count in range(1, len(steps) + 1) if last["step"] - count not in steps)
-    return f"stopped at step {last['step']}: {cause}" if in_a_row > (settings.get(limit) or 0) else ""
+    steps = {
+        row["step"] for row in rows if row.get("kind") == "skip" and row.get("reason") == reason
+    }
+    in_a_row = next(
+        count for count in range(1, len(steps) + 1) if last["step"] - count not in steps
+    )
+    return (
+        f"stopped at step {last['step']}: {cause}" if in_a_row > (settings.get(limit) or 0) else ""
+    )
 
 
 def last_words(log: Path) -> str:
     """The message with which the last attempt of a run gave up, if nothing was printed after it."""
     if not log.is_file():
         return ""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     begins = [number for number, line in enumerate(lines) if line.startswith("headwater: ")]
     if not begins or any(PROGRESS.match(line) for line in lines[begins[-1] :]):
         return ""
@@ -273,7 +311,9 @@ def well_formed(record: Record, notes: list[str]) -> bool:
     """Whether the lists of a depth record have the lengths that its sublayers call for (an absent list is allowed)."""
     sublayers = record.get("sublayers")
     if not isinstance(sublayers, list):
-        notes.append(f"the depth record of step {record['step']} names no sublayers and is left out")
+        notes.append(
+            f"the depth record of step {record['step']} names no sublayers and is left out"
+        )
         return False
     reads = len(sublayers) + 1
     lengths = {
@@ -284,7 +324,11 @@ def well_formed(record: Record, notes: list[str]) -> bool:
         "entropy": reads,
         "mixing": reads,
     }
-    wrong = [key for key, length in lengths.items() if record.get(key) is not None and size(record[key]) != length]
+    wrong = [
+        key
+        for key, length in lengths.items()
+        if record.get(key) is not None and size(record[key]) != length
+    ]
     if "mixing" not in wrong and any(size(row) != reads for row in record.get("mixing") or []):
         wrong.append("mixing")
     if wrong:

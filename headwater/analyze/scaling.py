@@ -106,17 +106,26 @@ def fit_each(compute: Sequence[float], losses: np.ndarray) -> list[Fit]:
     """A fit to each row of losses (draws, points)."""
     if len(losses) > AT_ONCE:
         return [*fit_each(compute, losses[:AT_ONCE]), *fit_each(compute, losses[AT_ONCE:])]
-    budgets, which, runs = np.unique(np.asarray(compute, dtype=float), return_inverse=True, return_counts=True)
+    budgets, which, runs = np.unique(
+        np.asarray(compute, dtype=float), return_inverse=True, return_counts=True
+    )
     if len(budgets) < BUDGETS:
-        raise UserError(f"a scaling fit needs runs at three budgets at least, and got {len(budgets)}")
+        raise UserError(
+            f"a scaling fit needs runs at three budgets at least, and got {len(budgets)}"
+        )
     # What runs of a budget differ by is the same for every curve: their mean decides, as often as there are runs.
     means = np.stack([losses[:, which == n].mean(-1) for n in range(len(budgets))], -1)
     share = runs / runs.sum()
     unit = float(np.exp(share @ np.log(budgets)))
     coarse = _best(ALPHAS[None], budgets / unit, means, share)[2]
     step = ALPHAS[1] / ALPHAS[0]
-    floor, scale, alpha = _best(coarse[:, None] * np.geomspace(1 / step, step, 101), budgets / unit, means, share)
-    return [Fit(e, a, exponent, unit) for e, a, exponent in zip(floor.tolist(), scale.tolist(), alpha.tolist())]
+    floor, scale, alpha = _best(
+        coarse[:, None] * np.geomspace(1 / step, step, 101), budgets / unit, means, share
+    )
+    return [
+        Fit(e, a, exponent, unit)
+        for e, a, exponent in zip(floor.tolist(), scale.tolist(), alpha.tolist())
+    ]
 
 
 def _best(
@@ -129,7 +138,9 @@ def _best(
     errors = (floor[..., None] + scale[..., None] * x - y) ** 2 @ share
     best = errors.argmin(-1)[:, None]
     alphas = np.broadcast_to(alphas, errors.shape)
-    floor, scale, alpha = (np.take_along_axis(part, best, -1)[:, 0] for part in (floor, scale, alphas))
+    floor, scale, alpha = (
+        np.take_along_axis(part, best, -1)[:, 0] for part in (floor, scale, alphas)
+    )
     return floor, scale, alpha
 
 
@@ -144,7 +155,9 @@ def _lines(x: np.ndarray, y: np.ndarray, share: np.ndarray) -> tuple[np.ndarray,
     return floor, np.maximum(scale, 0)
 
 
-def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DRAWS, seed: int = 0) -> list[Scaling]:
+def compare_scaling(
+    points: Mapping[str, Points], baseline: str, draws: int = DRAWS, seed: int = 0
+) -> list[Scaling]:
     """Every residual's curve and its multipliers at the baseline's budgets, with 95 % intervals; none far beyond its
     own runs, where a curve is a guess. One with runs at fewer than three budgets has its points alone.
 
@@ -170,7 +183,15 @@ def compare_scaling(points: Mapping[str, Points], baseline: str, draws: int = DR
         drawn = _drawn(at, plain, [*points.values()], draws, np.random.default_rng(seed))
         within = [c for c in sorted(plain) if min(at) / FAR < c < max(at) * FAR]
         multipliers = {c: _multiplier(fits, drawn, c) for c in within}
-        found.append(Scaling(name, at, fits[0], _interval(fits[0].alpha, [f.alpha for f, _ in drawn]), multipliers))
+        found.append(
+            Scaling(
+                name,
+                at,
+                fits[0],
+                _interval(fits[0].alpha, [f.alpha for f, _ in drawn]),
+                multipliers,
+            )
+        )
     return found
 
 
@@ -186,10 +207,20 @@ def _drawn(
     near = {c: min((abs(math.log(b / c)), b) for b in plain) for at in everyone for c in at}
     if not any(map(_deviations, everyone)):
         return []
-    spread: tuple[dict[float, tuple[float, Any]], ...] = {}, {}  # by budget: how far runs differ, and in each draw
-    for budgets in _neighbours([{near[c][1]: len(losses) - 1 for c, losses in at.items()} for at in (mine, plain)]):
-        every = [_varied({c: at[c] for c in at if near[c][1] in budgets}) for at in (mine, plain, *everyone)]
-        rough = math.sqrt(sum(squares for squares, _ in every[2:]) / sum(seeds for _, seeds in every[2:]))
+    spread: tuple[dict[float, tuple[float, Any]], ...] = (
+        {},
+        {},
+    )  # by budget: how far runs differ, and in each draw
+    for budgets in _neighbours(
+        [{near[c][1]: len(losses) - 1 for c, losses in at.items()} for at in (mine, plain)]
+    ):
+        every = [
+            _varied({c: at[c] for c in at if near[c][1] in budgets})
+            for at in (mine, plain, *everyone)
+        ]
+        rough = math.sqrt(
+            sum(squares for squares, _ in every[2:]) / sum(seeds for _, seeds in every[2:])
+        )
         most = max(seeds for _, seeds in every[:2]) or max(seeds for _, seeds in every)
         scale = np.sqrt(most / random.chisquare(most, draws))
         for (squares, seeds), found in zip(every, spread):
@@ -197,18 +228,28 @@ def _drawn(
             sigma = sigma if seeds >= ENOUGH else max(sigma, rough)
             found.update(dict.fromkeys(budgets, (sigma or 1.0, sigma * scale)))
     off, plain_off = _deviations(mine), _deviations(plain)
-    twins = {(c, s): (b, s) for c, (far, b) in near.items() for s in mine.get(c, ()) if far < TWIN and s in plain[b]}
+    twins = {
+        (c, s): (b, s)
+        for c, (far, b) in near.items()
+        for s in mine.get(c, ())
+        if far < TWIN and s in plain[b]
+    }
     both = [(place, twin) for place, twin in twins.items() if place in off and twin in plain_off]
     pairs = [(off[p] / spread[0][t[0]][0], plain_off[t] / spread[1][t[0]][0]) for p, t in both]
     a, b = np.array(pairs).reshape(-1, 2).T
     enough = len(both) - len({place[0] for place, _ in both}) >= ENOUGH
-    share = float(2 * a @ b / ((a @ a + b @ b) or 1.0)) if enough else 0.0  # the correlation of what varies alike
+    share = (
+        float(2 * a @ b / ((a @ a + b @ b) or 1.0)) if enough else 0.0
+    )  # the correlation of what varies alike
     noise = {place: random.standard_normal(draws) for place in _places(plain)}
     own = {place: random.standard_normal(draws) for place in _places(mine)}
     for place, twin in twins.items():
         own[place] = share * noise[twin] + math.sqrt(max(0.0, 1 - share**2)) * own[place]
     curves = (
-        fit_each([c for c, _ in z], np.stack([at[c][s] + found[near[c][1]][1] * z[c, s] for c, s in z], 1))
+        fit_each(
+            [c for c, _ in z],
+            np.stack([at[c][s] + found[near[c][1]][1] * z[c, s] for c, s in z], 1),
+        )
         for at, z, found in zip((mine, plain), (own, noise), spread, strict=True)
     )
     return list(zip(*curves))
@@ -216,7 +257,9 @@ def _drawn(
 
 def _varied(points: Points) -> tuple[float, int]:
     """How far runs are from the means of their budgets, squared and summed; how many there are beyond the first."""
-    return sum(off**2 for off in _deviations(points).values()), sum(len(losses) - 1 for losses in points.values())
+    return sum(off**2 for off in _deviations(points).values()), sum(
+        len(losses) - 1 for losses in points.values()
+    )
 
 
 def _neighbours(seeds: Sequence[Mapping[float, int]]) -> list[list[float]]:
@@ -239,13 +282,24 @@ def _places(points: Points) -> list[tuple[float, int | None]]:
 
 def _deviations(points: Points) -> dict[tuple[float, int | None], float]:
     """Of each run from the mean of its budget, where that has several."""
-    means = {c: sum(losses.values()) / len(losses) for c, losses in points.items() if len(losses) > 1}
-    return {(c, seed): loss - means[c] for c, losses in points.items() if c in means for seed, loss in losses.items()}
+    means = {
+        c: sum(losses.values()) / len(losses) for c, losses in points.items() if len(losses) > 1
+    }
+    return {
+        (c, seed): loss - means[c]
+        for c, losses in points.items()
+        if c in means
+        for seed, loss in losses.items()
+    }
 
 
-def _multiplier(fits: tuple[Fit, Fit], drawn: Sequence[tuple[Fit, Fit]], compute: float) -> Interval | None:
+def _multiplier(
+    fits: tuple[Fit, Fit], drawn: Sequence[tuple[Fit, Fit]], compute: float
+) -> Interval | None:
     value = _ratio(fits, compute)
-    return None if math.isinf(value) else _interval(value, [_ratio(each, compute) for each in drawn])
+    return (
+        None if math.isinf(value) else _interval(value, [_ratio(each, compute) for each in drawn])
+    )
 
 
 def _ratio(fits: tuple[Fit, Fit], compute: float) -> float:
@@ -261,13 +315,17 @@ def _ratio(fits: tuple[Fit, Fit], compute: float) -> float:
 def _interval(value: float, draws: Sequence[float]) -> Interval:
     if not draws:
         return Interval(value, None, None)
-    low, high = np.quantile(draws, (0.025, 0.975), method="closest_observation")  # some may be infinite
+    low, high = np.quantile(
+        draws, (0.025, 0.975), method="closest_observation"
+    )  # some may be infinite
     return Interval(value, float(low), float(high))
 
 
 def operations(run: RecordedRun) -> float | None:
     """Of a whole run."""
-    per_token, tokens = (number((run.summary or {}).get(key)) for key in ("flops_per_token", "tokens"))
+    per_token, tokens = (
+        number((run.summary or {}).get(key)) for key in ("flops_per_token", "tokens")
+    )
     return None if per_token is None or tokens is None else per_token * tokens
 
 
@@ -284,12 +342,16 @@ def points_of(
     """
     found: dict[str, dict[float, dict[int | None, float]]] = defaultdict(lambda: defaultdict(dict))
     known: dict[tuple[str, float, int | None], RecordedRun] = {}
-    of_context: dict[Any, RecordedRun] = {}  # the first of each: a longer window is another one anyway
+    of_context: dict[
+        Any, RecordedRun
+    ] = {}  # the first of each: a longer window is another one anyway
     for run in runs:
         c, value = cost(run), number((run.summary or {}).get(loss))
         if c is None or value is None:
             continue
-        if (first := next((first for first in known.values() if not same_text(first, run)), None)) is not None:
+        if (
+            first := next((first for first in known.values() if not same_text(first, run)), None)
+        ) is not None:
             raise UserError(
                 f"{first.name} ({corpus(first)}) and {run.name} ({corpus(run)}) have seen different text, so their "
                 "losses lie on no curve: fit the runs of each text by themselves"
@@ -323,19 +385,25 @@ def confounders_of(runs: Sequence[RecordedRun], baseline: str) -> dict[str, tupl
     keys: dict[str, set[str]] = defaultdict(set)
     for run, c in known:
         twins = [(abs(math.log(b / c)), plain) for plain, b in known if plain.residual == baseline]
-        far, plain = min(twins, key=lambda twin: (twin[0], twin[1].seed != run.seed), default=(math.inf, run))
+        far, plain = min(
+            twins, key=lambda twin: (twin[0], twin[1].seed != run.seed), default=(math.inf, run)
+        )
         if far < TWIN:
             keys[run.residual].update(differing(settings_of([plain, run])))
     fair = {"train.steps", *UNFELT.get(baseline, ())}
     return {
-        name: tuple(sorted(key for key in each - fair if not key.startswith("model."))) for name, each in keys.items()
+        name: tuple(sorted(key for key in each - fair if not key.startswith("model.")))
+        for name, each in keys.items()
     }
 
 
 def same_text(one: RecordedRun, other: RecordedRun) -> bool:
     """By its hash; where that of one is not known, as of early runs, by what it is called, wherever it lay."""
     known = [run.corpus.get("source_hash") for run in (one, other)]
-    named = [[Path(name).name for name in section(run.config, "data").get("source", ())] for run in (one, other)]
+    named = [
+        [Path(name).name for name in section(run.config, "data").get("source", ())]
+        for run in (one, other)
+    ]
     first, second = known if all(known) else named
     return bool(first == second)
 
@@ -350,7 +418,9 @@ def compare_runs(runs: Sequence[RecordedRun], baseline: str) -> list[Scaling]:
 
 
 def scaling_of(
-    folders: Sequence[str | Path], baseline: str = "standard", lr: float | Literal["best"] | None = None
+    folders: Sequence[str | Path],
+    baseline: str = "standard",
+    lr: float | Literal["best"] | None = None,
 ) -> list[Scaling]:
     """Fit bits per byte against compute for each residual, as `headwater scaling` does.
 
@@ -377,7 +447,8 @@ def without_ends(found: Sequence[Scaling], baseline: str) -> dict[float, list[Sc
     fitted = {}
     for end in (budgets[-1], budgets[0]) if len(budgets) > BUDGETS else ():
         rest = {
-            name: {c: at for c, at in each.items() if abs(math.log(c / end)) >= TWIN} for name, each in points.items()
+            name: {c: at for c, at in each.items() if abs(math.log(c / end)) >= TWIN}
+            for name, each in points.items()
         }
         enough = {name: each for name, each in rest.items() if len(each) >= BUDGETS}
         if baseline in enough and len(enough) > 1:

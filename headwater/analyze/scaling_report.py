@@ -20,7 +20,9 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
         curve, budgets = scaling.fit, len(scaling.points)
         if curve is None:
             at = f"{budgets} budget{'s' * (budgets != 1)}"
-            lines.append(f"{scaling.residual}: left out, for it has runs at {at} and a fit needs three")
+            lines.append(
+                f"{scaling.residual}: left out, for it has runs at {at} and a fit needs three"
+            )
             continue
         fewest = min(len(losses) for losses in scaling.points.values())
         seeds = "1 seed" if fewest == 1 else f"{fewest} seeds"
@@ -31,19 +33,34 @@ def table(found: Sequence[Scaling], baseline: str) -> str:
         lines.append(f"  {_missed(scaling)}")
         if scaling.residual != baseline:
             for budget, interval in scaling.multipliers.items():
-                text = "the curves do not meet" if interval is None else f"as {baseline} with {_words(interval)}"
+                text = (
+                    "the curves do not meet"
+                    if interval is None
+                    else f"as {baseline} with {_words(interval)}"
+                )
                 lines.append(f"  at {budget:.3g} operations: {text}")
     for end, others in without_ends(found, baseline).items():
         lines.append(f"Without {end:.3g} operations:")
         for other in (other for other in others if other.residual != baseline):
-            worth = {budget: interval for budget, interval in other.multipliers.items() if interval is not None}
-            told = (f"{interval.value:.2f}{_limits(interval)} at {budget:.3g}" for budget, interval in worth.items())
+            worth = {
+                budget: interval
+                for budget, interval in other.multipliers.items()
+                if interval is not None
+            }
+            told = (
+                f"{interval.value:.2f}{_limits(interval)} at {budget:.3g}"
+                for budget, interval in worth.items()
+            )
             lines.append(f"  {other.residual}: {', '.join(told) or 'the curves do not meet'}")
     return "\n".join(lines)
 
 
 def _limits(interval: Interval) -> str:
-    return "" if interval.low is None or interval.high is None else f" ({interval.low:.2f} to {interval.high:.2f})"
+    return (
+        ""
+        if interval.low is None or interval.high is None
+        else f" ({interval.low:.2f} to {interval.high:.2f})"
+    )
 
 
 def write_plot(found: Sequence[Scaling], baseline: str, path: Path) -> Path:
@@ -52,7 +69,9 @@ def write_plot(found: Sequence[Scaling], baseline: str, path: Path) -> Path:
 
 
 def plot(found: Sequence[Scaling], baseline: str) -> str:
-    return picture(panels_of(found, baseline), "Loss against compute, and what compute each residual is worth")
+    return picture(
+        panels_of(found, baseline), "Loss against compute, and what compute each residual is worth"
+    )
 
 
 def panels_of(found: Sequence[Scaling], baseline: str, across: str = "operations") -> list[Panel]:
@@ -70,11 +89,19 @@ def panels_of(found: Sequence[Scaling], baseline: str, across: str = "operations
         curves.append(Line(name, colour, losses, [(c, fitted.loss(c)) for c in places]))
         met = {c: interval for c, interval in scaling.multipliers.items() if interval is not None}
         if name != baseline and met:
-            spans = {c: _shown(i.low, i.high) for c, i in met.items() if i.low is not None and i.high is not None}
+            spans = {
+                c: _shown(i.low, i.high)
+                for c, i in met.items()
+                if i.low is not None and i.high is not None
+            }
             worth.append(Line(name, colour, {c: [i.value] for c, i in met.items()}, spans=spans))
     panels = [Panel("bits per byte", across, curves, log=True, label=shown)]
     if worth:
-        panels.append(Panel(f"worth so many times the {across} of {baseline}", across, worth, True, label=shown))
+        panels.append(
+            Panel(
+                f"worth so many times the {across} of {baseline}", across, worth, True, label=shown
+            )
+        )
     return panels
 
 
@@ -92,7 +119,9 @@ def _words(interval: Interval) -> str:
     if interval.low is None or interval.high is None:
         return f"{interval.value:.3f} times the compute (one seed: no interval)"
     told = "" if interval.low > 1 or interval.high < 1 else ", not told apart from 1"
-    return f"{interval.value:.3f} times the compute ({interval.low:.3f} to {interval.high:.3f}{told})"
+    return (
+        f"{interval.value:.3f} times the compute ({interval.low:.3f} to {interval.high:.3f}{told})"
+    )
 
 
 def _missed(scaling: Scaling) -> str:
@@ -102,7 +131,11 @@ def _missed(scaling: Scaling) -> str:
 
 
 def _edge(alpha: float) -> str:
-    return "" if ALPHAS[0] < alpha < ALPHAS[-1] else "alpha is the edge of what is tried, so not known; "
+    return (
+        ""
+        if ALPHAS[0] < alpha < ALPHAS[-1]
+        else "alpha is the edge of what is tried, so not known; "
+    )
 
 
 def _reach(alpha: Interval | None) -> str:

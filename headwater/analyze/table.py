@@ -22,7 +22,16 @@ from torch import Tensor
 
 from headwater._torch import TorchDispatchMode, tree_leaves
 from headwater.ops import rms_norm
-from headwater.residuals import AttentionResidual, Residual, StandardResidual, State, build, entry, names, options_of
+from headwater.residuals import (
+    AttentionResidual,
+    Residual,
+    StandardResidual,
+    State,
+    build,
+    entry,
+    names,
+    options_of,
+)
 from headwater.residuals.streams import StreamsResidual
 from headwater.residuals.two_phase import FULL_SPAN
 from headwater.tables import fitting
@@ -48,7 +57,9 @@ class Row:
     mixes: str
 
 
-def residual_table(specs: Iterable[str] | None = None, *, dim: int = 128, layers: int = 12) -> list[Row]:
+def residual_table(
+    specs: Iterable[str] | None = None, *, dim: int = 128, layers: int = 12
+) -> list[Row]:
     """What each residual costs, measured from the code: parameters, stored activations, traffic, start.
 
     Arguments: `specs`, names with options, all registered ones by default; `dim` and `layers` of the decoder.
@@ -61,7 +72,11 @@ def residual_table(specs: Iterable[str] | None = None, *, dim: int = 128, layers
 def print_table(rows: Sequence[Row]) -> None:
     """To the terminal, the formula on a line of its own: nothing is cut at eighty columns."""
     console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="in units of the width D, per sublayer (stored: in all)")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title="in units of the width D, per sublayer (stored: in all)",
+    )
     table.add_column("residual", overflow="fold")
     table.caption, table.caption_justify = COUNTS, "left"
     for name in ("parameters", "stored", "fused", "eager", "paper", "at start"):
@@ -96,7 +111,9 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         formula = row.formula.replace("|", "\\|")  # a bar would end the cell, in code too
-        lines.append(f"| `{row.name}` | `{formula}` | {' | '.join(_numbers(row))} | {row.at_start} |")
+        lines.append(
+            f"| `{row.name}` | `{formula}` | {' | '.join(_numbers(row))} | {row.at_start} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -229,7 +246,9 @@ def _stored(tensor: Tensor) -> int:
 
 def _distinct(tensor: Tensor) -> int:
     """Elements behind a tensor, a broadcast axis counted once."""
-    return math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(
+        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
+    )
 
 
 def _size(state: Iterable[Tensor]) -> int:

@@ -58,7 +58,11 @@ def below(group: Group) -> float:
 
 def bases_of(rivals: list[Group]) -> dict[str, str]:
     """Residuals of what they are compared with, by label."""
-    return {group.baseline.label: group.baseline.residual for group in rivals if group.baseline is not None}
+    return {
+        group.baseline.label: group.baseline.residual
+        for group in rivals
+        if group.baseline is not None
+    }
 
 
 def finding(group: Group) -> str:
@@ -80,11 +84,15 @@ def in_bits(group: Group, base: Group) -> str:
     if bits is None or len(values) < len(pair(group.by_seed(), base.by_seed())):
         return ""
     away = Paired(values).mean
-    return f" In bits per byte: {bits.mean:.4f}, {abs(away):.4f} {'below' if away < 0 else 'above'}."
+    return (
+        f" In bits per byte: {bits.mean:.4f}, {abs(away):.4f} {'below' if away < 0 else 'above'}."
+    )
 
 
 def tally(rivals: list[Group]) -> str:
-    verdicts = Counter(paired.verdict for group in rivals if (paired := group.difference()) is not None)
+    verdicts = Counter(
+        paired.verdict for group in rivals if (paired := group.difference()) is not None
+    )
     said = {
         LOWER: ("end lower", "ends lower"),
         HIGHER: ("end higher", "ends higher"),
@@ -94,7 +102,11 @@ def tally(rivals: list[Group]) -> str:
     bases = bases_of(rivals)
     label, residual = next(iter(bases.items()))
     against = label if len(bases) == 1 else f"{residual} at the same settings"
-    parts = [f"{n} {several if n > 1 else one}" for verdict, (several, one) in said.items() if (n := verdicts[verdict])]
+    parts = [
+        f"{n} {several if n > 1 else one}"
+        for verdict, (several, one) in said.items()
+        if (n := verdicts[verdict])
+    ]
     shown = "The lowest three" if len(bases) == 1 else "The three with the lowest difference"
     return f"Of {many(rivals)} against {against}, {join(parts)}. {shown}:"
 
@@ -106,7 +118,10 @@ def interval(paired: Paired) -> str:
 
 
 def fewest_pairs(groups: list[Group]) -> int:
-    return min((len(paired.values) for group in groups if (paired := group.difference()) is not None), default=0)
+    return min(
+        (len(paired.values) for group in groups if (paired := group.difference()) is not None),
+        default=0,
+    )
 
 
 def mean(group: Group, key: str) -> float | None:
@@ -133,7 +148,11 @@ def caption(groups: list[Group]) -> str:
         words.append("Difference: minus the baseline, seed by seed on equal data; a dot is a seed.")
     if any(paired.interval for paired in judged):
         together = groups[0].comparisons
-        corrected = f" that hold for all {together} {noun(groups)}s at once (Bonferroni)" if together > 1 else ""
+        corrected = (
+            f" that hold for all {together} {noun(groups)}s at once (Bonferroni)"
+            if together > 1
+            else ""
+        )
         words.append(f"Bars are 95 % intervals (Student's t){corrected}.")
         if fewest_pairs(groups) > 2:  # else it is said above, with the findings
             words.append(limits(fewest_pairs(groups), together, noun(groups)))
@@ -158,7 +177,9 @@ def page_notes(groups: list[Group]) -> list[str]:
     notes = []
     keys = differing([group.settings for group in groups])
     if keys:
-        notes.append(f"Settings differ beyond the residual: {', '.join(keys[:6] + ['…'] * (len(keys) > 6))}.")
+        notes.append(
+            f"Settings differ beyond the residual: {', '.join(keys[:6] + ['…'] * (len(keys) > 6))}."
+        )
     for group in groups:
         if group.baseline and group.difference() and group.tokens() != group.baseline.tokens():
             seen = f"{count(group.tokens())} tokens, {group.baseline.label} {count(group.baseline.tokens())}"
@@ -166,12 +187,20 @@ def page_notes(groups: list[Group]) -> list[str]:
         counted = {run.seed: run for run in group.results}
         for run in group.finished:
             if run.seed is not None and (other := counted[run.seed]) is not run:
-                notes.append(f"{run.name}: {other.name} has its settings and its seed, and is the one that counts.")
-        shown = "the table shows the last evaluation" if group.final("loss") else "it was never evaluated"
+                notes.append(
+                    f"{run.name}: {other.name} has its settings and its seed, and is the one that counts."
+                )
+        shown = (
+            "the table shows the last evaluation"
+            if group.final("loss")
+            else "it was never evaluated"
+        )
         which = "the table counts only finished runs" if group.finished else shown
         notes += [f"{run.name}: {run.stopped}; {which}." for run in group.runs if run.stopped]
         waiting = [run.name for run in group.runs if run.summary is None and not run.stopped]
         if waiting:
-            notes.append(f"Unfinished ({group.label}): {join(waiting)}, without summary.json; {which}.")
+            notes.append(
+                f"Unfinished ({group.label}): {join(waiting)}, without summary.json; {which}."
+            )
         notes += [f"{run.name}: {note.rstrip('.')}." for run in group.runs for note in run.notes]
     return notes

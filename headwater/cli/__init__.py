@@ -43,7 +43,9 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # 25 lines of C++ on a CPU without bf16
+    warnings.filterwarnings(
+        "ignore", message="mkldnn_matmul failed"
+    )  # 25 lines of C++ on a CPU without bf16
     if words[0:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
@@ -63,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it on its way out
         return 0
     except KeyboardInterrupt:
-        return fail("stopped by Ctrl-C outside of a training step; what was saved before is intact", 130)
+        return fail(
+            "stopped by Ctrl-C outside of a training step; what was saved before is intact", 130
+        )
     except OSError as error:
         if error.errno not in SYSTEM_ERRORS:
             raise
@@ -103,7 +107,9 @@ NOT_MADE = "It cannot be made there, or was removed meanwhile: choose another pa
 
 
 def usage() -> str:
-    lines = [f"  {name:<10} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items()]
+    lines = [
+        f"  {name:<10} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items()
+    ]
     about = "headwater: the residual stream as a part you can swap.\n\nusage: headwater COMMAND [FLAGS]\n"
     more = "\nheadwater COMMAND --help lists the flags of a command; headwater --version says which one this is."
     return "\n".join([about, *lines, more])

@@ -31,7 +31,13 @@ DEMO: dict[str, Any] = {
     "model": ModelSettings(size="deep", layers=12),
     "optim": OptimSettings(lr=6e-3, warmup=20),
     "train": TrainSettings(
-        steps=200, batch_size=8, eval_every=50, eval_windows=64, depth_every=50, save_every=100, keep=1
+        steps=200,
+        batch_size=8,
+        eval_every=50,
+        eval_windows=64,
+        depth_every=50,
+        save_every=100,
+        keep=1,
     ),
 }
 
@@ -108,7 +114,9 @@ class GenerateFlags(PluginFlags):
     prompt: tuple[str, ...] = ("def ",)
     """One or several, of any lengths, which are continued together."""
     max_new_tokens: int = 100
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=lambda: Sampling(temperature=0.8))
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: Sampling(temperature=0.8)
+    )
     stop: tuple[str, ...] = ()
     """Words that end a text."""
     stream: bool = False
@@ -278,9 +286,16 @@ THEIRS = {
 
 def flag_of(words: Sequence[str], path: str | None) -> str | None:
     """The flag that led to a path that was to be written: the one whose value is the path or a folder above it."""
-    flags = [word.split("=", 1) if "=" in word else [word, after] for word, after in zip(words, [*words[1:], ""])]
+    flags = [
+        word.split("=", 1) if "=" in word else [word, after]
+        for word, after in zip(words, [*words[1:], ""])
+    ]
     above = [Path(path or ".").absolute(), *Path(path or ".").absolute().parents]
-    found = (flag for flag, value in flags if flag in WRITTEN and value and Path(value).absolute() in above)
+    found = (
+        flag
+        for flag, value in flags
+        if flag in WRITTEN and value and Path(value).absolute() in above
+    )
     return next(found, None)
 
 
@@ -289,7 +304,9 @@ def peek(argv: list[str], default: Where) -> Where:
     for flag in (word.partition("=")[0] for word in argv):
         if ours := THEIRS.get(flag.replace("_", "-")):
             raise UserError(f"unknown flag {flag}: here it is {ours}")
-    return paths_at_home(tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0])
+    return paths_at_home(
+        tyro.cli(Where, args=argv, default=default, return_unknown_args=True, add_help=False)[0]
+    )
 
 
 def paths_at_home(found: T) -> T:
@@ -319,17 +336,30 @@ def sized(settings: Config, argv: list[str]) -> Config:
     if "size" not in given:
         return settings
     model = settings.model
-    shape: dict[str, Any] = {key: None for key in SIZED.union(SIZES.get(model.size, ())) if key not in given}
+    shape: dict[str, Any] = {
+        key: None for key in SIZED.union(SIZES.get(model.size, ())) if key not in given
+    }
     return replace(settings, model=replace(model, **shape))
 
 
 def parse(
-    flags: type[T], argv: list[str], command: Callable[..., None], default: T | None = None, name: str | None = None
+    flags: type[T],
+    argv: list[str],
+    command: Callable[..., None],
+    default: T | None = None,
+    name: str | None = None,
 ) -> T:
     """`name`: of the command, where it cannot be the function's."""
-    settings = {"prog": f"headwater {name or command.__name__}", "description": command.__doc__, "args": argv}
+    settings = {
+        "prog": f"headwater {name or command.__name__}",
+        "description": command.__doc__,
+        "args": argv,
+    }
     extra = {} if default is None else {"default": default}
-    shape = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)  # comments are for readers of the code
+    shape = (
+        tyro.conf.OmitArgPrefixes,
+        tyro.conf.HelptextFromCommentsOff,
+    )  # comments are for readers of the code
     found: T = paths_at_home(tyro.cli(flags, config=shape, **settings, **extra))  # type: ignore[call-overload]
     _refuse_repeats(found, argv)
     if isinstance(found, PluginFlags) and found.plugin:
@@ -347,7 +377,11 @@ def _refuse_repeats(found: Any, argv: Sequence[str]) -> None:
         spelt = (f"--{name.replace('_', '-')}", *(("--arms",) if name == "residuals" else ()))
         if sum(given[flag] for flag in spelt) > 1:
             typed = [flag for flag in spelt if given[flag]]
-            said = f"{typed[0]} is given twice" if len(typed) == 1 else f"{' and '.join(typed)} are one flag"
+            said = (
+                f"{typed[0]} is given twice"
+                if len(typed) == 1
+                else f"{' and '.join(typed)} are one flag"
+            )
             raise UserError(f"{said}: give it once, with all its values after it")
     if isinstance(found, TrainFlags) and given["--residual"] > 1:
         raise UserError(

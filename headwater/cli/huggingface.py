@@ -31,7 +31,9 @@ def convert(argv: list[str]) -> None:
         others = (flags.residual, flags.layout, flags.dtype)
         if flags.remote_code and is_converted(flags.folder) and others == (None, None, None):
             add_remote_code(flags.folder, flags.out)
-            say(f"{flags.out}: {flags.folder} with a modeling file. trust_remote_code=True loads it without headwater")
+            say(
+                f"{flags.out}: {flags.folder} with a modeling file. trust_remote_code=True loads it without headwater"
+            )
             return
         report = convert_folder(
             flags.folder,
@@ -56,9 +58,15 @@ def convert(argv: list[str]) -> None:
     if flags.residual is not None:
         trained = getattr(model.config, "headwater", None)
         if trained is not None:
-            raise UserError(f"{flags.folder} was trained with '{trained['residual']}': leave --residual out")
+            raise UserError(
+                f"{flags.folder} was trained with '{trained['residual']}': leave --residual out"
+            )
         say(str(hf.convert(model, flags.residual)))
-    write_model(model if flags.dtype is None else model.to(getattr(torch, flags.dtype)), tokenizer, flags.out)
+    write_model(
+        model if flags.dtype is None else model.to(getattr(torch, flags.dtype)),
+        tokenizer,
+        flags.out,
+    )
     say(f"{flags.out}: a {type(model).__name__} with the weights of {flags.folder}")
 
 
@@ -69,7 +77,9 @@ def revert(argv: list[str]) -> None:
     from headwater.hf.formats.convert import revert_folder
 
     residual = revert_folder(flags.folder, flags.out)
-    say(f"{flags.out}: the plain model of {flags.folder}, without '{residual}' and what that has learned")
+    say(
+        f"{flags.out}: the plain model of {flags.folder}, without '{residual}' and what that has learned"
+    )
 
 
 def verify(argv: list[str]) -> None:
@@ -99,10 +109,21 @@ def evaluate(argv: list[str]) -> None:
     from headwater.hf.evaluate import table
     from headwater.hf.formats.folder import is_transformers, load_with_tokenizer
 
-    model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else export_run)(flags.folder)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about how it is called, which is our doing
+    model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else export_run)(
+        flags.folder
+    )
+    logging.getLogger("lm_eval").setLevel(
+        logging.ERROR
+    )  # it warns about how it is called, which is our doing
     options = {name: getattr(flags, name) for name in ("fewshot", "limit", "batch_size", "device")}
-    results = run(model, tokenizer, tasks, include_path=flags.include_path, unsafe_code=flags.unsafe_code, **options)
+    results = run(
+        model,
+        tokenizer,
+        tasks,
+        include_path=flags.include_path,
+        unsafe_code=flags.unsafe_code,
+        **options,
+    )
     settings = getattr(model.config, "headwater", {"residual": "standard"})
     about = {"checkpoint": str(flags.folder), "residual": settings["residual"], **options}
     out = flags.out or flags.folder / "eval.json"

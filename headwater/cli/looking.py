@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.cli.flags import DoctorFlags, InspectFlags, ReportFlags, ResidualsFlags, ScalingFlags, parse
+from headwater.cli.flags import (
+    DoctorFlags,
+    InspectFlags,
+    ReportFlags,
+    ResidualsFlags,
+    ScalingFlags,
+    parse,
+)
 from headwater.cli.models import check_device, is_transformers, load_any, say
 from headwater.errors import UserError, user_values
 
@@ -49,7 +56,9 @@ def apart(folders: Sequence[Path], prompt: str, device: str) -> tuple[list[Path]
     found = []
     for folder in theirs:
         model, tokenizer, encode = load_any(folder, device)
-        inspection = look(model, encode(prompt), tokenizer=tokenizer, name=folder.resolve().name, removals="none")
+        inspection = look(
+            model, encode(prompt), tokenizer=tokenizer, name=folder.resolve().name, removals="none"
+        )
         text = model.config.get_text_config()
         found.append(prompted_run(inspection, dim=text.hidden_size, layers=text.num_hidden_layers))
     return [folder for folder in folders if folder not in theirs], found
@@ -62,8 +71,14 @@ def residuals(argv: list[str]) -> None:
         from headwater.analyze.table import markdown, print_options, print_table, residual_table
 
         if flags.check:
-            if unused := [word for word in argv if word.partition("=")[0] in ("--dim", "--layers", "--markdown")]:
-                raise UserError(f"--check looks at 4 layers of width 32, and has no table: leave out {unused[0]}")
+            if unused := [
+                word
+                for word in argv
+                if word.partition("=")[0] in ("--dim", "--layers", "--markdown")
+            ]:
+                raise UserError(
+                    f"--check looks at 4 layers of width 32, and has no table: leave out {unused[0]}"
+                )
             check(flags.residuals)
             return
         rows = residual_table(flags.residuals or None, dim=flags.dim, layers=flags.layers)
@@ -107,14 +122,25 @@ def scaling(argv: list[str]) -> None:
         found = compare_runs(taken, flags.baseline)
         say(table(found, flags.baseline))
         asked = runs if flags.lr == "best" else taken
-        if missing := sum(number((run.summary or {}).get("bits_per_byte")) is None for run in asked):
+        if missing := sum(
+            number((run.summary or {}).get("bits_per_byte")) is None for run in asked
+        ):
             say(f"Left out, as they have not finished or diverged: {missing} of {len(asked)} runs")
         if extended := ", ".join(run.name for run in taken if run.summary and run.extended):
-            say(f"Counted, though they went on to other steps than planned, under no single schedule: {extended}")
+            say(
+                f"Counted, though they went on to other steps than planned, under no single schedule: {extended}"
+            )
         told = {"optim.lr"} if flags.lr == "best" else set()
-        apart = {scaling.residual: [key for key in scaling.confounders if key not in told] for scaling in found}
-        if shared := "; ".join(f"{name} of {', '.join(keys)}" for name, keys in apart.items() if keys):
-            say(f"Settings differ beyond the residual, so that what it is worth is worth of them too: {shared}")
+        apart = {
+            scaling.residual: [key for key in scaling.confounders if key not in told]
+            for scaling in found
+        }
+        if shared := "; ".join(
+            f"{name} of {', '.join(keys)}" for name, keys in apart.items() if keys
+        ):
+            say(
+                f"Settings differ beyond the residual, so that what it is worth is worth of them too: {shared}"
+            )
         if flags.lr == "best":
             say(f"Learning rates, by operations:\n{rates_by_budget(runs, operations)}")
         out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out
@@ -125,7 +151,9 @@ def inspect(argv: list[str]) -> None:
     """Look inside a model as it reads a prompt: one HTML page, or --serve it with a prompt box."""
     flags = parse(InspectFlags, argv, inspect)
     if not 1 <= len(flags.models) <= 2:
-        raise UserError(f"give one model or two, as in `headwater inspect runs/first`; got {len(flags.models)}")
+        raise UserError(
+            f"give one model or two, as in `headwater inspect runs/first`; got {len(flags.models)}"
+        )
     if flags.top < 1:
         raise UserError(f"--top must be at least 1, got {flags.top}")
     check_device(flags.device)
@@ -144,7 +172,9 @@ def inspect(argv: list[str]) -> None:
             for (model, tokenizer, encode), name in zip(loaded, names)
         ]
 
-    prompt = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
+    prompt = flags.prompt.encode("utf-8", "surrogateescape").decode(
+        "utf-8", "replace"
+    )  # bytes that are no text
     if flags.serve:
         serve(look, prompt, flags.port, say)
         return
@@ -159,6 +189,11 @@ def doctor(argv: list[str]) -> None:
 
     findings = examine()
     width = max(len(name) for name, _, _ in findings)
-    say("\n".join(f"{'!' if problem else ' '} {name:<{width}}  {state}" for name, state, problem in findings))
+    say(
+        "\n".join(
+            f"{'!' if problem else ' '} {name:<{width}}  {state}"
+            for name, state, problem in findings
+        )
+    )
     if problems := sum(problem for _, _, problem in findings):
         raise UserError(f"{problems} of these must be mended: the lines with an exclamation mark")

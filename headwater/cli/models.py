@@ -32,7 +32,9 @@ def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[
 
 def needs(module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise UserError(f"this command needs the package `{module}`: pip install 'headwater[{extra}]'")
+        raise UserError(
+            f"this command needs the package `{module}`: pip install 'headwater[{extra}]'"
+        )
 
 
 def check_device(device: str) -> None:

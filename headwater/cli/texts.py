@@ -24,11 +24,15 @@ def generate(argv: list[str]) -> None:
         flags.sampling.check()
         check_counts(flags.max_new_tokens, flags.prefill_chunk)
     if flags.stream and len(flags.prompt) > 1:
-        raise UserError(f"--stream shows one text as it comes, and there are {len(flags.prompt)} prompts: leave it out")
+        raise UserError(
+            f"--stream shows one text as it comes, and there are {len(flags.prompt)} prompts: leave it out"
+        )
     from headwater.models.text import continue_texts
 
     # Bytes that are no text arrive as surrogates.
-    prompts = [word.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for word in flags.prompt]
+    prompts = [
+        word.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for word in flags.prompt
+    ]
     check_device(flags.device)
     with ready_for_text(flags.folder, flags.device, flags.tensor) as (model, tokenizer):
         steps = continue_texts(
@@ -61,18 +65,29 @@ def show_texts(steps: Iterator[list[str]], prompts: list[str], flags: GenerateFl
         print(flush=True)
         raise Interrupted(f"stopped by Ctrl-C after {count} tokens", signal.SIGINT) from None
     for prompt, text in zip(prompts, texts):
-        say("" if flags.stream else text if len(texts) == 1 else f"[{prompt}] {text[len(prompt) :]}")
+        say(
+            "" if flags.stream else text if len(texts) == 1 else f"[{prompt}] {text[len(prompt) :]}"
+        )
     seconds = time.perf_counter() - began
-    count = min(count, flags.max_new_tokens)  # what is left at the end is a step without a token where there are none
-    counted = f"{count} tokens" if len(texts) == 1 else f"{count} tokens of each of {len(texts)} texts"
-    print(f"{counted} in {seconds:.1f} s: {count * len(texts) / seconds:.0f} tokens/s", file=sys.stderr)
+    count = min(
+        count, flags.max_new_tokens
+    )  # what is left at the end is a step without a token where there are none
+    counted = (
+        f"{count} tokens" if len(texts) == 1 else f"{count} tokens of each of {len(texts)} texts"
+    )
+    print(
+        f"{counted} in {seconds:.1f} s: {count * len(texts) / seconds:.0f} tokens/s",
+        file=sys.stderr,
+    )
 
 
 @contextmanager
 def ready_for_text(folder: Path, device: str, tensor: int) -> Iterator[tuple[Any, Any]]:
     """What continues texts, and its tokenizer: of a run, on `tensor` ranks; or of a transformers folder."""
     if tensor != 1 and is_transformers(folder):
-        raise UserError(f"--tensor divides the models of runs, and {folder} is a transformers model: leave it out")
+        raise UserError(
+            f"--tensor divides the models of runs, and {folder} is a transformers model: leave it out"
+        )
     if tensor != 1:
         from headwater.train.distributed.generate import divided_run
 

@@ -38,7 +38,9 @@ def train(argv: list[str]) -> None:
 
     result = run(settings, flags.out, resume=flags.resume)
     if int(os.environ.get("RANK", "0")) == 0:
-        say(f"{flags.out}: {result.bits_per_byte:.4f} bits per byte on held-out text after {result.steps} steps")
+        say(
+            f"{flags.out}: {result.bits_per_byte:.4f} bits per byte on held-out text after {result.steps} steps"
+        )
 
 
 def compare(argv: list[str]) -> None:
@@ -50,13 +52,27 @@ def compare(argv: list[str]) -> None:
         saved = read_json(where.out / "compare.json")
         default = replace(default, residuals=tuple(saved["residuals"]), seeds=tuple(saved["seeds"]))
     flags = parse(CompareFlags, argv, compare, default)
-    if (flags.settings.model.residual, flags.settings.train.seed) != (base.model.residual, base.train.seed):
-        raise UserError("compare takes --residuals and --seeds, several of each, in place of --residual and --seed")
+    if (flags.settings.model.residual, flags.settings.train.seed) != (
+        base.model.residual,
+        base.train.seed,
+    ):
+        raise UserError(
+            "compare takes --residuals and --seeds, several of each, in place of --residual and --seed"
+        )
     settings = check(sized(flags.settings, argv))
     from headwater.train import compare as run
 
-    run(settings, flags.out, residuals=flags.residuals, seeds=flags.seeds, jobs=flags.jobs, resume=flags.resume)
-    say(f"Runs and table.json are in {flags.out}; look at them with: headwater report {quote(str(flags.out))}")
+    run(
+        settings,
+        flags.out,
+        residuals=flags.residuals,
+        seeds=flags.seeds,
+        jobs=flags.jobs,
+        resume=flags.resume,
+    )
+    say(
+        f"Runs and table.json are in {flags.out}; look at them with: headwater report {quote(str(flags.out))}"
+    )
 
 
 def study(argv: list[str]) -> None:
@@ -75,14 +91,18 @@ def plan(argv: list[str]) -> None:
     """Say what a run will need on each rank: memory, bytes between stages, bubble. Starts nothing."""
     argv = ["--config", *argv] if argv and not argv[0].startswith("-") else argv
     where = peek(argv, Where())
-    flags = parse(PlanFlags, argv, plan, PlanFlags(settings=base_config(where, where.out / "config.json")))
+    flags = parse(
+        PlanFlags, argv, plan, PlanFlags(settings=base_config(where, where.out / "config.json"))
+    )
     settings = check(sized(flags.settings, argv))
     from headwater.train.data.tokenizer import expected_vocabulary
     from headwater.train.distributed.plan import describe, make_plan
     from headwater.train.run import named_model
 
     with user_values():
-        model = named_model(settings.model, 1 if settings.model.vocab_size else expected_vocabulary(settings.data))
+        model = named_model(
+            settings.model, 1 if settings.model.vocab_size else expected_vocabulary(settings.data)
+        )
         made = make_plan(settings, model, flags.world, half=flags.gpu, fused=flags.gpu)
     say(describe(made, flags.memory, settings.train.checkpoint_activations))
 
@@ -107,5 +127,12 @@ def demo(argv: list[str]) -> None:
 
     config = Config(model=DEMO["model"], optim=DEMO["optim"], train=DEMO["train"])
     begun = (flags.out / "compare.json").exists()
-    run(config, flags.out, residuals=DEMO["residuals"], seeds=DEMO["seeds"], jobs=flags.jobs, resume=begun)
+    run(
+        config,
+        flags.out,
+        residuals=DEMO["residuals"],
+        seeds=DEMO["seeds"],
+        jobs=flags.jobs,
+        resume=begun,
+    )
     say(f"Report: {make_report([flags.out], flags.out / 'report.html').resolve()}")

@@ -48,7 +48,11 @@ def evaluate(
 
         results = evaluate(*headwater.hf.export_run("runs/first"), ["hellaswag"], limit=100)
     """
-    for name, value, least in (("limit", limit, 1), ("fewshot", fewshot, 0), ("batch_size", batch_size, 1)):
+    for name, value, least in (
+        ("limit", limit, 1),
+        ("fewshot", fewshot, 0),
+        ("batch_size", batch_size, 1),
+    ):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value}")
     from lm_eval import simple_evaluate
@@ -62,16 +66,28 @@ def evaluate(
         )
     model.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps nn.Module.to without its types
     scored = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-    options = {"num_fewshot": fewshot, "limit": limit, "log_samples": False, "confirm_run_unsafe_code": unsafe_code}
+    options = {
+        "num_fewshot": fewshot,
+        "limit": limit,
+        "log_samples": False,
+        "confirm_run_unsafe_code": unsafe_code,
+    }
     try:
         with _permission(unsafe_code):
             results = simple_evaluate(scored, tasks=list(tasks), task_manager=manager, **options)
-    except (ConnectionError, FileNotFoundError) as error:  # the latter for what is not in a cache either
+    except (
+        ConnectionError,
+        FileNotFoundError,
+    ) as error:  # the latter for what is not in a cache either
         names = ", ".join(tasks)
-        raise UserError(f"the data of {names} is not on this machine and cannot be fetched: {error}") from None
+        raise UserError(
+            f"the data of {names} is not on this machine and cannot be fetched: {error}"
+        ) from None
     assert results is not None  # None on ranks other than the first, and there is one
     kept = {name: results[name] for name in KEPT if name in results}
-    return json.loads(json.dumps(kept, default=float), parse_constant=lambda _: None)  # JSON has no NaN
+    return json.loads(
+        json.dumps(kept, default=float), parse_constant=lambda _: None
+    )  # JSON has no NaN
 
 
 def unsafe_among(manager: Any, names: Sequence[str]) -> list[str]:
@@ -84,7 +100,11 @@ def unsafe_among(manager: Any, names: Sequence[str]) -> list[str]:
         settings = entry.cfg or {}
         inside = settings.get("task", []) if isinstance(settings.get("task"), list) else []
         inside = [item for item in inside if isinstance(item, str)]
-        inside += [other.name for other in manager.task_index.values() if name in other.tags and other.name != name]
+        inside += [
+            other.name
+            for other in manager.task_index.values()
+            if name in other.tags and other.name != name
+        ]
         found += [name] if settings.get("unsafe_code") else unsafe_among(manager, inside)
     return list(dict.fromkeys(found))
 

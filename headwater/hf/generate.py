@@ -28,7 +28,9 @@ from headwater.residuals import Residual
 from .convert.layouts import PREFIX
 from .formats.decoder import DecoderForCausalLM
 
-STATES_INSIDE = {"recurrent_gemma"}  # kept in its modules: those of another text, or of a portion alone
+STATES_INSIDE = {
+    "recurrent_gemma"
+}  # kept in its modules: those of another text, or of a portion alone
 BEGINS_ANEW = {"jamba"}  # its state space layers, with every portion but single tokens
 PORTION, LEAST = 8192, 256  # tokens of all prompts to read at once, unless told; of one at least
 
@@ -49,14 +51,26 @@ class TransformersEngine:
             self.vocab, self.context = model.decoder.config.vocab_size, model.decoder.config.context
         else:
             text = model.config.get_text_config()
-            self.vocab, self.context = text.vocab_size, getattr(text, "max_position_embeddings", None) or sys.maxsize
+            self.vocab, self.context = (
+                text.vocab_size,
+                getattr(text, "max_position_embeddings", None) or sys.maxsize,
+            )
 
-    def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+    def reader(
+        self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool
+    ) -> Reader:
         if isinstance(self.module, DecoderForCausalLM):
             return DecoderEngine(self.module.decoder).reader(rows, new, chunk, use_cache, graph)
         residuals = (module for module in self.module.modules() if isinstance(module, Residual))
-        keeps = "past_key_values" in inspect.signature(self.module.forward).parameters  # state space models do not
-        if not (use_cache and keeps and not self.inside and all(residual.token_local for residual in residuals)):
+        keeps = (
+            "past_key_values" in inspect.signature(self.module.forward).parameters
+        )  # state space models do not
+        if not (
+            use_cache
+            and keeps
+            and not self.inside
+            and all(residual.token_local for residual in residuals)
+        ):
             return _Anew(self.module, rows)
         return _Cached(self.module, rows, new, chunk, graph)
 
@@ -80,7 +94,9 @@ class Words:
             return ids
         begins = self.tokenizer.bos_token_id
         if begins is None and self.end_of_text < 0:
-            raise UserError("a prompt is empty, and the tokenizer has no token that begins a text: give it a word")
+            raise UserError(
+                "a prompt is empty, and the tokenizer has no token that begins a text: give it a word"
+            )
         return [self.end_of_text if begins is None else begins]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -89,13 +105,17 @@ class Words:
         return whole[len(before) :]
 
     def _text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)  # which would change what has been shown
+        return self.tokenizer.decode(
+            ids, clean_up_tokenization_spaces=False
+        )  # which would change what has been shown
 
 
 def _takes_static_cache(model: Any) -> bool:
     """Whether what a cache of fixed size has beyond a row's tokens does no harm, and dtypes fit it: flash attention
     takes the cache's end for the tokens', and under autocast keys and values differ in dtype."""
-    if is_flash_attention_requested(model.config.get_text_config()) or torch.is_autocast_enabled(model.device.type):
+    if is_flash_attention_requested(model.config.get_text_config()) or torch.is_autocast_enabled(
+        model.device.type
+    ):
         return False
     return getattr(model, "_can_compile_fullgraph", False)  # transformers' word for it
 
@@ -106,7 +126,9 @@ def _fixed_cache(model: Any, length: int, recorded: bool) -> StaticCache:
     cache = StaticCache(config=model.config, max_cache_len=length)
     if recorded:
         windows = (isinstance(layer, StaticSlidingWindowLayer) for layer in cache.layers)
-        cache.layers = [StaticLayer(length) if short else layer for short, layer in zip(windows, cache.layers)]
+        cache.layers = [
+            StaticLayer(length) if short else layer for short, layer in zip(windows, cache.layers)
+        ]
     return cache
 
 
@@ -129,7 +151,9 @@ class _Anew(ReadAnew):
 class _Cached(_Anew):
     """Reads all prompts together, in portions if asked, then one token of every row at a time."""
 
-    def __init__(self, model: Any, rows: list[list[int]], new: int, chunk: Portion, graph: bool) -> None:
+    def __init__(
+        self, model: Any, rows: list[list[int]], new: int, chunk: Portion, graph: bool
+    ) -> None:
         super().__init__(model, rows)
         longest = max(map(len, rows))
         self.chunk = chunk if isinstance(chunk, int) else longest
@@ -137,17 +161,29 @@ class _Cached(_Anew):
             self.chunk = max(LEAST, PORTION // len(rows))
         if (kind := _model_type(model)) in BEGINS_ANEW:
             if isinstance(chunk, int) and chunk < longest:
-                raise ValueError(f"prefill_chunk is {chunk}, and {kind} of transformers reads prompts at once alone")
+                raise ValueError(
+                    f"prefill_chunk is {chunk}, and {kind} of transformers reads prompts at once alone"
+                )
             self.chunk = longest
         static = _takes_static_cache(model)
         self.graph = graph and static and self.device.type == "cuda"
-        self.cache = _fixed_cache(model, longest + new, self.graph) if static else DynamicCache(config=model.config)
+        self.cache = (
+            _fixed_cache(model, longest + new, self.graph)
+            if static
+            else DynamicCache(config=model.config)
+        )
         lacking = torch.tensor([longest - len(row) for row in rows], device=self.device)
-        self.places = torch.arange(longest, device=self.device) - lacking[:, None]  # (B, longest), below zero: padding
+        self.places = (
+            torch.arange(longest, device=self.device) - lacking[:, None]
+        )  # (B, longest), below zero: padding
         self.mask = None
         if int(lacking.max()):
-            self.mask = torch.arange(longest + new, device=self.device) >= lacking[:, None]  # (B, longest + new)
-            self.chunk = max(2, self.chunk)  # a single token is never taken for padding by layers that keep a state
+            self.mask = (
+                torch.arange(longest + new, device=self.device) >= lacking[:, None]
+            )  # (B, longest + new)
+            self.chunk = max(
+                2, self.chunk
+            )  # a single token is never taken for padding by layers that keep a state
         self.seen, self.static = 0, static
         self.states = any(hasattr(layer, "update_recurrent_state") for layer in self.cache.layers)
 
@@ -156,7 +192,9 @@ class _Cached(_Anew):
             yield from super().tokens(draw, drawn, count)
             return
         logits = self._prefill()
-        yield from ReplayedSteps(self.step, len(self.rows), self.device, draw).tokens_after(logits, count)
+        yield from ReplayedSteps(self.step, len(self.rows), self.device, draw).tokens_after(
+            logits, count
+        )
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         if not self.seen:
@@ -165,8 +203,12 @@ class _Cached(_Anew):
 
     def _prefill(self) -> Tensor:
         longest = self.places.shape[1]
-        padded = torch.tensor([[0] * (longest - len(row)) + row for row in self.rows], device=self.device)
-        for tokens, places in zip(padded.split(self.chunk, 1), self.places.clamp_min(0).split(self.chunk, 1)):
+        padded = torch.tensor(
+            [[0] * (longest - len(row)) + row for row in self.rows], device=self.device
+        )
+        for tokens, places in zip(
+            padded.split(self.chunk, 1), self.places.clamp_min(0).split(self.chunk, 1)
+        ):
             logits = self._read(tokens, places, self._mask_of(tokens.shape[1]))
         self.places = self.places[:, -1:] + 1
         return logits
@@ -187,5 +229,9 @@ class _Cached(_Anew):
     def _read(self, tokens: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
         self.seen += tokens.shape[1]
         return self.forward(
-            tokens, position_ids=places, attention_mask=mask, past_key_values=self.cache, use_cache=True
+            tokens,
+            position_ids=places,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
         )

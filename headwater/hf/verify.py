@@ -71,13 +71,22 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "equal" if self.equal else "NOT equal"
-        what = f"residual '{self.residual}' at {len(self.sites)} sites" if self.residual else "not converted"
+        what = (
+            f"residual '{self.residual}' at {len(self.sites)} sites"
+            if self.residual
+            else "not converted"
+        )
         cached = [f"  {name}: {distance}" for name, distance in self.decoding.items()]
-        lines = [f"{verdict}: {self.whole}; {what}", *(cached or ["  decoding from a cache: not tried"])]
+        lines = [
+            f"{verdict}: {self.whole}; {what}",
+            *(cached or ["  decoding from a cache: not tried"]),
+        ]
         return "\n".join([*lines, FROM_FP32] if self.whole.half else lines)
 
 
-def verify(model: nn.Module, reference: nn.Module, batch: Tensor | Mapping[str, Any]) -> Verification:
+def verify(
+    model: nn.Module, reference: nn.Module, batch: Tensor | Mapping[str, Any]
+) -> Verification:
     """Whether a converted model still computes what the plain one does. Neither is changed.
 
     In fp32 the KL of the reference to the model may be 1e-6 nats per token. In half precision even the plain model is
@@ -99,19 +108,27 @@ def verify(model: nn.Module, reference: nn.Module, batch: Tensor | Mapping[str, 
     """
     for given in (model, reference):
         if not isinstance(given, nn.Module):
-            raise UserError(f"verify takes two loaded models and a batch; got a {type(given).__name__}")
+            raise UserError(
+                f"verify takes two loaded models and a batch; got a {type(given).__name__}"
+            )
     if isinstance(batch, str):
-        raise UserError("a batch is token ids, and this is a text: give tokenizer(text, return_tensors='pt')")
+        raise UserError(
+            "a batch is token ids, and this is a text: give tokenizer(text, return_tensors='pt')"
+        )
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     dtype, conversion = dtype_of(model), _conversion(model)
-    has_cache = "input_ids" in inputs and (conversion is None or conversion.depth.residual.token_local)
+    has_cache = "input_ids" in inputs and (
+        conversion is None or conversion.depth.residual.token_local
+    )
     has_cache &= not any(isinstance(each, DecoderForCausalLM) for each in (model, reference))
     half = dtype.itemsize < torch.float32.itemsize
     ours = _passes(model, inputs, has_cache)
     plain = _passes(cast(reference, dtype), inputs, has_cache) if half else {}
     truth = _passes(cast(reference, torch.float32), inputs, has_cache)
     rounding = [_kl(plain[name], truth[name]) for name in plain]
-    distances = {name: _distance(ours[name], truth[name], rounding) for name in truth if name in ours}
+    distances = {
+        name: _distance(ours[name], truth[name], rounding) for name in truth if name in ours
+    }
     return Verification(
         whole=distances.pop("whole"),
         decoding=distances,
@@ -151,24 +168,39 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _passes(model: nn.Module, inputs: Mapping[str, Any], has_cache: bool) -> dict[str, Tensor]:
     """Logits by kind of token, (tokens, V), in fp64 on the CPU."""
     device = next(model.parameters()).device
-    device = torch.device("cpu") if device.type == "meta" else device  # offloaded: a hook takes it from there
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    device = (
+        torch.device("cpu") if device.type == "meta" else device
+    )  # offloaded: a hook takes it from there
+    moved = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
     with evaluating(model), torch.no_grad():
         logits, mask = whole(model, moved), moved.get("attention_mask")
-        found = {"whole": logits[mask.bool()] if mask is not None and mask.shape == logits.shape[:2] else logits}
+        found = {
+            "whole": logits[mask.bool()]
+            if mask is not None and mask.shape == logits.shape[:2]
+            else logits
+        }
         if has_cache and moved["input_ids"].shape[1] > 1:
             padded = pad_left({name: value for name, value in moved.items() if name != "labels"})
             cached = decoded(model, padded)
             parts = {} if cached is None else parts_of(padded["attention_mask"])
             parts.pop("in one pass", None)  # that is `whole`
-            found |= {name: cached[kept] for name, kept in parts.items() if cached is not None and kept.any()}
+            found |= {
+                name: cached[kept]
+                for name, kept in parts.items()
+                if cached is not None and kept.any()
+            }
     return {name: logits.double().cpu().flatten(0, -2) for name, logits in found.items()}
 
 
 def _distance(ours: Tensor, truth: Tensor, rounding: list[Tensor]) -> Distance:
     """`rounding`: how far the plain model in half precision is from fp32, by kind; empty in fp32."""
     if ours.shape != truth.shape:
-        raise UserError(f"the models do not compare: logits {tuple(ours.shape)} and {tuple(truth.shape)}")
+        raise UserError(
+            f"the models do not compare: logits {tuple(ours.shape)} and {tuple(truth.shape)}"
+        )
     kl = _kl(ours, truth)
     return Distance(
         kl=float(kl.mean()),

@@ -67,7 +67,9 @@ class Rotary(nn.Module):
         frequency = self.theta ** (
             -torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
         )
-        angle = torch.outer(torch.arange(context, dtype=torch.float64, device=device), frequency)  # (T, head_dim / 2)
+        angle = torch.outer(
+            torch.arange(context, dtype=torch.float64, device=device), frequency
+        )  # (T, head_dim / 2)
         return angle.cos().float(), angle.sin().float()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
@@ -75,12 +77,16 @@ class Rotary(nn.Module):
         empty = self.cos.is_meta
         super()._apply(*args, **kwargs)
         if empty and not self.cos.is_meta:
-            self.cos, self.sin = (table.to(self.cos) for table in self.tables(len(self.cos), torch.device("cpu")))
+            self.cos, self.sin = (
+                table.to(self.cos) for table in self.tables(len(self.cos), torch.device("cpu"))
+            )
         return self
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         if start + length > len(self.cos):
-            raise ValueError(f"{start + length} positions exceed the model's context of {len(self.cos)}")
+            raise ValueError(
+                f"{start + length} positions exceed the model's context of {len(self.cos)}"
+            )
         return self.cos[start : start + length], self.sin[start : start + length]
 
     def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +101,9 @@ class Attention(nn.Module):
     backend: Backend = "auto"
     """Of the rotation, where one product makes queries, keys and values, and no norm is between."""
 
-    def __init__(self, config: ModelConfig, window: int | None = None, mixes_values: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, window: int | None = None, mixes_values: bool = False
+    ) -> None:
         super().__init__()
         self.window = window
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
@@ -104,8 +112,12 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.output = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
-        self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.query_norm = (
+            RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        )
+        self.key_norm = (
+            RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        )
         self.value_mix = nn.Parameter(torch.full((2,), 0.5)) if mixes_values else None
 
     def forward(
@@ -127,7 +139,9 @@ class Attention(nn.Module):
         """The weights that a residual may ask to start smaller, besides the output's."""
         return (self.value.weight,)
 
-    def _turned(self, x: Read, rotary: tuple[Tensor, Tensor], cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned(
+        self, x: Read, rotary: tuple[Tensor, Tensor], cached: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, turned by their positions, and values, (B, heads, T, d) each."""
         parts = self._project(x, cached)
         if len(parts) == 1 and not (self.qk_norm or cached):

@@ -8,7 +8,9 @@ from typing import Any
 from .pattern import layers_of
 
 KIMI = {"pattern": "kda*3:mla", "shared_experts": 1, "dense_layers": 1}
-KIMI_48B = ":".join(["kda*3:mla"] * 6 + ["kda*2:mla"])  # the last layer is full attention, so it is no period of four
+KIMI_48B = ":".join(
+    ["kda*3:mla"] * 6 + ["kda*2:mla"]
+)  # the last layer is full attention, so it is no period of four
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "nano": {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 176, "context": 128},
@@ -87,15 +89,16 @@ class ModelConfig:
     fp32_stream: bool = False
     depth_start: bool = True
     rope_theta: float = 10000.0
-    norm_eps: float = 1e-8  # small: a read that averages n sources has an n^2 smaller mean square than their sum
+    norm_eps: float = (
+        1e-8  # small: a read that averages n sources has an n^2 smaller mean square than their sum
+    )
     pattern: str = "attention"
     kda_heads: int = 0
     kda_head_dim: int = 0
     kda_conv: int = 4
     kda_gate: str = "softplus"
-    kda_norm_eps: float = (
-        1e-5  # not small: what a head reads from an empty state is near zero, and so its gradient huge
-    )
+    # Not small: a head reads almost zero from an empty state, which would make its gradient huge.
+    kda_norm_eps: float = 1e-5
     mla_latent: int = 0
     mla_head_dim: int = 0
     mla_shared_dim: int = 0
@@ -109,7 +112,16 @@ class ModelConfig:
     router_rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim", "context", "kda_conv"):
+        for name in (
+            "vocab_size",
+            "dim",
+            "layers",
+            "heads",
+            "kv_heads",
+            "mlp_dim",
+            "context",
+            "kda_conv",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.shortswa is not None and not 2 <= self.shortswa <= self.context:
@@ -121,7 +133,9 @@ class ModelConfig:
         if kinds & {"attention", "shortswa"}:
             self._check_attention()
         if "attention" not in kinds and self.value_residual:
-            raise ValueError(f"value_residual needs a layer of attention, and the pattern is '{self.pattern}'")
+            raise ValueError(
+                f"value_residual needs a layer of attention, and the pattern is '{self.pattern}'"
+            )
         self._check_widths(kinds)
         if "moe" in kinds:
             self._check_experts()
@@ -135,7 +149,9 @@ class ModelConfig:
                 f"heads must divide dim into heads of even width (RoPE turns pairs): dim {self.dim}, heads {self.heads}"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide heads: heads {self.heads}, kv_heads {self.kv_heads}")
+            raise ValueError(
+                f"kv_heads must divide heads: heads {self.heads}, kv_heads {self.kv_heads}"
+            )
 
     def _check_widths(self, kinds: set[str]) -> None:
         """Those of KDA and MLA: given, or following from heads that divide dim."""
@@ -150,7 +166,9 @@ class ModelConfig:
                 )
         for kind in sorted(kinds & own.keys()):
             names = [name for name in own[kind] if name != "kda_heads"]
-            if not all(getattr(self, name) for name in names) and (self.dim % self.heads or self.dim // self.heads < 2):
+            if not all(getattr(self, name) for name in names) and (
+                self.dim % self.heads or self.dim // self.heads < 2
+            ):
                 raise ValueError(
                     f"heads must divide dim into heads of width 2 or more, unless {' and '.join(names)} are given: "
                     f"dim {self.dim}, heads {self.heads}"
@@ -200,8 +218,14 @@ class ModelConfig:
         layers = layers_of(self.pattern, self.layers, experts=self.experts, dense=self.dense_layers)
         named = any("shortswa" in layer for layer in layers)
         if named and self.shortswa is None:
-            raise ValueError(f"the pattern '{self.pattern}' names shortswa: give its window too, such as shortswa 16")
-        return layers if named or self.shortswa is None else tuple(("shortswa", *layer) for layer in layers)
+            raise ValueError(
+                f"the pattern '{self.pattern}' names shortswa: give its window too, such as shortswa 16"
+            )
+        return (
+            layers
+            if named or self.shortswa is None
+            else tuple(("shortswa", *layer) for layer in layers)
+        )
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -83,12 +83,18 @@ class Decoder(nn.Module):
         self._run_sublayer = run_sublayer
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         # Whose values are kept: the first attention's.
-        self.values_from = config.kinds.index("attention") if config.value_residual else config.sublayers
+        self.values_from = (
+            config.kinds.index("attention") if config.value_residual else config.sublayers
+        )
         self.sublayers = nn.ModuleList(
-            Sublayer(config, kind, mixes_values=i > self.values_from, keeps_values=i == self.values_from)
+            Sublayer(
+                config, kind, mixes_values=i > self.values_from, keeps_values=i == self.values_from
+            )
             for i, kind in enumerate(config.kinds)
         )
-        with torch.random.fork_rng(devices=[]):  # what a residual draws must not change the start of what it shares
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # what a residual draws must not change the start of what it shares
             self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -107,7 +113,9 @@ class Decoder(nn.Module):
         The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack must stay far
         above the norms' eps.
         """
-        if self.embedding.weight.is_meta:  # no values; to draw them in shape alone takes longer than all the rest
+        if (
+            self.embedding.weight.is_meta
+        ):  # no values; to draw them in shape alone takes longer than all the rest
             return
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=0.02)
@@ -157,10 +165,16 @@ class Decoder(nn.Module):
         lengths = [length for length, size in zip(groups, sizes) for _ in range(size)]
         place = torch.tensor(list(order), device=device)
         rows = Rows(
-            torch.tensor([lengths[i] for i in order], device=device), room, groups[0] if len(set(groups)) == 1 else None
+            torch.tensor([lengths[i] for i in order], device=device),
+            room,
+            groups[0] if len(set(groups)) == 1 else None,
         )
-        fixed = Cache(gather([cache.pop(0) for cache in caches], rows, place, groups) for _ in self.sublayers)
-        fixed.past = tuple(torch.cat(parts)[place] for parts in zip(*(cache.past for cache in caches), strict=True))
+        fixed = Cache(
+            gather([cache.pop(0) for cache in caches], rows, place, groups) for _ in self.sublayers
+        )
+        fixed.past = tuple(
+            torch.cat(parts)[place] for parts in zip(*(cache.past for cache in caches), strict=True)
+        )
         fixed.rows, fixed.seen, fixed.batch = rows, max(groups), len(lengths)
         return fixed
 
@@ -194,7 +208,12 @@ class Decoder(nn.Module):
         return self.residual.begin(x) if cache is None else self.residual.resume(x, cache.past)
 
     def run(
-        self, state: State, start: int, stop: int, rotary: tuple[Tensor, Tensor], cache: Cache | None = None
+        self,
+        state: State,
+        start: int,
+        stop: int,
+        rotary: tuple[Tensor, Tensor],
+        cache: Cache | None = None,
     ) -> State:
         """The state after sublayers [start, stop), from the one before them: the only loop over depth.
 
@@ -212,7 +231,10 @@ class Decoder(nn.Module):
 
     def _end(self, state: State, cache: Cache | None = None, last: bool = False) -> Tensor:
         state, _ = self._split(len(self.sublayers), state)
-        if last and type(self.residual) in (StandardResidual, AttentionResidual):  # whose states are (B, T, D) each
+        if last and type(self.residual) in (
+            StandardResidual,
+            AttentionResidual,
+        ):  # whose states are (B, T, D) each
             sources = self.residual.settle(state, len(self.sublayers))
             x = self.residual.end(tuple(source[:, -1:] for source in sources), norm=self.norm)
         else:
@@ -251,11 +273,15 @@ class Decoder(nn.Module):
             for sublayer in self.sublayers:
                 sublayer.compile(**options)
 
-    def _step(self, i: int, rotary: tuple[Tensor, Tensor], cache: Entry | None, *state: Tensor) -> State:
+    def _step(
+        self, i: int, rotary: tuple[Tensor, Tensor], cache: Entry | None, *state: Tensor
+    ) -> State:
         """One sublayer. The state comes as separate tensors, which activation checkpointing needs."""
         sublayer = cast(Sublayer, self.sublayers[i])
         dtype = self._stream_dtype(state[0].device)
-        return self._run_sublayer(self.residual, sublayer, i, dtype, rotary, cache, *self._split(i, state))
+        return self._run_sublayer(
+            self.residual, sublayer, i, dtype, rotary, cache, *self._split(i, state)
+        )
 
     def _split(self, i: int, state: State) -> tuple[State, State]:
         """The residual's state before sublayer i, and behind it the first attention's values where they are kept."""
@@ -265,7 +291,11 @@ class Decoder(nn.Module):
         """`total`; of these `active`, the ones a token meets: of routed experts those that it chooses."""
         total, config = sum(p.numel() for p in self.parameters()), self.config
         experts = sum(p.numel() for body in self._bodies(MoE) for p in body.experts.parameters())
-        idle = experts // config.experts * (config.experts - config.experts_per_token) if experts else 0
+        idle = (
+            experts // config.experts * (config.experts - config.experts_per_token)
+            if experts
+            else 0
+        )
         return {
             "total": total,
             "active": total - idle,
@@ -279,18 +309,31 @@ class Decoder(nn.Module):
         pairs inside a chunk."""
         config = self.config
         context = context or config.context
-        matrices = sum(m.weight.numel() for m in self.sublayers.modules() if isinstance(m, nn.Linear))
+        matrices = sum(
+            m.weight.numel() for m in self.sublayers.modules() if isinstance(m, nn.Linear)
+        )
         for moe in self._bodies(MoE):
-            experts = sum(p.numel() for p in moe.experts.parameters()) // config.experts * config.experts_per_token
+            experts = (
+                sum(p.numel() for p in moe.experts.parameters())
+                // config.experts
+                * config.experts_per_token
+            )
             matrices += experts + moe.router.weight.numel()
         attention = 2 * config.kinds.count("attention") * context * config.dim  # causal: half
-        attention += 4 * config.kinds.count("shortswa") * min(config.shortswa or 0, context) * config.dim
+        attention += (
+            4 * config.kinds.count("shortswa") * min(config.shortswa or 0, context) * config.dim
+        )
         for mla in self._bodies(MLA):
             attention += mla.heads * context * (mla.head_dim + mla.shared_dim + mla.value_dim)
         for kda in self._bodies(KDA):
             chunk = min(CHUNK, context)
             attention += kda.heads * kda.head_dim * (6 * kda.head_dim + 5 * chunk)
-        return 3 * (2 * matrices + 2 * self.head.weight.numel() + attention + self.residual.flops_per_token())
+        return 3 * (
+            2 * matrices
+            + 2 * self.head.weight.numel()
+            + attention
+            + self.residual.flops_per_token()
+        )
 
     def _bodies(self, kind: type[T]) -> list[T]:
         bodies = (sublayer.body for sublayer in self.sublayers if isinstance(sublayer, Sublayer))
@@ -310,7 +353,9 @@ class Decoder(nn.Module):
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         mine = saved_tensors(self)
-        expected, found = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (mine, weights))
+        expected, found = (
+            {name: tensor.shape for name, tensor in tensors.items()} for tensors in (mine, weights)
+        )
         check_fit(expected, found, "weights do not fit the model")
         with torch.no_grad():
             for name, tensor in mine.items():

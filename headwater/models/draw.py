@@ -27,7 +27,12 @@ class Draw:
     """
 
     def __init__(
-        self, sampling: Sampling, prompts: Sequence[Sequence[int]], seed: int, vocab: int, device: torch.device
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        seed: int,
+        vocab: int,
+        device: torch.device,
     ) -> None:
         self.sampling, self.vocab = sampling, vocab
         seeds = [(seed + r) % 2**63 for r in range(len(prompts))]
@@ -47,11 +52,15 @@ class Draw:
         logits = logits.float()
         if self.seen is not None:
             penalty = self.sampling.repetition_penalty
-            logits = torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+            logits = torch.where(
+                self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits
+            )
         if greedy:
             tokens = likeliest(logits)
         else:
-            tokens = likeliest(shares_of(logits, self.sampling) / exponentials(self.seeds, self.step, self.vocab))
+            tokens = likeliest(
+                shares_of(logits, self.sampling) / exponentials(self.seeds, self.step, self.vocab)
+            )
             self.step += 1
         if self.seen is not None:
             self.seen.scatter_(1, tokens.clamp_min(0)[:, None], True)
@@ -66,8 +75,12 @@ def shares_of(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     if sampling.top_p is not None:
         ordered, order = logits.sort(descending=True)
-        ahead = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass before each token: the first always stays
-        dropped = torch.zeros_like(ahead, dtype=torch.bool).scatter(-1, order, ahead >= sampling.top_p)
+        ahead = ordered.softmax(-1).cumsum(-1) - ordered.softmax(
+            -1
+        )  # mass before each token: the first always stays
+        dropped = torch.zeros_like(ahead, dtype=torch.bool).scatter(
+            -1, order, ahead >= sampling.top_p
+        )
         logits = logits.masked_fill(dropped, float("-inf"))
     shares = logits.softmax(-1)
     if sampling.min_p is not None:

@@ -29,7 +29,16 @@ from .rows import FixedKV
 from .sublayer import Sublayer
 
 ASIDE = True  # what later reads need is computed beside the sublayer that does not, on a GPU
-PLAIN = (nn.Embedding, nn.Linear, nn.Identity, nn.ModuleList, RMSNorm, Attention, SwiGLU, Sublayer)  # read, not called
+PLAIN = (
+    nn.Embedding,
+    nn.Linear,
+    nn.Identity,
+    nn.ModuleList,
+    RMSNorm,
+    Attention,
+    SwiGLU,
+    Sublayer,
+)  # read, not called
 
 
 class Depth(Protocol):
@@ -76,14 +85,25 @@ class Blocks:
     """
 
     def __init__(self, residual: AttentionResidual, like: Tensor, backend: Backend) -> None:
-        self.block, self.sublayers, self.eps, self.backend = residual.block, residual.sublayers, residual.eps, backend
+        self.block, self.sublayers, self.eps, self.backend = (
+            residual.block,
+            residual.sublayers,
+            residual.eps,
+            backend,
+        )
         self.folded = residual.folded_queries(device=like.device)
         self.bank = like.new_empty(residual.num_sources(residual.sublayers), *like.shape)
-        count, rows, wide = min(self.block, self.sublayers), len(like), accumulation_dtype(like.dtype)
+        count, rows, wide = (
+            min(self.block, self.sublayers),
+            len(like),
+            accumulation_dtype(like.dtype),
+        )
         # Two of each: one is written while the next read is still of the other. Rows at multiples of 16 bytes: kernels
         # are compiled once for such addresses, and once more for others.
         self.outs = like.new_empty(2, count, *like.shape)
-        self.lses = torch.empty(2, count, rows + -rows % 4, dtype=wide, device=like.device)[..., :rows]
+        self.lses = torch.empty(2, count, rows + -rows % 4, dtype=wide, device=like.device)[
+            ..., :rows
+        ]
         self.aside = _stream_aside(like.device) if ASIDE and like.is_cuda else None
 
     def begin(self) -> Tensor:
@@ -93,7 +113,9 @@ class Blocks:
         """Queries i + 1 to the next block's first, over the sources that are there before sublayer i."""
         which, queries = i // self.block % 2, self.folded[i + 1 : i + 1 + self.block]
         outs, lses = self.outs[which, : len(queries)], self.lses[which, : len(queries)]
-        open_span(self.bank[: 1 + i // self.block], queries, self.eps, outs, lses, backend=self.backend)
+        open_span(
+            self.bank[: 1 + i // self.block], queries, self.eps, outs, lses, backend=self.backend
+        )
 
     def read(self, i: int) -> tuple[Tensor, Merge | None]:
         newest, merge = self._newest(i)
@@ -113,7 +135,9 @@ class Blocks:
         span, at = divmod(i - 1, self.block)
         if self.aside is not None and at == 0:
             torch.cuda.current_stream().wait_stream(self.aside)
-        return self.bank[1 + span], Merge(self.outs[span % 2, at], self.lses[span % 2, at], self.folded[i], self.eps)
+        return self.bank[1 + span], Merge(
+            self.outs[span % 2, at], self.lses[span % 2, at], self.folded[i], self.eps
+        )
 
     def write(self, i: int) -> tuple[Tensor | None, Tensor]:
         own = self.bank[1 + i // self.block]
@@ -131,7 +155,9 @@ def _stream_aside(device: torch.device) -> torch.cuda.Stream:
 def reason_against(model: Decoder) -> str | None:
     """Why a model cannot be decoded in fused parts, or None."""
     residual, config = model.residual, model.config
-    if type(residual) is not StandardResidual and not (type(residual) is AttentionResidual and residual.phased):
+    if type(residual) is not StandardResidual and not (
+        type(residual) is AttentionResidual and residual.phased
+    ):
         return f"its residual is {residual.spec}"
     if isinstance(residual, AttentionResidual) and residual.backend == "reference":
         return "its residual asks for the reference"
@@ -156,7 +182,12 @@ class FusedStep:
 
     def __init__(self, model: Decoder, cache: Cache, backend: Backend = "auto") -> None:
         assert cache.rows is not None
-        self.model, self.cache, self.lengths, self.backend = model, cache, cache.rows.lengths, backend
+        self.model, self.cache, self.lengths, self.backend = (
+            model,
+            cache,
+            cache.rows.lengths,
+            backend,
+        )
         weight = model.embedding.weight.detach()
         stream = weight.new_empty(cache.batch, weight.shape[1])
         self.depth = depth_of(model.residual, stream, backend)
@@ -179,9 +210,13 @@ class FusedStep:
             project(y, (leave.weight,), add=add, out=out, backend=self.backend)
         self.lengths += 1
         x, merge = self.depth.end()
-        return project(x, (model.head.weight,), norm=folded(model.norm), merge=merge, backend=self.backend)
+        return project(
+            x, (model.head.weight,), norm=folded(model.norm), merge=merge, backend=self.backend
+        )
 
-    def _attend(self, body: Attention, x: Tensor, norm: Norm, merge: Merge | None, cache: FixedKV) -> Tensor:
+    def _attend(
+        self, body: Attention, x: Tensor, norm: Norm, merge: Merge | None, cache: FixedKV
+    ) -> Tensor:
         weights = (body.query.weight, body.key.weight, body.value.weight)
         qkv = project(x, weights, norm=norm, merge=merge, backend=self.backend)
         heads = body.heads, body.kv_heads, body.kv_heads
@@ -195,13 +230,25 @@ class FusedStep:
         if isinstance(body.query_norm, RMSNorm) and isinstance(body.key_norm, RMSNorm):
             norms = folded(body.query_norm), folded(body.key_norm)
         return attend(
-            q, k, v, cache.keys, cache.values, self.lengths, rotary=self.rotary, norms=norms, backend=self.backend
+            q,
+            k,
+            v,
+            cache.keys,
+            cache.values,
+            self.lengths,
+            rotary=self.rotary,
+            norms=norms,
+            backend=self.backend,
         )
 
 
 def depth_of(residual: Residual, stream: Tensor, backend: Backend) -> Depth:
     """For a stream (B, D)."""
-    return Blocks(residual, stream, backend) if isinstance(residual, AttentionResidual) else Stream(stream)
+    return (
+        Blocks(residual, stream, backend)
+        if isinstance(residual, AttentionResidual)
+        else Stream(stream)
+    )
 
 
 def folded(norm: RMSNorm) -> Norm:

@@ -41,7 +41,9 @@ class Engine(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+    def reader(
+        self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool
+    ) -> Reader:
         """For prompts that will have `new` more tokens; the others as in `generate`."""
         ...
 
@@ -59,10 +61,14 @@ class DecoderEngine:
     def device(self) -> torch.device:
         return self.model.embedding.weight.device
 
-    def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+    def reader(
+        self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool
+    ) -> Reader:
         if not use_cache:
             return ReadAnew(self.model, rows, self.device)
-        return (_OnDevice if graph and self.device.type == "cuda" else ReadOnce)(self.model, rows, new, chunk)
+        return (_OnDevice if graph and self.device.type == "cuda" else ReadOnce)(
+            self.model, rows, new, chunk
+        )
 
 
 def generate(
@@ -107,7 +113,11 @@ def generate(
         generate(model, torch.tensor([[1, 2, 3]]), 20, temperature=0.8, top_p=0.95)
     """
     sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
     )
     steps = stream(
         model, tokens, max_new_tokens, sampling, seed=seed, use_cache=use_cache, prefill_chunk=prefill_chunk,
@@ -121,7 +131,9 @@ def generate(
     if not isinstance(tokens, Tensor):
         return rows
     longest = max(map(len, rows))
-    return torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=tokens.device)
+    return torch.tensor(
+        [row + row[-1:] * (longest - len(row)) for row in rows], device=tokens.device
+    )
 
 
 @torch.no_grad()
@@ -195,7 +207,9 @@ class ReadAnew:
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         """(B, vocab) after what has been drawn."""
-        texts = (torch.tensor([row + mine], device=self.device) for row, mine in zip(self.rows, drawn))
+        texts = (
+            torch.tensor([row + mine], device=self.device) for row, mine in zip(self.rows, drawn)
+        )
         return torch.cat([self.after(text) for text in texts])
 
     def after(self, text: Tensor) -> Tensor:
@@ -231,7 +245,9 @@ class ReadOnce(ReadAnew):
         caches, logits = [], []
         for length, group in groupby(by_length, key=lambda r: len(self.rows[r])):
             cache = self.model.new_cache(self.room if even else length)
-            hidden = self.read(torch.tensor([self.rows[r] for r in group], device=self.device), cache)
+            hidden = self.read(
+                torch.tensor([self.rows[r] for r in group], device=self.device), cache
+            )
             caches.append(cache)
             logits.append(self.model.head(hidden[:, -1]))
         order = [by_length.index(r) for r in range(len(self.rows))]
@@ -255,31 +271,49 @@ class _OnDevice(ReadOnce):
 
 
 def _rows(tokens: Prompts) -> list[list[int]]:
-    return tokens.tolist() if isinstance(tokens, Tensor) else [[int(token) for token in row] for row in tokens]
+    return (
+        tokens.tolist()
+        if isinstance(tokens, Tensor)
+        else [[int(token) for token in row] for row in tokens]
+    )
 
 
-def _check(engine: Engine, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion) -> list[list[int]]:
+def _check(
+    engine: Engine, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion
+) -> list[list[int]]:
     """The prompts as lists, if they can be continued."""
     sampling.check()
     check_counts(new, prefill_chunk)
     if isinstance(tokens, Tensor) and (tokens.dim() != 2 or tokens.shape[1] < 1):
-        raise ValueError(f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}")
+        raise ValueError(
+            f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}"
+        )
     if not isinstance(tokens, Tensor) and any(isinstance(row, int) for row in tokens):
-        raise ValueError("tokens must be a list of prompts, each a list of tokens; got one prompt: put it into a list")
+        raise ValueError(
+            "tokens must be a list of prompts, each a list of tokens; got one prompt: put it into a list"
+        )
     if isinstance(tokens, str) or any(isinstance(row, str) for row in tokens):
-        raise ValueError("tokens must be numbers, got text: encode it, or take headwater.models.text.continue_texts")
+        raise ValueError(
+            "tokens must be numbers, got text: encode it, or take headwater.models.text.continue_texts"
+        )
     rows = _rows(tokens)
     context, vocab = engine.context, engine.vocab
     for r, row in enumerate(rows):
         if not row:
-            raise ValueError(f"prompt {r} is empty: it needs at least one token, such as the tokenizer's end of text")
+            raise ValueError(
+                f"prompt {r} is empty: it needs at least one token, such as the tokenizer's end of text"
+            )
         if not 0 <= min(row) <= max(row) < vocab:
             raise ValueError(f"prompt {r} has tokens outside of the vocabulary of {vocab}")
         if len(row) + new > context:
             left = context - len(row)
             raise ValueError(
                 f"a prompt of {len(row)} tokens and {new} new ones exceed the context of {context}: "
-                + (f"lower max_new_tokens to {left}, or shorten the prompt" if left > 0 else "shorten the prompt")
+                + (
+                    f"lower max_new_tokens to {left}, or shorten the prompt"
+                    if left > 0
+                    else "shorten the prompt"
+                )
             )
     if not rows:
         raise ValueError("there is no prompt to continue")

@@ -71,7 +71,12 @@ class DecayGate(Divisible):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (self.heads, self.width)
-        return kda_gate(x.unflatten(-1, heads), self.here(self.rate), self.here(self.bias).view(heads), self.form)
+        return kda_gate(
+            x.unflatten(-1, heads),
+            self.here(self.rate),
+            self.here(self.bias).view(heads),
+            self.form,
+        )
 
 
 class KDA(Divisible):
@@ -81,8 +86,12 @@ class KDA(Divisible):
         super().__init__()
         self.heads, self.head_dim = config.kda_heads or config.heads, config.kda_width
         inner = self.heads * self.head_dim
-        self.query, self.key, self.value = (nn.Linear(config.dim, inner, bias=False) for _ in range(3))
-        self.query_conv, self.key_conv, self.value_conv = (ShortConv(inner, config.kda_conv) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Linear(config.dim, inner, bias=False) for _ in range(3)
+        )
+        self.query_conv, self.key_conv, self.value_conv = (
+            ShortConv(inner, config.kda_conv) for _ in range(3)
+        )
         self.decay_down = nn.Linear(config.dim, self.head_dim, bias=False)
         self.decay_up = nn.Linear(self.head_dim, inner, bias=False)
         self.decay = DecayGate(self.heads, self.head_dim, config.kda_gate)
@@ -97,26 +106,38 @@ class KDA(Divisible):
         return (self.value.weight,)
 
     def forward(self, x: Tensor, cache: KDAState | None = None) -> Tensor:
-        q, k, v = self._convolve(torch.cat(project_together(x, self.query, self.key, self.value), -1), cache)
+        q, k, v = self._convolve(
+            torch.cat(project_together(x, self.query, self.key, self.value), -1), cache
+        )
         decay, gate = project_together(x, self.decay_down, self.gate_down)
         g = self.decay(self.decay_up(decay))  # (B, T, H, K)
         beta = torch.sigmoid(self.beta(x).to(g.dtype))  # (B, T, H)
         o, state = kda(q, k, v, g, beta, None if cache is None else cache.state)
         if cache is not None:
             cache.keep_state(state, x.shape[1])
-        o = self.norm(o) * torch.sigmoid(self.gate_up(gate).unflatten(-1, (self.heads, self.head_dim)))
+        o = self.norm(o) * torch.sigmoid(
+            self.gate_up(gate).unflatten(-1, (self.heads, self.head_dim))
+        )
         return self.output(o.flatten(2))
 
     def _convolve(self, x: Tensor, cache: KDAState | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, T, H, K) from all of their projections, (B, T, 3 H K)."""
         convolutions = (self.query_conv, self.key_conv, self.value_conv)
-        weight = torch.cat([self.here(convolution.weight) for convolution in convolutions])  # (3 H K, 1, kernel)
+        weight = torch.cat(
+            [self.here(convolution.weight) for convolution in convolutions]
+        )  # (3 H K, 1, kernel)
         behind = weight.shape[-1] - 1
-        tail = x.new_zeros(len(x), behind, x.shape[-1]) if cache is None or cache.tail is None else cache.tail
+        tail = (
+            x.new_zeros(len(x), behind, x.shape[-1])
+            if cache is None or cache.tail is None
+            else cache.tail
+        )
         x = torch.cat((tail.to(x.dtype), x), 1)
         if cache is not None:
             cache.keep_tail(x[:, x.shape[1] - behind :])
         with full_precision(x):
-            x = F.silu(F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight)).transpose(1, 2))
+            x = F.silu(
+                F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight)).transpose(1, 2)
+            )
         q, k, v = (part.unflatten(-1, (self.heads, self.head_dim)) for part in x.chunk(3, -1))
         return q, k, v

@@ -58,11 +58,18 @@ class MLA(Divisible):
         width = config.head_dim
         self.heads = config.heads
         self.head_dim, self.value_dim = config.mla_head_dim or width, config.mla_value_dim or width
-        self.shared_dim, self.latent_dim = config.mla_shared_dim or width // 2, config.mla_latent or 4 * width
-        self.query = nn.Linear(config.dim, self.heads * (self.head_dim + self.shared_dim), bias=False)
+        self.shared_dim, self.latent_dim = (
+            config.mla_shared_dim or width // 2,
+            config.mla_latent or 4 * width,
+        )
+        self.query = nn.Linear(
+            config.dim, self.heads * (self.head_dim + self.shared_dim), bias=False
+        )
         self.down = nn.Linear(config.dim, self.latent_dim + self.shared_dim, bias=False)
         self.norm = RMSNorm(self.latent_dim, LATENT_EPS)
-        self.up = nn.Linear(self.latent_dim, self.heads * (self.head_dim + self.value_dim), bias=False)
+        self.up = nn.Linear(
+            self.latent_dim, self.heads * (self.head_dim + self.value_dim), bias=False
+        )
         self.output = nn.Linear(self.heads * self.value_dim, config.dim, bias=False)
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
@@ -72,7 +79,9 @@ class MLA(Divisible):
 
     def forward(self, x: Tensor, cache: LatentCache | None = None) -> Tensor:
         q, latent = project_together(x, self.query, self.down)
-        q = q.unflatten(-1, (self.heads, self.head_dim + self.shared_dim)).transpose(1, 2)  # (B, H, T, d)
+        q = q.unflatten(-1, (self.heads, self.head_dim + self.shared_dim)).transpose(
+            1, 2
+        )  # (B, H, T, d)
         latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
         latent = torch.cat((self.norm(latent), shared), -1)  # (B, T, latent + shared)
         return self.output(self._attend(q, latent, cache).transpose(1, 2).flatten(2))
@@ -80,7 +89,9 @@ class MLA(Divisible):
     def _attend(self, q: Tensor, latent: Tensor, cache: LatentCache | None) -> Tensor:
         """(B, H, T, value_dim), of the tokens given, over themselves and those that the cache has seen."""
         if cache is None or not len(cache):
-            return self._expanded(q, latent if cache is None else cache.append(latent), None, causal=True)
+            return self._expanded(
+                q, latent if cache is None else cache.append(latent), None, causal=True
+            )
         if q.shape[-2] > ABSORBED:
             mask = cache.mask(q.shape[-2])
             return self._expanded(q, cache.append(latent), mask, causal=False)
@@ -89,22 +100,30 @@ class MLA(Divisible):
     def _expanded(self, q: Tensor, latent: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Keys and values of every head, then attention: (B, H, T, value_dim)."""
         latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
-        both = self.up(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, head + value)
+        both = (
+            self.up(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        )  # (B, H, T, head + value)
         key, value = both.split((self.head_dim, self.value_dim), -1)
         key = torch.cat((key, shared[:, None].expand(-1, self.heads, -1, -1)), -1)
         return F.scaled_dot_product_attention(q, key, value, attn_mask=mask, is_causal=causal)
 
     def _absorbed(self, q: Tensor, latent: Tensor, cache: LatentCache) -> Tensor:
         """The same, with the latents as the keys and values of one head that all queries share."""
-        up = self.here(self.up.weight).to(q.dtype).unflatten(0, (self.heads, -1))  # (H, head + value, latent)
+        up = (
+            self.here(self.up.weight).to(q.dtype).unflatten(0, (self.heads, -1))
+        )  # (H, head + value, latent)
         to_key, to_value = up.split((self.head_dim, self.value_dim), 1)
         own, shared = q.split((self.head_dim, self.shared_dim), -1)
-        q = torch.cat((torch.einsum("bhtd,hdl->bhtl", own, to_key), shared), -1)  # (B, H, T, latent + shared)
+        q = torch.cat(
+            (torch.einsum("bhtd,hdl->bhtl", own, to_key), shared), -1
+        )  # (B, H, T, latent + shared)
         scale = (self.head_dim + self.shared_dim) ** -0.5
         mixed = cache.attend_one(q, latent, self.latent_dim, scale)
         if mixed is None:
             mask = cache.mask(q.shape[-2])
             latent = cache.append(latent)
             keys, values = latent[:, None], latent[:, None, :, : self.latent_dim]
-            mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+            mixed = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+            )
         return torch.einsum("bhtl,hvl->bhtv", mixed, to_value)  # of (B, H, T, latent)

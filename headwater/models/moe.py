@@ -86,11 +86,19 @@ class Experts(Divisible):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows (N, D) that are sorted by expert, those of expert e up to `ends[e]`, and behind them those of experts
         that are not here, which give zeros."""
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        gate, up, output = (self.here(weight).to(dtype) for weight in (self.gate, self.up, self.output))
+        dtype = (
+            torch.get_autocast_dtype(x.device.type)
+            if torch.is_autocast_enabled(x.device.type)
+            else x.dtype
+        )
+        gate, up, output = (
+            self.here(weight).to(dtype) for weight in (self.gate, self.up, self.output)
+        )
         x, ends = x.to(dtype), ends[: len(gate)]
         rest = len(gate) < self.total
-        hidden = F.silu(grouped_linear(x, gate, ends, rest=rest)) * grouped_linear(x, up, ends, rest=rest)
+        hidden = F.silu(grouped_linear(x, gate, ends, rest=rest)) * grouped_linear(
+            x, up, ends, rest=rest
+        )
         return grouped_linear(hidden, output, ends, rest=rest)
 
 
@@ -101,7 +109,11 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config.experts, config.dim, config.expert_width)
-        self.shared = SwiGLU(config, config.shared_experts * config.expert_width) if config.shared_experts else None
+        self.shared = (
+            SwiGLU(config, config.shared_experts * config.expert_width)
+            if config.shared_experts
+            else None
+        )
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the outputs'."""
@@ -121,7 +133,9 @@ class MoE(nn.Module):
         order = experts.flatten().argsort(stable=True)  # of N k choices, by expert
         ends = count(experts, total).cumsum(0).to(torch.int32)
         rows = self.experts(tokens[order // chosen], ends)  # (N k, D)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
         outputs = rows[back].unflatten(0, (-1, chosen))  # (N, k, D)
         return (outputs * routes.weights.to(outputs.dtype).unsqueeze(-1)).sum(1)
 

@@ -14,7 +14,9 @@ MIXERS = ("attention", "kda", "mla", "shortswa")
 FEED_FORWARDS = ("mlp", "moe")
 
 
-def layers_of(pattern: str, layers: int, *, experts: int, dense: int) -> tuple[tuple[str, ...], ...]:
+def layers_of(
+    pattern: str, layers: int, *, experts: int, dense: int
+) -> tuple[tuple[str, ...], ...]:
     """The sublayers of each layer that a pattern describes.
 
     Arguments:
@@ -52,7 +54,9 @@ def _repeated(item: str, pattern: str) -> list[tuple[str, ...]]:
     layer = tuple(text.split("+"))
     valid = f"Valid: {', '.join(MIXERS)}; with one of {', '.join(FEED_FORWARDS)} last, as in kda+moe; kda*3 for three"
     if star and not (count.isdecimal() and int(count)):
-        raise ValueError(f"'{item}' in the pattern '{pattern}' must end in a number of layers. {valid}")
+        raise ValueError(
+            f"'{item}' in the pattern '{pattern}' must end in a number of layers. {valid}"
+        )
     mixers = layer[:-1] if layer[-1] in FEED_FORWARDS else layer
     if not mixers or any(name not in MIXERS for name in mixers):
         raise ValueError(f"'{item}' in the pattern '{pattern}' names no layer. {valid}")
@@ -65,6 +69,8 @@ def write_pattern(mixers: list[str]) -> str:
     write_pattern(["kda", "kda", "mla"] * 2)      # "kda*2:mla"
     """
     length = len(mixers)
-    size = next(n for n in range(1, length + 1) if length % n == 0 and mixers == mixers[:n] * (length // n))
+    size = next(
+        n for n in range(1, length + 1) if length % n == 0 and mixers == mixers[:n] * (length // n)
+    )
     runs = [(name, len(list(run))) for name, run in groupby(mixers[:size])]
     return ":".join(name if count == 1 else f"{name}*{count}" for name, count in runs)

@@ -37,13 +37,19 @@ def bytes_per_token(model: Decoder) -> int:
 
 
 def _produced(sublayer: nn.Module) -> int:
-    return sum(module.out_features for module in sublayer.modules() if isinstance(module, nn.Linear))
+    return sum(
+        module.out_features for module in sublayer.modules() if isinstance(module, nn.Linear)
+    )
 
 
 def cache_bytes(model: Decoder, batch: int, room: int) -> int:
     """Bytes of a cache for `batch` rows of `room` tokens."""
-    each = sum(2 * body.kv_heads * body.head_dim for body in model.modules() if isinstance(body, Attention))
-    each += sum(body.latent_dim + body.shared_dim for body in model.modules() if isinstance(body, MLA))
+    each = sum(
+        2 * body.kv_heads * body.head_dim for body in model.modules() if isinstance(body, Attention)
+    )
+    each += sum(
+        body.latent_dim + body.shared_dim for body in model.modules() if isinstance(body, MLA)
+    )
     return batch * room * each * model.embedding.weight.element_size()
 
 
@@ -78,7 +84,11 @@ def choose_chunk(model: Decoder, batch: int, room: int, free: int | None = None)
         return None
     cache = cache_bytes(model, batch, room)
     if cache > free and device.type == "cuda":
-        fewer = f"take at most {fitting} prompts at once, " if (fitting := batch * free // cache) else ""
+        fewer = (
+            f"take at most {fitting} prompts at once, "
+            if (fitting := batch * free // cache)
+            else ""
+        )
         raise ValueError(
             f"a cache of {batch} rows of {room} tokens takes {cache / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
             f"free: {fewer}lower max_new_tokens, or shorten the prompts"

@@ -19,7 +19,9 @@ def project_joined(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         return tuple(layer(x) for layer in layers)
     if are_few(x):
         return (torch.cat([layer(x) for layer in layers], -1),)
-    return (F.linear(x, torch.cat([layer.weight for layer in layers if isinstance(layer, nn.Linear)])),)
+    return (
+        F.linear(x, torch.cat([layer.weight for layer in layers if isinstance(layer, nn.Linear)])),
+    )
 
 
 def project_together(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -29,7 +31,9 @@ def project_together(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     parts = project_joined(x, *layers)
     if len(parts) == len(layers):
         return parts
-    return parts[0].split([layer.out_features for layer in layers if isinstance(layer, nn.Linear)], -1)
+    return parts[0].split(
+        [layer.out_features for layer in layers if isinstance(layer, nn.Linear)], -1
+    )
 
 
 def can_join(x: Tensor, layers: tuple[nn.Module, ...]) -> bool:

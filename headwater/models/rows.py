@@ -54,7 +54,9 @@ class Rows:
         """Where the next tokens may look, (B, 1, count, as many as `write` returns); None where that is everything."""
         if self.even is not None and count == 1 and window is None:
             return None
-        keys = torch.arange(self.room if self.even is None else self.even + count, device=self.lengths.device)
+        keys = torch.arange(
+            self.room if self.even is None else self.even + count, device=self.lengths.device
+        )
         places = self.places(count)[:, None, :, None]
         seen = keys <= places
         return seen if window is None else seen & (keys > places - window)
@@ -73,7 +75,9 @@ class RoomKV(KVCache):
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         first, self.seen = self.seen, self.seen + keys.shape[-2]
         if self.keys is None or self.values is None:
-            self.keys, self.values = (_with_room(part.transpose(1, 2), self.room) for part in (keys, values))
+            self.keys, self.values = (
+                _with_room(part.transpose(1, 2), self.room) for part in (keys, values)
+            )
             return keys, values
         visible = slice(0 if self.window is None else max(0, first + 1 - self.window), self.seen)
         for kept, new in ((self.keys, keys), (self.values, values)):
@@ -120,7 +124,10 @@ class FixedKV(KVCache):
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
-        kept = self.rows.write(self.keys, keys.transpose(1, 2)), self.rows.write(self.values, values.transpose(1, 2))
+        kept = (
+            self.rows.write(self.keys, keys.transpose(1, 2)),
+            self.rows.write(self.values, values.transpose(1, 2)),
+        )
         return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
 
     def mask(self, count: int) -> Tensor | None:
@@ -132,7 +139,9 @@ class FixedKV(KVCache):
         if q.shape[2] != 1 or not use_triton("auto", q, k, v, self.keys, self.values):
             return None
         lengths = self.rows.lengths
-        y = attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], self.keys, self.values, lengths, window=self.window)
+        y = attend(
+            q[:, :, 0], k[:, :, 0], v[:, :, 0], self.keys, self.values, lengths, window=self.window
+        )
         return y.unflatten(1, (q.shape[1], 1, -1))
 
 
@@ -174,7 +183,10 @@ class FixedState(KDAState):
 
 
 def gather(
-    entries: Sequence[KVCache | KDAState | LatentCache], rows: Rows, order: Tensor, lengths: Sequence[int]
+    entries: Sequence[KVCache | KDAState | LatentCache],
+    rows: Rows,
+    order: Tensor,
+    lengths: Sequence[int],
 ) -> KVCache | KDAState | LatentCache:
     """What one sublayer keeps, of all rows.
 
@@ -193,11 +205,18 @@ def gather(
     return FixedKV(rows, keys, values, first.window)
 
 
-def spread(entries: Sequence[object], name: str, rows: Rows, order: Tensor, lengths: Sequence[int]) -> Tensor:
+def spread(
+    entries: Sequence[object], name: str, rows: Rows, order: Tensor, lengths: Sequence[int]
+) -> Tensor:
     """What entries keep under a name, each the last tokens of a length, as one (B, room, ...): the entry's own tensor,
     where there is one that has room."""
     only = entries[0]
-    if len(entries) == 1 and isinstance(only, RoomKV | RoomLatents) and only.room == rows.room and _in_order(order):
+    if (
+        len(entries) == 1
+        and isinstance(only, RoomKV | RoomLatents)
+        and only.room == rows.room
+        and _in_order(order)
+    ):
         return getattr(only, name)
     parts = [_tokens_of(entry, name) for entry in entries]
     whole = parts[0].new_zeros(len(order), rows.room, *parts[0].shape[2:])

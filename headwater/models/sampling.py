@@ -34,7 +34,9 @@ class Sampling:
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name} must lie in (0, 1], got {value}")
         if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty must be a positive number, got {self.repetition_penalty}")
+            raise ValueError(
+                f"repetition_penalty must be a positive number, got {self.repetition_penalty}"
+            )
 
 
 Portion = int | Literal["auto"] | None  # of a prompt, in tokens
@@ -45,6 +47,8 @@ def check_counts(new: int, prefill_chunk: Portion) -> None:
     if new < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {new}")
     if isinstance(prefill_chunk, str) and prefill_chunk != "auto":
-        raise ValueError(f"prefill_chunk must be a number of tokens or 'auto', got '{prefill_chunk}'")
+        raise ValueError(
+            f"prefill_chunk must be a number of tokens or 'auto', got '{prefill_chunk}'"
+        )
     if isinstance(prefill_chunk, int) and prefill_chunk < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")

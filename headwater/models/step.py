@@ -79,7 +79,9 @@ class ReplayedSteps:
 
     def _draw(self, logits: Tensor) -> None:
         self.drawn.copy_(self.draw(logits))
-        torch.clamp(self.drawn, min=0, out=self.tokens)  # what stands for no token is none that a model could read
+        torch.clamp(
+            self.drawn, min=0, out=self.tokens
+        )  # what stands for no token is none that a model could read
 
     def _capture(self) -> None:
         """Record a step, or say in a line why not, and go on without."""
@@ -87,7 +89,10 @@ class ReplayedSteps:
             self.replay = record(self._once, stream=_capture_stream(self.device)).replay
         except NotCaptured as reason:
             self.graph = False
-            warnings.warn(f"decoding is not captured as a CUDA graph: {reason}. It goes on, more slowly", stacklevel=2)
+            warnings.warn(
+                f"decoding is not captured as a CUDA graph: {reason}. It goes on, more slowly",
+                stacklevel=2,
+            )
 
     def tokens_after(self, logits: Tensor, count: int) -> Iterator[list[int]]:
         """A token of every row, `count` times, some steps behind the GPU: the first from logits (B, vocab)."""
@@ -105,7 +110,9 @@ class ReplayedSteps:
 
     def _send(self) -> tuple[Tensor, torch.cuda.Event]:
         """The tokens on their way to the host, and a mark to wait for."""
-        sent = torch.empty(self.drawn.shape, dtype=torch.long, pin_memory=True).copy_(self.drawn, non_blocking=True)
+        sent = torch.empty(self.drawn.shape, dtype=torch.long, pin_memory=True).copy_(
+            self.drawn, non_blocking=True
+        )
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         return sent, done
@@ -115,9 +122,16 @@ class DeviceSteps(ReplayedSteps):
     """Those of a decoder."""
 
     def __init__(
-        self, model: Decoder, cache: Cache, draw: Callable[[Tensor], Tensor] = likeliest, *, graph: bool = True
+        self,
+        model: Decoder,
+        cache: Cache,
+        draw: Callable[[Tensor], Tensor] = likeliest,
+        *,
+        graph: bool = True,
     ) -> None:
-        super().__init__(step_of(model, cache), cache.batch, model.embedding.weight.device, draw, graph=graph)
+        super().__init__(
+            step_of(model, cache), cache.batch, model.embedding.weight.device, draw, graph=graph
+        )
 
 
 @functools.cache  # the library keeps a workspace for every stream that has recorded its products

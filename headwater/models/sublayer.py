@@ -45,7 +45,12 @@ class Sublayer(nn.Module):
     `keeps_values`: it hands on the values that it computed."""
 
     def __init__(
-        self, config: ModelConfig, kind: str, *, mixes_values: bool = False, keeps_values: bool = False
+        self,
+        config: ModelConfig,
+        kind: str,
+        *,
+        mixes_values: bool = False,
+        keeps_values: bool = False,
     ) -> None:
         super().__init__()
         self.kind, self.keeps_values = kind, keeps_values

@@ -54,7 +54,9 @@ class Piece:
 
 def _overlap(text: str, word: str) -> int:
     """How many characters at the end of a text are the beginning of a word."""
-    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
+    return next(
+        (n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0
+    )
 
 
 def continue_texts(

@@ -13,7 +13,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def full_precision(x: Tensor) -> torch.autocast:
     """Operations inside keep the dtype of their operands: under autocast products would round logits to bf16, and
     norms would return fp32."""
-    kind = x.device.type  # asking torch whether a device has autocast breaks the graph before torch 2.13
+    kind = (
+        x.device.type
+    )  # asking torch whether a device has autocast breaks the graph before torch 2.13
     return torch.autocast("cpu" if kind == "meta" else kind, enabled=False)
 
 

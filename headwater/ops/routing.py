@@ -14,7 +14,9 @@ Backend = Literal["auto", "reference", "triton"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768  # a token's row must fit in the registers of one program
-INSTALLED = importlib.util.find_spec("triton") is not None  # looked up once: torch.compile does not trace the search
+INSTALLED = (
+    importlib.util.find_spec("triton") is not None
+)  # looked up once: torch.compile does not trace the search
 
 
 def interpreting() -> bool:
@@ -54,5 +56,7 @@ def use_triton(backend: Backend, source: Tensor, *others: Tensor, heads: int = 1
         return False
     reason = obstacle(source, *others, heads=heads)
     if reason is not None and backend == "triton":
-        raise BackendError(f"backend='triton' cannot take shape {tuple(source.shape)}, {source.dtype}: {reason}")
+        raise BackendError(
+            f"backend='triton' cannot take shape {tuple(source.shape)}, {source.dtype}: {reason}"
+        )
     return reason is None

@@ -16,7 +16,18 @@ from .mhc import MHCLiteResidual, MHCResidual
 from .mudd import MUDDFormerResidual
 from .plugins import import_plugins
 from .record import Trace, mixing, record
-from .registry import build, entry, located, names, options_of, parse, pinned, plugin_of, register, with_options
+from .registry import (
+    build,
+    entry,
+    located,
+    names,
+    options_of,
+    parse,
+    pinned,
+    plugin_of,
+    register,
+    with_options,
+)
 from .scaled import LayerScaleResidual, ReZeroResidual
 from .standard import StandardResidual, StreamResidual
 from .window import DepthWindowResidual

@@ -75,7 +75,9 @@ class DepthRead(nn.Module):
 def _stack(tensors: list[Tensor], device: torch.device | None) -> Tensor:
     """On the device, or where the first is. The host's time counts: nothing is asked of a tensor that is there."""
     device = tensors[0].device if device is None else device
-    return torch.stack([tensor if tensor.device == device else tensor.to(device) for tensor in tensors])
+    return torch.stack(
+        [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
+    )
 
 
 def _trains(x: Tensor) -> bool:
@@ -143,18 +145,28 @@ class AttentionResidual(Residual):
             ("schedule", schedule, Schedule),
         ):
             if value not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got '{value}'")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(kind))}, got '{value}'"
+                )
         start = float(scale == "gain") if start is None else start
         if start < 0 or (scale == "gain" and start == 0):
-            raise ValueError(f"start is a standard deviation, above zero with scale=gain, got {start}")
-        if (scale == "gain" and query != "static") or (weights == "static" and (scale != "one" or start)):
-            raise ValueError("scale and start are of the queries that weights come from, scale=gain of static ones")
+            raise ValueError(
+                f"start is a standard deviation, above zero with scale=gain, got {start}"
+            )
+        if (scale == "gain" and query != "static") or (
+            weights == "static" and (scale != "one" or start)
+        ):
+            raise ValueError(
+                "scale and start are of the queries that weights come from, scale=gain of static ones"
+            )
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
         if block is None:
             block = default_block(sublayers)
         if not 1 <= block <= sublayers:
-            raise ValueError(f"block counts sublayers and must lie between 1 and {sublayers}, got {block}")
+            raise ValueError(
+                f"block counts sublayers and must lie between 1 and {sublayers}, got {block}"
+            )
         if heads < 1 or dim % heads:
             raise ValueError(f"heads must divide the width {dim}, got {heads}")
         if window is not None and not 1 <= window <= ceil(sublayers / block):
@@ -168,7 +180,9 @@ class AttentionResidual(Residual):
             )
         forgets = window is not None and window < ceil(sublayers / block)
         if forgets or (start and scale != "gain"):
-            self.at_start = "different"  # outputs older than the window are gone; weights are not even
+            self.at_start = (
+                "different"  # outputs older than the window are gone; weights are not even
+            )
         self.block = block
         self.query_kind, self.heads, self.window, self.eps = query, heads, window, eps
         self.weighing: dict[str, Any] = {
@@ -178,10 +192,16 @@ class AttentionResidual(Residual):
         self.key_dim = dim if key_dim is None else key_dim
         self.mixes = "scalar" if heads == 1 else "channel"
         whole = self.key_dim == dim
-        self.kernels = heads == 1 or (whole and weights != "static")  # there are some for these options
+        self.kernels = heads == 1 or (
+            whole and weights != "static"
+        )  # there are some for these options
         if backend == "triton" and not self.kernels:
-            raise ValueError("backend=triton has several heads of whole keys alone, and not with weights=static")
-        self.usual = query == "static" and weights == "softmax" and key_norm and whole and heads == 1
+            raise ValueError(
+                "backend=triton has several heads of whole keys alone, and not with weights=static"
+            )
+        self.usual = (
+            query == "static" and weights == "softmax" and key_norm and whole and heads == 1
+        )
         # Kernels of the options have not been timed on a GPU: they run where they are asked for by name.
         self.chosen: Backend = "reference" if backend == "auto" and not self.usual else backend
         self.fused = self.kernels and self.chosen != "reference"
@@ -193,12 +213,22 @@ class AttentionResidual(Residual):
         self.schedule: Schedule = schedule
         self.two_phase = None
         if self.phased and schedule != "one-pass":
-            by_name = schedule == "two-phase" and backend == "auto"  # then kernels run, or say why not
-            self.two_phase = TwoPhase(sublayers, block, eps, backend="triton" if by_name else backend)
-        parts: dict[str, Any] = {"query": query, "weights": weights, "key_weight": key_norm and key_weight}
+            by_name = (
+                schedule == "two-phase" and backend == "auto"
+            )  # then kernels run, or say why not
+            self.two_phase = TwoPhase(
+                sublayers, block, eps, backend="triton" if by_name else backend
+            )
+        parts: dict[str, Any] = {
+            "query": query,
+            "weights": weights,
+            "key_weight": key_norm and key_weight,
+        }
         self.reads = nn.ModuleDict(
             {
-                str(i): DepthRead(dim, self.key_dim, n, **parts, heads=heads, scale=scale, start=start)
+                str(i): DepthRead(
+                    dim, self.key_dim, n, **parts, heads=heads, scale=scale, start=start
+                )
                 for i in range(sublayers + 1)
                 if (n := self.num_sources(i)) > 1
             }
@@ -218,9 +248,16 @@ class AttentionResidual(Residual):
 
     def check(self, state: State, verb: Next, i: int) -> None:
         super().check(state, verb, i)
-        if isinstance(state, Placed) or self.two_phase is None or not self.two_phase.holds(state, verb, i):
+        if (
+            isinstance(state, Placed)
+            or self.two_phase is None
+            or not self.two_phase.holds(state, verb, i)
+        ):
             return
-        shape, rows = self.two_phase.unpack(state, verb, i).folded.shape, self.two_phase.last - self.two_phase.first
+        shape, rows = (
+            self.two_phase.unpack(state, verb, i).folded.shape,
+            self.two_phase.last - self.two_phase.first,
+        )
         if shape != (rows, self.dim):  # a kernel would read what lies behind
             raise ValueError(
                 f"{verb} {i} of '{self.spec}' got a state that was cut, whose queries are {tuple(shape)} and not "
@@ -228,7 +265,12 @@ class AttentionResidual(Residual):
             )
 
     def _begin(self, x: Tensor) -> State:
-        if self.two_phase is None or weights_held() or self._enters_late(x) or not self._runs_two_phases(x):
+        if (
+            self.two_phase is None
+            or weights_held()
+            or self._enters_late(x)
+            or not self._runs_two_phases(x)
+        ):
             return (x,)
         return self.two_phase.begin(x, self._folded(x.device))
 
@@ -252,11 +294,20 @@ class AttentionResidual(Residual):
             y = y.to(state[0].dtype)
         if self.two_phase is not None and self.two_phase.holds(state, "write", i):
             return self.two_phase.write(state, i, y)
-        if i == 0 and self.two_phase is not None and self._enters_late(state[0]) and self._runs_two_phases(state[0]):
-            return self.two_phase.write(self.two_phase.enter(state[0], self._folded(y.device)), 0, y)
+        if (
+            i == 0
+            and self.two_phase is not None
+            and self._enters_late(state[0])
+            and self._runs_two_phases(state[0])
+        ):
+            return self.two_phase.write(
+                self.two_phase.enter(state[0], self._folded(y.device)), 0, y
+            )
         if i % self.block:
             return (*state[:-1], state[-1] + y)
-        if self.num_sources(i) == self.num_sources(i + 1):  # the window is full: its oldest source goes
+        if self.num_sources(i) == self.num_sources(
+            i + 1
+        ):  # the window is full: its oldest source goes
             state = (state[0], *state[2:])
         return (*state, y)
 
@@ -268,7 +319,11 @@ class AttentionResidual(Residual):
 
     def folds_norm(self, state: State, i: int) -> bool:
         two_phase = self.two_phase
-        return two_phase is not None and two_phase.holds(state, "read", i) and not two_phase.plain(state[0])
+        return (
+            two_phase is not None
+            and two_phase.holds(state, "read", i)
+            and not two_phase.plain(state[0])
+        )
 
     def settle(self, state: State, i: int) -> State:
         if self.two_phase is not None and self.two_phase.holds(state, "read", i):
@@ -276,7 +331,11 @@ class AttentionResidual(Residual):
         return state
 
     def adopt(self, state: State, i: int) -> State:
-        if self.two_phase is None or i != self.two_phase.first or not self._runs_two_phases(state[0]):
+        if (
+            self.two_phase is None
+            or i != self.two_phase.first
+            or not self._runs_two_phases(state[0])
+        ):
             return state
         return self.two_phase.adopt(state, self._folded(state[0].device))
 
@@ -284,7 +343,12 @@ class AttentionResidual(Residual):
         super().keep_only(start, stop)
         if self.two_phase is not None:
             self.two_phase = TwoPhase(
-                self.sublayers, self.block, self.eps, first=start, stop=stop, backend=self.two_phase.backend
+                self.sublayers,
+                self.block,
+                self.eps,
+                first=start,
+                stop=stop,
+                backend=self.two_phase.backend,
             )
         self.forget_layouts()
 
@@ -316,27 +380,37 @@ class AttentionResidual(Residual):
         assert self.two_phase is not None
         return self.folded_queries(self.two_phase.first, self.two_phase.last, device)
 
-    def folded_queries(self, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
+    def folded_queries(
+        self, start: int = 0, stop: int | None = None, device: torch.device | None = None
+    ) -> Tensor:
         """Query times key weight of reads [start, stop), by default all with the final one, (R, D) on `device` in fp32
         (of fp64, fp64); read 0 has one source and a row of zeros. For static queries and normed keys (`phased`).
 
         Where layers are spread over devices, so are their queries.
         """
         first, stop = max(1, start), self.sublayers + 1 if stop is None else stop
-        table = self.reads  # looked up once: a module's own attributes take the host a microsecond each
+        table = (
+            self.reads
+        )  # looked up once: a module's own attributes take the host a microsecond each
         reads = [cast(DepthRead, table[str(i)]) for i in range(first, stop)]
         if not reads:  # a pipeline stage of the first sublayer alone
             return torch.zeros(1, self.dim, device=device)
         folded = _stack([read.scaled_query() for read in reads], device)
         folded = folded.to(accumulation_dtype(folded.dtype))
         if reads[0].key_weight is not None:
-            folded = folded * _stack([cast(Tensor, read.key_weight) for read in reads], device).to(folded.dtype)
+            folded = folded * _stack([cast(Tensor, read.key_weight) for read in reads], device).to(
+                folded.dtype
+            )
         return torch.nn.functional.pad(folded, (0, 0, first - start, 0))
 
     def flops_per_token(self) -> int:
         reads = sum(n for i in range(self.sublayers + 1) if (n := self.num_sources(i)) > 1)
-        projections = 2 * self.dim * self.key_dim * len(self.reads) if self.query_kind == "projected" else 0
-        return (4 * self.key_dim + 2 * self.dim) * reads + projections + 2 * self.dim * self.sublayers
+        projections = (
+            2 * self.dim * self.key_dim * len(self.reads) if self.query_kind == "projected" else 0
+        )
+        return (
+            (4 * self.key_dim + 2 * self.dim) * reads + projections + 2 * self.dim * self.sublayers
+        )
 
     def _parameters_of(self, i: int) -> DepthRead:
         return cast(DepthRead, self.reads[str(i)])
@@ -354,15 +428,21 @@ class AttentionResidual(Residual):
             return x, state
         if self.usual:
             query = read.scaled_query()
-            return depth_attention(state, query, read.key_weight, eps=self.eps, backend=self.backend), state
+            return depth_attention(
+                state, query, read.key_weight, eps=self.eps, backend=self.backend
+            ), state
         query, key_weight, newest = self._query(read, state[-1], self.chosen)
         state = (*state[:-1], newest)
-        return weigh_sources(state, query, key_weight, **self.weighing, thread=thread, backend=self.chosen)
+        return weigh_sources(
+            state, query, key_weight, **self.weighing, thread=thread, backend=self.chosen
+        )
 
     def _weights_of(self, stack: Tensor, i: int) -> Tensor:
         """(N, ..., H) for stack (N, ..., D)."""
         if len(stack) == 1:
-            return torch.ones(1, *stack.shape[1:-1], self.heads, device=stack.device, dtype=stack.dtype)
+            return torch.ones(
+                1, *stack.shape[1:-1], self.heads, device=stack.device, dtype=stack.dtype
+            )
         read = self._parameters_of(i)
         if read.scalars is not None:
             shape = (-1, *[1] * (stack.dim() - 2), self.heads)
@@ -370,12 +450,18 @@ class AttentionResidual(Residual):
         query, key_weight, _ = self._query(read, stack[-1], "reference")
         return depth_weights(stack, query, key_weight, **self.weighing)
 
-    def _query(self, read: DepthRead, newest: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _query(
+        self, read: DepthRead, newest: Tensor, backend: Backend
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The query, the weight that keys have beside it, and the newest source, to be read in its place. Of a query
         that is projected, the weight multiplies the projection's rows instead."""
         query, key_weight = read.scaled_query(), read.key_weight
         if self.query_kind == "static":
             return query, key_weight, newest
-        rows = fold(query, None if key_weight is None else key_weight.unsqueeze(-1), accumulation_dtype(query.dtype))
+        rows = fold(
+            query,
+            None if key_weight is None else key_weight.unsqueeze(-1),
+            accumulation_dtype(query.dtype),
+        )
         projected, newest = project_source(newest, rows, self.eps, backend=backend)
         return projected, None, newest

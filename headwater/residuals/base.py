@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
-Read = Tensor | tuple[Tensor, Tensor, Tensor]  # what a sublayer sees: one input, or (query, key, value) inputs
+Read = (
+    Tensor | tuple[Tensor, Tensor, Tensor]
+)  # what a sublayer sees: one input, or (query, key, value) inputs
 Norm = Callable[[Tensor], Tensor]
 Layout = tuple[str, ...]  # the names of a state's tensors, in order
 Next = Literal["read", "write"]
@@ -37,10 +39,14 @@ class Placed(tuple[Tensor, ...]):
     shape: torch.Size | None = None  # of what was read: the sublayer's output has the same
 
     def __new__(cls, tensors: State, verb: Next | None = None, i: int = 0) -> Any:
-        if verb is None:  # as those rebuild tuples who move or cast what a layer takes: FSDP, accelerate, vmap
+        if (
+            verb is None
+        ):  # as those rebuild tuples who move or cast what a layer takes: FSDP, accelerate, vmap
             return tuple(tensors)
         if isinstance(tensors, Tensor):  # a class of the user's forgot the comma
-            raise TypeError("a residual's state is a tuple of tensors, and its method returned a tensor: return (x,)")
+            raise TypeError(
+                "a residual's state is a tuple of tensors, and its method returned a tensor: return (x,)"
+            )
         placed = super().__new__(cls, tensors)
         placed.next = (verb, i)
         return placed
@@ -61,11 +67,19 @@ class Residual(nn.Module, ABC):
 
     at_start: str  # against the plain residual at initialisation: "exact", "scaled" or "different"
     mixes: str = "scalar"  # a source enters a read times one "scalar" a token, one per "channel", or an "operator"
-    token_local: bool = True  # False: a read looks at earlier tokens of the stream; `resume` and `past` carry those
-    derived: tuple[str, ...] = ()  # options whose default depends on the network; a saved spec names their values
+    token_local: bool = (
+        True  # False: a read looks at earlier tokens of the stream; `resume` and `past` carry those
+    )
+    derived: tuple[
+        str, ...
+    ] = ()  # options whose default depends on the network; a saved spec names their values
     kinds: tuple[str, ...] = ()  # of its sublayers, where `build` was told
-    weight_gain: float = 1.0  # by which a model scales value, MLP and output weights at initialisation
-    fused: bool = False  # True: reads and writes are kernels, or next to nothing: compiling them gains little
+    weight_gain: float = (
+        1.0  # by which a model scales value, MLP and output weights at initialisation
+    )
+    fused: bool = (
+        False  # True: reads and writes are kernels, or next to nothing: compiling them gains little
+    )
     takes_zero: bool = True  # False: outputs of zero have no gradient that one could use; a model starts none there
 
     def __init__(self, dim: int, sublayers: int) -> None:
@@ -114,11 +128,15 @@ class Residual(nn.Module, ABC):
         if torch.compiler.is_compiling():
             x, state = self._read(state, i, norm)
             return x, (*state,)  # never the tuple that was given, which knows an earlier place
-        if i == self.sublayers:  # before the final read a state has a place in the table, and `end` takes it
+        if (
+            i == self.sublayers
+        ):  # before the final read a state has a place in the table, and `end` takes it
             raise self._no_such(i)
         self.check(state, "read", i)
         watcher = _watcher_of(self)
-        x, state = self._read(state, i, norm) if watcher is None else watcher.read(self, state, i, norm)
+        x, state = (
+            self._read(state, i, norm) if watcher is None else watcher.read(self, state, i, norm)
+        )
         placed = Placed(state, "write", i)
         placed.shape = x.shape if isinstance(x, Tensor) else x[0].shape
         return x, placed
@@ -131,7 +149,9 @@ class Residual(nn.Module, ABC):
         self.check(state, "write", i)
         self._check_width(y, "write", i)
         shape = getattr(state, "shape", None)  # which a plain tuple does not know
-        if shape is not None and y.shape != shape:  # it might be added all the same, once for many tokens
+        if (
+            shape is not None and y.shape != shape
+        ):  # it might be added all the same, once for many tokens
             raise ValueError(
                 f"write {i} of '{self.spec}' takes an output of the shape that was read, {tuple(shape)}; got "
                 f"{tuple(y.shape)}"
@@ -177,7 +197,9 @@ class Residual(nn.Module, ABC):
         own = range(start, stop + (stop == self.sublayers))
         for name, table in self.named_children():
             if not isinstance(table, nn.ModuleDict | nn.ParameterDict):
-                raise TypeError(f"'{self.spec}' keeps '{name}' outside of a dict keyed by sublayer: override keep_only")
+                raise TypeError(
+                    f"'{self.spec}' keeps '{name}' outside of a dict keyed by sublayer: override keep_only"
+                )
             for key in [key for key in table if int(key) not in own]:
                 del table[key]
 
@@ -234,10 +256,14 @@ class Residual(nn.Module, ABC):
             return
         got = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
         name = " ".join(map(str, (verb, *at)))
-        raise ValueError(f"{name} of '{self.spec}' takes one tensor whose last axis is dim={self.dim}; got {got}")
+        raise ValueError(
+            f"{name} of '{self.spec}' takes one tensor whose last axis is dim={self.dim}; got {got}"
+        )
 
     def _no_such(self, i: int) -> ValueError:
-        return ValueError(f"'{self.spec}' connects {self.sublayers} sublayers, 0 to {self.sublayers - 1}; got {i!r}")
+        return ValueError(
+            f"'{self.spec}' connects {self.sublayers} sublayers, 0 to {self.sublayers - 1}; got {i!r}"
+        )
 
     def _refuse(self, state: State, verb: Next, i: int) -> None:
         if (verb, i) not in self.layouts:
@@ -251,15 +277,21 @@ class Residual(nn.Module, ABC):
                 "write of the same sublayer, and each verb takes the state that the one before it returned"
             )
         if isinstance(state, Tensor):
-            raise ValueError(f"{name} of '{self.spec}' takes a state, which `begin` makes of a tensor; got a tensor")
+            raise ValueError(
+                f"{name} of '{self.spec}' takes a state, which `begin` makes of a tensor; got a tensor"
+            )
         if not _is_tensors(state):
             raise ValueError(
                 f"{name} of '{self.spec}' takes a state, which is a tuple of tensors; got a {type(state).__name__} of "
                 "something else. `read` returns two things: read, state = residual.read(state, i)"
             )
-        expected = " or ".join(f"{len(layout)} tensors ({', '.join(layout)})" for layout in self.layouts[verb, i])
+        expected = " or ".join(
+            f"{len(layout)} tensors ({', '.join(layout)})" for layout in self.layouts[verb, i]
+        )
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in state)
-        raise ValueError(f"{name} of '{self.spec}' takes a state of {expected}; got {len(state)}: {shapes}")
+        raise ValueError(
+            f"{name} of '{self.spec}' takes a state of {expected}; got {len(state)}: {shapes}"
+        )
 
     @property
     def scalar_mixing(self) -> bool:
@@ -301,7 +333,9 @@ class Watcher:
     def begin(self, residual: Residual, x: Tensor) -> State:
         return residual._begin(x)
 
-    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+    def read(
+        self, residual: Residual, state: State, i: int, norm: Norm | None
+    ) -> tuple[Read, State]:
         return residual._read(state, i, norm)
 
     def write(self, residual: Residual, state: State, i: int, y: Tensor) -> State:

@@ -62,12 +62,16 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
     ) -> None:
         super().__init__(dim, sublayers, kinds)
         if last is not None and not 1 <= last <= self.layers:
-            raise ValueError(f"last counts layer outputs and must lie between 1 and {self.layers}, got {last}")
+            raise ValueError(
+                f"last counts layer outputs and must lie between 1 and {self.layers}, got {last}"
+            )
         self.mixes = "scalar" if version == "v1" else "channel"
         self.last, self.version, self.separate = last, version, inputs == "separate"
         self.grns = nn.ModuleDict()
         for m in range(1, self.layers + 1):
-            self.grns[self.key(m)] = GRN(dim, 3 if self.routes(m) else 1, self.bank_size(m), version)
+            self.grns[self.key(m)] = GRN(
+                dim, 3 if self.routes(m) else 1, self.bank_size(m), version
+            )
 
     def bank_size(self, m: int) -> int:
         return 1 + m if self.last is None else min(1 + m, self.last + 2)
@@ -93,12 +97,16 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
         """Of the query input, one weight per channel where channels differ."""
         if m == 0:
             return torch.ones(1, *bank[0].shape[:-1], 1, device=bank[0].device)
-        weights = torch.stack([w.expand(*bank[0].shape[:-1], w.shape[-1]) for w in self._grn(m)(bank)[0]])
+        weights = torch.stack(
+            [w.expand(*bank[0].shape[:-1], w.shape[-1]) for w in self._grn(m)(bank)[0]]
+        )
         return weights.detach()
 
     def flops_per_token(self) -> int:
         reads = sum(self._grn(m).constant[..., 0].numel() for m in range(1, self.layers + 1))
-        per_source = 5 if self.version == "v3" else 2  # the sum; for v3 also the ReLU's product and its addition
+        per_source = (
+            5 if self.version == "v3" else 2
+        )  # the sum; for v3 also the ReLU's product and its addition
         return self.dim * (per_source * reads + 2 * self.sublayers)
 
     def _grn(self, m: int) -> GRN:

@@ -26,13 +26,17 @@ class DeepNormResidual(StreamResidual):
     at_start = "different"
     mixes = "channel"
 
-    def __init__(self, dim: int, sublayers: int, *, eps: float = 1e-6, kinds: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, dim: int, sublayers: int, *, eps: float = 1e-6, kinds: Sequence[str] | None = None
+    ) -> None:
         super().__init__(dim, sublayers)
         layers = len(layer_starts(sublayer_kinds(sublayers, kinds)))
         self.alpha = (2 * layers) ** 0.25
         self.weight_gain = (8 * layers) ** -0.25
         self.eps = eps
-        self.norms = nn.ParameterDict({str(i): nn.Parameter(torch.ones(dim)) for i in range(sublayers)})
+        self.norms = nn.ParameterDict(
+            {str(i): nn.Parameter(torch.ones(dim)) for i in range(sublayers)}
+        )
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state

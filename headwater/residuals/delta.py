@@ -34,12 +34,16 @@ class ChannelCompressor(nn.Module):
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
         self.read = nn.Parameter(torch.full((width,), 1 / width))
-        self.kernel = nn.Parameter(torch.eye(width)[1].unsqueeze(-1).repeat(1, dim))  # (taps = width, D): the identity
+        self.kernel = nn.Parameter(
+            torch.eye(width)[1].unsqueeze(-1).repeat(1, dim)
+        )  # (taps = width, D): the identity
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n, D) to (..., D). Both steps are linear, so their product is formed once, on the parameters."""
         width = len(self.read)
-        taps = torch.stack([F.pad(self.kernel, (0, 0, o - 1, 1 - o)) for o in range(width)])  # (out, in, D)
+        taps = torch.stack(
+            [F.pad(self.kernel, (0, 0, o - 1, 1 - o)) for o in range(width)]
+        )  # (out, in, D)
         folded = (taps * self.read.view(-1, 1, 1)).sum(0)
         return (wide(x) * folded.to(wide(x).dtype)).sum(-2).to(x.dtype)
 
@@ -50,7 +54,9 @@ class TokenCompressor(nn.Module):
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
         self.read = nn.Parameter(torch.full((width,), 1 / width))
-        self.kernel = nn.Parameter(torch.eye(KERNEL)[-1].view(-1, 1, 1).repeat(1, width, dim))  # (taps, n, D)
+        self.kernel = nn.Parameter(
+            torch.eye(KERNEL)[-1].view(-1, 1, 1).repeat(1, width, dim)
+        )  # (taps, n, D)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., T, n, D) to (..., T, D)."""
@@ -63,18 +69,25 @@ class TokenExpander(nn.Module):
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.kernel = nn.Parameter(torch.eye(KERNEL)[-1].view(-1, 1, 1).repeat(1, width, dim))  # (taps, n, D)
+        self.kernel = nn.Parameter(
+            torch.eye(KERNEL)[-1].view(-1, 1, 1).repeat(1, width, dim)
+        )  # (taps, n, D)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., T, D) to (..., T, n, D)."""
-        columns = [causal_sum([wide(x) * tap for tap in column]) for column in self.kernel.to(wide(x).dtype).unbind(1)]
+        columns = [
+            causal_sum([wide(x) * tap for tap in column])
+            for column in self.kernel.to(wide(x).dtype).unbind(1)
+        ]
         return torch.stack(columns, dim=-2).to(x.dtype)
 
 
 def causal_sum(taps: Sequence[Tensor]) -> Tensor:
     """sum_j taps_j, each (..., T, D), shifted along T so that the last is now and the one before it a token earlier."""
     length = taps[0].shape[-2]
-    shifted = [F.pad(tap, (0, 0, back, 0))[..., :length, :] for back, tap in enumerate(reversed(taps))]
+    shifted = [
+        F.pad(tap, (0, 0, back, 0))[..., :length, :] for back, tap in enumerate(reversed(taps))
+    ]
     return torch.stack(shifted).sum(0)
 
 
@@ -130,17 +143,23 @@ class DeepDeltaResidual(Residual):
                 f"neither; got width={width}, compress={compress}"
             )
         if width == 1 and expand == "token":
-            raise ValueError("expand=token makes the columns of a wide stream: it needs width of at least 2")
+            raise ValueError(
+                "expand=token makes the columns of a wide stream: it needs width of at least 2"
+            )
         if not 0 < beta < 2:
             raise ValueError(f"beta must lie between 0 and 2, got {beta}")
         self.width, self.bounded = width, value == "bounded"
         self.convolves = compress == "token"
         self.token_local = not self.convolves and expand != "token"
-        self.writes = nn.ModuleDict({str(i): DeltaWrite(dim, width, beta, self.bounded) for i in range(sublayers)})
+        self.writes = nn.ModuleDict(
+            {str(i): DeltaWrite(dim, width, beta, self.bounded) for i in range(sublayers)}
+        )
         self.expander = TokenExpander(dim, width) if expand == "token" else None
         # One compressor a layer, named after its first sublayer and shared by the others; one more for the final read.
         starts = layer_starts(sublayer_kinds(sublayers, kinds))
-        self.compressor_of = tuple(str(max(s for s in starts if s <= i)) for i in range(sublayers)) + (str(sublayers),)
+        self.compressor_of = tuple(
+            str(max(s for s in starts if s <= i)) for i in range(sublayers)
+        ) + (str(sublayers),)
         compressor = ChannelCompressor if compress == "channel" else TokenCompressor
         names = dict.fromkeys(self.compressor_of) if width > 1 else {}
         self.compressors = nn.ModuleDict({name: compressor(dim, width) for name in names})
@@ -151,7 +170,11 @@ class DeepDeltaResidual(Residual):
     def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
         """Alone; or resumed, with the queue behind it (see `resume`)."""
         first = self.layout(i) if verb == "read" else (*self.layout(i), "read")
-        queue = (*(f"tokens before read {n}" for n in range(self.sublayers + 1)),) if self.convolves else ()
+        queue = (
+            (*(f"tokens before read {n}" for n in range(self.sublayers + 1)),)
+            if self.convolves
+            else ()
+        )
         queue += () if self.expander is None else ("tokens before the embedding",)
         return (first, (*first, *queue)) if queue else (first,)
 
@@ -201,9 +224,13 @@ class DeepDeltaResidual(Residual):
     def _write(self, state: State, i: int, y: Tensor) -> State:
         stream, x, *queue = state
         write = cast(DeltaWrite, self.writes[str(i)])
-        beta = hold(2 * (project_normed(x, write.beta_weight) + wide(write.beta_bias)).sigmoid())  # (..., 1)
+        beta = hold(
+            2 * (project_normed(x, write.beta_weight) + wide(write.beta_bias)).sigmoid()
+        )  # (..., 1)
         if self.bounded:
-            value = VALUE_BOUND * project(x, write.value_weight, write.value_bias).sigmoid()  # (..., n)
+            value = (
+                VALUE_BOUND * project(x, write.value_weight, write.value_bias).sigmoid()
+            )  # (..., n)
         else:
             value = project_normed(x, write.value_weight)
         y = wide(y)
@@ -211,7 +238,10 @@ class DeepDeltaResidual(Residual):
         direction = hold(y * length).unsqueeze(-2)  # (..., 1, D)
         overlap = (direction * wide(stream)).sum(-1, keepdim=True)  # (..., n, 1)
         written = hold(beta * value * length).unsqueeze(-1) * y.unsqueeze(-2)
-        return ((wide(stream) + written - beta.unsqueeze(-1) * overlap * direction).to(stream.dtype), *queue)
+        return (
+            (wide(stream) + written - beta.unsqueeze(-1) * overlap * direction).to(stream.dtype),
+            *queue,
+        )
 
     def _end(self, state: State, norm: Norm | None) -> Tensor:
         stream, *queue = state
@@ -226,7 +256,9 @@ class DeepDeltaResidual(Residual):
 
     def flops_per_token(self) -> int:
         per_write = 2 * (self.width + 1) * self.dim + 7 * self.width * self.dim
-        taps = sum(p.numel() for name, p in self.compressors.named_parameters() if name.endswith("kernel"))
+        taps = sum(
+            p.numel() for name, p in self.compressors.named_parameters() if name.endswith("kernel")
+        )
         reads_per_compressor = (self.sublayers + 1) / max(1, len(self.compressors))
         return self.sublayers * per_write + int(2 * taps * reads_per_compressor)
 

@@ -39,7 +39,9 @@ class DeltaAttentionResidual(Residual):
     def __init__(self, dim: int, sublayers: int, *, block: int = 1, eps: float = 1e-6) -> None:
         super().__init__(dim, sublayers)
         if not 1 <= block <= sublayers:
-            raise ValueError(f"block counts sublayers and must lie between 1 and {sublayers}, got {block}")
+            raise ValueError(
+                f"block counts sublayers and must lie between 1 and {sublayers}, got {block}"
+            )
         self.block, self.eps = block, eps
         self.reads = nn.ModuleDict({str(i): AddedRead(dim) for i in range(1, sublayers)})
 
@@ -84,4 +86,6 @@ class DeltaAttentionResidual(Residual):
 
     def _attend(self, sources: State, i: int) -> tuple[Tensor, Tensor]:
         read = cast(AddedRead, self.reads[str(i)])
-        return depth_attention(sources, read.query, read.key_weight, eps=self.eps, return_weights=True)
+        return depth_attention(
+            sources, read.query, read.key_weight, eps=self.eps, return_weights=True
+        )

@@ -40,15 +40,24 @@ class DenseFormerResidual(LayerwiseResidual):
         super().__init__(dim, sublayers, kinds, backend)
         for name, value in (("dilation", dilation), ("period", period)):
             if not 1 <= value <= self.layers:
-                raise ValueError(f"{name} counts layers and must lie between 1 and {self.layers}, got {value}")
+                raise ValueError(
+                    f"{name} counts layers and must lie between 1 and {self.layers}, got {value}"
+                )
         self.dilation, self.period = dilation, period
-        summed = {m: range(m % dilation, m + 1, dilation) for m in range(period, self.layers + 1, period)}
+        summed = {
+            m: range(m % dilation, m + 1, dilation) for m in range(period, self.layers + 1, period)
+        }
         if self.layers in summed and len(summed[self.layers]) == 1:
             del summed[self.layers]  # a gain on all that the final norm sees would have no effect
         self.kept = tuple(_kept(m, summed) for m in range(self.layers + 1))
-        self.chosen = {m: tuple(self.kept[m].index(j) for j in sources) for m, sources in summed.items()}
+        self.chosen = {
+            m: tuple(self.kept[m].index(j) for j in sources) for m, sources in summed.items()
+        }
         self.sums = nn.ParameterDict(
-            {self.key(m): nn.Parameter(torch.eye(len(sources))[-1].clone()) for m, sources in summed.items()}
+            {
+                self.key(m): nn.Parameter(torch.eye(len(sources))[-1].clone())
+                for m, sources in summed.items()
+            }
         )
 
     def bank_size(self, m: int) -> int:
@@ -57,8 +66,14 @@ class DenseFormerResidual(LayerwiseResidual):
     def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor, State]:
         if m not in self.chosen:
             return bank[-1], bank[-1], bank
-        chosen, weights, thread = self.chosen[m], self.sums[self.key(m)].unsqueeze(0), m < max(self.chosen)
-        (x,), again = mix_bank([bank[n] for n in chosen], weights, thread=thread, backend=self._now())
+        chosen, weights, thread = (
+            self.chosen[m],
+            self.sums[self.key(m)].unsqueeze(0),
+            m < max(self.chosen),
+        )
+        (x,), again = mix_bank(
+            [bank[n] for n in chosen], weights, thread=thread, backend=self._now()
+        )
         held = {**dict(enumerate(bank)), **dict(zip(chosen, again))}
         return x, x, tuple(held.values())
 
@@ -75,9 +90,15 @@ class DenseFormerResidual(LayerwiseResidual):
         return spread(weights, bank[0])
 
     def flops_per_token(self) -> int:
-        return 2 * self.dim * (self.sublayers + sum(weights.numel() for weights in self.sums.values()))
+        return (
+            2 * self.dim * (self.sublayers + sum(weights.numel() for weights in self.sums.values()))
+        )
 
 
 def _kept(m: int, summed: dict[int, range]) -> tuple[int, ...]:
     """The layer outputs that the sum at m or a later one reads, and the newest."""
-    return tuple(j for j in range(m + 1) if j == m or any(j in summed[later] for later in summed if later >= m))
+    return tuple(
+        j
+        for j in range(m + 1)
+        if j == m or any(j in summed[later] for later in summed if later >= m)
+    )

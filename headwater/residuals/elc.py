@@ -43,11 +43,17 @@ class EveryLayerCountsResidual(LayerwiseResidual):
         super().__init__(dim, sublayers, kinds, backend)
         self.rereads_input = variant != "base"
         self.normalized = variant == "normalized"
-        self.takes_zero = not self.normalized  # the length of nothing has no gradient that one could use
-        self.last = self.layers if variant == "weighted-output" else self.layers - 1  # that has weights
+        self.takes_zero = (
+            not self.normalized
+        )  # the length of nothing has no gradient that one could use
+        self.last = (
+            self.layers if variant == "weighted-output" else self.layers - 1
+        )  # that has weights
         self.logits = nn.ParameterDict(
             {
-                self.key(m): nn.Parameter(torch.eye(m + 1)[-1].clone() if variant == "base" else torch.zeros(m + 1))
+                self.key(m): nn.Parameter(
+                    torch.eye(m + 1)[-1].clone() if variant == "base" else torch.zeros(m + 1)
+                )
                 for m in range(1, self.last + 1)
             }
         )
@@ -70,7 +76,9 @@ class EveryLayerCountsResidual(LayerwiseResidual):
         return spread(torch.eye(len(bank), device=bank[0].device)[-1], bank[0])
 
     def flops_per_token(self) -> int:
-        return 2 * self.dim * (self.sublayers + sum(logits.numel() for logits in self.logits.values()))
+        return (
+            2 * self.dim * (self.sublayers + sum(logits.numel() for logits in self.logits.values()))
+        )
 
 
 @register("vertical-attention")
@@ -88,13 +96,17 @@ class VerticalAttentionResidual(LayerwiseResidual):
 
     def __init__(self, dim: int, sublayers: int, *, kinds: Sequence[str] | None = None) -> None:
         super().__init__(dim, sublayers, kinds)
-        self.logits = nn.ParameterDict({self.key(m): nn.Parameter(torch.zeros(m + 1)) for m in range(1, self.layers)})
+        self.logits = nn.ParameterDict(
+            {self.key(m): nn.Parameter(torch.zeros(m + 1)) for m in range(1, self.layers)}
+        )
 
     def mix(self, bank: State, m: int) -> tuple[Tensor, Tensor, State]:
         if self.key(m) not in self.logits:
             return bank[-1], bank[-1], bank
         shares = wide(self.logits[self.key(m)]).softmax(0).split(1)
-        x = combine(bank, [share * hold(rms_scale(u)) for share, u in zip(shares, bank, strict=True)])
+        x = combine(
+            bank, [share * hold(rms_scale(u)) for share, u in zip(shares, bank, strict=True)]
+        )
         return x, x, bank
 
     def bank_weights(self, bank: State, m: int) -> Tensor:
@@ -104,4 +116,8 @@ class VerticalAttentionResidual(LayerwiseResidual):
         return spread(wide(self.logits[self.key(m)]).softmax(0), bank[0]) * scales
 
     def flops_per_token(self) -> int:
-        return 2 * self.dim * (self.sublayers + 2 * sum(logits.numel() for logits in self.logits.values()))
+        return (
+            2
+            * self.dim
+            * (self.sublayers + 2 * sum(logits.numel() for logits in self.logits.values()))
+        )

@@ -23,7 +23,9 @@ from .base import Read, Residual
 from .registry import entry, parse
 
 Run = Callable[[int, Read], Tensor]
-Formula = Callable[[Any, Any, Tensor, Run], Tensor]  # the residual, its options, the embedding, the sublayers
+Formula = Callable[
+    [Any, Any, Tensor, Run], Tensor
+]  # the residual, its options, the embedding, the sublayers
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -62,7 +64,10 @@ def highway(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
 
 def deepnorm(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     for i in range(residual.sublayers):
-        x = unit((2 * len(layers_of(residual, o))) ** 0.25 * x + run(i, x), o.eps) * residual.norms[str(i)]
+        x = (
+            unit((2 * len(layers_of(residual, o))) ** 0.25 * x + run(i, x), o.eps)
+            * residual.norms[str(i)]
+        )
     return x
 
 
@@ -88,8 +93,12 @@ def depth_window(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     for i in range(residual.sublayers):
         states.append(unit(x))
         first = max(0, i - window + 1)
-        reads = {j: residual.reads["0" if o.maps == "shared" else str(j)] for j in range(first, i + 1)}
-        makers = {j: reads[i] if o.maps == "reader" else reads[j] for j in reads}  # whose maps make key and value
+        reads = {
+            j: residual.reads["0" if o.maps == "shared" else str(j)] for j in range(first, i + 1)
+        }
+        makers = {
+            j: reads[i] if o.maps == "reader" else reads[j] for j in reads
+        }  # whose maps make key and value
         v = torch.stack([F.linear(states[j], makers[j].value) for j in reads])
         if i > 0:
             k = torch.stack([F.linear(states[j], makers[j].key) for j in reads])
@@ -167,7 +176,9 @@ def denseformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
             x = x + run(i, x)
         outputs.append(x)
         if m % o.period == 0:
-            weights = residual.sums.get(str(layer[-1] + 1), [1.0])  # the last, of one term, has none
+            weights = residual.sums.get(
+                str(layer[-1] + 1), [1.0]
+            )  # the last, of one term, has none
             x = weighted(weights, outputs[m % o.dilation :: o.dilation])
     return x
 
@@ -202,10 +213,17 @@ def deep_cross_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     def reads(i: int) -> list[Tensor]:
         """One for each input, over all outputs or (k-DCA) the embedding, the sum of older ones and the last k."""
         k, grn = o.last, residual.grns[str(i)]
-        bank = outputs if k is None or len(outputs) <= k + 2 else [x, torch.stack(outputs[1:-k]).sum(0), *outputs[-k:]]
+        bank = (
+            outputs
+            if k is None or len(outputs) <= k + 2
+            else [x, torch.stack(outputs[1:-k]).sum(0), *outputs[-k:]]
+        )
         inputs = []
         for way, constants in enumerate(grn.constant):
-            extra = [(u * grn.query[way]).sum(-1, keepdim=True).relu() if o.version == "v3" else 0.0 for u in bank]
+            extra = [
+                (u * grn.query[way]).sum(-1, keepdim=True).relu() if o.version == "v3" else 0.0
+                for u in bank
+            ]
             inputs.append(weighted([b + e for b, e in zip(constants, extra, strict=True)], bank))
         return inputs
 
@@ -215,7 +233,12 @@ def deep_cross_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
         for s in short:
             y = run(s, inputs[0])
             inputs = [u + y for u in inputs]
-        t = run(i, (inputs[0], inputs[1], inputs[2]) if outputs[1:] and o.inputs == "separate" else inputs[0])
+        t = run(
+            i,
+            (inputs[0], inputs[1], inputs[2])
+            if outputs[1:] and o.inputs == "separate"
+            else inputs[0],
+        )
         outputs.append(t + run(j, inputs[0] + t))
     return reads(residual.sublayers)[0]
 
@@ -229,7 +252,9 @@ def muddformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
             return [weighted(way.unsqueeze(-1).unbind(-2), outputs) for way in weights.unbind(-2)]
         firsts = [*(layer[0] for layer in layers_of(residual, o)), residual.sublayers]
         normed = [unit(u) * residual.before[str(first)] for u, first in zip(outputs, firsts)]
-        *sums, stream = [weighted(way.unsqueeze(-1).unbind(-2), normed) for way in weights.unbind(-2)]
+        *sums, stream = [
+            weighted(way.unsqueeze(-1).unbind(-2), normed) for way in weights.unbind(-2)
+        ]
         return [outputs[-1] + u for u in (*sums, unit(stream) * residual.after[str(i)])]
 
     outputs = [x]
@@ -243,7 +268,9 @@ def muddformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     return reads(residual.sublayers)[0]
 
 
-def streams(residual: Any, o: Any, x: Tensor, run: Run, coefficients: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+def streams(
+    residual: Any, o: Any, x: Tensor, run: Run, coefficients: Callable[..., tuple[Tensor, ...]]
+) -> Tensor:
     h = torch.stack([x] * o.streams, dim=-2)  # (..., n, D)
     for i in range(residual.sublayers):
         pre, post, res = coefficients(h, i)
@@ -263,7 +290,9 @@ def connection(c: Any, form: str, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def hyper_connections(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
-    return streams(residual, o, x, run, lambda h, i: connection(residual.connections[str(i)], o.form, h))
+    return streams(
+        residual, o, x, run, lambda h, i: connection(residual.connections[str(i)], o.form, h)
+    )
 
 
 def hyper_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
@@ -335,7 +364,9 @@ def deep_delta(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     stream = torch.stack([x] * o.width, dim=-1)  # (..., D, n)
     if o.expand == "token":
         taps = [F.pad(x, (0, 0, 3 - j, 0))[..., : x.shape[-2], :] for j in range(4)]
-        stream = torch.stack([weighted(taps_of, taps) for taps_of in residual.expander.kernel.unbind(1)], dim=-1)
+        stream = torch.stack(
+            [weighted(taps_of, taps) for taps_of in residual.expander.kernel.unbind(1)], dim=-1
+        )
     for i in range(residual.sublayers):
         h, w = compressed(i), residual.writes[str(i)]
         y = run(i, h)
@@ -373,7 +404,9 @@ FORMULAS: Mapping[str, Formula] = {
 }
 
 
-def formula_of(residual: Residual, kinds: Sequence[str] | None = None) -> Callable[[Tensor, Run], Tensor]:
+def formula_of(
+    residual: Residual, kinds: Sequence[str] | None = None
+) -> Callable[[Tensor, Run], Tensor]:
     """The formula of this residual: of the embedding, and of what runs a sublayer. `kinds`: as `build` was given."""
     return partial(FORMULAS[residual.spec.partition(":")[0]], residual, asked_of(residual, kinds))
 

@@ -44,7 +44,9 @@ def param_groups(
         print([(group["name"], group["lr"]) for group in optimizer.param_groups])
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"param_groups takes the model, whose names say what decays; got a {type(model).__name__}")
+        raise TypeError(
+            f"param_groups takes the model, whose names say what decays; got a {type(model).__name__}"
+        )
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("query_lr", query_lr)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} must be 0 or a positive number, got {value}")
@@ -72,8 +74,17 @@ def sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Every parameter once, in the model's order, under "matrices", "rest" or "queries"."""
     residuals = [module for module in model.modules() if isinstance(module, Residual)]
     owned = {id(parameter) for residual in residuals for parameter in residual.parameters()}
-    kept = {id(p) for module in model.modules() if keeps_its_scale(module) for p in module.parameters(recurse=False)}
-    stacked = tuple(f"{name}.{key}.".lstrip(".") for name, module in model.named_modules() for key in stack_of(module))
+    kept = {
+        id(p)
+        for module in model.modules()
+        if keeps_its_scale(module)
+        for p in module.parameters(recurse=False)
+    }
+    stacked = tuple(
+        f"{name}.{key}.".lstrip(".")
+        for name, module in model.named_modules()
+        for key in stack_of(module)
+    )
     found: dict[str, list[nn.Parameter]] = {"matrices": [], "rest": [], "queries": []}
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
@@ -89,9 +100,13 @@ def sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 def stack_of(module: nn.Module) -> list[str]:
     """Names of its layers: those in a dict that end in a number, and several attributes that differ in it alone. One
     such attribute is none: a model may be called `gpt2`."""
-    stems = {key: key.rstrip("0123456789") for key, _ in module.named_children() if key[-1:].isdigit()}
+    stems = {
+        key: key.rstrip("0123456789") for key, _ in module.named_children() if key[-1:].isdigit()
+    }
     several = Counter(stems.values())
-    return [key for key, stem in stems.items() if isinstance(module, nn.ModuleDict) or several[stem] > 1]
+    return [
+        key for key, stem in stems.items() if isinstance(module, nn.ModuleDict) or several[stem] > 1
+    ]
 
 
 def keeps_its_scale(module: nn.Module) -> bool:

@@ -47,7 +47,10 @@ class HighwayResidual(StreamResidual):
         self.mixes = gate
         width = 1 if gate == "scalar" else dim
         self.gates = nn.ModuleDict(
-            {str(i): Gate(dim, width, -log(i + 1) if start == "mean" else CARRY_BIAS) for i in range(sublayers)}
+            {
+                str(i): Gate(dim, width, -log(i + 1) if start == "mean" else CARRY_BIAS)
+                for i in range(sublayers)
+            }
         )
 
     def _write(self, state: State, i: int, y: Tensor) -> State:

@@ -53,7 +53,10 @@ class HyperConnectionsResidual(StreamsResidual):
             raise ValueError(f"streams must be at least 1, got {streams}")
         self.at_start = "exact" if streams == 1 else "scaled"
         self.connections = nn.ModuleDict(
-            {str(i): Connection(dim, streams, i % streams, form == "dynamic") for i in range(sublayers)}
+            {
+                str(i): Connection(dim, streams, i % streams, form == "dynamic")
+                for i in range(sublayers)
+            }
         )
 
     def projection(self, i: int) -> tuple[Tensor, float] | None:
@@ -74,5 +77,7 @@ class HyperConnectionsResidual(StreamsResidual):
 
     def coefficient_products(self) -> int:
         """Every stream makes its own."""
-        matrices = (cast(Connection, connection).dynamic for connection in self.connections.values())
+        matrices = (
+            cast(Connection, connection).dynamic for connection in self.connections.values()
+        )
         return self.streams * sum(matrix.numel() for matrix in matrices if matrix is not None)

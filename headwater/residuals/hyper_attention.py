@@ -43,7 +43,9 @@ class HyperAttentionResidual(Residual):
         backend: Backend = "auto",
     ) -> None:
         super().__init__(dim, sublayers)
-        self.stream_part = HyperConnectionsResidual(dim, sublayers, streams=streams, form=form, backend=backend)
+        self.stream_part = HyperConnectionsResidual(
+            dim, sublayers, streams=streams, form=form, backend=backend
+        )
         self.depth_part = AttentionResidual(dim, sublayers, block=block, backend=backend)
         self.block = self.depth_part.block
         self.fused = self.stream_part.fused and self.depth_part.fused
@@ -97,4 +99,8 @@ class HyperAttentionResidual(Residual):
         self.forget_layouts()
 
     def flops_per_token(self) -> int:
-        return self.stream_part.flops_per_token() + self.depth_part.flops_per_token() + self.dim * self.sublayers
+        return (
+            self.stream_part.flops_per_token()
+            + self.depth_part.flops_per_token()
+            + self.dim * self.sublayers
+        )

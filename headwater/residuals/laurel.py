@@ -55,14 +55,20 @@ class LaurelResidual(StreamResidual):
         if not 1 <= rank <= dim:
             raise ValueError(f"rank must lie between 1 and the width {dim}, got {rank}")
         if form == "previous" and not 2 <= states <= sublayers:
-            raise ValueError(f"states must lie between 2 and the {sublayers} sublayers, got {states}")
+            raise ValueError(
+                f"states must lie between 2 and the {sublayers} sublayers, got {states}"
+            )
         self.rank = rank
         self.states = states if form == "previous" else 1
         self.mixes = "scalar" if form == "weighted" else "operator"
         weighted, low_rank = form.startswith("weighted"), form != "weighted"
-        self.balance = nn.ModuleDict({str(i): Balance() for i in range(sublayers)} if weighted else {})
+        self.balance = nn.ModuleDict(
+            {str(i): Balance() for i in range(sublayers)} if weighted else {}
+        )
         self.low_rank = nn.ModuleDict(
-            {str(i): LowRank(dim, rank, min(i + 1, self.states)) for i in range(sublayers)} if low_rank else {}
+            {str(i): LowRank(dim, rank, min(i + 1, self.states)) for i in range(sublayers)}
+            if low_rank
+            else {}
         )
 
     def layout(self, i: int) -> Layout:

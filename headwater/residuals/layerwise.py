@@ -16,16 +16,25 @@ INPUTS = ("attention",)  # sublayers that take separate query, key and value inp
 LEADS = ("shortswa",)  # sublayers that mix a layer's input before the layer's attention sees it
 KINDS = (*INPUTS, "kda", "mla", "mixer", *LEADS, *CHANNEL_MIXERS)
 
-ALL_KINDS = (*KINDS, "parallel")  # attention and MLP on one read, for residuals that treat all sublayers alike
+ALL_KINDS = (
+    *KINDS,
+    "parallel",
+)  # attention and MLP on one read, for residuals that treat all sublayers alike
 
 
-def sublayer_kinds(sublayers: int, kinds: Sequence[str] | None, known: tuple[str, ...] = KINDS) -> tuple[str, ...]:
+def sublayer_kinds(
+    sublayers: int, kinds: Sequence[str] | None, known: tuple[str, ...] = KINDS
+) -> tuple[str, ...]:
     """The given kinds, or attention and MLP in turn."""
     if kinds is None:
         return tuple("mlp" if i % 2 else "attention" for i in range(sublayers))
     if len(kinds) != sublayers:
-        raise ValueError(f"kinds must name each of the {sublayers} sublayers, got {len(kinds)} names")
-    if unknown := sorted({*kinds} - {*known}):  # an "ffn" would pass for a mixer of tokens, and no layer would end
+        raise ValueError(
+            f"kinds must name each of the {sublayers} sublayers, got {len(kinds)} names"
+        )
+    if unknown := sorted(
+        {*kinds} - {*known}
+    ):  # an "ffn" would pass for a mixer of tokens, and no layer would end
         raise ValueError(
             f"kinds are {', '.join(known)}; got '{unknown[0]}'. A layer ends with its {' or '.join(CHANNEL_MIXERS)}; "
             "what mixes tokens in a way of its own is a mixer"
@@ -36,7 +45,9 @@ def sublayer_kinds(sublayers: int, kinds: Sequence[str] | None, known: tuple[str
 def layer_starts(kinds: Sequence[str]) -> tuple[int, ...]:
     """Index of each layer's first sublayer: a layer begins where tokens are mixed after channels were."""
     return tuple(
-        i for i, kind in enumerate(kinds) if i == 0 or (kinds[i - 1] in CHANNEL_MIXERS and kind not in CHANNEL_MIXERS)
+        i
+        for i, kind in enumerate(kinds)
+        if i == 0 or (kinds[i - 1] in CHANNEL_MIXERS and kind not in CHANNEL_MIXERS)
     )
 
 
@@ -56,20 +67,28 @@ class LayerwiseResidual(Residual):
     keeps_input: bool = True
     rereads_input: bool = True
 
-    def __init__(self, dim: int, sublayers: int, kinds: Sequence[str] | None, backend: Backend = "reference") -> None:
+    def __init__(
+        self, dim: int, sublayers: int, kinds: Sequence[str] | None, backend: Backend = "reference"
+    ) -> None:
         super().__init__(dim, sublayers)
         if backend not in get_args(Backend):
-            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got '{backend}'")
+            raise ValueError(
+                f"backend must be one of {', '.join(get_args(Backend))}, got '{backend}'"
+            )
         self.backend: Backend = backend
         self.fused = backend != "reference"
         self.kinds = sublayer_kinds(sublayers, kinds)
         self.starts = layer_starts(self.kinds)
         self.layers = len(self.starts)
-        self.boundaries = {i: m for m, i in enumerate((*self.starts, sublayers))}  # sublayer index to layer number
+        self.boundaries = {
+            i: m for m, i in enumerate((*self.starts, sublayers))
+        }  # sublayer index to layer number
         self.layer_ends = tuple(i - 1 for i in (*self.starts[1:], sublayers))
         # The sublayer of each layer that takes what `mix` returns: its first, or the first behind its leads.
         self.openers = tuple(map(self._opener, self.starts, self.layer_ends))
-        self.leads = frozenset(i for s, o in zip(self.starts, self.openers, strict=True) for i in range(s, o))
+        self.leads = frozenset(
+            i for s, o in zip(self.starts, self.openers, strict=True) for i in range(s, o)
+        )
 
     def _opener(self, start: int, end: int) -> int:
         return next((i for i in range(start, end) if self.kinds[i] not in LEADS), end)
@@ -117,7 +136,9 @@ class LayerwiseResidual(Residual):
         layer = sum(start <= i for start in self.starts) - 1
         if verb == "read" and i in self.boundaries:
             return (self._bank(self.boundaries[i]),)
-        carried: Layout = ("carried",) if self.keeps_input or i <= self.openers[layer] else ("input", "outputs")
+        carried: Layout = (
+            ("carried",) if self.keeps_input or i <= self.openers[layer] else ("input", "outputs")
+        )
         if i in self.leads or (verb == "read" and i == self.openers[layer]):
             carried += ("query", "key", "value")[: self.waiting(layer)]
         return ((*carried, *self._bank(layer)),)
@@ -153,7 +174,9 @@ class LayerwiseResidual(Residual):
             inputs = 1 + self.waiting(sum(start <= i for start in self.starts) - 1)
             return (*(x + y for x in state[:inputs]), *state[inputs:])
         first = i in self.openers
-        carried, bank = (state[:1], state[1:]) if first or self.keeps_input else (state[:2], state[2:])
+        carried, bank = (
+            (state[:1], state[1:]) if first or self.keeps_input else (state[:2], state[2:])
+        )
         if self.keeps_input:
             carried = (carried[0] + y,)
         else:

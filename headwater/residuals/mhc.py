@@ -23,7 +23,9 @@ FAR = -8.0  # logit of what starts almost absent: exp(-8) = 3e-4
 class Mapping(nn.Module):
     """logits = scale * (weight RMSNorm(vec X)) + bias, for pre (n), post (n) and res (`mixtures`) in this order."""
 
-    def __init__(self, dim: int, streams: int, mixtures: int, res_bias: Tensor, chosen: int, start: Start) -> None:
+    def __init__(
+        self, dim: int, streams: int, mixtures: int, res_bias: Tensor, chosen: int, start: Start
+    ) -> None:
         super().__init__()
         self.sizes = (streams, streams, mixtures)
         outputs = 2 * streams + mixtures
@@ -53,7 +55,10 @@ class ConstrainedResidual(StreamsResidual):
         super().__init__(dim, sublayers, streams=streams, backend=backend)
         self.at_start = "scaled" if start == "identity" else "different"
         self.mappings = nn.ModuleDict(
-            {str(i): Mapping(dim, streams, mixtures, res_bias, i % streams, start) for i in range(sublayers)}
+            {
+                str(i): Mapping(dim, streams, mixtures, res_bias, i % streams, start)
+                for i in range(sublayers)
+            }
         )
 
     def projection(self, i: int) -> tuple[Tensor, float]:
@@ -95,11 +100,18 @@ class MHCResidual(ConstrainedResidual):
         backend: Backend = "auto",
     ) -> None:
         if streams < 2:
-            raise ValueError(f"streams must be at least 2, since one stream has nothing to mix with, got {streams}")
+            raise ValueError(
+                f"streams must be at least 2, since one stream has nothing to mix with, got {streams}"
+            )
         if iterations < 1:
             raise ValueError(f"iterations must be at least 1, got {iterations}")
         near_identity = FAR * (1 - torch.eye(streams)).flatten()
-        options: Any = {"mixtures": streams**2, "res_bias": near_identity, "start": start, "backend": backend}
+        options: Any = {
+            "mixtures": streams**2,
+            "res_bias": near_identity,
+            "start": start,
+            "backend": backend,
+        }
         super().__init__(dim, sublayers, streams=streams, **options)
         self.iterations = iterations
 
@@ -110,7 +122,9 @@ class MHCResidual(ConstrainedResidual):
 def all_permutations(like: Tensor, n: int) -> Tensor:
     """Their matrices as columns, (n n, n!), of the dtype and on the device of a tensor."""
     identity = torch.eye(n, device="cpu")
-    return torch.stack([identity[list(order)].flatten() for order in permutations(range(n))], 1).to(like)
+    return torch.stack([identity[list(order)].flatten() for order in permutations(range(n))], 1).to(
+        like
+    )
 
 
 @register("mhc-lite")
@@ -136,22 +150,35 @@ class MHCLiteResidual(ConstrainedResidual):
         backend: Backend = "auto",
     ) -> None:
         if not 2 <= streams <= 5:
-            raise ValueError(f"streams must lie between 2 and 5, since all n! permutations are mixed, got {streams}")
+            raise ValueError(
+                f"streams must lie between 2 and 5, since all n! permutations are mixed, got {streams}"
+            )
         count = factorial(streams)
         identity_first = FAR * (1 - torch.eye(count)[0])
-        options: Any = {"mixtures": count, "res_bias": identity_first, "start": start, "backend": backend}
+        options: Any = {
+            "mixtures": count,
+            "res_bias": identity_first,
+            "start": start,
+            "backend": backend,
+        }
         super().__init__(dim, sublayers, streams=streams, **options)
-        self.register_buffer("permutations", all_permutations(identity_first, streams), persistent=False)
+        self.register_buffer(
+            "permutations", all_permutations(identity_first, streams), persistent=False
+        )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         """As every move and cast of a module; after `to_empty`, no checkpoint brings the permutations back."""
         super()._apply(*args, **kwargs)
         made = all_permutations(self.permutations, self.streams)
-        if made.is_meta or not torch.equal(made, self.permutations):  # else the memory stays what others know it as
+        if made.is_meta or not torch.equal(
+            made, self.permutations
+        ):  # else the memory stays what others know it as
             self.permutations = made
         return self
 
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
         pre, post, res = gate_logits(z, mapping.bias, mapping.scale, mapping.sizes)
-        mixed = project(res.softmax(-1), self.permutations).unflatten(-1, (self.streams, self.streams))
+        mixed = project(res.softmax(-1), self.permutations).unflatten(
+            -1, (self.streams, self.streams)
+        )
         return pre.sigmoid(), 2 * post.sigmoid(), mixed

@@ -24,12 +24,16 @@ class DenseWeights(nn.Module):
         hidden = ways * sources
         self.down = nn.Parameter(torch.randn(hidden, dim) / dim**0.5)
         self.up = nn.Parameter(torch.zeros(hidden, hidden))
-        self.constant = nn.Parameter(newest * torch.eye(sources)[-1].repeat(ways, 1))  # (ways, sources)
+        self.constant = nn.Parameter(
+            newest * torch.eye(sources)[-1].repeat(ways, 1)
+        )  # (ways, sources)
 
     def forward(self, newest: Tensor, backend: Backend = "reference") -> tuple[Tensor, Tensor]:
         """(..., ways, sources), and the newest source again."""
         z, newest = project_source(newest, self.down, backend=backend)
-        return project(F.gelu(z), self.up, self.constant.flatten()).unflatten(-1, self.constant.shape), newest
+        return project(F.gelu(z), self.up, self.constant.flatten()).unflatten(
+            -1, self.constant.shape
+        ), newest
 
 
 @register("muddformer")
@@ -62,22 +66,34 @@ class MUDDFormerResidual(LayerwiseResidual):
         super().__init__(dim, sublayers, kinds, backend)
         last, newest = self.layers, 0.0 if norm else 1.0
         ways = {m: 4 if self.routes(m) else 1 for m in range(1, last + 1)}
-        self.dense = nn.ModuleDict({self.key(m): DenseWeights(dim, c, m + 1, newest) for m, c in ways.items()})
+        self.dense = nn.ModuleDict(
+            {self.key(m): DenseWeights(dim, c, m + 1, newest) for m, c in ways.items()}
+        )
         self.norm = norm
         if norm:
             self.mixes = "channel"
             self.fused = False  # its norms have no kernels, and gain from a compiled model
-            self.before = nn.ParameterDict({self.key(m): nn.Parameter(torch.ones(dim)) for m in range(last + 1)})
-            self.after = nn.ParameterDict({self.key(m): nn.Parameter(torch.full((dim,), 1e-3)) for m in ways})
+            self.before = nn.ParameterDict(
+                {self.key(m): nn.Parameter(torch.ones(dim)) for m in range(last + 1)}
+            )
+            self.after = nn.ParameterDict(
+                {self.key(m): nn.Parameter(torch.full((dim,), 1e-3)) for m in ways}
+            )
 
     def mix(self, bank: State, m: int) -> tuple[Read, Tensor, State]:
         newest = bank[-1]
         if m == 0:
-            return newest, newest, (self._normed(newest, self.before[self.key(0)]),) if self.norm else bank
+            return (
+                newest,
+                newest,
+                (self._normed(newest, self.before[self.key(0)]),) if self.norm else bank,
+            )
         weights, newest = self._dense(m)(newest, self._now())
         source = self._normed(newest, self.before[self.key(m)]) if self.norm else newest
         thread = m < self.layers
-        reads, bank = mix_bank((*bank[:-1], source), hold(weights), thread=thread, backend=self._now())
+        reads, bank = mix_bank(
+            (*bank[:-1], source), hold(weights), thread=thread, backend=self._now()
+        )
         if self.norm:
             stream = self._normed(reads[-1], self.after[self.key(m)])
             reads = tuple(newest + read for read in (*reads[:-1], stream))
@@ -100,7 +116,10 @@ class MUDDFormerResidual(LayerwiseResidual):
         """Channel by channel: of the newest output there is one more than is normed, and a stream's sum is normed."""
         before, newest = self.before[self.key(m)].detach(), bank[-1]
         if not self.routes(m):
-            read = sum(w * wide(x) for w, x in zip(weights, (*bank[:-1], self._normed(newest, before)), strict=True))
+            read = sum(
+                w * wide(x)
+                for w, x in zip(weights, (*bank[:-1], self._normed(newest, before)), strict=True)
+            )
             weights = weights * rms_scale(cast(Tensor, read)) * self.after[self.key(m)].detach()
         own = 1 + weights[-1] * rms_scale(newest) * before
         return torch.cat([weights[:-1].expand(-1, *own.shape), own.unsqueeze(0)])
@@ -108,9 +127,13 @@ class MUDDFormerResidual(LayerwiseResidual):
     def flops_per_token(self) -> int:
         dense = [self._dense(m) for m in range(1, self.layers + 1)]
         matrices = sum(d.down.numel() + d.up.numel() for d in dense)
-        found = 2 * (matrices + self.dim * (self.sublayers + sum(d.constant.numel() for d in dense)))
+        found = 2 * (
+            matrices + self.dim * (self.sublayers + sum(d.constant.numel() for d in dense))
+        )
         if self.norm:  # and the newest output, which joins every way
-            found += 5 * self.dim * (2 * self.layers + 1) + 2 * self.dim * sum(len(d.constant) for d in dense)
+            found += 5 * self.dim * (2 * self.layers + 1) + 2 * self.dim * sum(
+                len(d.constant) for d in dense
+            )
         return found
 
     def _dense(self, m: int) -> DenseWeights:

@@ -28,12 +28,18 @@ def import_plugins(modules: Iterable[str]) -> None:
     """
     for module in modules:
         if module.endswith(".py") or not all(part.isidentifier() for part in module.split(".")):
-            raise UserError(f"--plugin takes the name of a module, as in `import my_residuals`; got {module!r}")
+            raise UserError(
+                f"--plugin takes the name of a module, as in `import my_residuals`; got {module!r}"
+            )
         if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # the headwater command, unlike python -m, does not look there
+            sys.path.append(
+                os.getcwd()
+            )  # the headwater command, unlike python -m, does not look there
         try:
             importlib.import_module(module)
-        except Exception as error:  # a module of somebody else's: whatever it raises is what there is to say
+        except (
+            Exception
+        ) as error:  # a module of somebody else's: whatever it raises is what there is to say
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
             if absent is not None and f"{module}.".startswith(f"{absent}."):
                 raise UserError(
@@ -50,9 +56,14 @@ def raised_in(module: str, error: Exception) -> str:
     """What the import of a module raised, and where: at the last line of its package, whatever that line called."""
     package, said = module.partition(".")[0], str(error)
     frames = [
-        (at.f_globals.get("__name__", ""), at.f_code, line) for at, line in traceback.walk_tb(error.__traceback__)
+        (at.f_globals.get("__name__", ""), at.f_code, line)
+        for at, line in traceback.walk_tb(error.__traceback__)
     ]
-    own = [f"{code.co_filename}, line {line}: " for name, code, line in frames if name.partition(".")[0] == package]
+    own = [
+        f"{code.co_filename}, line {line}: "
+        for name, code, line in frames
+        if name.partition(".")[0] == package
+    ]
     if isinstance(error, SyntaxError) and error.filename:  # of a file that never ran
         own, said = [f"{error.filename}, line {error.lineno}: "], error.msg
     return "".join(own[-1:]) + f"{type(error).__name__}: {said}"
@@ -60,7 +71,9 @@ def raised_in(module: str, error: Exception) -> str:
 
 def flags_for(modules: Iterable[str | None]) -> str:
     """The end of a command that imports these again. None is headwater itself; a script has no name to import."""
-    return "".join(f" --plugin {module}" for module in sorted({*modules} - {None, "__main__"}, key=str))
+    return "".join(
+        f" --plugin {module}" for module in sorted({*modules} - {None, "__main__"}, key=str)
+    )
 
 
 @lru_cache(maxsize=1)

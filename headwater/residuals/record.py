@@ -34,7 +34,9 @@ class _Recorder(Watcher):
         self.trace.sources.append(x)
         return super().begin(residual, x)
 
-    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+    def read(
+        self, residual: Residual, state: State, i: int, norm: Norm | None
+    ) -> tuple[Read, State]:
         self.trace.weights.append(residual.weights(state, i))
         x, state = super().read(residual, state, i, None)
         self.trace.reads.append(x)
@@ -93,8 +95,12 @@ def linear_replay(residual: Residual, sources: Sequence[Tensor]) -> tuple[list[T
         return leaves, replay(residual, leaves)
 
 
-@torch.inference_mode(False)  # the caller may be in it, and what was recorded there has no gradients
-def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, groups: int | None = None) -> Tensor:
+@torch.inference_mode(
+    False
+)  # the caller may be in it, and what was recorded there has no gradients
+def mixing(
+    residual: Residual, sources: Sequence[Tensor], stream: int = 0, groups: int | None = None
+) -> Tensor:
     """The depth-mixing matrix M of h_l = sum_i M[l, i] v_i, per token.
 
     With its weights held, a residual is linear in its sources, so one vector-Jacobian product per read, along random
@@ -127,7 +133,9 @@ def mixing(residual: Residual, sources: Sequence[Tensor], stream: int = 0, group
     signs = (torch.randint(0, 2, shape, generator=generator) * 2 - 1).to(leaves[0])
     rows = torch.zeros(len(reads), len(leaves), *shape[:-1], groups or 1, device=signs.device)
     for row, read in enumerate(reads):
-        gradients = torch.autograd.grad(read, leaves[: row + 1], signs, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            read, leaves[: row + 1], signs, retain_graph=True, allow_unused=True
+        )
         for column, gradient in enumerate(gradients):
             if gradient is not None:
                 rows[row, column] = (gradient * signs).unflatten(-1, (groups or 1, -1)).mean(-1)
@@ -151,14 +159,21 @@ def _column(leaf: Tensor, reads: Sequence[Read]) -> list[tuple[Tensor, ...]]:
     along = [torch.zeros_like(part, requires_grad=True) for part in flat]
     (pulled,) = torch.autograd.grad(flat, leaf, along, create_graph=True, allow_unused=True)
     pushed = (
-        [None] * len(flat) if pulled is None else torch.autograd.grad(pulled, along, leaf.detach(), allow_unused=True)
+        [None] * len(flat)
+        if pulled is None
+        else torch.autograd.grad(pulled, along, leaf.detach(), allow_unused=True)
     )
-    shares = iter(torch.zeros_like(part) if share is None else share for part, share in zip(flat, pushed))
+    shares = iter(
+        torch.zeros_like(part) if share is None else share for part, share in zip(flat, pushed)
+    )
     return [tuple(next(shares) for _ in read) for read in parts]
 
 
 def _own_parts(
-    columns: list[list[tuple[Tensor, ...]]], sources: Sequence[Tensor], stream: int, groups: int | None
+    columns: list[list[tuple[Tensor, ...]]],
+    sources: Sequence[Tensor],
+    stream: int,
+    groups: int | None,
 ) -> Tensor:
     """<v, J v> / <v, v> over each group of channels; a source of zeros has none of itself anywhere."""
     shape = (len(sources), len(sources), *sources[0].shape[:-1], groups or 1)

@@ -16,7 +16,9 @@ from .layerwise import ALL_KINDS, sublayer_kinds
 from .plugins import absence, flags_for, is_own, load_entry_points
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
-COMMON = {"eps": "added to the mean square in its norms"}  # options that need no sentence in every docstring
+COMMON = {
+    "eps": "added to the mean square in its norms"
+}  # options that need no sentence in every docstring
 R = TypeVar("R", bound=type[Residual])
 
 
@@ -51,23 +53,37 @@ def register(name: str, *, formula: str | None = None, **fixed: Any) -> Callable
         class LeakyResidual(StreamResidual): ...
     """
     if not NAME.fullmatch(name):
-        raise ValueError(f"a residual's name is made of small letters, digits, dots and dashes; got {name!r}")
+        raise ValueError(
+            f"a residual's name is made of small letters, digits, dots and dashes; got {name!r}"
+        )
 
     def add(cls: R) -> R:
         taken = _entries.get(name)
-        if taken is not None and _place(taken.build) != _place(cls):  # the same place: a module loaded again
-            raise ValueError(f"residual '{name}' is registered already, by {_place(taken.build)}: choose another name")
+        if taken is not None and _place(taken.build) != _place(
+            cls
+        ):  # the same place: a module loaded again
+            raise ValueError(
+                f"residual '{name}' is registered already, by {_place(taken.build)}: choose another name"
+            )
         if not issubclass(cls, Residual):
-            raise ValueError(f"residual '{name}' must be a subclass of Residual or StreamResidual; got {_place(cls)}")
+            raise ValueError(
+                f"residual '{name}' must be a subclass of Residual or StreamResidual; got {_place(cls)}"
+            )
         hints = get_type_hints(cls.__init__)
         parameters = inspect.signature(cls).parameters.values()
         keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         if surplus := [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]:
-            raise ValueError(f"'{surplus[0]}' of residual '{name}' is no option: write `*,` before it in __init__")
+            raise ValueError(
+                f"'{surplus[0]}' of residual '{name}' is no option: write `*,` before it in __init__"
+            )
         if bare := [k for k in keywords if k not in hints]:
-            raise ValueError(f"option '{bare[0]}' of residual '{name}' needs a type, for example {bare[0]}: float")
+            raise ValueError(
+                f"option '{bare[0]}' of residual '{name}' needs a type, for example {bare[0]}: float"
+            )
         options = {k: hints[k] for k in keywords if k not in fixed and k != "kinds"}
-        said = next(iter((cls.__doc__ or "").strip().splitlines()), "") if formula is None else formula
+        said = (
+            next(iter((cls.__doc__ or "").strip().splitlines()), "") if formula is None else formula
+        )
         _entries[name] = Entry(name, cls, fixed, options, "kinds" in keywords, said)
         return cls
 
@@ -162,7 +178,9 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     """
     if not isinstance(spec, str):
         got = spec.__name__ if isinstance(spec, type) else f"a {type(spec).__name__}"
-        raise ValueError(f"a residual is given by its name, such as 'attnres-block:block=4'; got {got}")
+        raise ValueError(
+            f"a residual is given by its name, such as 'attnres-block:block=4'; got {got}"
+        )
     name, _, text = spec.partition(":")
     known = entry(name).options
     name = name.partition("@")[0]
@@ -171,7 +189,9 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = item.partition("=")
         if key not in known:
             valid = ", ".join(known) or "none"
-            raise ValueError(f"residual '{name}' has no option '{key}'.{_near(key, known)} Valid options: {valid}")
+            raise ValueError(
+                f"residual '{name}' has no option '{key}'.{_near(key, known)} Valid options: {valid}"
+            )
         if key in options:
             raise ValueError(f"option '{key}' of residual '{name}' is given twice")
         if not equals:
@@ -219,7 +239,9 @@ def pinned(residual: Residual) -> str:
     """Returns the spec of a `residual` with every derived option written out: a saved model must not change where such
     a default does. It also says which module registered a residual that is not headwater's own."""
     name, given = parse(residual.spec)
-    free = [key for key in residual.derived if key in entry(name).options and given.get(key) is None]
+    free = [
+        key for key in residual.derived if key in entry(name).options and given.get(key) is None
+    ]
     return located(with_options(residual.spec, **{key: getattr(residual, key) for key in free}))
 
 
@@ -241,7 +263,11 @@ def how_to_test(spec: str) -> str | None:
     """Returns what to run to test the residual of a `spec` by itself; None for those of headwater, which are tested."""
     module = plugin_of(spec)
     flags = flags_for([module])
-    return None if module is None else f"To test the residual by itself: headwater residuals --check {spec}{flags}"
+    return (
+        None
+        if module is None
+        else f"To test the residual by itself: headwater residuals --check {spec}{flags}"
+    )
 
 
 @contextmanager
@@ -286,4 +312,6 @@ def _spell(value: Any) -> str:
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
-    return {bool: "true or false", int: "a whole number", float: "a number", NoneType: "none"}.get(kind, "text")
+    return {bool: "true or false", int: "a whole number", float: "a number", NoneType: "none"}.get(
+        kind, "text"
+    )

@@ -14,7 +14,9 @@ class GainResidual(StreamResidual):
     def __init__(self, dim: int, sublayers: int, *, width: int, start: float) -> None:
         super().__init__(dim, sublayers)
         self.at_start = "exact" if start == 1 else "different"
-        self.gains = nn.ParameterDict({str(i): nn.Parameter(torch.full((width,), start)) for i in range(sublayers)})
+        self.gains = nn.ParameterDict(
+            {str(i): nn.Parameter(torch.full((width,), start)) for i in range(sublayers)}
+        )
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state

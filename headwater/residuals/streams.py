@@ -27,7 +27,9 @@ class StreamsResidual(Residual):
     def __init__(self, dim: int, sublayers: int, *, streams: int, backend: Backend) -> None:
         super().__init__(dim, sublayers)
         if backend not in get_args(Backend):
-            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got '{backend}'")
+            raise ValueError(
+                f"backend must be one of {', '.join(get_args(Backend))}, got '{backend}'"
+            )
         self.streams = streams
         self.backend: Backend = backend
         self.fused = backend != "reference" and streams <= MAX_STREAMS

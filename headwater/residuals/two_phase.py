@@ -95,14 +95,19 @@ class TwoPhase:
         self.full = block == 1
         self.span = FULL_SPAN if self.full else block
         self.first = first
-        self.last = sublayers + 1 if stop is None or stop == sublayers else stop  # reads end before it
+        self.last = (
+            sublayers + 1 if stop is None or stop == sublayers else stop
+        )  # reads end before it
         places = range(first, min(self.last, sublayers) + 1)
         opens = [i for i in range(first, self.last) if self._into(i) == 0]
         # for each place, how many reads each span has that opens there or later
         self.reads_to_come = {
-            i: [self._reads_of(start) for start in opens if start >= i] for i in (*places, places.stop)
+            i: [self._reads_of(start) for start in opens if start >= i]
+            for i in (*places, places.stop)
         }
-        self.table: dict[tuple[Next, int], Counts] = {("read", i): self._counts(i, i) for i in places}
+        self.table: dict[tuple[Next, int], Counts] = {
+            ("read", i): self._counts(i, i) for i in places
+        }
         self.table |= {("write", i): self._counts(i, i + 1) for i in places if i < sublayers}
         self.lengths = {place: counts.length for place, counts in self.table.items()}
 
@@ -181,7 +186,9 @@ class TwoPhase:
         waiting = self._wait((x,) * len(lses), lses, folded[1 : 1 + len(lses)].unbind(0))
         return Span((x,), tuple(later), folded, waiting).pack()
 
-    def _score(self, source: Tensor, folded: Tensor, i: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensors]:
+    def _score(
+        self, source: Tensor, folded: Tensor, i: int, sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensors]:
         """The source again, `folded` again, and scores (..., 1, size) for so many reads each from read `i` on; a stage
         may have no read left that would ask."""
         start = i - self.first
@@ -210,8 +217,12 @@ class TwoPhase:
         if not inside:
             return Span(tuple(sources), scores, folded, (), tuple(own)).pack()
         asked, *later = scores
-        outs, lses, again = self.operators(asked).mix(sources, (asked,)) if left else ((), (), sources)
-        span = Span(tuple(again), tuple(later), folded, self._wait(outs, lses, folded[:left].unbind(0)))
+        outs, lses, again = (
+            self.operators(asked).mix(sources, (asked,)) if left else ((), (), sources)
+        )
+        span = Span(
+            tuple(again), tuple(later), folded, self._wait(outs, lses, folded[:left].unbind(0))
+        )
         if not self.full:
             return Span(*span[:4], (own[0],)).pack()
         for output in own:
@@ -244,7 +255,9 @@ class TwoPhase:
         sizes = [*[1] * left, len(span.folded) - (i - self.first) - left]
         y, folded, scores = self._score(y, span.folded, i, sizes)
         groups = [span.own[k * before : (k + 1) * before] for k in range(left + 2)]
-        own = chain.from_iterable((*group, new) for group, new in zip(groups, (y, *scores), strict=True))
+        own = chain.from_iterable(
+            (*group, new) for group, new in zip(groups, (y, *scores), strict=True)
+        )
         return Span(span.sources, span.scores, folded, span.waiting, tuple(own))
 
     def has_lost_gradients(self, state: State, i: int) -> bool:
@@ -265,7 +278,10 @@ class TwoPhase:
 
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         sizes, spans = self.reads_to_come[i], len(self.reads_to_come[i])
-        pieces, later = span.scores[::spans], tuple(piece for n, piece in enumerate(span.scores) if n % spans)
+        pieces, later = (
+            span.scores[::spans],
+            tuple(piece for n, piece in enumerate(span.scores) if n % spans),
+        )
         weight, eps = self._folded_norm(norm, span.folded)
         thread = i < self.sublayers  # after the final read nobody takes sources from here
         operators, folded, queries = self.operators(span.folded), span.folded, ()
@@ -279,7 +295,9 @@ class TwoPhase:
                 eps=self.eps, start=i - self.first, sizes=sizes, thread=thread,
             )  # fmt: skip
             later += scores
-        state = Span(sources or span.sources, later, folded, self._wait(outs[1:], lses, queries)).pack()
+        state = Span(
+            sources or span.sources, later, folded, self._wait(outs[1:], lses, queries)
+        ).pack()
         return outs[0] if weight is not None else apply_norm(norm, outs[0]), state
 
     def _merge_sum(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
@@ -287,7 +305,15 @@ class TwoPhase:
         out, lse, query, *partial, y = state[-taken:]
         weight, eps = self._folded_norm(norm, y)
         x, total = self.operators(y).merge(
-            y, partial[0] if partial else None, out, lse, query, None, weight, eps=self.eps, norm_eps=eps
+            y,
+            partial[0] if partial else None,
+            out,
+            lse,
+            query,
+            None,
+            weight,
+            eps=self.eps,
+            norm_eps=eps,
         )
         return x if weight is not None else apply_norm(norm, x), (*state[:-taken], total)
 
@@ -296,7 +322,9 @@ class TwoPhase:
         outputs, asked, later = span.own[:into], span.own[into : 2 * into], span.own[2 * into :]
         *waiting, out, lse = span.waiting
         weight, eps = self._folded_norm(norm, out)
-        x, again = self.operators(out).merge_outputs(out, outputs, (lse.view(*lse.shape, 1, 1), *asked), weight, eps)
+        x, again = self.operators(out).merge_outputs(
+            out, outputs, (lse.view(*lse.shape, 1, 1), *asked), weight, eps
+        )
         state = Span(*span[:3], tuple(waiting), (*again, *later)).pack()
         return x if weight is not None else apply_norm(norm, x), state
 
@@ -304,7 +332,12 @@ class TwoPhase:
         """Weight and eps of a norm that a kernel can apply itself, else (None, unused): torch's, or of a class with
         `folds = True`, since another's forward may compute anything. One with hooks is called, FSDP's unsharding among
         them; so is every norm over the plain operators, which would gain nothing."""
-        if self.plain(x) or not isinstance(norm, nn.RMSNorm) or (weight := norm.weight) is None or norm.eps is None:
+        if (
+            self.plain(x)
+            or not isinstance(norm, nn.RMSNorm)
+            or (weight := norm.weight) is None
+            or norm.eps is None
+        ):
             return None, 1e-6
         if (type(norm) is not nn.RMSNorm and not getattr(norm, "folds", False)) or hooked(norm):
             return None, 1e-6

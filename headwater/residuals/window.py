@@ -18,7 +18,9 @@ class WindowRead(nn.Module):
         super().__init__()
         std = dim**-0.5
         self.query = nn.Parameter(std * torch.randn(width, dim)) if sources > 1 else None
-        self.key = nn.Parameter(std * torch.randn(width, dim)) if sources > 1 or for_others else None
+        self.key = (
+            nn.Parameter(std * torch.randn(width, dim)) if sources > 1 or for_others else None
+        )
         self.value = nn.Parameter(std * torch.randn(width, dim))
         self.output = nn.Parameter(torch.zeros(dim, width))
 
@@ -123,17 +125,27 @@ class DepthWindowResidual(Residual):
     def flops_per_token(self) -> int:
         reads = sum(min(i + 1, self.window) for i in range(self.sublayers))
         keys_and_values = 2 * reads - 1 if self.maps == "reader" else 2 * self.sublayers
-        maps = keys_and_values + 2 * self.sublayers - 1  # queries, but for the first read, and outputs
-        return 2 * self.width * self.dim * maps + 4 * self.width * reads + 2 * self.dim * self.sublayers
+        maps = (
+            keys_and_values + 2 * self.sublayers - 1
+        )  # queries, but for the first read, and outputs
+        return (
+            2 * self.width * self.dim * maps
+            + 4 * self.width * reads
+            + 2 * self.dim * self.sublayers
+        )
 
     def _window(self, state: State, i: int) -> tuple[State, State, State]:
         """Keys and values of the states that read i sees, the current one last; and what the state keeps after it."""
         h, read, count = state[0], self._parameters_of(i), self.held(i)
         if self.maps == "reader":
             states = (*state[1:], h)
-            scales = [hold(rms_scale(x)) for x in states]  # of the norm, applied to the narrow projections instead
+            scales = [
+                hold(rms_scale(x)) for x in states
+            ]  # of the norm, applied to the narrow projections instead
             keys, values = (
-                tuple(project(x, m) * scale for x, scale in zip(states, scales, strict=True)) if m is not None else ()
+                tuple(project(x, m) * scale for x, scale in zip(states, scales, strict=True))
+                if m is not None
+                else ()
                 for m in (read.key, read.value)
             )
             return keys, values, states[len(states) - self.held(i + 1) :]

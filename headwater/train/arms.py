@@ -53,7 +53,9 @@ def parse_arm(text: str) -> Arm:
 
         parse_arm("standard+shortswa=4").switches  # {"shortswa": 4}
     """
-    residual, *words = re.split(r"\+(?=\w+=)", text)  # a pattern of layers has pluses of its own, and 1e+3
+    residual, *words = re.split(
+        r"\+(?=\w+=)", text
+    )  # a pattern of layers has pluses of its own, and 1e+3
     if "+" in residual.partition(":")[0]:
         name, _, key = residual.partition(":")[0].partition("+")
         raise UserError(f"arm {text!r}: {key!r} needs a value, for example {name}+shortswa=4")
@@ -61,7 +63,9 @@ def parse_arm(text: str) -> Arm:
     for word in words:
         key, _, value = word.partition("=")
         if key not in SWITCHES:
-            raise UserError(f"arm {text!r}: {key!r} is no setting that an arm may change; {nearest(key, SWITCHES)}")
+            raise UserError(
+                f"arm {text!r}: {key!r} is no setting that an arm may change; {nearest(key, SWITCHES)}"
+            )
         if key in switches:
             raise UserError(f"arm {text!r}: {key!r} is given twice")
         switches[key] = _value(value)

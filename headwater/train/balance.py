@@ -30,7 +30,9 @@ def balance(model: nn.Module, config: ModelConfig, ranks: Ranks, *, taken: bool)
     if not names:
         return None
     here = routers_of(model)
-    counts = [here[name].load.tolist() if name in here else [0.0] * config.experts for name in names]
+    counts = [
+        here[name].load.tolist() if name in here else [0.0] * config.experts for name in names
+    ]
     sums = ranks.sums([count for layer in counts for count in layer])
     loads = torch.tensor(sums, dtype=torch.float64).view(len(names), -1)
     for name, load in zip(names, loads):
@@ -54,5 +56,7 @@ def balance_on_device(routers: Iterable[Router], rate: float, bad: Tensor) -> Te
 
 def unevenness(loads: Tensor) -> Tensor:
     """The two numbers of `Load` for loads (layers, E)."""
-    relative = loads / loads.mean(-1, keepdim=True).clamp(min=1e-9)  # a step without tokens has no load
+    relative = loads / loads.mean(-1, keepdim=True).clamp(
+        min=1e-9
+    )  # a step without tokens has no load
     return torch.stack((relative.std(-1, correction=0).mean(), relative.max()))

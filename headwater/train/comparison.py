@@ -80,8 +80,14 @@ def compare(
             data.tokenizer.save(out)
         try_out(residuals, config, data)
         residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
-        runs = {(spec, seed): job_of(spec, seed, out, config.train.steps) for seed in seeds for spec in residuals}
-        command = f"headwater compare --out {quote(str(out))}" + flags_for(run.plugin for run in runs.values())
+        runs = {
+            (spec, seed): job_of(spec, seed, out, config.train.steps)
+            for seed in seeds
+            for spec in residuals
+        }
+        command = f"headwater compare --out {quote(str(out))}" + flags_for(
+            run.plugin for run in runs.values()
+        )
         if problem := unlike(runs, config.train.steps, data):
             raise UserError(problem)
         left = not all(run.finished for run in runs.values())
@@ -122,8 +128,12 @@ def result_of(runs: dict[tuple[str, int], Job], residuals: list[str], out: Path)
     """Of the runs that are finished."""
     done = {place: run for place, run in runs.items() if run.finished}
     finished = {place: TrainResult.read(run.folder) for place, run in done.items()}
-    company = {spec: side_by_side([run for (s, _), run in done.items() if s == spec]) for spec in residuals}
-    return CompareResult(folder=out, rows=tabulate(finished, residuals, company), runs=tuple(finished.values()))
+    company = {
+        spec: side_by_side([run for (s, _), run in done.items() if s == spec]) for spec in residuals
+    }
+    return CompareResult(
+        folder=out, rows=tabulate(finished, residuals, company), runs=tuple(finished.values())
+    )
 
 
 def slug(residual: str, seed: int) -> str:
@@ -143,13 +153,19 @@ def job_of(text: str, seed: int, out: Path, steps: int) -> Job:
     )
 
 
-def admit(config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: int) -> tuple[list[str], list[int]]:
+def admit(
+    config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: int
+) -> tuple[list[str], list[int]]:
     """The arguments checked, `all` spelled out and every repetition dropped."""
     if isinstance(residuals, str):
-        raise UserError(f"residuals takes a list of names; got {residuals!r}: write [{residuals!r}]")
+        raise UserError(
+            f"residuals takes a list of names; got {residuals!r}: write [{residuals!r}]"
+        )
     if isinstance(seeds, int):
         raise UserError(f"seeds takes a list of numbers; got {seeds}: write [{seeds}]")
-    seeds = [check(replace(config, train=replace(config.train, seed=seed))).train.seed for seed in seeds]
+    seeds = [
+        check(replace(config, train=replace(config.train, seed=seed))).train.seed for seed in seeds
+    ]
     if not isinstance(jobs, int) or jobs < 1:
         raise UserError(f"--jobs must be a whole number from 1; got {jobs}")
     if not seeds:
@@ -166,8 +182,12 @@ def expand(residuals: Sequence[str]) -> list[str]:
 
     everything = names()
     if not residuals:
-        raise UserError(f"--residuals needs at least one name, or `all`. Valid: {', '.join(everything)}")
-    return distinct([spec for entry in residuals for spec in (everything if entry == "all" else [entry])])
+        raise UserError(
+            f"--residuals needs at least one name, or `all`. Valid: {', '.join(everything)}"
+        )
+    return distinct(
+        [spec for entry in residuals for spec in (everything if entry == "all" else [entry])]
+    )
 
 
 def distinct(arms: Sequence[str]) -> list[str]:
@@ -193,29 +213,48 @@ def try_out(arms: Sequence[str], config: Config, data: Dataset) -> None:
 
 
 def plan(
-    config: Config, out: Path, residuals: list[str], seeds: list[int], corpus: dict[str, str], *, resume: bool
+    config: Config,
+    out: Path,
+    residuals: list[str],
+    seeds: list[int],
+    corpus: dict[str, str],
+    *,
+    resume: bool,
 ) -> tuple[list[str], list[int]]:
     """What the folder is to hold, written to compare.json: on resuming, what it held and then what is new."""
     path = out / "compare.json"
     if path.exists():
         if not resume:
-            raise UserError(f"{out} already holds a comparison: continue it with --resume, or choose another --out")
+            raise UserError(
+                f"{out} already holds a comparison: continue it with --resume, or choose another --out"
+            )
         saved = read_json(path)
         # Its times and memory are compared too. What a step that is not finite stopped may go on without it.
         free = OUTER | {"train.skip_nonfinite", *(f"corpus.{key}" for key in corpus)}
         seen = {"corpus": saved["corpus"]} if "corpus" in saved else {}
-        differing = differences({**saved["config"], **seen}, {**asdict(config), "corpus": corpus}, free)
+        differing = differences(
+            {**saved["config"], **seen}, {**asdict(config), "corpus": corpus}, free
+        )
         if differing:
             listing = "\n  ".join(differing)
-            raise UserError(f"{out} holds a comparison of another configuration:\n  {listing}\nChoose another --out")
+            raise UserError(
+                f"{out} holds a comparison of another configuration:\n  {listing}\nChoose another --out"
+            )
         refuse_other_corpus(out, saved.get("corpus", corpus), corpus, config)
-        residuals, seeds = distinct(saved["residuals"] + residuals), list(dict.fromkeys(saved["seeds"] + seeds))
+        residuals, seeds = (
+            distinct(saved["residuals"] + residuals),
+            list(dict.fromkeys(saved["seeds"] + seeds)),
+        )
     write_json(out / "settings.json", asdict(config))
-    write_json(path, {"residuals": residuals, "seeds": seeds, "corpus": corpus, "config": asdict(config)})
+    write_json(
+        path, {"residuals": residuals, "seeds": seeds, "corpus": corpus, "config": asdict(config)}
+    )
     return residuals, seeds
 
 
-def refuse_other_corpus(out: Path, saved: dict[str, str], found: dict[str, str], config: Config) -> None:
+def refuse_other_corpus(
+    out: Path, saved: dict[str, str], found: dict[str, str], config: Config
+) -> None:
     """The configuration names the files; this holds what is in them."""
     listing = [
         f"{key}: {saved.get(key, '')[:12]} there, {found[key][:12]} now"

@@ -271,8 +271,12 @@ def load_file(path: str | Path, base: Config | None = None) -> Config:
     except (ValueError, OSError) as error:
         raise UserError(f"cannot read the configuration {path}: {error}") from None
     if isinstance(values, dict) and "runs" in values:
-        raise UserError(f"{path} is a recipe of several runs: make them with headwater study {quote(str(path))}")
-    return (override_saved if path.suffix == ".json" else override)(base or Config(), values, str(path))
+        raise UserError(
+            f"{path} is a recipe of several runs: make them with headwater study {quote(str(path))}"
+        )
+    return (override_saved if path.suffix == ".json" else override)(
+        base or Config(), values, str(path)
+    )
 
 
 def override_saved(base: T, values: Any, where: str) -> T:
@@ -291,16 +295,26 @@ def override(base: T, values: Any, where: str) -> T:
     changes = {}
     for key, value in values.items():
         if key not in hints:
-            raise UserError(f"{where}: unknown key {key!r}; {_section_of(key) or nearest(key, hints)}")
+            raise UserError(
+                f"{where}: unknown key {key!r}; {_section_of(key) or nearest(key, hints)}"
+            )
         current = getattr(base, key)
         inside = f"{where}: {key}"
-        changes[key] = override(current, value, inside) if is_dataclass(current) else convert(value, hints[key], inside)
+        changes[key] = (
+            override(current, value, inside)
+            if is_dataclass(current)
+            else convert(value, hints[key], inside)
+        )
     return replace(base, **changes)  # type: ignore[type-var]
 
 
 def _section_of(key: str) -> str:
     """Where a setting stands that was looked for elsewhere."""
-    homes = (name.removesuffix(f".{key}") for name in flatten(asdict(Config())) if name.endswith(f".{key}"))
+    homes = (
+        name.removesuffix(f".{key}")
+        for name in flatten(asdict(Config()))
+        if name.endswith(f".{key}")
+    )
     return next((f"it stands under [{home}]" for home in homes), "")
 
 
@@ -324,7 +338,11 @@ def convert(value: Any, hint: Any, where: str) -> Any:
 
 def plain(value: Any) -> Any:
     """One thing of numpy, as a sweep gives it, as Python's; without numpy, which describing a run does not need."""
-    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+    return (
+        value.item()
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
+        else value
+    )
 
 
 def _describe(options: tuple[Any, ...]) -> str:
@@ -333,7 +351,9 @@ def _describe(options: tuple[Any, ...]) -> str:
             return " or ".join(repr(choice) for choice in get_args(option))
         if get_origin(option) is tuple:
             return "a list of strings" if get_args(option)[0] is str else "a list of integers"
-        return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(option, "null")
+        return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(
+            option, "null"
+        )
 
     return " or ".join(one(option) for option in options)
 
@@ -342,16 +362,33 @@ def check(config: Config) -> Config:
     """`config` with numbers and lists as its fields have them, if types and ranges hold: once, at the door of a run."""
     if not isinstance(config, Config):
         made = "`load_file` makes one of a file"
-        raise UserError(f"the configuration must be a headwater.train.Config; got a {type(config).__name__}: {made}")
+        raise UserError(
+            f"the configuration must be a headwater.train.Config; got a {type(config).__name__}: {made}"
+        )
     sections = asdict(config).items()
-    given = {name: _with_lists(section) if isinstance(section, dict) else section for name, section in sections}
+    given = {
+        name: _with_lists(section) if isinstance(section, dict) else section
+        for name, section in sections
+    }
     config = override(Config(), given, "the configuration")
     flat = flatten(asdict(config))
     if config.model.size not in SIZES:
-        raise UserError(f"model.size: unknown size {config.model.size!r}; {nearest(config.model.size, SIZES)}")
+        raise UserError(
+            f"model.size: unknown size {config.model.size!r}; {nearest(config.model.size, SIZES)}"
+        )
     least = {f"train.{f.name}": 1 for f in fields(TrainSettings) if f.type == "int"}
-    least |= {"train.seed": 0, "train.skip_nonfinite": 0, "train.skip_spikes": 0, "train.spike_window": 2}
-    least |= {"parallel.pipeline": 1, "parallel.chunks": 1, "parallel.tensor": 1, "parallel.shard": 0}
+    least |= {
+        "train.seed": 0,
+        "train.skip_nonfinite": 0,
+        "train.skip_spikes": 0,
+        "train.spike_window": 2,
+    }
+    least |= {
+        "parallel.pipeline": 1,
+        "parallel.chunks": 1,
+        "parallel.tensor": 1,
+        "parallel.shard": 0,
+    }
     least |= {"data.bpe_vocab": 257, "optim.warmup": 0, "parallel.hang_timeout": 0}
     for key, low in least.items():
         if flat[key] < low:
@@ -382,11 +419,17 @@ def check(config: Config) -> Config:
 
 def _with_lists(section: dict[str, Any]) -> dict[str, Any]:
     """As a file has it."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
+    return {
+        key: list(value) if isinstance(value, tuple) else value for key, value in section.items()
+    }
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat

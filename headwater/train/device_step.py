@@ -48,7 +48,12 @@ class DeviceStep:
     """Steps of a run that is alone on its GPU. `batch(number, micro)` gives a micro-batch, (B, T + 1), on the host."""
 
     def __init__(
-        self, run: Run, batch: Callable[[int, int], Tensor], *, graph: bool, say: Callable[[str], None]
+        self,
+        run: Run,
+        batch: Callable[[int, int], Tensor],
+        *,
+        graph: bool,
+        say: Callable[[str], None],
     ) -> None:
         self.run, self.batch, self.graph, self.say = run, batch, graph, say
         self.micros = run.config.train.accumulate
@@ -105,7 +110,10 @@ class DeviceStep:
         """Gradients of a micro-batch's share of the mean loss, added to those there are."""
         with half_precision(self.run.device, cached=False):
             hidden = self.run.hidden(self.tokens[:, :-1])
-            loss = linear_cross_entropy(hidden, self.run.whole.head.weight, self.tokens[:, 1:]) / self.micros
+            loss = (
+                linear_cross_entropy(hidden, self.run.whole.head.weight, self.tokens[:, 1:])
+                / self.micros
+            )
         loss.backward()
         return loss.detach()
 
@@ -129,7 +137,10 @@ class DeviceStep:
             return self._losses(windows.to(self.run.device))
         self.tokens.copy_(windows)
         if self.replay_losses is None:
-            if self.pool is None or (recorded := self._record([self._validate], "evaluations")) is None:
+            if (
+                self.pool is None
+                or (recorded := self._record([self._validate], "evaluations")) is None
+            ):
                 return self._losses(self.tokens)
             self.replay_losses = recorded[0]
         self.replay_losses()
@@ -151,7 +162,9 @@ class DeviceStep:
         if recorded is not None:
             self.micro, self.update = [recorded[0], recorded[1]], recorded[-1]
 
-    def _record(self, functions: list[Callable[[], None]], what: str) -> list[Callable[[], None]] | None:
+    def _record(
+        self, functions: list[Callable[[], None]], what: str
+    ) -> list[Callable[[], None]] | None:
         """Replays of these functions, which are recorded and not run; or None, and the run says why."""
         replays: list[Callable[[], None]] = []
         try:
@@ -161,13 +174,17 @@ class DeviceStep:
                 replays.append(graph.replay)
         except NotCaptured as reason:
             self.pool = None
-            self.say(f"{what} are not captured as a CUDA graph: {reason}. The run goes on without, more slowly")
+            self.say(
+                f"{what} are not captured as a CUDA graph: {reason}. The run goes on without, more slowly"
+            )
             return None
         return replays
 
     def _send_results(self, number: int, rate: float) -> None:
         """Copies to the host behind the step, and a mark to wait for."""
-        results = torch.empty_like(self.results, device="cpu", pin_memory=True).copy_(self.results, non_blocking=True)
+        results = torch.empty_like(self.results, device="cpu", pin_memory=True).copy_(
+            self.results, non_blocking=True
+        )
         norms = torch.empty(len(self.norms), pin_memory=True).copy_(self.norms, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
@@ -181,7 +198,9 @@ class DeviceStep:
             loss, norm, kind, threshold, *load = results.tolist()
             reason = self.judge.record(loss, KINDS[int(kind)], threshold)
             uneven = Load(*load) if load else None
-            outcomes.append(Outcome(number, loss, norm, rate, self._by_sublayer(norms), reason, uneven))
+            outcomes.append(
+                Outcome(number, loss, norm, rate, self._by_sublayer(norms), reason, uneven)
+            )
         return outcomes
 
     def _by_sublayer(self, norms: Tensor) -> list[float]:
@@ -201,7 +220,9 @@ class Judge:
         self.kind = torch.zeros((), dtype=torch.float64, device=device)
         self.threshold = torch.full((), torch.inf, dtype=torch.float64, device=device)
         window = settings.spike_window
-        self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)  # of the last taken steps
+        self.losses = torch.full(
+            (window,), torch.nan, dtype=torch.float64, device=device
+        )  # of the last taken steps
         if skips.losses:
             self.losses[-len(skips.losses) :] = torch.tensor(skips.losses, dtype=torch.float64)
 
@@ -212,8 +233,12 @@ class Judge:
         if self.settings.skip_spikes:
             middle = self._median(self.losses)
             deviation = 1.4826 * self._median((self.losses - middle).abs())
-            high = middle + self.settings.spike_sigmas * torch.maximum(deviation, middle.abs() / 1000)
-            self.threshold.copy_(torch.where(high.isnan(), torch.inf, high))  # until the window is full it holds NaN
+            high = middle + self.settings.spike_sigmas * torch.maximum(
+                deviation, middle.abs() / 1000
+            )
+            self.threshold.copy_(
+                torch.where(high.isnan(), torch.inf, high)
+            )  # until the window is full it holds NaN
             spike = loss > self.threshold
         bad = ~finite | spike
         self.bad.copy_(bad)

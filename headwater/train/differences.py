@@ -18,7 +18,17 @@ from headwater.train.config import Config, DataSettings, LogSettings, ParallelSe
 OUTER = frozenset(
     {
         "data.cache",
-        *(f"train.{name}" for name in ("log_every", "eval_every", "depth_every", "save_every", "keep", "async_save")),
+        *(
+            f"train.{name}"
+            for name in (
+                "log_every",
+                "eval_every",
+                "depth_every",
+                "save_every",
+                "keep",
+                "async_save",
+            )
+        ),
         *(f"parallel.{f.name}" for f in fields(ParallelSettings)),
         *(f"log.{f.name}" for f in fields(LogSettings)),
     }
@@ -30,12 +40,26 @@ FREE = OUTER | {
     *(f"train.{name}" for name in ("skip_nonfinite", "skip_spikes", "spike_sigmas")),
 }
 
-CORPUS = frozenset({"source_hash", "tokenizer_hash", "split"})  # equal where two runs have seen the same tokens
-TEXT = frozenset(f"data.{f.name}" for f in fields(DataSettings))  # what tokens are made of, with the files
+CORPUS = frozenset(
+    {"source_hash", "tokenizer_hash", "split"}
+)  # equal where two runs have seen the same tokens
+TEXT = frozenset(
+    f"data.{f.name}" for f in fields(DataSettings)
+)  # what tokens are made of, with the files
 
 # The settings of a model before there were layer patterns: a decoder that lacks the others has their defaults.
 OLD_MODEL = frozenset(
-    {"vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim", "context", "residual", "shortswa"}
+    {
+        "vocab_size",
+        "dim",
+        "layers",
+        "heads",
+        "kv_heads",
+        "mlp_dim",
+        "context",
+        "residual",
+        "shortswa",
+    }
     | {"value_residual", "qk_norm", "tie_embeddings", "fp32_stream", "rope_theta", "norm_eps"}
 )
 
@@ -55,11 +79,16 @@ def with_before(base: Config) -> Config:
     for key, value in BEFORE.items():
         section, name = key.split(".")
         changes.setdefault(section, {})[name] = value
-    return replace(base, **{name: replace(getattr(base, name), **values) for name, values in changes.items()})
+    return replace(
+        base, **{name: replace(getattr(base, name), **values) for name, values in changes.items()}
+    )
 
 
 def differences(
-    saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE, before: Mapping[str, Any] = BEFORE
+    saved: dict[str, Any],
+    asked: dict[str, Any],
+    free: frozenset[str] = FREE,
+    before: Mapping[str, Any] = BEFORE,
 ) -> list[str]:
     """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists);
     settings come before what follows from them. Where the tokens are known to be the same, what their text is called
@@ -68,7 +97,9 @@ def differences(
     if known.keys() >= CORPUS and known == asked.get("corpus"):
         free = free | TEXT
     old, new = as_compared(saved, before), as_compared(asked)
-    keys = [key for key in old.keys() | new.keys() if key not in free and old.get(key) != new.get(key)]
+    keys = [
+        key for key in old.keys() | new.keys() if key not in free and old.get(key) != new.get(key)
+    ]
     keys.sort(key=lambda key: (key.startswith("corpus."), key))
     return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]
 
@@ -76,7 +107,11 @@ def differences(
 def fingerprint(values: dict[str, Any], free: frozenset[str] = FREE) -> Hashable:
     """Equal for configurations without `differences`, if both call their text the same."""
     compared = as_compared(values, BEFORE)
-    return frozenset((key, frozen(value)) for key, value in compared.items() if key not in free and value is not None)
+    return frozenset(
+        (key, frozen(value))
+        for key, value in compared.items()
+        if key not in free and value is not None
+    )
 
 
 def frozen(value: Any) -> Hashable:

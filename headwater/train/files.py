@@ -70,12 +70,20 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: {path.parent} does not look like a folder that headwater wrote") from None
+        raise UserError(
+            f"{path} is missing: {path.parent} does not look like a folder that headwater wrote"
+        ) from None
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): restore it, or start again in another folder") from None
+        raise UserError(
+            f"{path} is damaged ({error}): restore it, or start again in another folder"
+        ) from None
 
 
-LOGS = ("log.txt", "launch.json", "nohup.out")  # what may be in a folder before the work in it begins
+LOGS = (
+    "log.txt",
+    "launch.json",
+    "nohup.out",
+)  # what may be in a folder before the work in it begins
 
 
 def others_in(folder: Path, known: Collection[str] = ()) -> list[str]:
@@ -84,7 +92,9 @@ def others_in(folder: Path, known: Collection[str] = ()) -> list[str]:
         return []
     kept = (*known, *LOGS)
     return sorted(
-        p.name for p in folder.iterdir() if not (p.name.startswith(".") or p.suffix == ".log" or p.name in kept)
+        p.name
+        for p in folder.iterdir()
+        if not (p.name.startswith(".") or p.suffix == ".log" or p.name in kept)
     )
 
 
@@ -111,7 +121,9 @@ def open_lock(path: Path) -> IO[str]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise UserError(f"{path} is a link, and a lock must be a file: remove it, or choose another --out") from None
+        raise UserError(
+            f"{path} is a link, and a lock must be a file: remove it, or choose another --out"
+        ) from None
     return os.fdopen(handle, "r+", encoding="utf-8")
 
 

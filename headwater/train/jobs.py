@@ -96,7 +96,13 @@ class Active:
 
 
 def run_all(
-    runs: Sequence[Job], jobs: int, console: Console, *, go_on: str, seconds: float = math.inf, whole: bool = False
+    runs: Sequence[Job],
+    jobs: int,
+    console: Console,
+    *,
+    go_on: str,
+    seconds: float = math.inf,
+    whole: bool = False,
 ) -> dict[str, str]:
     """Keep `jobs` processes busy until every run has ended, or for so many seconds: then none is started any more, and
     those under way are asked to save and end; `whole`: none is started that would not end by then, going by those that
@@ -123,7 +129,11 @@ def run_all(
         total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
-                while len(running) < jobs and not (environment and half_start(running, jobs)) and (job := next_run()):
+                while (
+                    len(running) < jobs
+                    and not (environment and half_start(running, jobs))
+                    and (job := next_run())
+                ):
                     waiting.remove(job)
                     task = tasks.add(job.label, job.steps, note="starting")
                     start = job.log.stat().st_size if job.log.exists() else 0
@@ -233,7 +243,9 @@ def show(active: Active, tasks: Tasks) -> None:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 65536))
         lines = file.read().split(b"\n")[:-1]
-    records = (read_record(line) for line in reversed(lines) if line.startswith(b'{"kind": "train"'))
+    records = (
+        read_record(line) for line in reversed(lines) if line.startswith(b'{"kind": "train"')
+    )
     record = next(filter(None, records), None)
     if record:
         loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
@@ -245,7 +257,9 @@ def conclude(active: Active, tasks: Tasks) -> dict[str, str]:
     job, code = active.job, active.process.returncode
     if code == 0:
         result = TrainResult.read(job.folder)
-        tasks.say(f"{job.label}: {result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s")
+        tasks.say(
+            f"{job.label}: {result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s"
+        )
         return {}
     with job.log.open("rb") as file:
         file.seek(active.log_start)
@@ -265,7 +279,9 @@ def cause(said: str, code: int) -> str:
         hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
         return f"it was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
     traces = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-    raised = [*dropwhile(lambda line: line.startswith(" "), lines[traces[-1] + 1 :])] if traces else []
+    raised = (
+        [*dropwhile(lambda line: line.startswith(" "), lines[traces[-1] + 1 :])] if traces else []
+    )
     error = raised or lines[-1:]  # the traceback may be cut off
     return "\n    ".join(dict.fromkeys((error[0], error[-1]))) if error else "it left no message"
 
@@ -274,7 +290,9 @@ def refuse_failures(failures: Mapping[str, str], runs: int, advice: str) -> None
     """Raises UserError where some of the runs failed."""
     if failures:
         listing = "\n  ".join(failures.values())
-        raise UserError(f"{len(failures)} of {runs} runs failed:\n  {listing}\nThe others are kept. {advice}")
+        raise UserError(
+            f"{len(failures)} of {runs} runs failed:\n  {listing}\nThe others are kept. {advice}"
+        )
 
 
 def stop(running: list[Active]) -> None:

@@ -64,7 +64,9 @@ def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
             f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"
         )
     if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
-        raise UserError(f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater.hf`")
+        raise UserError(
+            f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater.hf`"
+        )
     model, tokenizer = load_model(folder, device)
     return LoadedRun(model, tokenizer, settings_of(folder))
 
@@ -86,23 +88,36 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
         )
     weights = other.weights()
     if pinned(other.residual) != pinned(model.residual):
-        own = {name: tensor for name, tensor in model.weights().items() if name.startswith("residual.")}
-        weights = {name: tensor for name, tensor in weights.items() if not name.startswith("residual.")} | own
+        own = {
+            name: tensor for name, tensor in model.weights().items() if name.startswith("residual.")
+        }
+        weights = {
+            name: tensor for name, tensor in weights.items() if not name.startswith("residual.")
+        } | own
     try:
         model.load_weights(weights)
     except ValueError as error:
         raise UserError(f"--init-from {folder}: {error}") from None
     there, here = other.config, model.config
-    stretched = {"rope_theta"} if here.context > there.context else set()  # as one does for longer texts
+    stretched = (
+        {"rope_theta"} if here.context > there.context else set()
+    )  # as one does for longer texts
     of_these = [name for name, parts in UNSEEN.items() if not parts or parts & set(here.kinds)]
-    unlike = [name for name in of_these if name not in stretched and getattr(there, name) != getattr(here, name)]
+    unlike = [
+        name
+        for name in of_these
+        if name not in stretched and getattr(there, name) != getattr(here, name)
+    ]
     if there.layout == here.layout and "pattern" in unlike:  # spelled otherwise
         unlike.remove("pattern")
     if unlike:
         listing = "\n  ".join(
-            f"model.{name}: {getattr(there, name)!r} there, {getattr(here, name)!r} here" for name in unlike
+            f"model.{name}: {getattr(there, name)!r} there, {getattr(here, name)!r} here"
+            for name in unlike
         )
-        take = " ".join(f"--{name.replace('_', '-')} {quote(str(getattr(there, name)))}" for name in unlike)
+        take = " ".join(
+            f"--{name.replace('_', '-')} {quote(str(getattr(there, name)))}" for name in unlike
+        )
         raise UserError(
             f"--init-from {folder} was trained with other settings, under which the same weights compute something "
             f"else:\n  {listing}\nTake those it was trained with: {take}"
@@ -112,7 +127,11 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
 def settings_of(folder: Path) -> Config | None:
     """The settings of a run or of a checkpoint that has been read; settings that are newer than it are what it
     did before there was a choice."""
-    saved = read_state(folder)["config"] if (folder / STATE).is_file() else read_json(folder / "config.json")
+    saved = (
+        read_state(folder)["config"]
+        if (folder / STATE).is_file()
+        else read_json(folder / "config.json")
+    )
     if "train" not in saved:
         return None
     settings = {key: value for key, value in saved.items() if key != "corpus"}

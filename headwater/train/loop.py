@@ -50,7 +50,9 @@ DUE = ("eval", "depth", "save")  # what may be due after a step, each with its i
 FAILED = 1000  # above every signal: a save in the background has failed
 
 
-def train(config: Config, out: str | Path, *, resume: bool = False, progress: bool = True) -> TrainResult:
+def train(
+    config: Config, out: str | Path, *, resume: bool = False, progress: bool = True
+) -> TrainResult:
     """Train one model until `config.train.steps` updates are done; what `headwater train` calls.
 
     Arguments:
@@ -76,7 +78,9 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
     config, out = check(config), at_home(out)
     settings = config.train
     if resume and not (out / "config.json").exists():
-        raise UserError(f"there is no run at {out} to resume: check --out, or leave --resume out to start one")
+        raise UserError(
+            f"there is no run at {out} to resume: check --out, or leave --resume out to start one"
+        )
     loggers.require(config.log)
     with (
         suspected(config.model.residual),
@@ -84,16 +88,22 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
         locked(out) if ranks.main else nullcontext(),
     ):
         run = begin(config, out, resume=resume, ranks=ranks)
-        if run.step == settings.steps and (result := ranks.broadcast_object(result_in(out) if ranks.main else None)):
+        if run.step == settings.steps and (
+            result := ranks.broadcast_object(result_in(out) if ranks.main else None)
+        ):
             return result
-        line = ProgressLine("training", run.step, settings.steps, Console(quiet=not (progress and ranks.main)))
+        line = ProgressLine(
+            "training", run.step, settings.steps, Console(quiet=not (progress and ranks.main))
+        )
         watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
         if ranks.main:
             run.log.mirrors = loggers.start(config.log, out, run.step, run.identity)
         with closing(run.log), Interruption() as interruption, watchdog, line, run.saver:
             if resume and not run.step:
                 every = f"one is written every {settings.save_every} steps"
-                line.say(f"no checkpoint in {out / 'checkpoints'} to go on from ({every}): the run begins anew")
+                line.say(
+                    f"no checkpoint in {out / 'checkpoints'} to go on from ({every}): the run begins anew"
+                )
             if run.planned:
                 line.say(goes_further(run))
             if said := ends_in_warmup(settings.steps, config.optim):
@@ -106,13 +116,17 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
                 run.step = number
                 # Ranks act on what they have compared: a signal that comes after it waits for the next step.
                 asked = ranks.max(FAILED if run.saver.failed else interruption.signum)
-                due = {name for name in DUE if last or number % getattr(settings, f"{name}_every") == 0}
+                due = {
+                    name for name in DUE if last or number % getattr(settings, f"{name}_every") == 0
+                }
                 if due or asked:
                     known += steps.wait()
                 for outcome in known:
                     report_step(run, outcome, line, clock)
                 if "eval" in due:
-                    line.say(f"step {number}: validation {evaluate(run, steps.losses):.4f} bits per byte")
+                    line.say(
+                        f"step {number}: validation {evaluate(run, steps.losses):.4f} bits per byte"
+                    )
                 if "depth" in due:
                     log_depth(run, known[-1].depth)
                 clock.rewind() if due & {"eval", "depth"} else None
@@ -132,7 +146,9 @@ def train(config: Config, out: str | Path, *, resume: bool = False, progress: bo
 def goes_further(run: Run) -> str:
     """A schedule stretched over more steps does not go on where it was: said, since it shows in the loss."""
     settings, planned = run.config, run.planned or 0
-    before, now = (learning_rate(run.step, steps, settings.optim) for steps in (planned, settings.train.steps))
+    before, now = (
+        learning_rate(run.step, steps, settings.optim) for steps in (planned, settings.train.steps)
+    )
     said = f"goes to {settings.train.steps} steps, where {planned} were planned"
     rates = [f"{rate:.3g}" for rate in (now, before)]
     if len(set(rates)) == 1:  # a run that had not left its warm-up
@@ -143,15 +159,29 @@ def goes_further(run: Run) -> str:
 def steps_of(run: Run, say: Callable[[str], None]) -> HostStep | DeviceStep:
     """How steps are taken, and a line that says so."""
     settings = run.config.train
-    compiled = {"none": "nothing compiled", "layers": "layers compiled", "model": "the model compiled"}[run.compiled]
+    compiled = {
+        "none": "nothing compiled",
+        "layers": "layers compiled",
+        "model": "the model compiled",
+    }[run.compiled]
     if not run.on_device:
         if run.device.type == "cuda" or run.compiled != "none":
-            reason = "" if run.device.type != "cuda" else ": a CUDA graph is for one process, and this run has several"
+            reason = (
+                ""
+                if run.device.type != "cuda"
+                else ": a CUDA graph is for one process, and this run has several"
+            )
             say(f"steps: {compiled}, the host takes part in each{reason}")
         return HostStep(run)
-    graph = "as a CUDA graph (--no-graph to leave it)" if settings.graph else "kernel by kernel (--no-graph)"
+    graph = (
+        "as a CUDA graph (--no-graph to leave it)"
+        if settings.graph
+        else "kernel by kernel (--no-graph)"
+    )
     say(f"steps: {graph}, {compiled} (--compile none, layers or model)")
-    return DeviceStep(run, lambda number, micro: host_windows(run, number, micro), graph=settings.graph, say=say)
+    return DeviceStep(
+        run, lambda number, micro: host_windows(run, number, micro), graph=settings.graph, say=say
+    )
 
 
 class HostStep:
@@ -210,7 +240,10 @@ def accumulate(run: Run, number: int) -> float:
     total = 0.0
     for micro in range(settings.accumulate):
         defer_reduction(run.model, micro < settings.accumulate - 1)
-        loss = token_losses(run, run.forward, windows_of(run, number, micro)).mean() / settings.accumulate
+        loss = (
+            token_losses(run, run.forward, windows_of(run, number, micro)).mean()
+            / settings.accumulate
+        )
         loss.backward()
         total += loss.item()
     run.own_loss = total
@@ -224,7 +257,12 @@ def windows_of(run: Run, number: int, micro: int) -> Tensor:
 
 def host_windows(run: Run, number: int, micro: int) -> Tensor:
     settings, ranks = run.config.train, run.ranks
-    parts = {"micro": micro, "micros": settings.accumulate, "rank": ranks.data_rank, "world": ranks.data_world}
+    parts = {
+        "micro": micro,
+        "micros": settings.accumulate,
+        "rank": ranks.data_rank,
+        "world": ranks.data_world,
+    }
     batch = run.train.batch(seed=settings.seed, step=number - 1, size=settings.batch_size, **parts)
     return ranks.own_tokens(torch.from_numpy(batch))
 
@@ -256,10 +294,19 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
     return grad_norm, rate
 
 
-def leave_out(run: Run, number: int, loss: float, grad_norm: float, reason: Reason, depth: list[float] | None) -> None:
+def leave_out(
+    run: Run, number: int, loss: float, grad_norm: float, reason: Reason, depth: list[float] | None
+) -> None:
     """Record a step that is not taken; raise if there were too many in a row. Every rank comes here, or none."""
     cause = write_cause(run, number, loss, grad_norm, reason, depth)
-    run.log.write("skip", number, reason=reason.kind, loss=loss, threshold=reason.threshold, grad_norm=grad_norm)
+    run.log.write(
+        "skip",
+        number,
+        reason=reason.kind,
+        loss=loss,
+        threshold=reason.threshold,
+        grad_norm=grad_norm,
+    )
     if reason.in_a_row > reason.limit:
         run.saver.wait()  # then the last good checkpoint is the last
         raise diverged(
@@ -293,7 +340,11 @@ def write_cause(
             "grad_norm_by_sublayer": depth or [],
         }
         # As text, since JSON has no nan and no infinity, and the difference between them is a clue.
-        write_json(path, {"step": number, "batch": batch} | {key: list(map(str, v)) for key, v in values.items()})
+        write_json(
+            path,
+            {"step": number, "batch": batch}
+            | {key: list(map(str, v)) for key, v in values.items()},
+        )
     return path
 
 
@@ -357,7 +408,9 @@ def validation_shares(run: Run) -> Iterator[tuple[Tensor, int]]:
     micros = 1 if run.pipeline is not None else settings.accumulate
     share = max(1, settings.batch_size // (micros * ranks.data_world))
     chosen = run.validation.spread(settings.eval_windows)
-    for start in range(ranks.data_rank * share, len(chosen) + ranks.data_rank * share, share * ranks.data_world):
+    for start in range(
+        ranks.data_rank * share, len(chosen) + ranks.data_rank * share, share * ranks.data_world
+    ):
         mine = chosen[start : start + share]
         same_size = run.on_device or not ranks.alone
         filler = [chosen[0]] * (share - len(mine)) if same_size else []
@@ -371,7 +424,11 @@ def validation_losses(run: Run, windows: Tensor) -> Tensor:
     if run.pipeline is None:
         return token_losses(run, run.model, windows)
     logits = run.pipeline.logits(windows)
-    return windows.new_empty(0, windows.shape[1] - 1) if logits is None else nats_per_token(logits, windows[:, 1:])
+    return (
+        windows.new_empty(0, windows.shape[1] - 1)
+        if logits is None
+        else nats_per_token(logits, windows[:, 1:])
+    )
 
 
 def depth_gradients(run: Run) -> list[float]:
@@ -389,7 +446,9 @@ def log_depth(run: Run, gradients: list[float] | None) -> None:
     window = torch.from_numpy(run.validation.take(run.validation.spread(1)))[:, :-1].to(run.device)
     model = run.whole if run.ranks.alone else gather_model(run)
     if model is not None:
-        with torch.compiler.set_stance("force_eager"):  # of another shape than a step: not worth a compilation
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # of another shape than a step: not worth a compilation
             found = depth_record(model, window)
         run.log.write("depth", run.step, tokens=run.tokens, gradient_norm=gradients, **found)
 

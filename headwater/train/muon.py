@@ -35,7 +35,11 @@ class _WithoutHost:
         if self.found_inf is None:
             return momentum, update, group["lr"]
         momentum = torch.where(self.found_inf > 0, before, momentum)
-        return momentum, update.nan_to_num(), (1.0 - self.found_inf) * group["lr"]  # times zero it must be zero
+        return (
+            momentum,
+            update.nan_to_num(),
+            (1.0 - self.found_inf) * group["lr"],
+        )  # times zero it must be zero
 
     def _orthogonalise(self, like: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
@@ -43,7 +47,9 @@ class _WithoutHost:
             return orthogonalise(update, *settings)
         whole = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in like.placements]
         matrices = redistribute(update, like, tuple(like.shape), like.placements, whole)
-        return redistribute(orthogonalise(matrices, *settings), like, tuple(like.shape), whole, like.placements)
+        return redistribute(
+            orthogonalise(matrices, *settings), like, tuple(like.shape), whole, like.placements
+        )
 
 
 class BatchedMuon(_WithoutHost, torch.optim.Muon):
@@ -64,15 +70,22 @@ class BatchedMuon(_WithoutHost, torch.optim.Muon):
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        before, gradients = torch.stack(buffers), torch.stack([cast(Tensor, p.grad) for p in parameters])  # (N, m, n)
+        before, gradients = (
+            torch.stack(buffers),
+            torch.stack([cast(Tensor, p.grad) for p in parameters]),
+        )  # (N, m, n)
         momentum, update, rate = self.advance(parameters[0], before, gradients, group)
         scale = rate * adjusted_rate(1.0, group["adjust_lr_fn"], parameters[0].shape)
-        for parameter, buffer, now, direction in zip(parameters, buffers, momentum, update, strict=True):
+        for parameter, buffer, now, direction in zip(
+            parameters, buffers, momentum, update, strict=True
+        ):
             buffer.copy_(now)
             parameter.mul_(1 - rate * group["weight_decay"]).sub_(scale * direction)
 
 
-def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def orthogonalise(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
     """Newton and Schulz's iteration in bf16 on matrices (N, m, n) at once: nearly orthogonal ones of the same span."""
     a, b, c = coefficients
     x = matrices.bfloat16()
@@ -91,7 +104,9 @@ class StackedMuon(_WithoutHost, torch.optim.Optimizer):
     those of torch.optim.Muon."""
 
     def __init__(self, params: Iterable[Any], **settings: Any) -> None:
-        of_a_matrix = torch.optim.Muon([torch.zeros(1, 1)], **settings)  # which refuses stacks, and knows its defaults
+        of_a_matrix = torch.optim.Muon(
+            [torch.zeros(1, 1)], **settings
+        )  # which refuses stacks, and knows its defaults
         super().__init__(params, of_a_matrix.defaults)
 
     @torch.no_grad()
@@ -104,7 +119,9 @@ class StackedMuon(_WithoutHost, torch.optim.Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        part, buffer, gradient = (local(x) for x in (parameter, state["momentum_buffer"], cast(Tensor, parameter.grad)))
+        part, buffer, gradient = (
+            local(x) for x in (parameter, state["momentum_buffer"], cast(Tensor, parameter.grad))
+        )
         momentum, update, rate = self.advance(parameter, buffer, gradient, group)
         buffer.copy_(momentum)
         scale = rate * adjusted_rate(1.0, group["adjust_lr_fn"], parameter.shape[1:])
@@ -122,7 +139,9 @@ class DividedMuon(torch.optim.Muon):
                 for parameter, update in zip(batch, self._orthogonalise(batch[0], updates, group)):
                     part, rate = parameter.to_local(), group["lr"]
                     part.mul_(1 - rate * group["weight_decay"])
-                    part.add_(update, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], parameter.shape))
+                    part.add_(
+                        update, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], parameter.shape)
+                    )
 
     def _advance(self, parameter: DTensor, group: dict[str, Any]) -> Tensor:
         """This rank's part of the momentum, one step on."""
@@ -133,7 +152,9 @@ class DividedMuon(torch.optim.Muon):
         momentum.lerp_(part, 1 - group["momentum"])
         return part.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
-    def _orthogonalise(self, like: DTensor, updates: list[Tensor], group: dict[str, Any]) -> Iterable[Tensor]:
+    def _orthogonalise(
+        self, like: DTensor, updates: list[Tensor], group: dict[str, Any]
+    ) -> Iterable[Tensor]:
         """Parts of matrices that are divided as `like` is, to the same parts of their orthogonalised wholes."""
         mesh, size = like.device_mesh, (len(updates), *like.shape)
         by_part = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
@@ -141,16 +162,24 @@ class DividedMuon(torch.optim.Muon):
         parts = torch.stack([update.bfloat16() for update in updates])  # (N, m / ranks, n)
         matrices = redistribute(parts, like, size, by_part, by_matrix)  # (N / ranks, m, n)
         for matrix in matrices:  # none, where there are fewer matrices than ranks
-            matrix.copy_(newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]))
+            matrix.copy_(
+                newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            )
         return redistribute(matrices, like, size, by_matrix, by_part)
 
 
 def redistribute(
-    part: Tensor, like: DTensor, size: tuple[int, ...], before: Sequence[Placement], after: Sequence[Placement]
+    part: Tensor,
+    like: DTensor,
+    size: tuple[int, ...],
+    before: Sequence[Placement],
+    after: Sequence[Placement],
 ) -> Tensor:
     """From one division of a tensor over the ranks of `like` to another."""
     stride = torch.empty(size, device="meta").stride()
-    whole = DTensor.from_local(part, like.device_mesh, before, run_check=False, shape=torch.Size(size), stride=stride)
+    whole = DTensor.from_local(
+        part, like.device_mesh, before, run_check=False, shape=torch.Size(size), stride=stride
+    )
     return whole.redistribute(placements=after).to_local()
 
 

@@ -23,11 +23,19 @@ def build_optimizers(
 ) -> dict[str, torch.optim.Optimizer]:
     """AdamW, or Muon beside it, with another for the experts' stacks of matrices. `on_device`: learning rates are
     tensors on the GPU, and nothing waits for the host."""
-    groups = param_groups(model, lr=settings.lr, weight_decay=settings.weight_decay, query_lr=settings.query_lr)
+    groups = param_groups(
+        model, lr=settings.lr, weight_decay=settings.weight_decay, query_lr=settings.query_lr
+    )
     matrices = [group for group in groups if group["name"] == "matrices"]
     others = [part for group in groups if group["name"] != "matrices" for part in by_mesh(group)]
-    fused = all(parameter.is_cuda for parameter in model.parameters()) or None  # None: torch decides
-    options: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "fused": fused, "capturable": on_device}
+    fused = (
+        all(parameter.is_cuda for parameter in model.parameters()) or None
+    )  # None: torch decides
+    options: dict[str, Any] = {
+        "betas": (settings.beta1, settings.beta2),
+        "fused": fused,
+        "capturable": on_device,
+    }
     found: dict[str, torch.optim.Optimizer]
     if settings.optimizer == "adamw":
         found = {"adamw": torch.optim.AdamW([*matrices, *others], **options)}
@@ -40,14 +48,18 @@ def build_optimizers(
         found = {"muon": muon, "adamw": torch.optim.AdamW(others, **options)}
         if stacks := of_axes(matrices, 3):
             found["muon_experts"] = StackedMuon(stacks, adjust_lr_fn="match_rms_adamw")
-    for group in (group for optimizer in found.values() for group in optimizer.param_groups if on_device):
+    for group in (
+        group for optimizer in found.values() for group in optimizer.param_groups if on_device
+    ):
         group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
     return found
 
 
 def of_axes(groups: list[dict[str, Any]], axes: int) -> list[dict[str, Any]]:
     """The parameters with so many axes: 2 are matrices, 3 a matrix for each expert."""
-    chosen = [{**group, "params": [p for p in group["params"] if p.ndim == axes]} for group in groups]
+    chosen = [
+        {**group, "params": [p for p in group["params"] if p.ndim == axes]} for group in groups
+    ]
     return [group for group in chosen if group["params"]]
 
 
@@ -55,7 +67,9 @@ def by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
     """One group for each set of ranks that parameters are divided over: an optimizer takes a list in one operation."""
     lists: dict[object, list[nn.Parameter]] = {}
     for parameter in group["params"]:
-        lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        lists.setdefault(
+            parameter.device_mesh if isinstance(parameter, DTensor) else None, []
+        ).append(parameter)
     return [{**group, "params": parameters} for parameters in lists.values()]
 
 

@@ -97,10 +97,18 @@ def read_recipe(path: Path) -> Recipe:
             raise UserError(f"{path}: unknown key {key!r}; {instead_of(key)}")
     name, tables = values.get("name", path.stem), values.get("runs")
     if not isinstance(name, str) or not name:
-        raise UserError(f"{path}: name must be a word, which its folder has under runs/; got {name!r}")
+        raise UserError(
+            f"{path}: name must be a word, which its folder has under runs/; got {name!r}"
+        )
     if isinstance(tables, dict):
-        raise UserError(f"{path}: write [[runs]], as there may be several such tables, instead of [runs]")
-    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise UserError(
+            f"{path}: write [[runs]], as there may be several such tables, instead of [runs]"
+        )
+    if (
+        not isinstance(tables, list)
+        or not tables
+        or not all(isinstance(table, dict) for table in tables)
+    ):
         raise UserError(f"{path}: needs at least one table [[runs]] with lists of settings")
     jobs, keep = values.get("jobs", 1), values.get("keep_weights", False)
     if type(jobs) is not int or jobs < 1 or type(keep) is not bool:
@@ -113,16 +121,24 @@ def read_recipe(path: Path) -> Recipe:
     for table in tables:
         for key, value in table.items():
             if value == []:
-                raise UserError(f"{path}: runs: the list of {key} is empty, so there is nothing to run")
+                raise UserError(
+                    f"{path}: runs: the list of {key} is empty, so there is nothing to run"
+                )
             refuse_flat(base, key, value, f"{path}: runs")
         for choice in products(table):
             config, folder = config_of(base, choice, f"{path}: runs"), folder_name(choice)
             if runs.get(folder, config) != config:
-                listing = "\n  ".join(differences(asdict(runs[folder]), asdict(config), frozenset()))
+                listing = "\n  ".join(
+                    differences(asdict(runs[folder]), asdict(config), frozenset())
+                )
                 raise UserError(f"{path}: two runs would share the folder {folder}:\n  {listing}")
-            if config not in runs.values():  # tables may overlap, in whatever order they name their settings
+            if (
+                config not in runs.values()
+            ):  # tables may overlap, in whatever order they name their settings
                 runs[folder] = config
-    runs = dict(sorted(runs.items(), key=lambda item: item[1].train.seed))  # else in the file's order
+    runs = dict(
+        sorted(runs.items(), key=lambda item: item[1].train.seed)
+    )  # else in the file's order
     return Recipe(str(name), runs, jobs, keep)
 
 
@@ -161,10 +177,14 @@ def refuse_flat(base: Config, key: str, value: Any, where: str) -> None:
     with each of them, or runs with both."""
     section, _, name = key.partition(".")
     given = value if isinstance(value, list) else [value]
-    if isinstance(getattr(getattr(base, section, None), name, None), tuple) and not isinstance(given[0], list):
+    if isinstance(getattr(getattr(base, section, None), name, None), tuple) and not isinstance(
+        given[0], list
+    ):
         both = f", or {[given]} for all of them in one run" if len(given) > 1 else ""
         each = " for a run with each" if both else ""
-        raise UserError(f'{where}: "{key}" is a list itself: write {[[item] for item in given]}{each}{both}')
+        raise UserError(
+            f'{where}: "{key}" is a list itself: write {[[item] for item in given]}{each}{both}'
+        )
 
 
 def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
@@ -174,14 +194,20 @@ def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
             section, dot, name = key.partition(".")
             if isinstance(value, dict):  # TOML takes a dot without quotes for a table
                 inner = next(iter(value), "...")
-                raise UserError(f'{where}: write the section and the setting in quotes: "{key}.{inner}" = ...')
+                raise UserError(
+                    f'{where}: write the section and the setting in quotes: "{key}.{inner}" = ...'
+                )
             if not dot:
-                raise UserError(f"{where}: {key!r} must name its section, {example_of(key)}; or be {RATIO!r}")
+                raise UserError(
+                    f"{where}: {key!r} must name its section, {example_of(key)}; or be {RATIO!r}"
+                )
             nested.setdefault(section, {})[name] = value
     config = override(base, nested, where)
     if RATIO in choice:
         if "train.steps" in choice:
-            raise UserError(f'{where}: {RATIO} says how many steps a run takes, and so does "train.steps": give one')
+            raise UserError(
+                f'{where}: {RATIO} says how many steps a run takes, and so does "train.steps": give one'
+            )
         ratio = choice[RATIO]
         if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
             raise UserError(f"{where}: {RATIO} must be a number above zero; got {ratio!r}")
@@ -208,7 +234,10 @@ def steps_for(config: Config, tokens_per_parameter: float) -> int:
     counts = model.parameter_count()
     inner = counts["total"] - counts["embedding"] - counts["residual"]
     inner -= 0 if model.config.tie_embeddings else model.head.weight.numel()
-    return max(1, math.ceil(tokens_per_parameter * inner / (config.train.batch_size * model.config.context)))
+    return max(
+        1,
+        math.ceil(tokens_per_parameter * inner / (config.train.batch_size * model.config.context)),
+    )
 
 
 def model_of(config: Config, data: Dataset) -> Any:

@@ -75,8 +75,14 @@ class TrainResult:
         known = {field.name for field in fields(cls)} - {"folder"}
         needed = {field.name for field in fields(cls) if field.default is MISSING} - {"folder"}
         if not isinstance(saved, dict) or needed - saved.keys():
-            lacks = f"it lacks {', '.join(sorted(needed - saved.keys()))}" if isinstance(saved, dict) else "no section"
-            raise UserError(f"{path} is not the summary of a run ({lacks}): restore it, or take the run up again")
+            lacks = (
+                f"it lacks {', '.join(sorted(needed - saved.keys()))}"
+                if isinstance(saved, dict)
+                else "no section"
+            )
+            raise UserError(
+                f"{path} is not the summary of a run ({lacks}): restore it, or take the run up again"
+            )
         return cls(folder=folder, **{key: value for key, value in saved.items() if key in known})
 
     def write(self) -> None:

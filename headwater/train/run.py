@@ -130,7 +130,9 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     if latest:
         checkpoint.verify(latest, ranks)
         planned = planned_steps(latest, config)
-        checkpoint.refuse_other(latest, {**identity, "train": {**identity["train"], "steps": planned}})
+        checkpoint.refuse_other(
+            latest, {**identity, "train": {**identity["train"], "steps": planned}}
+        )
     device = choose_device(config)
     whole = build_model(model_config, config.train.seed, meta=not ranks.main)
     if config.train.init_from and not latest:
@@ -172,7 +174,9 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         token_bytes=torch.from_numpy(data.tokenizer.token_bytes),
         identity=identity,
         log=MetricsLog(out / "metrics.jsonl", keep_until=state["step"]) if ranks.main else NoLog(),
-        saver=Saver(root, model, optimizers, saved, ranks, timeout=config.parallel.hang_timeout * 2 or 10**6),
+        saver=Saver(
+            root, model, optimizers, saved, ranks, timeout=config.parallel.hang_timeout * 2 or 10**6
+        ),
         step=state["step"],
         seconds=state["seconds"],
         peak_memory=state["peak_memory"],
@@ -180,7 +184,9 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         skips=Skips(**state["skips"]),
     )
     if planned != config.train.steps:
-        run.log.write("extend", run.step, tokens=run.tokens, planned=planned, steps=config.train.steps)
+        run.log.write(
+            "extend", run.step, tokens=run.tokens, planned=planned, steps=config.train.steps
+        )
         run.planned = planned
     return run
 
@@ -189,7 +195,9 @@ def planned_steps(latest: Path, config: Config) -> int:
     """Of the run that this checkpoint belongs to. Others may be asked for now, as many as it has taken at least."""
     state = checkpoint.read_state(latest)
     if config.train.steps < state["step"]:
-        raise UserError(f"{latest} is of step {state['step']}: --steps must be at least that, got {config.train.steps}")
+        raise UserError(
+            f"{latest} is of step {state['step']}: --steps must be at least that, got {config.train.steps}"
+        )
     return state["config"]["train"]["steps"]
 
 
@@ -234,7 +242,11 @@ def obstacle(out: Path, goes_on: bool) -> str | None:
             f"{out} holds a finished run without its weights, as a study leaves it unless its file says keep_weights = "
             "true, and cannot go on: its result is in summary.json; choose another --out"
         )
-    return None if goes_on else f"{out} already holds a run: continue it with --resume, or choose another --out"
+    return (
+        None
+        if goes_on
+        else f"{out} already holds a run: continue it with --resume, or choose another --out"
+    )
 
 
 def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
@@ -244,15 +256,21 @@ def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
 def named_model(settings: ModelSettings, words: int) -> ModelConfig:
     """The named size with its overrides; a vocabulary that it leaves open is the tokenizer's, padded to a multiple of
     64, which matrix units like."""
-    overrides = {key: value for key, value in asdict(settings).items() if value is not None and key != "size"}
-    overrides.setdefault("vocab_size", SIZES.get(settings.size, {}).get("vocab_size", -(-words // 64) * 64))
+    overrides = {
+        key: value for key, value in asdict(settings).items() if value is not None and key != "size"
+    }
+    overrides.setdefault(
+        "vocab_size", SIZES.get(settings.size, {}).get("vocab_size", -(-words // 64) * 64)
+    )
     if overrides["vocab_size"] < words:
         raise UserError(
             f"model.vocab_size is {overrides['vocab_size']}, but the tokenizer has {words} tokens: pass a larger "
             "--vocab-size, or leave it out of the configuration"
         )
     with user_values():
-        return ModelConfig.named(settings.size, **{**overrides, "residual": located(settings.residual)})
+        return ModelConfig.named(
+            settings.size, **{**overrides, "residual": located(settings.residual)}
+        )
 
 
 def build_model(config: ModelConfig, seed: int, *, meta: bool = False) -> Decoder:
@@ -265,14 +283,20 @@ def build_model(config: ModelConfig, seed: int, *, meta: bool = False) -> Decode
 def choose_device(config: Config) -> torch.device:
     name = config.train.device
     try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:  # set by torchrun: one GPU each
+        device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        )
+        if (
+            device == torch.device("cuda") and "LOCAL_RANK" in os.environ
+        ):  # set by torchrun: one GPU each
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if device.index is not None and device.type == "cuda":
             torch.cuda.set_device(device)  # where kernels are launched and streams are made
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"device {name!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from None
     if device.type == "cuda" and config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -295,7 +319,12 @@ def distribute(
         if ranks.tensor > 1:
             parallelize(model, cast(DeviceMesh, ranks.mesh)["tensor"])
         prepare_part(model, config)
-        shard(model, cast(list[Sublayer], model.sublayers), ranks, recompute=config.train.checkpoint_activations)
+        shard(
+            model,
+            cast(list[Sublayer], model.sublayers),
+            ranks,
+            recompute=config.train.checkpoint_activations,
+        )
         model.to_empty(device=device)
     else:
         model, pipeline = assemble(
@@ -366,7 +395,9 @@ def save(run: Run) -> Path:
         "skips": asdict(run.skips),
     }
     settings = run.config.train
-    return run.saver.save(run.step, state, keep=settings.keep, before=run.log.sync, background=settings.async_save)
+    return run.saver.save(
+        run.step, state, keep=settings.keep, before=run.log.sync, background=settings.async_save
+    )
 
 
 def finish(run: Run) -> TrainResult:
@@ -385,7 +416,9 @@ def finish(run: Run) -> TrainResult:
         seconds=run.elapsed(),
         peak_memory_bytes=run.ranks.max(max(run.peak_memory, peak_memory(run.device))),
         **run.evaluation,
-        device=torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
+        device=torch.cuda.get_device_name(run.device)
+        if run.device.type == "cuda"
+        else run.device.type,
         torch=str(torch.__version__),
         headwater=__version__,
         code=run.code,

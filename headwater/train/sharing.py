@@ -25,7 +25,9 @@ def shared_gpu(processes: int, say: Callable[[str], None]) -> Iterator[dict[str,
     if processes < 2 or control is None or taken:
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="headwater-mps-", dir="/tmp") as folder:  # a socket's path must be short
+    with tempfile.TemporaryDirectory(
+        prefix="headwater-mps-", dir="/tmp"
+    ) as folder:  # a socket's path must be short
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         try:
             if reason := _run([control, "-d"], environment):

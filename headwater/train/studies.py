@@ -32,7 +32,14 @@ from headwater.train.differences import FREE, OUTER, differences, fingerprint
 from headwater.train.files import locked, read_json, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all
 from headwater.train.optim import ends_in_warmup
-from headwater.train.recipes import Recipe, as_settings, in_words_of_recipes, model_of, prepared, read_recipe
+from headwater.train.recipes import (
+    Recipe,
+    as_settings,
+    in_words_of_recipes,
+    model_of,
+    prepared,
+    read_recipe,
+)
 from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 
 CORPORA = "corpora.json"  # of each run the tokens that it sees, as hashes
@@ -52,8 +59,14 @@ class StudyResult:
 
     def table(self) -> list[dict[str, Any]]:
         """The rows as table.json has them: the name of each finished run, its settings and its result."""
-        files = {name: (run.folder / "config.json", run.folder / SUMMARY) for name, run in self.finished.items()}
-        return [{"run": name, **read_json(config), **read_json(result)} for name, (config, result) in files.items()]
+        files = {
+            name: (run.folder / "config.json", run.folder / SUMMARY)
+            for name, run in self.finished.items()
+        }
+        return [
+            {"run": name, **read_json(config), **read_json(result)}
+            for name, (config, result) in files.items()
+        ]
 
 
 @in_words_of_recipes()
@@ -84,10 +97,16 @@ def study(
     """
     began = time.monotonic()
     if not minutes >= 0:
-        raise UserError(f"minutes must be 0, to start nothing, or a positive number; got {minutes:g}")
-    console = Console(quiet=not progress, markup=False, highlight=False)  # names and messages may have [brackets]
+        raise UserError(
+            f"minutes must be 0, to start nothing, or a positive number; got {minutes:g}"
+        )
+    console = Console(
+        quiet=not progress, markup=False, highlight=False
+    )  # names and messages may have [brackets]
     plan = read_recipe(at_home(recipe))
-    go_on = f"headwater study {quote(str(recipe))}" + ("" if out is None else f" --out {quote(str(out))}")
+    go_on = f"headwater study {quote(str(recipe))}" + (
+        "" if out is None else f" --out {quote(str(out))}"
+    )
     go_on += flags_for(plugin_for(config.model.residual) for config in plan.runs.values())
     out = Path("runs") / plan.name if out is None else at_home(out)
     if (out / "compare.json").exists() or not any((out / "runs").glob("*/config.json")):
@@ -97,7 +116,10 @@ def study(
         work = {name: operations_of(name, config) for name, config in plan.runs.items()}
         seen = read_json(out / CORPORA) if (out / CORPORA).exists() else {}
         names, others = folders_of(plan.runs, out / "runs", seen)
-        jobs = [job_of(names[name], config, out, plan.keep_weights, work[name]) for name, config in plan.runs.items()]
+        jobs = [
+            job_of(names[name], config, out, plan.keep_weights, work[name])
+            for name, config in plan.runs.items()
+        ]
         plan = replace(plan, runs={names[name]: config for name, config in plan.runs.items()})
         write_json(out / CORPORA, refuse_other_settings(jobs, plan, seen))
         for name, config in plan.runs.items():
@@ -106,13 +128,19 @@ def study(
         before = describe(result)
         console.print(before, soft_wrap=True)
         if others:
-            console.print(f"of no run of this file: {', '.join(others)}, in {out / 'runs'}", soft_wrap=True)
+            console.print(
+                f"of no run of this file: {', '.join(others)}, in {out / 'runs'}", soft_wrap=True
+            )
         left = [plan.runs[name] for name in result.left]
-        for said in dict.fromkeys(filter(None, (ends_in_warmup(one.train.steps, one.optim) for one in left))):
+        for said in dict.fromkeys(
+            filter(None, (ends_in_warmup(one.train.steps, one.optim) for one in left))
+        ):
             console.print(as_settings(said), soft_wrap=True)
         due = [job for job in jobs if not job.diverged]
         try:
-            seconds = 60 * minutes - (time.monotonic() - began)  # to prepare the text may take minutes
+            seconds = 60 * minutes - (
+                time.monotonic() - began
+            )  # to prepare the text may take minutes
             failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=seconds, whole=whole)
         finally:  # also of what Ctrl-C has interrupted
             result = standing(out, jobs, plan)
@@ -123,8 +151,14 @@ def study(
             console.print(describe(result), soft_wrap=True)
         if result.left and not failures and 0 < minutes < math.inf:
             why = "would end in" if whole else "is begun after"
-            console.print(f"no other run {why} the {minutes:g} minutes; go on with: {go_on}", soft_wrap=True)
-    refuse_failures(failures, len(jobs), f"Settings are those of {recipe}; the same command tries again what failed")
+            console.print(
+                f"no other run {why} the {minutes:g} minutes; go on with: {go_on}", soft_wrap=True
+            )
+    refuse_failures(
+        failures,
+        len(jobs),
+        f"Settings are those of {recipe}; the same command tries again what failed",
+    )
     return result
 
 
@@ -141,7 +175,9 @@ def operations_of(name: str, config: Config) -> float:
         raise UserError(f"run {name} does not fit: {error}") from None
 
 
-def folders_of(runs: Mapping[str, Config], folder: Path, seen: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+def folders_of(
+    runs: Mapping[str, Config], folder: Path, seen: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str]]:
     """By the name that a run has in the file, that of its folder; and the folders that no run of the file has.
 
     A run that began under another name, because the file's lists have changed their order or are more, keeps it: else
@@ -153,8 +189,13 @@ def folders_of(runs: Mapping[str, Config], folder: Path, seen: Mapping[str, Any]
             with suppress(UserError):  # one that cannot be read is of no run of the file
                 saved = read_json(path)
                 saved = saved if isinstance(saved, dict) else {}
-                held[path.parent.name] = {**saved, "data": seen.get(path.parent.name) or saved.get("data")}
-    known: dict[frozenset[str], dict[Hashable, str]] = {}  # by what may differ, which the residual decides
+                held[path.parent.name] = {
+                    **saved,
+                    "data": seen.get(path.parent.name) or saved.get("data"),
+                }
+    known: dict[
+        frozenset[str], dict[Hashable, str]
+    ] = {}  # by what may differ, which the residual decides
     names = {}
     for name, config in runs.items():
         names[name] = name
@@ -182,7 +223,9 @@ def job_of(name: str, config: Config, out: Path, keep_weights: bool, work: float
     )
 
 
-def refuse_other_settings(jobs: Sequence[Job], plan: Recipe, known: Mapping[str, Any]) -> dict[str, Any]:
+def refuse_other_settings(
+    jobs: Sequence[Job], plan: Recipe, known: Mapping[str, Any]
+) -> dict[str, Any]:
     """A run that is finished counts, and one that was cut off goes on, only if it is the one that the file describes:
     `headwater train --resume` would take the latter to other steps. One that diverged is tried again with other
     settings, from the start if they make it another run. A factor on the rate of queries changes nothing where there
@@ -193,9 +236,17 @@ def refuse_other_settings(jobs: Sequence[Job], plan: Recipe, known: Mapping[str,
     anew: list[Job] = []
     for job, config in zip(jobs, plan.runs.values(), strict=True):
         data = prepared(config.data)
-        if job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*")):  # else it begins anew
-            text = {**seen.get(job.label, {}), **text_of(job)}  # which may have changed while others ran
-            asked = {**settings_of(config, data), "corpus": {key: data.identity[key] for key in text}}
+        if (
+            job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*"))
+        ):  # else it begins anew
+            text = {
+                **seen.get(job.label, {}),
+                **text_of(job),
+            }  # which may have changed while others ran
+            asked = {
+                **settings_of(config, data),
+                "corpus": {key: data.identity[key] for key in text},
+            }
             saved = {**read_json(job.folder / "config.json"), "corpus": text}
             unfelt = idle(config, data)
             listing = differences(saved, asked, FREE | unfelt)
@@ -207,7 +258,9 @@ def refuse_other_settings(jobs: Sequence[Job], plan: Recipe, known: Mapping[str,
                 )
             if listing:
                 anew.append(job)
-            if differences(saved, asked, OUTER | unfelt):  # such as more steps that it may leave out: worth another try
+            if differences(
+                saved, asked, OUTER | unfelt
+            ):  # such as more steps that it may leave out: worth another try
                 again.append(job)
         seen[job.label] = data.identity
     for job in anew:
@@ -232,7 +285,11 @@ def text_of(job: Job) -> dict[str, str]:
 
 def idle(config: Config, data: Dataset) -> frozenset[str]:
     """Settings that change nothing of a run: a factor on the rate of queries where there are none."""
-    return frozenset() if sort_parameters(model_of(config, data))["queries"] else frozenset({"optim.query_lr"})
+    return (
+        frozenset()
+        if sort_parameters(model_of(config, data))["queries"]
+        else frozenset({"optim.query_lr"})
+    )
 
 
 def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:
@@ -245,7 +302,11 @@ def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:
 
     def seconds_for(job: Job) -> float:
         asked = plan.runs[job.label]
-        kin = [done for done in finished if plan.runs[done.label].model.residual == asked.model.residual]
+        kin = [
+            done
+            for done in finished
+            if plan.runs[done.label].model.residual == asked.model.residual
+        ]
         twins = [done for done in kin if seedless(plan.runs[done.label]) == seedless(asked)]
         alike = twins or kin or list(finished)
         return statistics.median(
@@ -286,5 +347,7 @@ def describe(result: StudyResult) -> str:
     if result.seconds is None:
         return f"{text}; how long the others take is known when one is done"
     whole = round(result.seconds / 60)
-    minutes = "less than a minute" if result.seconds < 60 else f"about {whole} minute{'s' * (whole > 1)}"
+    minutes = (
+        "less than a minute" if result.seconds < 60 else f"about {whole} minute{'s' * (whole > 1)}"
+    )
     return f"{text}; {minutes} for the {'one that is' if left == 1 else f'{left} that are'} left"

@@ -14,14 +14,19 @@ from headwater.train.results import CompareRow, Spread, TrainResult
 
 
 def tabulate(
-    finished: Mapping[tuple[str, int], TrainResult], residuals: list[str], side_by_side: Mapping[str, int | None]
+    finished: Mapping[tuple[str, int], TrainResult],
+    residuals: list[str],
+    side_by_side: Mapping[str, int | None],
 ) -> tuple[CompareRow, ...]:
     """One row for each residual, from its finished runs by (residual, seed); the first is the baseline.
     `side_by_side`: the most runs made at a time with those of a residual."""
     results: dict[str, dict[int, TrainResult]] = {residual: {} for residual in residuals}
     for (residual, seed), result in finished.items():
         results[residual][seed] = result
-    bits = {name: {seed: run.bits_per_byte for seed, run in mine.items()} for name, mine in results.items()}
+    bits = {
+        name: {seed: run.bits_per_byte for seed, run in mine.items()}
+        for name, mine in results.items()
+    }
     pairs = {name: pair(values, bits[residuals[0]]) for name, values in bits.items()}
     comparisons = sum(len(values) > 1 for name, values in pairs.items() if name != residuals[0])
     rows = []
@@ -34,7 +39,11 @@ def tabulate(
                     difference=spread(pairs[name]),
                     pairs=len(pairs[name]),
                     interval=paired.interval if paired else None,
-                    verdict=paired.verdict if paired else BASELINE if name == residuals[0] else None,
+                    verdict=paired.verdict
+                    if paired
+                    else BASELINE
+                    if name == residuals[0]
+                    else None,
                     side_by_side=side_by_side.get(name),
                 )
             )
@@ -69,7 +78,9 @@ def draw(rows: Sequence[CompareRow], config: Config) -> Table:
     over = "one seed" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
     title = f"{config.train.steps} steps, {tokens:,} tokens, {over}"
     # Narrow gaps: the table fits 80 columns, and only a residual's name may be folded.
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     table.caption, table.caption_justify = _caption(rows), "left"
     table.add_column("residual", overflow="fold", min_width=13)
     for name in ("bits/byte", "difference", "params", "FLOPs", "seconds", "MiB"):

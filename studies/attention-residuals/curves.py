@@ -55,7 +55,12 @@ def beside_full(runs: Runs) -> str:
             differences = pair(scores, arms.get(FULL, {})) if arm not in (BASELINE, FULL) else ()
             if len(differences) > 1:
                 found = Paired(differences)
-                cells = [str(len(differences)), signed(found.mean), between(found.interval), found.verdict]
+                cells = [
+                    str(len(differences)),
+                    signed(found.mean),
+                    between(found.interval),
+                    found.verdict,
+                ]
                 rows.append([str(width), f"`{arm}`", *cells])
     return grid(["width", "", "seeds", "difference", "95 % interval", ""], rows)
 
@@ -68,7 +73,8 @@ def lead(runs: Runs) -> str:
         plain = arms.pop(BASELINE, [])
         for arm, mine in arms.items():
             apart = [
-                pair(*({run.seed: at_step(run, step) for run in some} for some in (mine, plain))) for step in LEADS
+                pair(*({run.seed: at_step(run, step) for run in some} for some in (mine, plain)))
+                for step in LEADS
             ]
             apart.append(pair(by_seed(mine), by_seed(plain)))
             if apart[-1]:
@@ -83,11 +89,29 @@ def sizes(found: dict[str, Runs]) -> str:
     plain = [run for run in finished(taken("scaling", found)) if run.residual == BASELINE]
     rows = []
     for (width, layers), group in grouped(plain, "model.dim", "model.layers").items():
-        tokens, steps, parameters = (group[0].summary[key] for key in ("tokens", "steps", "parameters"))  # type: ignore[index]
-        inner = parameters - 2 * width * setting(group[0], "model.vocab_size")  # between embedding and head
-        told = [f"{tokens / 1e6:.0f} million", f"{tokens / inner:.0f}", f"{tokens / TEXT:.1f}", f"{RULE[width]:g}"]
+        tokens, steps, parameters = (
+            group[0].summary[key] for key in ("tokens", "steps", "parameters")
+        )  # type: ignore[index]
+        inner = parameters - 2 * width * setting(
+            group[0], "model.vocab_size"
+        )  # between embedding and head
+        told = [
+            f"{tokens / 1e6:.0f} million",
+            f"{tokens / inner:.0f}",
+            f"{tokens / TEXT:.1f}",
+            f"{RULE[width]:g}",
+        ]
         rows.append([million(width), str(width), str(layers), str(steps), *told])
-    head = ["parameters", "width", "layers", "steps", "tokens", "a parameter", "passes over the text", "learning rate"]
+    head = [
+        "parameters",
+        "width",
+        "layers",
+        "steps",
+        "tokens",
+        "a parameter",
+        "passes over the text",
+        "learning rate",
+    ]
     return grid(head, rows)
 
 
@@ -98,7 +122,9 @@ def million(width: int) -> str:
 
 
 Cost = Callable[[RecordedRun], float | None]
-COMPARED: dict[str, list[Scaling]] = {}  # by their points: a table and a picture show the same curves
+COMPARED: dict[
+    str, list[Scaling]
+] = {}  # by their points: a table and a picture show the same curves
 
 
 def curves(runs: Runs, cost: Cost = operations, base: str = BASELINE) -> list[Scaling]:
@@ -122,7 +148,10 @@ def fits(runs: Runs, cost: Cost = operations, base: str = BASELINE) -> str:
     for curve in found:
         assert curve.fit is not None  # points at two budgets are left out before
         law = f"{curve.fit.floor:.3f} + {curve.fit.scale:.3f} (C / {curve.fit.unit:.2g})^−{curve.fit.alpha:.3f}"
-        saved = [_multiplier(curve.multipliers.get(c)) if curve.residual != base else "1" for c in budgets]
+        saved = [
+            _multiplier(curve.multipliers.get(c)) if curve.residual != base else "1"
+            for c in budgets
+        ]
         rows.append([f"`{curve.residual}`", *saved, law][:width])
     return grid(["", *(f"at {shown(c)}" for c in budgets), "bits per byte"][:width], rows)
 
@@ -133,7 +162,11 @@ def missed(runs: Runs) -> str:
     budgets = [*above.get(BASELINE, ())]
     if len(budgets) < 4:
         return ""
-    rows = [[f"`{arm}`", *map(signed, off.values())] for arm, off in above.items() if len(off) == len(budgets)]
+    rows = [
+        [f"`{arm}`", *map(signed, off.values())]
+        for arm, off in above.items()
+        if len(off) == len(budgets)
+    ]
     return grid(["", *(f"at {shown(c)}" for c in budgets)], rows)
 
 
@@ -156,7 +189,11 @@ def _multiplier(interval: Interval | None) -> str:
 
 def alone(speeds: dict[str, Any]) -> dict[tuple[int, str], dict[str, float]]:
     """What `benchmarks.speed` measured of each arm, by width: runs side by side do not know how fast they are."""
-    return {(SIZES[size]["dim"], arm): found for size, arms in speeds.items() for arm, found in arms.items()}
+    return {
+        (SIZES[size]["dim"], arm): found
+        for size, arms in speeds.items()
+        for arm, found in arms.items()
+    }
 
 
 def seconds(measured: dict[tuple[int, str], dict[str, float]]) -> Cost:
@@ -164,7 +201,11 @@ def seconds(measured: dict[tuple[int, str], dict[str, float]]) -> Cost:
 
     def of(run: RecordedRun) -> float | None:
         speed = measured.get((setting(run, "model.dim"), run.residual))
-        return None if speed is None or not run.summary else run.summary["tokens"] / speed["tokens_per_second"]
+        return (
+            None
+            if speed is None or not run.summary
+            else run.summary["tokens"] / speed["tokens_per_second"]
+        )
 
     return of
 
@@ -181,9 +222,19 @@ def clock(runs: Runs, speeds: dict[str, Any]) -> str:
         share = "-" if plain is None else f"{100 * mine / plain['tokens_per_second']:.0f} %"
         cells = [f"{mine / 1e3:.0f}", share, f"{speed['peak_gib']:.1f}"]
         group = trained.get((width, arm), [])
-        ends = [f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))] if group else ["-", "-"]
+        ends = (
+            [f"{cost(group[0]):.0f}", str(summarize([*map(score, group)]))] if group else ["-", "-"]
+        )
         rows.append([str(width), f"`{arm}`", *cells, *ends])
-    head = ["width", "", "thousand tokens a second", "of plain", "GiB", "seconds of a run", "bits per byte"]
+    head = [
+        "width",
+        "",
+        "thousand tokens a second",
+        "of plain",
+        "GiB",
+        "seconds of a run",
+        "bits per byte",
+    ]
     return grid(head, rows)
 
 
@@ -202,21 +253,39 @@ def worth(runs: Runs, speeds: dict[str, Any]) -> str:
     found = [("compute", operations, curves(runs)), ("time", clocked, curves(timed, clocked))]
     if not found[0][2]:
         return NO_CURVES
-    seeds = {(width, arm): len(some) for (width, arm), some in grouped(runs, "model.dim", "model.residual").items()}
+    seeds = {
+        (width, arm): len(some)
+        for (width, arm), some in grouped(runs, "model.dim", "model.residual").items()
+    }
     widths = sorted({width for width, _ in seeds})
     head, columns = ["", "seeds"], []
     for width in widths[1:-1]:
-        plain = next(run for run in runs if run.residual == BASELINE and setting(run, "model.dim") == width)
+        plain = next(
+            run for run in runs if run.residual == BASELINE and setting(run, "model.dim") == width
+        )
         for words, cost, fitted in found:
             head.append(f"{words}, {million(width)}")
-            columns.append({curve.residual: _told(curve.multipliers.get(cost(plain) or 0.0)) for curve in fitted})
+            columns.append(
+                {
+                    curve.residual: _told(curve.multipliers.get(cost(plain) or 0.0))
+                    for curve in fitted
+                }
+            )
     arms = [curve.residual for curve in found[0][2] if curve.residual != BASELINE]
     counts = {arm: ", ".join(str(seeds.get((width, arm), 0)) for width in widths) for arm in arms}
-    return grid(head, [[f"`{arm}`", counts[arm], *(column.get(arm, "-") for column in columns)] for arm in arms])
+    return grid(
+        head,
+        [[f"`{arm}`", counts[arm], *(column.get(arm, "-") for column in columns)] for arm in arms],
+    )
 
 
 def _told(interval: Interval | None) -> str:
-    if interval is None or interval.low is None or interval.high is None or interval.low <= 1 <= interval.high:
+    if (
+        interval is None
+        or interval.low is None
+        or interval.high is None
+        or interval.low <= 1 <= interval.high
+    ):
         return _multiplier(interval)
     value, reach = _multiplier(interval).split(" ", 1)
     return f"**{value}** {reach}"
@@ -233,7 +302,8 @@ def speeds(folder: Path = HERE / "runs" / "speed") -> dict[str, Any]:
                 before = found.get(size, ran)
                 scale = before[BASELINE]["tokens_per_second"] / ran[BASELINE]["tokens_per_second"]
                 more = {
-                    arm: {**each, "tokens_per_second": scale * each["tokens_per_second"]} for arm, each in ran.items()
+                    arm: {**each, "tokens_per_second": scale * each["tokens_per_second"]}
+                    for arm, each in ran.items()
                 }
                 found[size] = more | before
     return found

@@ -27,7 +27,14 @@ def cost(found: dict[str, Runs]) -> str:
     for recipe, runs in ((recipe, finished(runs)) for recipe, runs in found.items()):
         tokens = sum(int(run.summary["tokens"]) for run in runs if run.summary)
         total = [total[0] + len(runs), total[1] + tokens, total[2] + minutes[recipe]]
-        rows.append([f"`{recipe}.toml`", str(len(runs)), f"{tokens / 1e6:.0f} million", f"{minutes[recipe]:.0f}"])
+        rows.append(
+            [
+                f"`{recipe}.toml`",
+                str(len(runs)),
+                f"{tokens / 1e6:.0f} million",
+                f"{minutes[recipe]:.0f}",
+            ]
+        )
     if count := len(tables.measured_in(HERE / "runs", "hops")):
         total = [total[0] + count, total[1], total[2] + minutes["hops"]]
         rows.append(["`studies/hops`", str(count), "of its own", f"{minutes['hops']:.0f}"])

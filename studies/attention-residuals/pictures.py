@@ -41,7 +41,9 @@ def pictures(found: dict[str, Runs]) -> dict[Path, str]:
         drawn[ASSETS / "study-rates.svg"] = picture(panels, "Bits per byte by learning rate")
     drawn |= scaling_pictures(finished(taken("scaling", found)), speeds())
     if panels := drops(found):
-        drawn[ASSETS / "study-drop.svg"] = picture(panels, "Training loss of six seeds, less that of a lower rate")
+        drawn[ASSETS / "study-drop.svg"] = picture(
+            panels, "Training loss of six seeds, less that of a lower rate"
+        )
     recorded = [run for run in coloured(found.get("dynamics", [])) if run.depth]
     panels = [
         Panel(f"{words}, {layers} layers", "layer", lines_of(_depths(runs, key)))
@@ -62,15 +64,22 @@ def drops(found: dict[str, Runs]) -> list[Panel]:
     which saw the same text in the same step: a line for each seed, over three records at a time."""
     plain = [run for run in finished(found.get("noise", [])) if run.residual == BASELINE]
     beside = {run.seed: {row["step"]: row["loss"] for row in run.train} for run in plain}
-    chosen = [run for run in coloured(found.get("rates", [])) if setting(run, "optim.lr") == RULE[128]]
+    chosen = [
+        run for run in coloured(found.get("rates", [])) if setting(run, "optim.lr") == RULE[128]
+    ]
     panels = []
-    for (arm,), runs in grouped([run for run in chosen if run.seed in beside], "model.residual").items():
+    for (arm,), runs in grouped(
+        [run for run in chosen if run.seed in beside], "model.residual"
+    ).items():
         colour, name = ARMS[arm]
         lines = []
         for run in runs:
             less = [(row["step"], row["loss"] - beside[run.seed][row["step"]]) for row in run.train]
             late = [(step, value) for step, value in less if step >= EARLY - 200]
-            means = {late[n][0]: [statistics.fmean(v for _, v in late[n - 1 : n + 2])] for n in range(1, len(late) - 1)}
+            means = {
+                late[n][0]: [statistics.fmean(v for _, v in late[n - 1 : n + 2])]
+                for n in range(1, len(late) - 1)
+            }
             lines.append(Line(f"seed {run.seed}", colour, means))
         panels.append(Panel(f"{name}: nats, less plain at 0.003", "step", lines))
     return panels
@@ -88,7 +97,9 @@ def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
         for (width, arm), group in grouped(timed, "model.dim", "model.residual").items():
             held.setdefault(arm, {})[measured[width, arm]["peak_gib"]] = [*map(score, group)]
         curved = [curve.residual for curve in found]
-        colours = colours_of([*curved, *(arm for arm in held if arm not in curved)])  # as in the panels before
+        colours = colours_of(
+            [*curved, *(arm for arm in held if arm not in curved)]
+        )  # as in the panels before
         lines = [Line(arm, colours[arm], at) for arm, at in held.items()]
         memory = Panel("bits per byte", "GiB", lines, log=True, label="{:.1f}".format)
         panels = [*panels_of(found, BASELINE, "seconds"), memory]
@@ -107,9 +118,17 @@ def maps_of(runs: Runs) -> list[Map]:
         colour, name = ARMS[arm]
         for records in zip(*(run.depth for run in group), strict=True):
             maps = [record["mixing"] for record in records]
-            means = [[*map(statistics.fmean, zip(*rows, strict=True))] for rows in zip(*maps, strict=True)]
-            shares = [[sources * weight / sum(row) for weight in row] for sources, row in enumerate(means, 1)]
-            panels.append(Map(f"{name}, {layers} layers, step {records[0]['step']}", colour, shares))
+            means = [
+                [*map(statistics.fmean, zip(*rows, strict=True))]
+                for rows in zip(*maps, strict=True)
+            ]
+            shares = [
+                [sources * weight / sum(row) for weight in row]
+                for sources, row in enumerate(means, 1)
+            ]
+            panels.append(
+                Map(f"{name}, {layers} layers, step {records[0]['step']}", colour, shares)
+            )
     return panels
 
 
@@ -135,5 +154,7 @@ def _depths(runs: Runs, key: str) -> dict[str, dict[float, list[float]]]:
     found: dict[str, dict[float, list[float]]] = {}
     for (arm,), group in grouped(runs, "model.residual").items():
         means = [*map(statistics.fmean, zip(*(run.depth[-1][key] for run in group), strict=True))]
-        found[arm] = {i // 2: [statistics.fmean(means[i : i + 2])] for i in range(0, len(means) // 2 * 2, 2)}
+        found[arm] = {
+            i // 2: [statistics.fmean(means[i : i + 2])] for i in range(0, len(means) // 2 * 2, 2)
+        }
     return found

@@ -14,8 +14,15 @@ from headwater.analyze.runs import RecordedRun, find_runs, read_run
 HERE = Path(__file__).parent
 BASELINE = "standard"
 MAPPED = 8e-3  # the learning rate whose depth weights are drawn, and of whose runs the table of magnitudes takes more
-RULE = {128: 1.1e-2, 192: 8e-3, 256: 6e-3, 384: 4e-3}  # README.md's learning rates of the scaling, by width
-OWN = {"completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}}  # of arms whose best is another
+RULE = {
+    128: 1.1e-2,
+    192: 8e-3,
+    256: 6e-3,
+    384: 4e-3,
+}  # README.md's learning rates of the scaling, by width
+OWN = {
+    "completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}
+}  # of arms whose best is another
 EARLY, LATER, STEPS = 500, 1000, 1472  # evaluations of the smallest size, and all its steps
 Runs = list[RecordedRun]
 
@@ -39,7 +46,11 @@ def finished(runs: Sequence[RecordedRun]) -> Runs:
 
 def left_out(runs: Sequence[RecordedRun]) -> str:
     """A line on runs without a result: a mean over seeds that did not diverge speaks of those alone."""
-    names = [f"`{run.name}`" + (f" ({run.stopped})" if run.stopped else "") for run in runs if not run.summary]
+    names = [
+        f"`{run.name}`" + (f" ({run.stopped})" if run.stopped else "")
+        for run in runs
+        if not run.summary
+    ]
     return f"\nWithout a result, so not in the table: {'; '.join(names)}.\n" if names else ""
 
 
@@ -61,7 +72,11 @@ def grouped(runs: Sequence[RecordedRun], *names: str) -> dict[tuple[Any, ...], R
     groups: dict[tuple[Any, ...], Runs] = defaultdict(list)
     for run in runs:
         groups[tuple(setting(run, name) for name in names)].append(run)
-    return dict(sorted(groups.items(), key=lambda item: [(value != BASELINE, value or 0) for value in item[0]]))
+    return dict(
+        sorted(
+            groups.items(), key=lambda item: [(value != BASELINE, value or 0) for value in item[0]]
+        )
+    )
 
 
 def by_seed(runs: Sequence[RecordedRun]) -> dict[int | None, float]:
@@ -86,13 +101,21 @@ def percent(share: float) -> str:
 
 # Which runs of which recipes a table takes, if not all of those of its name alone.
 TAKES: dict[str, dict[str, Callable[[RecordedRun], bool]]] = {
-    "dynamics": {"noise": bool, "rates": lambda run: setting(run, "optim.lr") == MAPPED, "dynamics": bool},
+    "dynamics": {
+        "noise": bool,
+        "rates": lambda run: setting(run, "optim.lr") == MAPPED,
+        "dynamics": bool,
+    },
     "rates": {  # the arm that was taken in last began at the rates of the scaling
         "rates": bool,
-        "scaling": lambda run: run.residual == "muddformer:norm=true" and setting(run, "model.dim") < 256,
+        "scaling": lambda run: (
+            run.residual == "muddformer:norm=true" and setting(run, "model.dim") < 256
+        ),
     },
     "scaling": {
-        "rates": lambda run: setting(run, "optim.lr") == OWN.get(run.residual, RULE)[setting(run, "model.dim")],
+        "rates": lambda run: (
+            setting(run, "optim.lr") == OWN.get(run.residual, RULE)[setting(run, "model.dim")]
+        ),
         "scaling": bool,
     },
 }

@@ -5,7 +5,19 @@ import statistics
 from collections import defaultdict
 from typing import Any
 
-from records import EARLY, LATER, STEPS, Runs, at_step, coloured, finished, grid, grouped, score, setting
+from records import (
+    EARLY,
+    LATER,
+    STEPS,
+    Runs,
+    at_step,
+    coloured,
+    finished,
+    grid,
+    grouped,
+    score,
+    setting,
+)
 from tables import FACTOR, arm_of, by_name
 
 from headwater.analyze.runs import RecordedRun
@@ -35,7 +47,10 @@ def onset(found: dict[str, Runs]) -> str:
             if (first := at_step(run, EARLY)) and (later := at_step(run, LATER))
         ]
         if len(cases) > 2:
-            ends = [summarize([end for _, fall, end in cases if (fall > FALL) == early]) for early in (True, False)]
+            ends = [
+                summarize([end for _, fall, end in cases if (fall > FALL) == early])
+                for early in (True, False)
+            ]
             stat = summarize([first for first, _, _ in cases])
             assert stat is not None
             fallen = 0 if ends[0] is None else ends[0].count
@@ -50,7 +65,9 @@ def again(found: dict[str, Runs]) -> str:
     Beside it what seeds differ by, in means over the repeats of each."""
     runs = [run for some in found.values() for run in finished(some)]
     rows = []
-    for key, group in grouped(runs, "model.dim", "model.layers", "optim.lr", "model.residual").items():
+    for key, group in grouped(
+        runs, "model.dim", "model.layers", "optim.lr", "model.residual"
+    ).items():
         repeated = [[*map(score, some)] for some in made_again(group)]
         if repeated:
             freedom = sum(len(scores) - 1 for scores in repeated)
@@ -59,9 +76,24 @@ def again(found: dict[str, Runs]) -> str:
             means = [statistics.fmean(scores) for scores in repeated]
             seeds = f"{statistics.stdev(means):.4f}" if len(means) > 1 else "-"
             counts = [str(len(repeated)), str(freedom + len(repeated))]
-            cells = [f"{math.sqrt(squares / freedom):.4f}", f"{most:.4f}", seeds, f"{statistics.fmean(means):.4f}"]
+            cells = [
+                f"{math.sqrt(squares / freedom):.4f}",
+                f"{most:.4f}",
+                seeds,
+                f"{statistics.fmean(means):.4f}",
+            ]
             rows.append([str(key[0]), f"{key[2]:g}", f"`{key[3]}`", *counts, *cells])
-    head = ["width", "rate", "", "seeds", "runs", "deviation of repeats", "at most", "of the seeds' means", "mean"]
+    head = [
+        "width",
+        "rate",
+        "",
+        "seeds",
+        "runs",
+        "deviation of repeats",
+        "at most",
+        "of the seeds' means",
+        "mean",
+    ]
     return grid(head, rows)
 
 
@@ -80,13 +112,22 @@ def repeats(found: dict[str, Runs]) -> str:
     version needs less than the one before."""
     runs = [run for some in found.values() for run in coloured(some)]
     rows = []
-    for key, group in grouped(runs, "model.dim", "model.layers", "optim.lr", "model.residual").items():
+    for key, group in grouped(
+        runs, "model.dim", "model.layers", "optim.lr", "model.residual"
+    ).items():
         for some in made_again(group):
-            for memory, run in sorted(((_memory(run), run) for run in some), key=lambda pair: -pair[0]):
+            for memory, run in sorted(
+                ((_memory(run), run) for run in some), key=lambda pair: -pair[0]
+            ):
                 scores = (at_step(run, EARLY), at_step(run, LATER), score(run))
-                cells = [f"{memory:.0f}", *("-" if value is None else f"{value:.4f}" for value in scores)]
+                cells = [
+                    f"{memory:.0f}",
+                    *("-" if value is None else f"{value:.4f}" for value in scores),
+                ]
                 rows.append([f"{key[2]:g}", f"`{key[3]}`", str(run.seed), *cells])
-    return grid(["rate", "", "seed", "million bytes", f"step {EARLY}", f"step {LATER}", "end"], rows)
+    return grid(
+        ["rate", "", "seed", "million bytes", f"step {EARLY}", f"step {LATER}", "end"], rows
+    )
 
 
 def _memory(run: RecordedRun) -> float:

@@ -31,8 +31,14 @@ from headwater.stats import UNTOLD, Paired, Stat, minus, pair, reach, spearman, 
 
 FACTOR = "optim.query_lr"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
-LEAST = 0.0342  # what two seeds of the smallest size can tell, as noise() found before the other runs
-BY_DEPTH = (("outputs", "output_norm"), ("what is read", "read_norm"), ("gradients", "gradient_norm"))
+LEAST = (
+    0.0342  # what two seeds of the smallest size can tell, as noise() found before the other runs
+)
+BY_DEPTH = (
+    ("outputs", "output_norm"),
+    ("what is read", "read_norm"),
+    ("gradients", "gradient_norm"),
+)
 # Losses of the paper's table of ablations and of its sweep of block sizes, at 436 million active parameters.
 PAPER = {
     "standard": 1.766, "denseformer": 1.767, "mhc": 1.747, "attnres-full": 1.737, "attnres-block": 1.746,
@@ -46,7 +52,9 @@ PAPER = {
 def noise(runs: Runs) -> str:
     """The arms beside the plain residual, and what so many seeds could tell."""
     arms = {arm: by_seed(group) for (arm,), group in grouped(runs, "model.residual").items()}
-    return beside_plain(runs) + "".join(_needed(arm, scores, arms[BASELINE]) for arm, scores in arms.items())
+    return beside_plain(runs) + "".join(
+        _needed(arm, scores, arms[BASELINE]) for arm, scores in arms.items()
+    )
 
 
 def beside_plain(runs: Runs) -> str:
@@ -66,7 +74,10 @@ def _beside_plain(runs: Runs) -> list[tuple[float, list[str]]]:
         assert stat is not None
         if arm != BASELINE and (differences := pair(scores, arms.get(BASELINE, {}))):
             paired = Paired(differences)
-            apart, cells = paired.mean, [signed(paired.mean), between(paired.interval), paired.verdict]
+            apart, cells = (
+                paired.mean,
+                [signed(paired.mean), between(paired.interval), paired.verdict],
+            )
         spread = "-" if stat.spread is None else f"{stat.spread:.4f}"
         rows.append((apart, [f"`{arm}`", str(stat.count), f"{stat.mean:.4f}", spread, *cells]))
     return rows
@@ -77,7 +88,10 @@ def ablations(runs: Runs) -> str:
     seeds whose differences happen to agree have a narrow interval, so theirs must be above LEAST as well."""
     plain = next(float(row[2]) for _, row in _beside_plain(runs) if row[0] == f"`{BASELINE}`")
     parameters = {arm_of(run): int(run.summary["parameters"]) for run in runs if run.summary}
-    at_first = {arm: {run.seed: at_step(run, EARLY) for run in group} for arm, group in by_name(runs).items()}
+    at_first = {
+        arm: {run.seed: at_step(run, EARLY) for run in group}
+        for arm, group in by_name(runs).items()
+    }
     apart_early = {arm: pair(scores, at_first[BASELINE]) for arm, scores in at_first.items()}
     early = {arm: signed(statistics.fmean(found)) for arm, found in apart_early.items() if found}
     rows = []
@@ -107,7 +121,9 @@ def arm_of(run: RecordedRun) -> str:
     """Its residual, and what is changed around it; completep has its start by definition."""
     model = run.config["model"]
     wide = model.get("depth_start") is False and run.residual != "completep"
-    around = [f"shortswa={model['shortswa']}"] * bool(model["shortswa"]) + ["depth_start=false"] * wide
+    around = [f"shortswa={model['shortswa']}"] * bool(model["shortswa"]) + [
+        "depth_start=false"
+    ] * wide
     return "+".join([run.residual, *around])
 
 
@@ -123,7 +139,8 @@ def _needed(arm: str, scores: dict[int | None, float], baseline: dict[int | None
     assert spread is not None
     rows = [[str(n), f"{reach(n) * spread:.4f}"] for n in SEEDS]
     words = (
-        f"\nA paired difference of `{arm}` has a standard deviation of {spread:.4f}. What is told from chance then:\n\n"
+        f"\nA paired difference of `{arm}` has a standard deviation of {spread:.4f}. "
+        "What is told from chance then:\n\n"
     )
     return words + grid(["seeds", "differences above"], rows)
 
@@ -140,31 +157,45 @@ def sweep(runs: Runs, down: str, *across: str) -> str:
         tried = [n for n, stat in enumerate(stats) if stat or (key, values[n]) in failed]
         if len(tried) > 1 and best in (tried[0], tried[-1]):
             edges.append(" ".join(map(str, key)))
-        shown = [str(stat or ("fails" if (key, value) in failed else "-")) for stat, value in zip(stats, values)]
+        shown = [
+            str(stat or ("fails" if (key, value) in failed else "-"))
+            for stat, value in zip(stats, values)
+        ]
         cells[key] = [f"**{text}**" if n == best else text for n, text in enumerate(shown)]
     return crossed(down, values, cells) + (
-        f"\nThe best value is the edge of what was tried, so not yet known, for: {', '.join(edges)}.\n" if edges else ""
+        f"\nThe best value is the edge of what was tried, so not yet known, for: {', '.join(edges)}.\n"
+        if edges
+        else ""
     )
 
 
 Columns = dict[tuple[Any, ...], list[Stat | None]]
 
 
-def swept(runs: Runs, measure: Callable[[RecordedRun], float], down: str, *across: str) -> tuple[list[float], Columns]:
+def swept(
+    runs: Runs, measure: Callable[[RecordedRun], float], down: str, *across: str
+) -> tuple[list[float], Columns]:
     """The values of a setting; and mean and spread over seeds at each, a column for an arm and whatever else is
     varied."""
     values = sorted({setting(run, down) for run in runs})
     columns: Columns = {}
     for key, group in grouped(runs, "model.residual", *across).items():
         columns[key] = [
-            summarize([measure(run) for run in finished(group) if setting(run, down) == value]) for value in values
+            summarize([measure(run) for run in finished(group) if setting(run, down) == value])
+            for value in values
         ]
     return values, columns
 
 
 def crossed(down: str, values: Sequence[float], cells: dict[tuple[Any, ...], list[str]]) -> str:
     head = [f"`{down}`", *(" ".join((f"`{key[0]}`", *map(str, key[1:]))) for key in cells)]
-    return grid(head, [[f"{value:g}", *(column[n] for column in cells.values())] for n, value in enumerate(values)])
+    return grid(
+        head,
+        [
+            [f"{value:g}", *(column[n] for column in cells.values())]
+            for n, value in enumerate(values)
+        ],
+    )
 
 
 def evenness(runs: Runs, down: str, *across: str) -> str:
@@ -174,17 +205,29 @@ def evenness(runs: Runs, down: str, *across: str) -> str:
         return ""
     values = sorted({setting(run, down) for run in chosen})
     found = {
-        key: [outputs_in_effect([run for run in group if setting(run, down) == value]) for value in values]
+        key: [
+            outputs_in_effect([run for run in group if setting(run, down) == value])
+            for value in values
+        ]
         for key, group in grouped(chosen, "model.residual", *across).items()
     }
     cells = {
-        key: [", ".join(f"{stat.mean:.2f}" for stat in at) or "-" for at in column] for key, column in found.items()
+        key: [", ".join(f"{stat.mean:.2f}" for stat in at) or "-" for at in column]
+        for key, column in found.items()
     }
-    spreads = [stat.spread for column in found.values() for at in column for stat in at if stat.spread is not None]
+    spreads = [
+        stat.spread
+        for column in found.values()
+        for at in column
+        for stat in at
+        if stat.spread is not None
+    ]
     steps = ", ".join(str(record["step"]) for record in chosen[0].depth)
     even = statistics.fmean(range(1, len(chosen[0].depth[-1]["entropy"]) + 1))
     seeds = (
-        f"means over reads and seeds, whose standard deviation is at most {max(spreads):.2f}" if spreads else "one seed"
+        f"means over reads and seeds, whose standard deviation is at most {max(spreads):.2f}"
+        if spreads
+        else "one seed"
     )
     words = f"\nOutputs a read takes from in effect (all even: {even:g}), at steps {steps}; {seeds}:\n\n"
     return words + crossed(down, values, cells)
@@ -192,7 +235,12 @@ def evenness(runs: Runs, down: str, *across: str) -> str:
 
 def outputs_in_effect(runs: Runs) -> list[Stat]:
     """At each record e to the entropy of a read's weights, the mean over reads; and over seeds."""
-    at = zip(*([statistics.fmean(map(math.exp, record["entropy"])) for record in run.depth] for run in runs))
+    at = zip(
+        *(
+            [statistics.fmean(map(math.exp, record["entropy"])) for record in run.depth]
+            for run in runs
+        )
+    )
     return [stat for stat in map(summarize, at) if stat]
 
 
@@ -208,7 +256,9 @@ def by_size(runs: Runs, down: str, *across: str) -> str:
             for key, some in grouped(plain, *across).items()
         ]
         words = f"; the plain residual has {', '.join(beside)}" if beside else ""
-        tables.append(f"\nWidth {width}, {layers} layers{words}:\n\n" + sweep(others, down, *across))
+        tables.append(
+            f"\nWidth {width}, {layers} layers{words}:\n\n" + sweep(others, down, *across)
+        )
         tables.append(evenness(finished(others), down, *across))
     return "".join(tables).lstrip()
 
@@ -229,13 +279,18 @@ def side_by_side(runs: Runs) -> str:
     """Of one learning rate: the arms at the end, and their differences after each evaluation."""
     steps = [row["step"] for row in runs[0].evals]
     at = {
-        arm: [{run.seed: at_step(run, step) for run in some} for step in steps] for arm, some in by_name(runs).items()
+        arm: [{run.seed: at_step(run, step) for run in some} for step in steps]
+        for arm, some in by_name(runs).items()
     }
     rows = []
     for arm, scores in at.items():
         if arm != BASELINE:
-            paired = [Paired(pair(mine, plain)) for mine, plain in zip(scores, at[BASELINE], strict=True)]
-            rows.append([f"`{arm}`", *(f"{signed(one.mean)} ({between(one.interval)})" for one in paired)])
+            paired = [
+                Paired(pair(mine, plain)) for mine, plain in zip(scores, at[BASELINE], strict=True)
+            ]
+            rows.append(
+                [f"`{arm}`", *(f"{signed(one.mean)} ({between(one.interval)})" for one in paired)]
+            )
     words = f"\nAt {setting(runs[0], 'optim.lr'):g}, and the differences after these steps:\n\n"
     return f"{words}{beside_plain(runs)}\n{grid(['', *(f'step {step}' for step in steps)], rows)}"
 
@@ -245,19 +300,33 @@ def at_own_best(runs: Runs) -> str:
     rows = []
     for (width, arm), best in _best_of(runs).items():
         plain = _best_of(runs).get((width, BASELINE))
-        if arm == BASELINE or plain is None or not (differences := pair(by_seed(best), by_seed(plain))):
+        if (
+            arm == BASELINE
+            or plain is None
+            or not (differences := pair(by_seed(best), by_seed(plain)))
+        ):
             continue
-        paired, own = Paired(differences), [f"{setting(group[0], 'optim.lr'):g}" for group in (best, plain)]
+        paired, own = (
+            Paired(differences),
+            [f"{setting(group[0], 'optim.lr'):g}" for group in (best, plain)],
+        )
         cells = [signed(paired.mean), between(paired.interval), paired.verdict]
         rows.append([str(width), f"`{arm}`", *own, str(len(differences)), *cells])
     head = ["width", "", "its rate", "plain's rate", "seeds", "difference", "95 % interval", ""]
-    return f"\nEach at its own best rate, which is chosen on the same runs:\n\n{grid(head, rows)}" if rows else ""
+    return (
+        f"\nEach at its own best rate, which is chosen on the same runs:\n\n{grid(head, rows)}"
+        if rows
+        else ""
+    )
 
 
 def _best_of(runs: Runs) -> dict[tuple[int, str], Runs]:
     best: dict[tuple[int, str], Runs] = {}
     for (width, arm, _), group in grouped(runs, "model.dim", "model.residual", "optim.lr").items():
-        means = [statistics.fmean(map(score, some)) for some in (group, best.get((width, arm), []) or group)]
+        means = [
+            statistics.fmean(map(score, some))
+            for some in (group, best.get((width, arm), []) or group)
+        ]
         if (width, arm) not in best or means[0] < means[1]:
             best[width, arm] = group
     return best
@@ -270,14 +339,18 @@ def dynamics(runs: Runs) -> str:
     head = ["width", "layers", "rate", "", "seeds", "bits per byte"]
     head += [f"{words}, {measure}" for words, _ in BY_DEPTH for measure in ("ratio", "slope")]
     rows = []
-    for key, group in grouped(recorded, "model.dim", "model.layers", "optim.lr", "model.residual").items():
+    for key, group in grouped(
+        recorded, "model.dim", "model.layers", "optim.lr", "model.residual"
+    ).items():
         cells = [
             _hundredths([measure(run.depth[-1][name]) for run in group])
             for _, name in BY_DEPTH
             for measure in (growth, slope)
         ]
         loss = str(summarize([*map(score, group)]))
-        rows.append([*(f"{number:g}" for number in key[:3]), f"`{key[3]}`", str(len(group)), loss, *cells])
+        rows.append(
+            [*(f"{number:g}" for number in key[:3]), f"`{key[3]}`", str(len(group)), loss, *cells]
+        )
     return grid(head, rows) + through_training(recorded)
 
 
@@ -286,16 +359,25 @@ def through_training(runs: Runs) -> str:
     chosen = [
         run
         for run in runs
-        if run.residual in ARMS and setting(run, "model.dim") == smallest and setting(run, "optim.lr") == MAPPED
+        if run.residual in ARMS
+        and setting(run, "model.dim") == smallest
+        and setting(run, "optim.lr") == MAPPED
     ]
     steps = sorted({record["step"] for run in chosen for record in run.depth})
     rows = []
     for (layers, arm), group in grouped(chosen, "model.layers", "model.residual").items():
         for words, name in BY_DEPTH:
-            at = {step: [growth(r[name]) for run in group for r in run.depth if r["step"] == step] for step in steps}
+            at = {
+                step: [growth(r[name]) for run in group for r in run.depth if r["step"] == step]
+                for step in steps
+            }
             rows.append([str(layers), f"`{arm}`", words, *map(_hundredths, at.values())])
-    words = f"\nThe same ratio through training, at width {smallest} and learning rate {MAPPED:g}:\n\n"
-    return words + grid(["layers", "", "", *(f"step {step}" for step in steps)], rows) if rows else ""
+    words = (
+        f"\nThe same ratio through training, at width {smallest} and learning rate {MAPPED:g}:\n\n"
+    )
+    return (
+        words + grid(["layers", "", "", *(f"step {step}" for step in steps)], rows) if rows else ""
+    )
 
 
 def _hundredths(values: Sequence[float | None]) -> str:
@@ -329,7 +411,11 @@ def importance(measured: list[dict[str, Any]]) -> str:
     with that in the other, if these were measured."""
     parts = {"all": "all reads", "first": "first third", "middle": "middle", "last": "last third"}
     more = {"sizes": "weight times size", "halves": "half with half"}
-    more = {name: words for name, words in more.items() if any(one.get(name) is not None for one in measured)}
+    more = {
+        name: words
+        for name, words in more.items()
+        if any(one.get(name) is not None for one in measured)
+    }
     rows = []
     for tokens in sorted({tokens_of(one) for one in measured}):
         for arm, some in _by_arm([one for one in measured if tokens_of(one) == tokens]).items():
@@ -337,7 +423,15 @@ def importance(measured: list[dict[str, Any]]) -> str:
             columns += zip(*map(by_place, some))
             columns += [[one.get(name) for one in some] for name in more]
             rows.append([f"`{arm}`", str(tokens), str(len(some)), *map(_hundredths, columns)])
-    head = ["", "tokens", "seeds", *parts.values(), "by place alone", "weight, beside place", *more.values()]
+    head = [
+        "",
+        "tokens",
+        "seeds",
+        *parts.values(),
+        "by place alone",
+        "weight, beside place",
+        *more.values(),
+    ]
     return grid(head, rows)
 
 
@@ -359,7 +453,9 @@ def by_size_alone(measured: dict[str, Any], record: dict[str, Any]) -> float:
     is the embedding times its weight."""
     sources = [record["read_norm"][0] / abs(record["mixing"][0][0]), *record["output_norm"]]
     rows = enumerate(measured["changes"])
-    return statistics.fmean(spearman(sources[: i + 1], row[: i + 1]) or 0.0 for i, row in rows if i > 1)
+    return statistics.fmean(
+        spearman(sources[: i + 1], row[: i + 1]) or 0.0 for i, row in rows if i > 1
+    )
 
 
 def tokens_of(measured: dict[str, Any]) -> int:
@@ -370,7 +466,9 @@ def by_place(measured: dict[str, Any]) -> tuple[float, float]:
     """Means over reads of three sources or more: the effect's rank correlation with where a source stands (the
     embedding first, then the newest), and that with its weight, given where it stands (the partial one)."""
     alone, beside = [], []
-    for i, (weights, changes) in enumerate(zip(measured["weights"], measured["changes"], strict=True)):
+    for i, (weights, changes) in enumerate(
+        zip(measured["weights"], measured["changes"], strict=True)
+    ):
         if i < 2:
             continue
         place = [i + 1, *range(1, i + 1)]
@@ -392,7 +490,9 @@ def hops(measured: list[dict[str, Any]]) -> str:
     """The share of right answers by arm and by the links that an answer takes."""
     rows = []
     for arm, some in _by_arm(measured).items():
-        stats = [summarize(shares) for shares in zip(*(one["accuracy"] for one in some), strict=True)]
+        stats = [
+            summarize(shares) for shares in zip(*(one["accuracy"] for one in some), strict=True)
+        ]
         rows.append([f"`{arm}`", str(len(some)), *(stat.text(".2f") for stat in stats if stat)])
     return grid(["", "seeds", *map(str, range(1, len(rows[0]) - 1))], rows)
 
@@ -421,4 +521,8 @@ def _by_arm(measured: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def measured_in(folder: Path, name: str) -> list[dict[str, Any]]:
     """What a script measured, in one file of all, or in a folder with a file for each; nothing if there is neither."""
     one, several = folder / f"{name}.json", sorted((folder / name).glob("*.json"))
-    return json.loads(one.read_text()) if one.exists() else [json.loads(file.read_text()) for file in several]
+    return (
+        json.loads(one.read_text())
+        if one.exists()
+        else [json.loads(file.read_text()) for file in several]
+    )

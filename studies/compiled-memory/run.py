@@ -21,9 +21,13 @@ TOKENS, WIDTH = 1024, 128
 def peak(step) -> float:
     step()
     step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     now = top = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
@@ -52,5 +56,7 @@ if __name__ == "__main__":
         importlib.import_module(f"headwater.ops.{name}").launch = lambda *_, **__: None
     for case in sys.argv[1:]:
         spec, sublayers = case.split("@")
-        eager, compiled = (measure(spec, int(sublayers), compiled=compiled) for compiled in (False, True))
+        eager, compiled = (
+            measure(spec, int(sublayers), compiled=compiled) for compiled in (False, True)
+        )
         print(f"{case}  eager {eager:.1f}  compiled {compiled:.1f}", flush=True)

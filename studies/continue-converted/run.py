@@ -35,17 +35,30 @@ QUERY_LR = 1e-2  # of the arm that trains nothing else: queries start at zero, a
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="of the first training, and again of each arm")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="of the first training, and again of each arm"
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/continue-converted"))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the continued weights")
-    parser.add_argument("--device", default="cpu", help="a CPU without bf16 takes minutes a step in it")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, each in a process of its own")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the continued weights",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="a CPU without bf16 takes minutes a step in it"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="trainings at a time, each in a process of its own"
+    )
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the results")
     flags = parser.parse_args()
     if flags.steps % EVERY:
-        parser.error(f"--steps must be a multiple of {EVERY}, at which losses are taken, got {flags.steps}")
+        parser.error(
+            f"--steps must be a multiple of {EVERY}, at which losses are taken, got {flags.steps}"
+        )
     cases = [(arm, seed, flags) for arm in flags.arms for seed in range(flags.seeds)]
     curves: dict[str, list[list[float]]] = {}
     with workers(flags.jobs) as each:
@@ -53,7 +66,9 @@ def main() -> None:
         for (arm, _, _), losses in zip(cases, each(train_arm, cases), strict=True):
             curves.setdefault(arm, []).append(losses)
             if len(curves[arm]) == flags.seeds:
-                write({name: runs for name, runs in curves.items() if len(runs) == flags.seeds}, flags)
+                write(
+                    {name: runs for name, runs in curves.items() if len(runs) == flags.seeds}, flags
+                )
 
 
 @contextmanager
@@ -69,15 +84,23 @@ def workers(jobs: int) -> Iterator[Callable[..., Iterable]]:
 def train_plain(case: tuple[int, argparse.Namespace]) -> None:
     seed, flags = case
     folder = flags.runs / f"plain-{seed}"
-    train(plain_config(flags.steps, seed, flags.device), folder, resume=(folder / "config.json").exists())
+    train(
+        plain_config(flags.steps, seed, flags.device),
+        folder,
+        resume=(folder / "config.json").exists(),
+    )
 
 
 def train_arm(case: tuple[str, int, argparse.Namespace]) -> list[float]:
     arm, seed, flags = case
     decoder, _ = load_model(flags.runs / f"plain-{seed}")
-    base = hf.export(decoder.config.to_dict(), decoder.weights()).to(flags.device, getattr(torch, flags.dtype))
+    base = hf.export(decoder.config.to_dict(), decoder.weights()).to(
+        flags.device, getattr(torch, flags.dtype)
+    )
     data = prepare(plain_config(flags.steps, seed, flags.device).data)
-    windows = {split: data.windows(split, decoder.config.context) for split in ("train", "validation")}
+    windows = {
+        split: data.windows(split, decoder.config.context) for split in ("train", "validation")
+    }
     return continue_training(base, arm, windows, seed, flags.steps)
 
 
@@ -86,9 +109,20 @@ def write(curves: dict[str, list[list[float]]], flags: argparse.Namespace) -> No
     name = "" if dtype == "float32" else f"-{dtype}"
     flags.out.mkdir(parents=True, exist_ok=True)
     file = flags.out / f"results{name}.json"
-    setting = {"layers": LAYERS, "dim": 64, "batch": BATCH, "lr": LR, "query_lr": QUERY_LR, "first_steps": steps}
+    setting = {
+        "layers": LAYERS,
+        "dim": 64,
+        "batch": BATCH,
+        "lr": LR,
+        "query_lr": QUERY_LR,
+        "first_steps": steps,
+    }
     before = json.loads(file.read_text()) if file.exists() else {}
-    kept = before.get("validation_loss", {}) if before.get("setting") == setting and before["seeds"] == seeds else {}
+    kept = (
+        before.get("validation_loss", {})
+        if before.get("setting") == setting and before["seeds"] == seeds
+        else {}
+    )
     found = kept | curves
     results = {
         "command": f"python studies/continue-converted/run.py --steps {steps} --seeds {seeds} --dtype {dtype}",
@@ -121,7 +155,9 @@ def plain_config(steps: int, seed: int, device: str) -> Config:
     )
 
 
-def continue_training(base, arm: str, windows: dict[str, Windows], seed: int, steps: int) -> list[float]:
+def continue_training(
+    base, arm: str, windows: dict[str, Windows], seed: int, steps: int
+) -> list[float]:
     """Validation losses before, and after every so many steps."""
     model = base
     if arm != "standard":
@@ -133,11 +169,15 @@ def continue_training(base, arm: str, windows: dict[str, Windows], seed: int, st
     rest = [p for name, p in trained.items() if p.dim() != 2 or "residual." in name]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     lr = QUERY_LR if arm == QUERIES else LR
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95)
+    )
     losses = [evaluate(model, windows["validation"])]
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            group["lr"] = (
+                lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            )
         rows = torch.from_numpy(windows["train"].batch(seed=1000 + seed, step=step, size=BATCH))
         loss_of(model, rows).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -161,14 +201,27 @@ def evaluate(model, windows: Windows) -> float:
     return float(loss_of(model, rows))
 
 
-LIGHT = {"standard": "#6b6b6b", "attnres-block": "#1f6feb", "attnres-full": "#c23a4d", QUERIES: "#1f7f48"}
-DARK = {"standard": "#a8a8a8", "attnres-block": "#74b3f5", "attnres-full": "#f08a96", QUERIES: "#62cf92"}
+LIGHT = {
+    "standard": "#6b6b6b",
+    "attnres-block": "#1f6feb",
+    "attnres-full": "#c23a4d",
+    QUERIES: "#1f7f48",
+}
+DARK = {
+    "standard": "#a8a8a8",
+    "attnres-block": "#74b3f5",
+    "attnres-full": "#f08a96",
+    QUERIES: "#62cf92",
+}
 
 
 def draw(results: dict) -> str:
     """Mean validation loss of each arm over its continued steps."""
     steps, width, height, left, top = results["steps"], 560, 300, 60, 20
-    means = {arm: [sum(v) / len(v) for v in zip(*runs)] for arm, runs in results["validation_loss"].items()}
+    means = {
+        arm: [sum(v) / len(v) for v in zip(*runs)]
+        for arm, runs in results["validation_loss"].items()
+    }
     low, high = min(min(v) for v in means.values()), max(max(v) for v in means.values())
 
     def place(step, loss):
@@ -177,16 +230,23 @@ def draw(results: dict) -> str:
 
     box, font = f'viewBox="0 0 {width} {height}"', 'font-family="sans-serif" font-size="13"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {box} {font}>']
-    light, dark = (" ".join(f".c{ARMS.index(arm)} {{ color: {c} }}" for arm, c in a.items()) for a in (LIGHT, DARK))
+    light, dark = (
+        " ".join(f".c{ARMS.index(arm)} {{ color: {c} }}" for arm, c in a.items())
+        for a in (LIGHT, DARK)
+    )
     dark = f"@media (prefers-color-scheme: dark) {{ text {{ fill: #e2e2e2 }} {dark} }}"
-    parts.append(f"<style>text {{ fill: #222222 }} .named {{ fill: currentColor }} {light} {dark}</style>")
+    parts.append(
+        f"<style>text {{ fill: #222222 }} .named {{ fill: currentColor }} {light} {dark}</style>"
+    )
     for row, (arm, losses) in enumerate(means.items()):
         points = " ".join(place(step, loss) for step, loss in zip(steps, losses, strict=True))
         line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="2"/>'
         below = height - 56 - 16 * (len(means) - 1 - row)  # on the left, where no curve comes
         name = f'<text x="{left + 12}" y="{below}" class="named">{arm}: {losses[-1]:.4f}</text>'
         parts.append(f'<g class="c{ARMS.index(arm)}">{line}{name}</g>')
-    parts.append(f'<text x="6" y="{top + 10}">{high:.3f}</text><text x="6" y="{height - 36}">{low:.3f}</text>')
+    parts.append(
+        f'<text x="6" y="{top + 10}">{high:.3f}</text><text x="6" y="{height - 36}">{low:.3f}</text>'
+    )
     parts.append(
         f'<text x="{left}" y="{height - 10}">continued steps, 0 to {steps[-1]}; validation loss, nats per byte</text>'
     )

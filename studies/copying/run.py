@@ -29,7 +29,9 @@ def told_twice(vocabulary: int, count: int, length: int) -> Tensor:
 @torch.no_grad()
 def surprise(model: Any, tokens: Tensor) -> tuple[float, float]:
     """Nats per token of the first and of the second telling, whose first token nothing foretells."""
-    losses = F.cross_entropy(model(tokens[:, :-1]).float().transpose(1, 2), tokens[:, 1:], reduction="none")
+    losses = F.cross_entropy(
+        model(tokens[:, :-1]).float().transpose(1, 2), tokens[:, 1:], reduction="none"
+    )
     length = tokens.shape[1] // 2
     return float(losses[:, : length - 1].mean()), float(losses[:, length:].mean())
 
@@ -44,12 +46,15 @@ def main() -> None:
     results = []
     for folder in flags.runs:
         model = load_run(folder).model.eval()
-        first, second = surprise(model, told_twice(model.config.vocab_size, flags.count, flags.length))
+        first, second = surprise(
+            model, told_twice(model.config.vocab_size, flags.count, flags.length)
+        )
         summary = json.loads((folder / "summary.json").read_text())
         run = {key: summary[key] for key in ("residual", "seed", "bits_per_byte")}
         results.append({"run": folder.name, **run, "first": first, "second": second})
         print(
-            f"{folder.name}: {first:.2f} nats, then {second:.2f}; {run['bits_per_byte']:.4f} bits per byte", flush=True
+            f"{folder.name}: {first:.2f} nats, then {second:.2f}; {run['bits_per_byte']:.4f} bits per byte",
+            flush=True,
         )
     if flags.out:
         flags.out.write_text(json.dumps(results) + "\n")

@@ -52,16 +52,22 @@ def main() -> None:
     rows = []
     for tokens, width in SHAPES:
         for sources, sums in SUMS:
-            rounds = [[step(way, tokens, width, sources, sums) for way in WAYS.values()] for _ in range(7)]
+            rounds = [
+                [step(way, tokens, width, sources, sums) for way in WAYS.values()] for _ in range(7)
+            ]
             least = {
                 name: [round(min(part), 2) for part in zip(*times, strict=True)]
                 for name, times in zip(WAYS, zip(*rounds, strict=True), strict=True)
             }
-            rows.append({"tokens": tokens, "width": width, "sources": sources, "sums": sums, **least})
+            rows.append(
+                {"tokens": tokens, "width": width, "sources": sources, "sums": sums, **least}
+            )
             print(rows[-1], flush=True)
     if flags.out is not None:
         command = "PYTHONPATH=. python studies/cpu-sums/run.py"
-        flags.out.write_text(json.dumps({**provenance(command, "cpu"), "rows": rows}, indent=1) + "\n")
+        flags.out.write_text(
+            json.dumps({**provenance(command, "cpu"), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

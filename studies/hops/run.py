@@ -69,8 +69,12 @@ def prompts(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor,
     told = task.nodes * order + links.gather(1, order)
     shape = (count, task.questions)
     start = torch.randint(task.nodes, shape, device=device, generator=generator)
-    often = 1 / torch.arange(1, task.hops + 1, device=device)  # short chains more often: they are learned first
-    hops = torch.multinomial(often, start.numel(), replacement=True, generator=generator).view(shape)
+    often = 1 / torch.arange(
+        1, task.hops + 1, device=device
+    )  # short chains more often: they are learned first
+    hops = torch.multinomial(often, start.numel(), replacement=True, generator=generator).view(
+        shape
+    )
     answers, after = start, start
     for k in range(task.hops):
         after = links.gather(1, after)
@@ -102,7 +106,9 @@ class Training:
 
     def once(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda", cache_enabled=False):
+        with torch.autocast(
+            self.device, torch.bfloat16, enabled=self.device == "cuda", cache_enabled=False
+        ):
             logits = answers_of(self.model, self.task, self.tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), self.answers.flatten())
         loss.backward()
@@ -111,10 +117,14 @@ class Training:
         self.loss.copy_(loss.detach())
 
     def step(self, number: int) -> None:
-        share = min(1.0, (number + 1) / 100) * (0.55 + 0.45 * math.cos(math.pi * number / self.task.steps))
+        share = min(1.0, (number + 1) / 100) * (
+            0.55 + 0.45 * math.cos(math.pi * number / self.task.steps)
+        )
         for group in self.optimizer.param_groups:
             group["lr"].fill_(self.task.lr * group["lr_factor"] * share)
-        for mine, drawn in zip((self.tokens, self.answers), prompts(self.task, self.task.batch, self.generator)):
+        for mine, drawn in zip(
+            (self.tokens, self.answers), prompts(self.task, self.task.batch, self.generator)
+        ):
             mine.copy_(drawn)
         if number == WARM and self.device == "cuda":
             self.replay = self.recorded()
@@ -144,9 +154,18 @@ def accuracy(model: Any, task: Task, device: str, batches: int = 16) -> list[flo
 
 def run(task: Task, residual: str, seed: int, device: str) -> dict[str, Any]:
     torch.manual_seed(seed)
-    shape = {"dim": task.dim, "layers": task.layers, "heads": task.dim // 32, "kv_heads": task.dim // 32}
+    shape = {
+        "dim": task.dim,
+        "layers": task.layers,
+        "heads": task.dim // 32,
+        "kv_heads": task.dim // 32,
+    }
     config = headwater.ModelConfig(
-        vocab_size=task.vocabulary, mlp_dim=4 * task.dim, context=task.context, residual=residual, **shape
+        vocab_size=task.vocabulary,
+        mlp_dim=4 * task.dim,
+        context=task.context,
+        residual=residual,
+        **shape,
     )
     model = headwater.Decoder(config).to(device)
     training, began, losses = Training(model, task, seed, device), time.perf_counter(), []
@@ -175,7 +194,9 @@ def main() -> None:
     task = SMALL if flags.small else Task()
     task = Task(**{**asdict(task), "steps": flags.steps or task.steps})
     found = run(task, flags.residual, flags.seed, flags.device)
-    print(f"{flags.residual}, seed {flags.seed}: {', '.join(f'{value:.3f}' for value in found['accuracy'])}")
+    print(
+        f"{flags.residual}, seed {flags.seed}: {', '.join(f'{value:.3f}' for value in found['accuracy'])}"
+    )
     if flags.out:
         flags.out.mkdir(parents=True, exist_ok=True)
         name = f"{flags.residual.replace(':', '-')}-{flags.seed}.json"

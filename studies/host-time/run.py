@@ -52,7 +52,11 @@ def measure(spec: str, profile: bool) -> tuple[float, float, float]:
         backward.append(end - middle)
     if profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
-    return min(forward) / SUBLAYERS * 1e6, min(backward) / SUBLAYERS * 1e6, (calls - before) / SUBLAYERS
+    return (
+        min(forward) / SUBLAYERS * 1e6,
+        min(backward) / SUBLAYERS * 1e6,
+        (calls - before) / SUBLAYERS,
+    )
 
 
 def measure_gpu(spec: str) -> tuple[float, float, float]:
@@ -84,9 +88,14 @@ if __name__ == "__main__":
     parser.add_argument("specs", nargs="*", default=SPECS)
     options = parser.parse_args()
     if options.device == "cuda":
-        for spec in (spec.replace(",backend=triton", "").replace(":backend=triton", "") for spec in options.specs):
+        for spec in (
+            spec.replace(",backend=triton", "").replace(":backend=triton", "")
+            for spec in options.specs
+        ):
             forward, backward, whole = measure_gpu(spec)
-            print(f"{spec}  forward {forward:.0f}  backward {backward:.0f}  until done {whole:.0f} us a sublayer")
+            print(
+                f"{spec}  forward {forward:.0f}  backward {backward:.0f}  until done {whole:.0f} us a sublayer"
+            )
         raise SystemExit
     without_driver(count, count)
     for spec in options.specs:

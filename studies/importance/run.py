@@ -68,8 +68,15 @@ def by_read(ours: Tensor, theirs: Tensor) -> list[float | None]:
 def summary(found: Sequence[float | None]) -> dict[str, float | None]:
     """Means over all reads, and over thirds of the depth."""
     third = -(-len(found) // 3)
-    parts = {"all": found, "first": found[:third], "middle": found[third : 2 * third], "last": found[2 * third :]}
-    known = {name: [value for value in values if value is not None] for name, values in parts.items()}
+    parts = {
+        "all": found,
+        "first": found[:third],
+        "middle": found[third : 2 * third],
+        "last": found[2 * third :],
+    }
+    known = {
+        name: [value for value in values if value is not None] for name, values in parts.items()
+    }
     return {name: statistics.fmean(values) if values else None for name, values in known.items()}
 
 
@@ -100,7 +107,10 @@ def main() -> None:
             "weights": found.weights.mean(0).tolist(), "changes": found.changes.mean(0).tolist(),
         })  # fmt: skip
         shown = {**parts["weights"], "sizes": results[-1]["sizes"], "halves": results[-1]["halves"]}
-        words = [f"{name} {'-' if value is None else format(value, '.2f')}" for name, value in shown.items()]
+        words = [
+            f"{name} {'-' if value is None else format(value, '.2f')}"
+            for name, value in shown.items()
+        ]
         print(f"{residual}: {', '.join(words)}", flush=True)
     if flags.out:
         flags.out.write_text(json.dumps(results) + "\n")

@@ -14,8 +14,14 @@ def last_depth(run: Path) -> dict:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    runs = {run.name.rpartition("-seed")[0]: last_depth(run) for run in sorted((folder / "runs").iterdir())}
+    runs = {
+        run.name.rpartition("-seed")[0]: last_depth(run)
+        for run in sorted((folder / "runs").iterdir())
+    }
     first = next(iter(runs.values()))
-    matrices = {name: [[round(value, 4) for value in row] for row in record["mixing"]] for name, record in runs.items()}
+    matrices = {
+        name: [[round(value, 4) for value in row] for row in record["mixing"]]
+        for name, record in runs.items()
+    }
     found = {"steps": first["step"], "sublayers": first["sublayers"], "matrices": matrices}
     OUT.write_text(json.dumps(found, separators=(",", ":")) + "\n")

@@ -40,9 +40,16 @@ SHOWN = 5  # names of what differs
 
 def headwater(tree: Path, scratch: Path, *words: str) -> subprocess.CompletedProcess:
     """The command line of the package in `tree`; whatever it writes is in `scratch`."""
-    env = {**os.environ, "PYTHONPATH": str(tree), "HEADWATER_CACHE": str(scratch / "cache"), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "HEADWATER_CACHE": str(scratch / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "headwater.cli", *words]
-    return subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=scratch, env=env, capture_output=True, text=True, check=False
+    )
 
 
 def list_cases(tree: Path, scratch: Path) -> list[str]:
@@ -54,22 +61,32 @@ def list_cases(tree: Path, scratch: Path) -> list[str]:
 def train(tree: Path, scratch: Path, case: str) -> dict[str, str | float]:
     """The hash of every tensor in the newest checkpoint, and every loss."""
     out = scratch / re.sub(r"\W", "-", case)
-    done = headwater(tree, scratch, "train", *TINY.split(), "--out", str(out), "--residual", *case.split())
+    done = headwater(
+        tree, scratch, "train", *TINY.split(), "--out", str(out), "--residual", *case.split()
+    )
     if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+        return {
+            "failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        }
     found: dict[str, str | float] = {}
     for file in sorted(max(out.glob("checkpoints/step-*")).glob("*.safetensors")):
         for name, tensor in deserialize(file.read_bytes()):
             about = f"{tensor['dtype']} {tensor['shape']} ".encode()
             found[f"{file.stem}/{name}"] = hashlib.sha256(about + bytes(tensor["data"])).hexdigest()
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return found | {f"{r['kind']} loss of step {r['step']}": r["loss"] for r in records if "loss" in r}
+    return found | {
+        f"{r['kind']} loss of step {r['step']}": r["loss"] for r in records if "loss" in r
+    }
 
 
-def train_all(tree: Path, scratch: Path, cases: list[str], jobs: int) -> Iterator[dict[str, str | float]]:
+def train_all(
+    tree: Path, scratch: Path, cases: list[str], jobs: int
+) -> Iterator[dict[str, str | float]]:
     (scratch / "corpus").mkdir(parents=True)
     for i in range(40):
-        (scratch / "corpus" / f"{i}.txt").write_text(f"river {i} runs from its headwater to the sea. " * 6)
+        (scratch / "corpus" / f"{i}.txt").write_text(
+            f"river {i} runs from its headwater to the sea. " * 6
+        )
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(partial(train, tree, scratch), cases)
 
@@ -87,9 +104,16 @@ def compare(before: dict[str, str | float], now: dict[str, str | float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", nargs="?")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="a residual's name, for all its cases, or one case")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="a residual's name, for all its cases, or one case",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--save", type=Path, metavar="FILE")
     parser.add_argument("--against", type=Path, metavar="FILE")
@@ -102,11 +126,22 @@ def main() -> int:
         if flags.against:
             before = json.loads(flags.against.read_text())
         else:
-            archive = ["git", "archive", "--output", str(folder / "tree.tar"), flags.commit, "headwater"]
+            archive = [
+                "git",
+                "archive",
+                "--output",
+                str(folder / "tree.tar"),
+                flags.commit,
+                "headwater",
+            ]
             subprocess.run(archive, cwd=ROOT, check=True)
             subprocess.run(["tar", "-xf", "tree.tar"], cwd=folder, check=True)
             before = dict.fromkeys(list_cases(folder, folder))
-        cases = [case for case in before if not flags.only or {case, re.split("[: ]", case)[0]} & set(flags.only)]
+        cases = [
+            case
+            for case in before
+            if not flags.only or {case, re.split("[: ]", case)[0]} & set(flags.only)
+        ]
         if not cases:
             parser.error(f"no case of that name: {', '.join(before)}")
         if flags.commit:

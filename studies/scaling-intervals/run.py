@@ -48,7 +48,10 @@ def drawn(arms, share, random):
         curve, alike = (PLAIN, 1.0) if name == "standard" else (BETTER, share)
         apart = math.sqrt(1 - alike**2)
         points[name] = {
-            c: {s: curve.loss(c) + sigma * (alike * shared[c, s] + apart * random.standard_normal()) for s in range(n)}
+            c: {
+                s: curve.loss(c) + sigma * (alike * shared[c, s] + apart * random.standard_normal())
+                for s in range(n)
+            }
             for c, n, sigma in zip(BUDGETS, seeds, noise, strict=True)
         }
     return points
@@ -62,18 +65,26 @@ def main() -> None:
     true = [PLAIN.compute(BETTER.loss(c)) / c for c in BUDGETS]
     for arms, share in CASES:
         random, others = np.random.default_rng(0), [name for name in arms if name != "standard"]
-        held, widths = {name: np.zeros(len(BUDGETS)) for name in others}, {name: [] for name in others}
+        held, widths = (
+            {name: np.zeros(len(BUDGETS)) for name in others},
+            {name: [] for name in others},
+        )
         for seed in range(flags.times):
-            for found in compare_scaling(drawn(arms, share, random), "standard", draws=flags.draws, seed=seed)[1:]:
+            for found in compare_scaling(
+                drawn(arms, share, random), "standard", draws=flags.draws, seed=seed
+            )[1:]:
                 met = [found.multipliers[c] for c in BUDGETS]
                 spans = [(each.low, each.high) if each else (-math.inf, math.inf) for each in met]
-                held[found.residual] += [low <= value <= high for value, (low, high) in zip(true, spans, strict=True)]
+                held[found.residual] += [
+                    low <= value <= high for value, (low, high) in zip(true, spans, strict=True)
+                ]
                 widths[found.residual].append([high - low for low, high in spans])
         print(f"{len(arms)} arms, the baseline {arms['standard']}, shared {share}:", flush=True)
         for name in others:
             cells = zip(held[name] / flags.times, np.median(widths[name], 0), strict=True)
             print(
-                f"  {name} {arms[name]}: {' '.join(f'{part:.2f} ({width:.2f})' for part, width in cells)}", flush=True
+                f"  {name} {arms[name]}: {' '.join(f'{part:.2f} ({width:.2f})' for part, width in cells)}",
+                flush=True,
             )
 
 

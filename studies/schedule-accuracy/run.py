@@ -57,7 +57,12 @@ def cuda_randn(count: int, seed: int, call: int) -> torch.Tensor:
     k = [seed, 0]
     for _ in range(10):
         a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        c = [(b >> shift) ^ c[1] ^ np.uint64(k[0]), b & mask, (a >> shift) ^ c[3] ^ np.uint64(k[1]), a & mask]
+        c = [
+            (b >> shift) ^ c[1] ^ np.uint64(k[0]),
+            b & mask,
+            (a >> shift) ^ c[3] ^ np.uint64(k[1]),
+            a & mask,
+        ]
         k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
     unit, turn = np.float32(2.0**-32), np.float32(2.0**-32 * 2 * np.pi)
     u = (c[0].astype(np.float32) * unit + unit / 2).astype(np.float64)
@@ -69,7 +74,11 @@ def case(spec: str, dim: int, dtype: torch.dtype) -> list[tuple[float, float, fl
     results, names = {}, []
     x, seed = (cuda_randn(TOKENS * dim, 1, call).view(TOKENS, dim).to(dtype) for call in range(2))
     for name, wide in (("truth", torch.float64), ("pytorch", dtype), ("headwater", dtype)):
-        kind = Stack(spec, dim, 8) if name == "headwater" else ReadEverySublayer(spec, dim, 8, reference_read)
+        kind = (
+            Stack(spec, dim, 8)
+            if name == "headwater"
+            else ReadEverySublayer(spec, dim, 8, reference_read)
+        )
         fill(kind)
         stack = kind.to(dtype).to(wide)
         leaf = x.to(wide, copy=True).requires_grad_()
@@ -80,19 +89,27 @@ def case(spec: str, dim: int, dtype: torch.dtype) -> list[tuple[float, float, fl
         names = ["output", "input", *(n for n, _ in trained)]
     rows = zip(results["headwater"], results["pytorch"], results["truth"], names, strict=True)
     errors = [(error(ours, truth), error(plain, truth), name) for ours, plain, truth, name in rows]
-    return sorted(((ours / (2 * plain + 1e-5), ours, plain, name) for ours, plain, name in errors), reverse=True)
+    return sorted(
+        ((ours / (2 * plain + 1e-5), ours, plain, name) for ours, plain, name in errors),
+        reverse=True,
+    )
 
 
 def main() -> None:
     interpreter._convert_float = rounding_to_nearest(interpreter._convert_float)
     plain = F.linear
     half = (torch.bfloat16, torch.float16)
-    F.linear = lambda x, weight, bias=None: Linear.apply(x, weight) if x.dtype in half else plain(x, weight, bias)
+    F.linear = lambda x, weight, bias=None: (
+        Linear.apply(x, weight) if x.dtype in half else plain(x, weight, bias)
+    )
     spec, widths, dtypes = sys.argv[1:]
     spec += ("," if ":" in spec else ":") + "backend=triton"
     for dim in map(int, widths.split(",")):
         for dtype in dtypes.split(","):
-            worst = [f"{r:.3f} ({o:.2e}, {p:.2e}) {name}" for r, o, p, name in case(spec, dim, getattr(torch, dtype))]
+            worst = [
+                f"{r:.3f} ({o:.2e}, {p:.2e}) {name}"
+                for r, o, p, name in case(spec, dim, getattr(torch, dtype))
+            ]
             print(dim, dtype, *worst[:4], sep="  ", flush=True)
 
 

@@ -12,7 +12,9 @@ RESIDUALS = ["standard", "attnres-block:block=4", "attnres-full"]
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory) -> Path:
-    return make_comparison(tmp_path_factory.mktemp("report") / "compare", RESIDUALS, [0, 1, 2], layers=6, steps=200)
+    return make_comparison(
+        tmp_path_factory.mktemp("report") / "compare", RESIDUALS, [0, 1, 2], layers=6, steps=200
+    )
 
 
 @pytest.fixture(scope="module")

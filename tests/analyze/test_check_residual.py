@@ -147,7 +147,9 @@ class Elsewhere(StandardResidual):
         self.first = start
 
     def _read(self, state, i, norm):
-        return apply_norm(norm, state[0]), (state[0] * (2 if i == getattr(self, "first", 0) else 1),)
+        return apply_norm(norm, state[0]), (
+            state[0] * (2 if i == getattr(self, "first", 0) else 1),
+        )
 
 
 class LeftBehind(StandardResidual):
@@ -189,7 +191,9 @@ class LongerRead(StandardResidual):
 class Silent(StandardResidual):
     def __init__(self, dim, sublayers):
         super().__init__(dim, sublayers)
-        self.gains = nn.ParameterDict({str(i): nn.Parameter(torch.ones(1)) for i in range(sublayers)})
+        self.gains = nn.ParameterDict(
+            {str(i): nn.Parameter(torch.ones(1)) for i in range(sublayers)}
+        )
 
     def _write(self, state, i, y):
         return (state[0] + (self.gains[str(i)] if i else 1) * y,)
@@ -267,8 +271,16 @@ class Rounds(StandardResidual):
         (Chanel, "methods", "mixes must be one of scalar, channel, operator; got 'chanel'"),
         (Typo, "shapes", "in _write: AttributeError: 'Typo' object has no attribute 'gian'"),
         (Own, "shapes", "in _write: Error: not today"),
-        (Lower, "shapes", "_read of sublayer 0 gives (3, 2, 32) of torch.float16 for a stream of (3, 2, 32) of torch"),
-        (Pair, "shapes", "_read of sublayer 0 gives 2 tensors: one, or three for query, key and value"),
+        (
+            Lower,
+            "shapes",
+            "_read of sublayer 0 gives (3, 2, 32) of torch.float16 for a stream of (3, 2, 32) of torch",
+        ),
+        (
+            Pair,
+            "shapes",
+            "_read of sublayer 0 gives 2 tensors: one, or three for query, key and value",
+        ),
         (Alone, "shapes", "in read: ValueError: too many values to unpack"),
         (Tupled, "shapes", "_end gives a tuple, not a tensor"),
         (Undefined, "shapes", "_read of sublayer 1 is not finite"),
@@ -276,23 +288,47 @@ class Rounds(StandardResidual):
         (RawEnd, "norms", "_end does not apply the norm that it is given"),
         (Chance, "states", "the same pass gives something else the second time"),
         (RemembersReads, "states", "two passes at a time disturb each other"),
-        (Listed, "stages", "in keep_only: TypeError: 'broken' keeps 'gains' outside of a dict keyed by sublayer"),
+        (
+            Listed,
+            "stages",
+            "in keep_only: TypeError: 'broken' keeps 'gains' outside of a dict keyed by sublayer",
+        ),
         (Shared, "stages", "both stages of a pipeline keep gain: "),
         (Elsewhere, "stages", "cut before sublayer 4, as a pipeline does, it ends "),
         (LeftBehind, "device", "in _write: RuntimeError: "),
-        (Narrow, "shapes", "_end gives (3, 2, 31) of torch.float32 for a stream of (3, 2, 32) of torch.float32"),
+        (
+            Narrow,
+            "shapes",
+            "_end gives (3, 2, 31) of torch.float32 for a stream of (3, 2, 32) of torch.float32",
+        ),
         (Heads, "shapes", "_weights of read 0 gives (1, 3, 2), not (N, ..., H) for (3, 2, 32)"),
         (LastHeads, "shapes", "_weights of read 8 gives (1, 3, 2), not (N, ..., H)"),
         (Lost, "shapes", "in _write: KeyError: 0"),
-        (Longer, "shapes", "_write of sublayer 0 gives a state of 2 tensors, and layout(1) names ('stream',)"),
-        (LongerBegin, "shapes", "_begin gives a state of 2 tensors, and layout(0) names ('stream',)"),
-        (LongerRead, "shapes", "_read of sublayer 0 gives a state of 2 tensors, and layout(0) names ('stream',)"),
+        (
+            Longer,
+            "shapes",
+            "_write of sublayer 0 gives a state of 2 tensors, and layout(1) names ('stream',)",
+        ),
+        (
+            LongerBegin,
+            "shapes",
+            "_begin gives a state of 2 tensors, and layout(0) names ('stream',)",
+        ),
+        (
+            LongerRead,
+            "shapes",
+            "_read of sublayer 0 gives a state of 2 tensors, and layout(0) names ('stream',)",
+        ),
         (InPlace, "states", "_write changes in place what it was given"),
         (Remembers, "states", "two passes at a time disturb each other"),
         (Keeps, "states", "a pass sets last of self: what a pass needs belongs into the state"),
         (Silent, "gradients", "no gradient reaches gains.0: "),
         (Endless, "gradients", "the gradient of gain is not finite"),
-        (Half, "start", "at_start says 'exact', and against the plain residual it starts as 'different'"),
+        (
+            Half,
+            "start",
+            "at_start says 'exact', and against the plain residual it starts as 'different'",
+        ),
         (Loose, "maps", "the mixing matrix does not give back read 1: weights"),
         (Neighbours, "cache", "decoding from a cache differs from a whole pass by "),
         (Drawn, "loading", "a saved and loaded model differs by "),
@@ -305,7 +341,9 @@ def test_a_mistake_is_named_by_its_check(cls, check, message):
         register("broken")(cls)
         found = check_residual("broken")
     assert message in found[check]
-    assert len(found) == {"methods": 1, "shapes": 2, "states": 4}.get(check, 12)  # what follows is not said again
+    assert len(found) == {"methods": 1, "shapes": 2, "states": 4}.get(
+        check, 12
+    )  # what follows is not said again
 
 
 def test_dropout_is_no_mistake():
@@ -341,9 +379,13 @@ def test_the_command_has_a_line_for_each_check(capsys):
     said = capsys.readouterr()
     fine, broken = said.out.split("broken\n")
     assert fine.splitlines()[0] == "standard"
-    assert [line.split() for line in fine.splitlines()[1:]] == [[name, "ok"] for name in check_residual("standard")]
+    assert [line.split() for line in fine.splitlines()[1:]] == [
+        [name, "ok"] for name in check_residual("standard")
+    ]
     assert "  states     _write changes in place what it was given: make a new tensor\n" in broken
-    assert said.err.endswith("must be mended: the lines without ok. The checks that are missing follow then\n")
+    assert said.err.endswith(
+        "must be mended: the lines without ok. The checks that are missing follow then\n"
+    )
     assert main(["residuals", "--check", "standard"]) == 0
     assert main(["residuals", "--check", "standrad"]) == 1
     assert "unknown residual 'standrad'" in capsys.readouterr().err
@@ -369,5 +411,10 @@ def test_a_fault_of_several_checks_is_told_once(capsys):
 
 @pytest.mark.parametrize("flag", ["--dim", "--layers", "--markdown"])
 def test_the_command_refuses_what_a_check_does_not_heed(capsys, flag):
-    assert main(["residuals", "--check", "standard", *([flag] if flag == "--markdown" else [flag, "8"])]) == 1
+    assert (
+        main(
+            ["residuals", "--check", "standard", *([flag] if flag == "--markdown" else [flag, "8"])]
+        )
+        == 1
+    )
     assert f"4 layers of width 32, and has no table: leave out {flag}\n" in capsys.readouterr().err

@@ -41,7 +41,9 @@ def forward(model, tokens, without=None):
 def less(x, share):
     """x - share, and zero where nothing but rounding is left."""
     rest = x - share
-    return torch.where(rest.abs().amax(-1, keepdim=True) > 1e-5 * x.abs().amax(-1, keepdim=True), rest, 0.0)
+    return torch.where(
+        rest.abs().amax(-1, keepdim=True) > 1e-5 * x.abs().amax(-1, keepdim=True), rest, 0.0
+    )
 
 
 def nats(logits, tokens):
@@ -55,7 +57,9 @@ def jacobian(model, sources, read, source):
     for channel in range(reads[read].shape[-1]):
         along = torch.zeros_like(reads[read])
         along[..., channel] = 1
-        rows.append(torch.autograd.grad(reads[read], leaves[source], along, retain_graph=True)[0][0])
+        rows.append(
+            torch.autograd.grad(reads[read], leaves[source], along, retain_graph=True)[0][0]
+        )
     return torch.stack(rows, 1)
 
 
@@ -93,14 +97,21 @@ def check_removals(model, tokens, found, shares, loss):
 
         gone = forward(model, tokens, without)[2]
         # Where less than a hundredth of a read is left, its norm makes rounding larger by as much.
-        within = {"atol": 1e-5 * max(1, 0.01 / min((part for part in left if part), default=1)), "rtol": 0}
+        within = {
+            "atol": 1e-5 * max(1, 0.01 / min((part for part in left if part), default=1)),
+            "rtol": 0,
+        }
         torch.testing.assert_close(found.removed.loss[source], nats(gone, tokens) - loss, **within)
         top = gone[0].softmax(-1).topk(3)
         torch.testing.assert_close(found.removed.top.probabilities[source], top.values, **within)
         assert torch.equal(found.removed.top.ids[source], top.indices)
     for place, (read, source) in enumerate(found.pairs):
-        gone = forward(model, tokens, lambda i, x, at=(read, source): less(x, shares[at]) if i == at[0] else x)[2]
-        torch.testing.assert_close(found.removed_at.loss[place], nats(gone, tokens) - loss, **WITHIN)
+        gone = forward(
+            model, tokens, lambda i, x, at=(read, source): less(x, shares[at]) if i == at[0] else x
+        )[2]
+        torch.testing.assert_close(
+            found.removed_at.loss[place], nats(gone, tokens) - loss, **WITHIN
+        )
         assert torch.equal(found.removed_at.top.ids[place, :, 0], gone[0].argmax(-1))
 
 
@@ -129,7 +140,9 @@ def test_shares_of_all_sources_sum_to_the_read(spec):
 
 @pytest.mark.parametrize("spec", names())
 def test_every_residual_can_be_inspected(spec):
-    found = headwater.inspect(model_of(spec, scatter=True, layers=2), tokens_of(1, LENGTH), removals="none")
+    found = headwater.inspect(
+        model_of(spec, scatter=True, layers=2), tokens_of(1, LENGTH), removals="none"
+    )
     assert (found.residual.partition(":")[0], len(found.mixing)) == (spec, 5)
 
 
@@ -141,9 +154,13 @@ def test_heads_and_inputs_have_weights_of_their_own():
     assert list(found.parts) == ["head 1", "head 2", "head 3", "head 4"]
     for i, weights in enumerate(trace.weights):
         for head in range(4):
-            torch.testing.assert_close(found.parts[f"head {head + 1}"][i, : i + 1], weights[:, 0, :, head], **WITHIN)
+            torch.testing.assert_close(
+                found.parts[f"head {head + 1}"][i, : i + 1], weights[:, 0, :, head], **WITHIN
+            )
     assert (found.removed, found.removed_at) == (None, None)
-    found = headwater.inspect(model_of("muddformer", scatter=True, layers=2), tokens_of(1, LENGTH), removals="sources")
+    found = headwater.inspect(
+        model_of("muddformer", scatter=True, layers=2), tokens_of(1, LENGTH), removals="sources"
+    )
     assert list(found.parts) == ["query", "key", "value"]
     assert (found.parts["query"] - found.parts["value"]).abs().max() > 1e-2
     assert torch.equal(found.parts["query"], found.mixing)
@@ -152,7 +169,9 @@ def test_heads_and_inputs_have_weights_of_their_own():
 
 def test_experts_are_those_that_the_routers_chose():
     """In a decoder of KDA, MLA and mixtures of experts, told apart."""
-    model = model_of("attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8).eval()
+    model = model_of(
+        "attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8
+    ).eval()
     tokens = tokens_of(1, LENGTH)
     found = headwater.inspect(model, tokens, removals="none")
     assert found.kinds == ("kda", "moe", "mla", "moe")
@@ -170,14 +189,27 @@ def test_experts_are_those_that_the_routers_chose():
 
 def test_an_untrained_model_says_so_and_a_trained_one_does_not():
     for spec in ("attnres-block:block=2", "mhc", "ddl"):
-        (note,) = headwater.inspect(model_of(spec, layers=2), tokens_of(1, 4), removals="none").notes
+        (note,) = headwater.inspect(
+            model_of(spec, layers=2), tokens_of(1, 4), removals="none"
+        ).notes
         assert note.startswith("Not trained")
-        assert headwater.inspect(model_of(spec, layers=2, scatter=True), tokens_of(1, 4), removals="none").notes == ()
-    assert headwater.inspect(model_of("standard", layers=2), tokens_of(1, 4), removals="none").notes == ()
+        assert (
+            headwater.inspect(
+                model_of(spec, layers=2, scatter=True), tokens_of(1, 4), removals="none"
+            ).notes
+            == ()
+        )
+    assert (
+        headwater.inspect(model_of("standard", layers=2), tokens_of(1, 4), removals="none").notes
+        == ()
+    )
 
 
 def test_as_json_everything_is_there_in_plain_numbers():
-    model, tokens = model_of("attnres-full:heads=2", scatter=True, layers=1), torch.arange(3, 8)[None]
+    model, tokens = (
+        model_of("attnres-full:heads=2", scatter=True, layers=1),
+        torch.arange(3, 8)[None],
+    )
 
     class Letters:
         def decode(self, ids):
@@ -186,10 +218,18 @@ def test_as_json_everything_is_there_in_plain_numbers():
     found = headwater.inspect(model, tokens[0].tolist(), tokenizer=Letters(), name="mine")
     data = json.loads(found.to_json())
     assert data["tokens"] == [f"#{tokens[0, 0]}", *(f"<{i}>" for i in tokens[0, 1:].tolist())]
-    assert (data["name"], data["residual"], data["kinds"]) == ("mine", "attnres-full:heads=2", ["attention", "mlp"])
+    assert (data["name"], data["residual"], data["kinds"]) == (
+        "mine",
+        "attnres-full:heads=2",
+        ["attention", "mlp"],
+    )
     for name in ("mixing", "loss", "read_size", "source_size"):
-        torch.testing.assert_close(torch.tensor(data[name]), getattr(found, name), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(torch.tensor(data["removed_at"]["loss"]), found.removed_at.loss, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(data[name]), getattr(found, name), atol=1e-6, rtol=1e-6
+        )
+    torch.testing.assert_close(
+        torch.tensor(data["removed_at"]["loss"]), found.removed_at.loss, atol=1e-6, rtol=1e-6
+    )
     assert data["reads"]["ids"] == found.reads.ids.tolist()
     assert set(data["parts"]) == {"head 1", "head 2"}
 
@@ -201,7 +241,9 @@ def test_the_model_is_left_as_it_was():
     modes = [module.training for module in model.modules()]
     headwater.inspect(model, tokens_of(1, 4))
     assert [module.training for module in model.modules()] == modes
-    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(
+        p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters()
+    )
 
 
 def test_it_prints_as_a_line():
@@ -228,13 +270,18 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(UserError, match="convert it first"):
         headwater.inspect(torch.nn.Linear(4, 4), [1, 2])
     own = torch.nn.Sequential(headwater.build("attnres-full", 4, 2), torch.nn.Linear(4, 4))
-    with pytest.raises(UserError, match=r"converted; got a Sequential. Of a network of your own, headwater.record and"):
+    with pytest.raises(
+        UserError,
+        match=r"converted; got a Sequential. Of a network of your own, headwater.record and",
+    ):
         headwater.inspect(own, [1, 2])
 
 
 def test_pairs_are_left_out_where_they_would_take_long():
     with torch.device("meta"):
-        large = Decoder(ModelConfig.named("large", layers=12, vocab_size=500000, residual="attnres-block"))
+        large = Decoder(
+            ModelConfig.named("large", layers=12, vocab_size=500000, residual="attnres-block")
+        )
     from headwater.analyze.inspector.look import _affordable
     from headwater.analyze.inspector.subject import Subject
 

@@ -124,7 +124,12 @@ def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, found, wri
     assert "Read 3, before MLP" in page.locator("#grid .panel").nth(1).inner_text()
     assert page.locator(".sources tbody tr").count() == 4
     assert page.locator(".sources tr.chosen th").inner_text() == "A0"
-    assert page.evaluate("[0.14, 4, -0.2, 0.0004].map(inColumn)") == ["0.140", "4.00", "−0.200", "4.00e−4"]
+    assert page.evaluate("[0.14, 4, -0.2, 0.0004].map(inColumn)") == [
+        "0.140",
+        "4.00",
+        "−0.200",
+        "4.00e−4",
+    ]
     place = found.pairs.index((3, 1))
     said = page.locator("#without .verdict").inner_text()
     assert "output of sublayer 0, attention, at read 3 alone" in said
@@ -139,7 +144,8 @@ def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, found, wri
     )
     after = page.locator("#without .beside > div").nth(1).locator(".token").all_inner_texts()
     assert after == page.evaluate(
-        "(ids) => ids.map((i) => clip(seen(i)))", [found.texts[i] for i in found.removed.top.ids[1, 5].tolist()]
+        "(ids) => ids.map((i) => clip(seen(i)))",
+        [found.texts[i] for i in found.removed.top.ids[1, 5].tolist()],
     )
     page.get_by_label("effects").check()
     assert "change of loss" in page.locator("#scale").text_content()
@@ -156,30 +162,40 @@ def test_the_lens_shows_what_reads_and_sources_say(visit, found, written):
     rows = page.locator(".says tbody tr")
     assert rows.count() == 6  # the embedding, four sublayers, the head
     said = rows.nth(3).locator(".said").all_inner_texts()
-    expected = [found.texts[i] for i in [*found.reads.ids[2, 4].tolist(), *found.sources.ids[3, 4].tolist()]]
+    expected = [
+        found.texts[i] for i in [*found.reads.ids[2, 4].tolist(), *found.sources.ids[3, 4].tolist()]
+    ]
     assert said == page.evaluate("(texts) => texts.map((text) => clip(seen(text)))", expected)
     assert rows.nth(3).get_attribute("class") == "chosen"
     page.keyboard.press("a")
     right = (found.reads.ids[4, :-1, 0] == torch.tensor(found.ids[1:])).float().mean()
-    assert number(rows.nth(5).locator("td").first.inner_text().split()[0].removeprefix("<")) / 100 == pytest.approx(
-        right.item(), abs=2e-3
-    )
+    assert number(
+        rows.nth(5).locator("td").first.inner_text().split()[0].removeprefix("<")
+    ) / 100 == pytest.approx(right.item(), abs=2e-3)
 
 
 def test_weight_against_effect_has_every_pair(visit, found, written):
     page = visit(address(written, token=2, read=4))
-    assert page.locator("#scatter .mark").count() == len(found.pairs) - 1  # the first read has one source
+    assert (
+        page.locator("#scatter .mark").count() == len(found.pairs) - 1
+    )  # the first read has one source
     page.locator("#scatter svg").focus()
     page.keyboard.press("ArrowRight")
     said = page.locator("#tip").inner_text()
     shares = found.mixing / found.mixing.abs().sum(1, keepdim=True)
     least = min((shares[r, s, 2].abs().item(), i) for i, (r, s) in enumerate(found.pairs) if r)
-    assert number(re.search(r"share of the row\s+(\S+)", said).group(1)) == pytest.approx(least[0], rel=1e-2)
+    assert number(re.search(r"share of the row\s+(\S+)", said).group(1)) == pytest.approx(
+        least[0], rel=1e-2
+    )
     effect = found.removed_at.loss[least[1], 2].item()
-    assert number(re.search(r"loss without it\s+(\S+)", said).group(1)) == pytest.approx(effect, abs=6e-4)
+    assert number(re.search(r"loss without it\s+(\S+)", said).group(1)) == pytest.approx(
+        effect, abs=6e-4
+    )
 
 
-@pytest.mark.parametrize("spec", ["attnres-full", "denseformer"])  # the weights of a second depend on no token
+@pytest.mark.parametrize(
+    "spec", ["attnres-full", "denseformer"]
+)  # the weights of a second depend on no token
 def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
     found = look(spec)
     page = visit(address(found.save(tmp_path / "page.html"), token=2, read=4))
@@ -191,10 +207,17 @@ def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
     for expected in (brought[..., 2], brought.mean(-1)):
         cells = torch.tensor(page.evaluate(shown), dtype=torch.float64)
         torch.testing.assert_close(cells, expected[rows, columns].double(), atol=2e-5, rtol=1e-4)
-        points = torch.tensor(page.evaluate("pointsOf(models[0]).map(({ x }) => x)"), dtype=torch.float64)
-        torch.testing.assert_close(points, cells[1:].abs(), atol=0, rtol=0)  # the first read has one source
+        points = torch.tensor(
+            page.evaluate("pointsOf(models[0]).map(({ x }) => x)"), dtype=torch.float64
+        )
+        torch.testing.assert_close(
+            points, cells[1:].abs(), atol=0, rtol=0
+        )  # the first read has one source
         page.locator("#tokens .every").click()
-    assert "Rank correlation of weight × size and size of the effect" in page.locator("#scatter .caption").inner_text()
+    assert (
+        "Rank correlation of weight × size and size of the effect"
+        in page.locator("#scatter .caption").inner_text()
+    )
     for where, column in (("grid", "weight_times_size"), ("scatter", "weight_times_size")):
         with page.expect_download() as download:
             page.locator(f'[data-save="{where}"] button', has_text="CSV").click()
@@ -206,13 +229,17 @@ def test_two_models_side_by_side(visit, found, tmp_path):
     found, other = replace(found, name="mine"), look("denseformer:period=2", name="yours")
     page = visit(found.save(tmp_path / "two.html", other))
     assert page.locator("#grid canvas").count() == page.locator("#says table").count() == 2
-    assert page.locator("#grid .title small").all_inner_texts() == [one.residual for one in (found, other)]
+    assert page.locator("#grid .title small").all_inner_texts() == [
+        one.residual for one in (found, other)
+    ]
     page.locator('#tokens button[data-token="3"]').click()
     page.mouse.click(*cell(page, 4, 2, model=1))
     verdicts = page.locator("#without .verdict").all_inner_texts()
     place = found.pairs.index((4, 2))
     shown = [number(re.search(r"by (\S+) nats", said).group(1)) for said in verdicts]
-    assert shown == pytest.approx([one.removed_at.loss[place, 3].item() for one in (found, other)], abs=6e-4)
+    assert shown == pytest.approx(
+        [one.removed_at.loss[place, 3].item() for one in (found, other)], abs=6e-4
+    )
     with pytest.raises(UserError, match="same tokens"):
         found.to_html(look(tokens=tokens_of(1, LENGTH, seed=5)))
 
@@ -310,7 +337,9 @@ def test_downloads_hold_what_is_shown(visit, found, written):
     assert [(int(row["read"]), int(row["source"])) for row in rows] == found.pairs
     for i, (row, (read, source)) in enumerate(zip(rows, found.pairs)):
         assert float(row["weight"]) == pytest.approx(found.mixing[read, source, 3].item(), abs=1e-5)
-        assert float(row["loss_without_it_here"]) == pytest.approx(found.removed_at.loss[i, 3].item(), abs=1e-5)
+        assert float(row["loss_without_it_here"]) == pytest.approx(
+            found.removed_at.loss[i, 3].item(), abs=1e-5
+        )
     assert saved["grid", "PNG"].startswith(b"\x89PNG")
     assert b"<circle" in saved["scatter", "SVG"]
     assert len(saved["lens", "CSV"].decode().splitlines()) >= 1 + 2 * 5 * 5
@@ -318,8 +347,12 @@ def test_downloads_hold_what_is_shown(visit, found, written):
     with page.expect_download() as download:
         page.locator('[data-save="lens"] button', has_text="CSV").click()
     said = list(csv.DictReader(io.StringIO(download.value.path().read_text())))
-    assert len(said) == LENGTH * 2 * 5 * 5  # over all tokens there is no average of words: each token's are there
-    assert float(said[-1]["probability"]) == pytest.approx(found.sources.probabilities[-1, -1, -1].item(), abs=1e-5)
+    assert (
+        len(said) == LENGTH * 2 * 5 * 5
+    )  # over all tokens there is no average of words: each token's are there
+    assert float(said[-1]["probability"]) == pytest.approx(
+        found.sources.probabilities[-1, -1, -1].item(), abs=1e-5
+    )
     everything = json.loads(saved["page", "JSON"])
     assert everything["models"][0]["loss"] == pytest.approx(found.loss.tolist(), abs=1e-5)
 
@@ -341,11 +374,15 @@ def test_notes_heads_and_what_was_not_computed(visit, tmp_path):
 
 
 def test_kinds_are_told_apart_and_experts_listed(visit, tmp_path):
-    model = model_of("attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8)
+    model = model_of(
+        "attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8
+    )
     found = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
     page = visit(address(found.save(tmp_path / "experts.html"), token=4))
     assert page.locator("#grid svg .kindmark").all_text_contents()[::2] == ["K", "E", "L", "E"]
-    assert [word for word in ("KDA", "MoE", "MLA") if word in page.locator("#kinds").inner_text()] == [
+    assert [
+        word for word in ("KDA", "MoE", "MLA") if word in page.locator("#kinds").inner_text()
+    ] == [
         "KDA",
         "MoE",
         "MLA",
@@ -355,7 +392,9 @@ def test_kinds_are_told_apart_and_experts_listed(visit, tmp_path):
     page.locator("#tokens .every").click()
     first = page.locator(".experts tr").nth(1).locator(".expert").first
     often = found.experts[3].ids.flatten().bincount().max().item() / LENGTH
-    assert number(first.locator("small").inner_text().removesuffix(" %")) / 100 == pytest.approx(often, abs=1e-2)
+    assert number(first.locator("small").inner_text().removesuffix(" %")) / 100 == pytest.approx(
+        often, abs=1e-2
+    )
 
 
 def test_a_notebook_shows_it_in_a_frame_of_its_own(visit, found, tmp_path):
@@ -394,8 +433,12 @@ def test_128_tokens_and_24_layers_stay_under_3_mb(visit, tmp_path):
     large = synthetic(128, 24)
     page = large.to_html()
     assert len(page.encode()) < 3_000_000
-    assert LEVELS[2] not in page  # effects at each read, and the likeliest token without each source, are there
-    with_heads = replace(large, parts={f"head {i + 1}": large.mixing for i in range(3)}).save(tmp_path / "heads.html")
+    assert (
+        LEVELS[2] not in page
+    )  # effects at each read, and the likeliest token without each source, are there
+    with_heads = replace(large, parts={f"head {i + 1}": large.mixing for i in range(3)}).save(
+        tmp_path / "heads.html"
+    )
     assert with_heads.stat().st_size < 3_000_000
     shown = visit(with_heads)
     assert "averages over tokens" in shown.locator(".notes").inner_text()
@@ -408,8 +451,13 @@ def test_128_tokens_and_24_layers_stay_under_3_mb(visit, tmp_path):
 @pytest.mark.parametrize("factor", [0.99, 1.0, 1.01])
 def test_names_of_lines_that_end_close_together_do_not_overlap(found, tmp_path, browser, factor):
     page = browser.new_page()
-    page.goto(replace(found, source_size=found.read_size * factor).save(tmp_path / "close.html").as_uri())
-    boxes = {node.text_content(): node.bounding_box() for node in page.query_selector_all("#sizes .ending")}
+    page.goto(
+        replace(found, source_size=found.read_size * factor).save(tmp_path / "close.html").as_uri()
+    )
+    boxes = {
+        node.text_content(): node.bounding_box()
+        for node in page.query_selector_all("#sizes .ending")
+    }
     gap = boxes["sources"]["y"] - boxes["reads"]["y"]
     assert abs(gap) >= 12
     assert factor == 1 or (gap > 0) == (factor < 1)  # the larger one stands higher

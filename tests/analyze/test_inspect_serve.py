@@ -20,10 +20,17 @@ PROMPT = "hello you"
 
 @pytest.fixture(scope="module")
 def server():
-    model, tokenizer = model_of("attnres-full", scatter=True, layers=2, vocab_size=257), ByteTokenizer()
+    model, tokenizer = (
+        model_of("attnres-full", scatter=True, layers=2, vocab_size=257),
+        ByteTokenizer(),
+    )
 
     def look(prompt):
-        return [headwater.inspect(model, tokenizer.encode(prompt).tolist(), tokenizer=tokenizer, name="mine")]
+        return [
+            headwater.inspect(
+                model, tokenizer.encode(prompt).tolist(), tokenizer=tokenizer, name="mine"
+            )
+        ]
 
     with InspectorServer(look, PROMPT) as made:
         thread = threading.Thread(target=made.serve_forever)
@@ -73,7 +80,13 @@ def test_others_are_refused(server):
 def test_without_its_token_nothing_answers(server):
     assert ask(server, None)[0] == 404
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    for path in ("/wrong/", f"/{server.token[:-1]}/", f"/{server.token}/../", "/inspect", f"/{server.token}/other"):
+    for path in (
+        "/wrong/",
+        f"/{server.token[:-1]}/",
+        f"/{server.token}/../",
+        "/inspect",
+        f"/{server.token}/other",
+    ):
         for method in ("GET", "POST"):
             connection.request(method, path, "{}" if method == "POST" else None)
             answer = connection.getresponse()
@@ -122,7 +135,9 @@ def test_a_page_that_is_closed_while_the_model_runs_is_no_error(server, monkeypa
         head = f"POST /{server.token}/inspect HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         assert asked.wait(30)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+        client.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # closing resets
     gone.set()
     assert ended.wait(30)
     assert capfd.readouterr().err == ""

@@ -16,7 +16,11 @@ from headwater.errors import UserError
 
 
 def words_of(page):
-    return " ".join(re.sub(r"<[^>]+>", " ", re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)).split())
+    return " ".join(
+        re.sub(
+            r"<[^>]+>", " ", re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+        ).split()
+    )
 
 
 def test_a_triangle_becomes_its_matrix():
@@ -24,7 +28,9 @@ def test_a_triangle_becomes_its_matrix():
 
 
 def test_measures_are_those_of_the_recorded_maps(tmp_path):
-    folder = make_comparison(tmp_path / "compare", ["standard", "attnres-block"], [0], layers=2, steps=20)
+    folder = make_comparison(
+        tmp_path / "compare", ["standard", "attnres-block"], [0], layers=2, steps=20
+    )
     page = write_matrix([folder])
     assert page == folder / "matrix.html"
     words = words_of(page.read_text())
@@ -38,11 +44,15 @@ def test_measures_are_those_of_the_recorded_maps(tmp_path):
 
 @pytest.mark.browser
 def test_measures_are_sorted_and_downloaded(visit, tmp_path):
-    folder = make_comparison(tmp_path / "compare", ["standard", "muddformer", "attnres-full"], [0], layers=2, steps=20)
+    folder = make_comparison(
+        tmp_path / "compare", ["standard", "muddformer", "attnres-full"], [0], layers=2, steps=20
+    )
     page = visit(write_matrix([folder]))
     page.get_by_role("button", name="Mixes", exact=True).click()
     names = page.eval_on_selector_all("#table tbody th", "all => all.map(head => head.textContent)")
-    mixes = page.eval_on_selector_all("#table tbody td:nth-child(2)", "all => all.map(cell => cell.textContent)")
+    mixes = page.eval_on_selector_all(
+        "#table tbody td:nth-child(2)", "all => all.map(cell => cell.textContent)"
+    )
     assert mixes == sorted(mixes)
     assert len(set(names)) == 3
     page.get_by_role("button", name="Row sum", exact=True).click()
@@ -52,17 +62,26 @@ def test_measures_are_sorted_and_downloaded(visit, tmp_path):
     with page.expect_download() as caught:
         page.locator('.save[data-save="table"]').get_by_text("CSV").click()
     lines = caught.value.path().read_text().splitlines()
-    assert lines[0] == "Residual,Mixes,Row sum,Entropy,Effective sources,Effective depth,Rank across depth"
+    assert (
+        lines[0]
+        == "Residual,Mixes,Row sum,Entropy,Effective sources,Effective depth,Rank across depth"
+    )
     assert any(line.startswith("standard,scalar,3,") for line in lines)
     assert not page.locator("#thumbnail").is_visible()
-    assert page.locator("#kinds").inner_text().startswith("Marks beside the rows and under the columns:"), "no charts"
+    assert (
+        page.locator("#kinds")
+        .inner_text()
+        .startswith("Marks beside the rows and under the columns:")
+    ), "no charts"
     assert page.locator("#kinds rect").count() == 2, "a bar for each kind, as beside the rows"
     assert not page.locator("#kinds circle").count()
 
 
 def test_a_run_without_depth_records_has_a_row_all_the_same(tmp_path):
     make_run(tmp_path / "bare", depth=False)
-    assert "standard — — — — — —" in words_of(write_matrix([tmp_path / "bare"], tmp_path / "m.html").read_text())
+    assert "standard — — — — — —" in words_of(
+        write_matrix([tmp_path / "bare"], tmp_path / "m.html").read_text()
+    )
 
 
 def test_a_model_that_read_a_prompt_has_what_it_has_and_its_notes_end_once(tmp_path):

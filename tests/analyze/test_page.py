@@ -45,7 +45,9 @@ def test_draws_every_curve_map_and_panel(visit, written):
     assert page.locator("#train path.mean").count() == 3
     assert page.locator("#difference path.mean").count() == 2  # the baseline is the zero line
     assert all("L" in path.get_attribute("d") for path in page.locator(".chart path.mean").all())
-    cells = page.eval_on_selector_all("#maps canvas", "all => all.map(canvas => Number(canvas.dataset.cells))")
+    cells = page.eval_on_selector_all(
+        "#maps canvas", "all => all.map(canvas => Number(canvas.dataset.cells))"
+    )
     assert cells == [13 * 14 // 2] * 3  # 12 sublayers: 13 reads over a triangle
     for measure in ("output", "read", "gradient", "entropy"):
         assert page.locator(f"#measure-{measure} svg").count() == 3
@@ -53,12 +55,16 @@ def test_draws_every_curve_map_and_panel(visit, written):
     assert page.locator("#measure-output .panel").first.locator(".dot").count() == 12
 
 
-def test_models_that_read_a_prompt_have_no_results_and_no_section_about_loss(visit, comparison, tmp_path):
+def test_models_that_read_a_prompt_have_no_results_and_no_section_about_loss(
+    visit, comparison, tmp_path
+):
     found = headwater.inspect(model_of("attnres-full"), [1, 2, 3], name="mine", removals="none")
     model = prompted_run(found, dim=32, layers=4)
     page = visit(write_report([], tmp_path / "alone.html", models=[model]))
     none = "No losses are shown: there are no records of training here."
-    assert [page.locator(part).is_visible() for part in (".loss", "#results", "#table")] == [False] * 3
+    assert [page.locator(part).is_visible() for part in (".loss", "#results", "#table")] == [
+        False
+    ] * 3
     assert page.get_by_text(none).is_visible()
     assert page.locator("#maps canvas").count() == 1
     page = visit(write_matrix([], tmp_path / "matrix.html", models=[model]))
@@ -66,7 +72,11 @@ def test_models_that_read_a_prompt_have_no_results_and_no_section_about_loss(vis
     archived = make_run(tmp_path / "archived", "standard", 0)
     (archived / "metrics.jsonl").unlink()  # its result is left
     page = visit(write_report([archived]))
-    assert [page.locator(part).is_visible() for part in (".loss", "#results", "#table")] == [False, True, True]
+    assert [page.locator(part).is_visible() for part in (".loss", "#results", "#table")] == [
+        False,
+        True,
+        True,
+    ]
     assert not page.get_by_text(none).count()
     page = visit(write_report([comparison], tmp_path / "beside.html", models=[model]))
     assert page.locator(".loss").is_visible()
@@ -86,15 +96,21 @@ def test_hover_shows_the_recorded_values(visit, comparison, written):
     canvas = page.locator("#maps .panel").nth(2).locator("canvas").bounding_box()
     svg = page.locator("#maps .panel").nth(2).locator("svg").bounding_box()
     cell = canvas["width"] / 13
-    x, y = canvas["x"] - svg["x"] + 3.5 * cell, canvas["y"] - svg["y"] + 9.5 * (canvas["height"] - 5) / 13
+    x, y = (
+        canvas["x"] - svg["x"] + 3.5 * cell,
+        canvas["y"] - svg["y"] + 9.5 * (canvas["height"] - 5) / 13,
+    )
     said = hover(page, "#maps .panel:nth-child(3) svg", x, y)
     assert "Read 9, before mlp" in said
     assert "output of sublayer 2, attention" in said
     assert f"{float(f'{expected:.3g}'):g}" in said
-    assert hover(page, "#maps .panel:nth-child(3) svg", canvas["width"], y) == ""  # above the diagonal there is nothing
+    assert (
+        hover(page, "#maps .panel:nth-child(3) svg", canvas["width"], y) == ""
+    )  # above the diagonal there is nothing
 
     gradient = statistics.fmean(
-        rows(comparison / "runs" / f"0-seed{seed}", "depth")[-1]["gradient_norm"][0] for seed in SEEDS
+        rows(comparison / "runs" / f"0-seed{seed}", "depth")[-1]["gradient_norm"][0]
+        for seed in SEEDS
     )
     said = hover(page, "#measure-gradient .panel:nth-child(1) svg", 45, 80)
     assert "Sublayer 0, attention" in said
@@ -118,16 +134,22 @@ def test_legend_range_reads_rows_scale_and_step_respond(visit, written):
     page = visit(written)
     page.locator(".loss .legend button").nth(1).click()
     assert page.locator("#eval path.mean").count() == 2
-    assert page.locator("#maps .panel").count() == page.locator("#measure-entropy .panel").count() == 2
+    assert (
+        page.locator("#maps .panel").count() == page.locator("#measure-entropy .panel").count() == 2
+    )
     assert page.locator(".loss .legend button").nth(1).get_attribute("aria-pressed") == "false"
     whole = page.locator("#eval path.mean").first.get_attribute("d")
     page.get_by_label("last half").check()
     assert page.locator("#eval path.mean").first.get_attribute("d") != whole
     page.get_by_label("before attention").check()
-    assert page.locator("#maps canvas").first.get_attribute("data-cells") == str(sum(range(1, 13, 2)) + 13)
+    assert page.locator("#maps canvas").first.get_attribute("data-cells") == str(
+        sum(range(1, 13, 2)) + 13
+    )
     page.locator("#maps .panel:nth-child(1) svg").focus()
     page.keyboard.press("ArrowDown")
-    assert "0.0769" in page.locator("#tip").inner_text()  # thirteen equal sources, by default a row's shares
+    assert (
+        "0.0769" in page.locator("#tip").inner_text()
+    )  # thirteen equal sources, by default a row's shares
     page.get_by_label("as applied").check()
     page.locator("#maps .panel:nth-child(1) svg").focus()
     page.keyboard.press("ArrowDown")
@@ -176,7 +198,9 @@ def test_maps_and_measures_are_linked_by_read(visit, written):
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     widths = [mark.bounding_box()["width"] for mark in page.locator("#maps .cursor.cell").all()]
-    assert widths == pytest.approx([2 * places[0][2]] * 3, rel=0.1)  # the whole row of read 1: two sources
+    assert widths == pytest.approx(
+        [2 * places[0][2]] * 3, rel=0.1
+    )  # the whole row of read 1: two sources
     page.keyboard.press("Escape")
     assert page.locator(".cursor").count() == 0
 
@@ -184,18 +208,25 @@ def test_maps_and_measures_are_linked_by_read(visit, written):
 def test_loss_charts_share_their_cursor(visit, written):
     page = visit(written)
     hover(page, "#eval svg", 400, 100)
-    assert [page.locator(f"#{kind} line.cursor").count() for kind in ("eval", "train", "difference")] == [1, 1, 1]
+    assert [
+        page.locator(f"#{kind} line.cursor").count() for kind in ("eval", "train", "difference")
+    ] == [1, 1, 1]
     near = page.locator("#tip .near").inner_text()
     boxes = page.locator("#eval .marks circle").all()
     largest = max(boxes, key=lambda dot: float(dot.get_attribute("r")))
     heights = {float(dot.get_attribute("cy")): dot for dot in boxes}
-    assert largest.get_attribute("cy") == heights[min(heights, key=lambda y: abs(y - 100))].get_attribute("cy")
+    assert largest.get_attribute("cy") == heights[
+        min(heights, key=lambda y: abs(y - 100))
+    ].get_attribute("cy")
     assert re.search(r"\d\.\d{4}", near)
 
 
 def test_charts_tell_screen_readers_the_means(visit, comparison, written):
     page = visit(written)
-    last = {n: [rows(comparison / "runs" / f"{n}-seed{seed}", "eval")[-1]["loss"] for seed in SEEDS] for n in (0, 1, 2)}
+    last = {
+        n: [rows(comparison / "runs" / f"{n}-seed{seed}", "eval")[-1]["loss"] for seed in SEEDS]
+        for n in (0, 1, 2)
+    }
     label = page.locator("#eval svg").get_attribute("aria-label")
     for number, residual in enumerate(RESIDUALS):
         assert f"{residual} ends at {statistics.fmean(last[number]):.4f}" in label
@@ -209,17 +240,22 @@ def test_the_even_spread_is_in_the_units_of_its_axis(visit, written):
     path = panel.locator("path.reference").get_attribute("d")
     line = [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path)]
     dots = [
-        (float(dot.get_attribute("cx")), float(dot.get_attribute("cy"))) for dot in panel.locator("circle.dot").all()
+        (float(dot.get_attribute("cx")), float(dot.get_attribute("cy")))
+        for dot in panel.locator("circle.dot").all()
     ]
     assert len(dots) == 12
     for dot, point in zip(dots, line):
         assert dot == pytest.approx(point, abs=0.7)
-    assert max(y for _, y in line) - min(y for _, y in line) > 80  # and they are not all at one place
+    assert (
+        max(y for _, y in line) - min(y for _, y in line) > 80
+    )  # and they are not all at one place
 
 
 def test_one_evaluation_is_drawn_as_dots(visit, tmp_path):
     """As README's own example leaves it: twenty steps, evaluated once."""
-    folder = make_comparison(tmp_path / "c", ["standard", "attnres-full"], SEEDS, layers=2, steps=20, records=1)
+    folder = make_comparison(
+        tmp_path / "c", ["standard", "attnres-full"], SEEDS, layers=2, steps=20, records=1
+    )
     for run in (folder / "runs").iterdir():
         kept = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
         last = [row for row in kept if row["kind"] != "eval" or row["step"] == 20]
@@ -229,9 +265,9 @@ def test_one_evaluation_is_drawn_as_dots(visit, tmp_path):
     assert page.locator("#difference circle.seed").count() == 3
     assert page.locator("#eval path.mean").count() == 2
     finals = [rows(folder / "runs" / f"1-seed{seed}", "eval")[-1]["loss"] for seed in SEEDS]
-    assert f"attnres-full ends at {statistics.fmean(finals):.4f}" in page.locator("#eval svg").get_attribute(
-        "aria-label"
-    )
+    assert f"attnres-full ends at {statistics.fmean(finals):.4f}" in page.locator(
+        "#eval svg"
+    ).get_attribute("aria-label")
     said = hover(page, "#eval svg", 300, 24 + 40 + 20)
     assert "attnres-full" in said
     assert all(f"seed {seed}\n{value:.4f}" in said for seed, value in zip(SEEDS, finals))
@@ -257,7 +293,9 @@ def test_the_table_is_sorted_by_any_column(visit, written):
     page = visit(written)
 
     def order():
-        return page.eval_on_selector_all("#table tbody th code", "all => all.map(code => code.textContent)")
+        return page.eval_on_selector_all(
+            "#table tbody th code", "all => all.map(code => code.textContent)"
+        )
 
     page.get_by_role("button", name="Validation loss", exact=True).click()
     assert order() == ["attnres-full", "attnres-block:block=4", "standard"]
@@ -298,24 +336,34 @@ def test_numbers_are_downloaded_as_they_are_drawn(visit, comparison, written):
     )
     cells = table_of(download(page, "maps", "CSV"))
     assert len(cells) == 3 * 13 * 14 // 2
-    assert sum(float(c["share of the row"]) for c in cells if (c["residual"], c["read"]) == ("attnres-full", "12")) == (
-        pytest.approx(1, abs=0.01)
-    )
+    assert sum(
+        float(c["share of the row"])
+        for c in cells
+        if (c["residual"], c["read"]) == ("attnres-full", "12")
+    ) == (pytest.approx(1, abs=0.01))
     assert len(table_of(download(page, "measure-read", "CSV"))) == 3 * 13
     everything = json.loads(download(page, "page", "JSON").read_text())
     assert [group["label"] for group in everything["groups"]] == RESIDUALS
 
 
-@pytest.mark.parametrize(("figure", "charts"), [("eval", 1), ("train", 1), ("maps", 3), ("measure-gradient", 3)])
+@pytest.mark.parametrize(
+    ("figure", "charts"), [("eval", 1), ("train", 1), ("maps", 3), ("measure-gradient", 3)]
+)
 def test_pictures_are_downloaded(visit, written, figure, charts):
     page = visit(written)
     drawn = download(page, figure, "SVG").read_text(encoding="utf-8")
     assert drawn.startswith("<svg")
-    assert drawn.count("<svg") == 1 + charts + (figure == "maps")  # with the maps goes their colour scale
+    assert drawn.count("<svg") == 1 + charts + (
+        figure == "maps"
+    )  # with the maps goes their colour scale
     assert drawn.count("<image") == (charts if figure == "maps" else 0)
-    assert all(f">{residual}<" in drawn for residual in RESIDUALS)  # each is named in the picture itself
+    assert all(
+        f">{residual}<" in drawn for residual in RESIDUALS
+    )  # each is named in the picture itself
     assert "class=" not in drawn  # no style sheet goes with it
-    colours = page.eval_on_selector_all(".loss .legend .key", "all => all.map(key => getComputedStyle(key).color)")
+    colours = page.eval_on_selector_all(
+        ".loss .legend .key", "all => all.map(key => getComputedStyle(key).color)"
+    )
     assert all(f'="{colour}"' in drawn for colour in colours)  # but every look it gave
     assert 'font-size="12px"' in drawn
     image = download(page, figure, "PNG").read_bytes()
@@ -353,11 +401,15 @@ def test_a_finger_leaves_the_words_standing(visit, written):
     page.wait_for_timeout(100)
     assert page.locator("#tip").is_visible()
     before = page.locator("#tip").bounding_box()
-    assert abs(before["y"] + before["height"] / 2 - (box["y"] + 100)) < 120  # beside the finger, not pages away
+    assert (
+        abs(before["y"] + before["height"] / 2 - (box["y"] + 100)) < 120
+    )  # beside the finger, not pages away
     assert before["x"] >= 0
     assert before["x"] + before["width"] <= 390
     page.evaluate("scrollBy(0, 60)")
-    assert page.locator("#tip").bounding_box()["y"] == pytest.approx(before["y"] - 60, abs=1)  # it goes with its chart
+    assert page.locator("#tip").bounding_box()["y"] == pytest.approx(
+        before["y"] - 60, abs=1
+    )  # it goes with its chart
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.locator("#train svg").scroll_into_view_if_needed()
     box = page.locator("#train svg").bounding_box()
@@ -375,14 +427,17 @@ def nineteen(tmp_path_factory):
 
     arms = sorted(names(), key=lambda name: name != "standard")
     assert len(arms) >= 19
-    folder = make_comparison(tmp_path_factory.mktemp("many") / "c", arms, [0, 1], layers=4, steps=80, records=2)
+    folder = make_comparison(
+        tmp_path_factory.mktemp("many") / "c", arms, [0, 1], layers=4, steps=80, records=2
+    )
     return write_report([folder]), arms
 
 
 def test_nineteen_residuals_are_told_apart(visit, nineteen):
     page, arms = visit(nineteen[0]), nineteen[1]
     looks = page.eval_on_selector_all(
-        "#eval path.mean", "all => all.map(p => getComputedStyle(p).stroke + getComputedStyle(p).strokeDasharray)"
+        "#eval path.mean",
+        "all => all.map(p => getComputedStyle(p).stroke + getComputedStyle(p).strokeDasharray)",
     )
     assert len(looks) == len(set(looks)) == len(arms)
     keys = page.eval_on_selector_all(
@@ -392,9 +447,14 @@ def test_nineteen_residuals_are_told_apart(visit, nineteen):
     assert len(set(keys)) == len(arms)
     for span in ("whole run", "last half", "last tenth"):
         page.get_by_label(span).check()
-        names = sorted((t.bounding_box() for t in page.locator("#eval text.ending").all()), key=lambda box: box["y"])
+        names = sorted(
+            (t.bounding_box() for t in page.locator("#eval text.ending").all()),
+            key=lambda box: box["y"],
+        )
         assert len(names) == len(arms)
-        assert all(below["y"] - above["y"] >= 13.5 for above, below in pairwise(names))  # no name over another
+        assert all(
+            below["y"] - above["y"] >= 13.5 for above, below in pairwise(names)
+        )  # no name over another
         assert all(box["x"] + box["width"] <= 1280 for box in names)
         chart = page.locator("#eval svg").bounding_box()
         assert names[0]["y"] >= chart["y"] + 10

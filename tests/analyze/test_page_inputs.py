@@ -107,7 +107,9 @@ def cut_summary(folder: Path) -> None:
     ],
 )
 def test_missing_pieces_are_noted(visit, tmp_path, settings, damage, said):
-    folder = make_run(tmp_path / "run", "standard", **({"layers": 2, "steps": 20, "records": 1} | settings))
+    folder = make_run(
+        tmp_path / "run", "standard", **({"layers": 2, "steps": 20, "records": 1} | settings)
+    )
     if damage:
         damage(folder)
     page = visit(write_report([folder]))
@@ -133,7 +135,9 @@ def test_residuals_with_and_without_depth_records_share_a_page(visit, tmp_path):
 
 
 def test_few_large_weights_do_not_fade_the_map(visit, tmp_path):
-    page = visit(write_report([make_run(tmp_path / "run", "attnres-full", layers=16, steps=4, records=1)]))
+    page = visit(
+        write_report([make_run(tmp_path / "run", "attnres-full", layers=16, steps=4, records=1)])
+    )
     words = page.locator("#scale").text_content()
     assert (
         0.1 < float(words.rsplit("≥ ", 1)[1]) < 0.95

@@ -22,7 +22,14 @@ def append(folder, *rows):
 
 def skip(step, reason="nonfinite"):
     """As the trainer writes it: a step that was left out has no tokens."""
-    return {"kind": "skip", "step": step, "reason": reason, "loss": None, "threshold": None, "grad_norm": None}
+    return {
+        "kind": "skip",
+        "step": step,
+        "reason": reason,
+        "loss": None,
+        "threshold": None,
+        "grad_norm": None,
+    }
 
 
 def unfinished(folder, **train):
@@ -40,7 +47,9 @@ def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path):
     assert [run.name for run in find_runs([tmp_path / "runs"])] == ["a-seed0", "b-seed10"]
     assert find_runs([tmp_path / "runs" / "a-seed0", tmp_path]) == find_runs([tmp_path])
     (tmp_path / "runs" / "b-seed10").rename(tmp_path / "c")
-    assert [run.name for run in find_runs([tmp_path])] == ["a-seed0"]  # as of a comparison, whatever lies beside runs/
+    assert [run.name for run in find_runs([tmp_path])] == [
+        "a-seed0"
+    ]  # as of a comparison, whatever lies beside runs/
 
 
 def test_resumed_steps_count_once_and_a_cut_line_is_noted(tmp_path):
@@ -63,7 +72,9 @@ def test_a_record_without_tokens_is_unreadable_unless_it_is_of_a_step_left_out(t
 def test_steps_left_out_are_counted_by_reason(tmp_path):
     folder = make_run(tmp_path / "run", layers=1, steps=5, depth=False, evals=False)
     append(folder, skip(2), skip(3), skip(4, "spike"))
-    said = "3 steps were left out of training (2 not finite, 1 a spike in the loss), at step 2, 3, 4"
+    said = (
+        "3 steps were left out of training (2 not finite, 1 a spike in the loss), at step 2, 3, 4"
+    )
     assert read_run(folder).notes == [said]
     assert read_run(folder).stopped == ""  # it has a summary: it went on
 
@@ -73,10 +84,18 @@ def test_steps_left_out_are_counted_by_reason(tmp_path):
     [
         ({}, [skip(6)], "stopped at step 6: the loss or the gradient was not finite"),
         ({"skip_nonfinite": 1}, [skip(6)], ""),  # it may still be running
-        ({"skip_nonfinite": 1}, [skip(6), skip(7)], "stopped at step 7: the loss or the gradient was not finite"),
+        (
+            {"skip_nonfinite": 1},
+            [skip(6), skip(7)],
+            "stopped at step 7: the loss or the gradient was not finite",
+        ),
         ({"skip_nonfinite": 1}, [skip(4), skip(6)], ""),  # not in a row
         ({"skip_nonfinite": 1}, [skip(6, "spike"), skip(7)], ""),  # each kind has its own limit
-        ({"skip_spikes": 1}, [skip(6, "spike"), skip(7, "spike")], "stopped at step 7: the loss was a spike"),
+        (
+            {"skip_spikes": 1},
+            [skip(6, "spike"), skip(7, "spike")],
+            "stopped at step 7: the loss was a spike",
+        ),
         ({}, [skip(4), {"kind": "train", "step": 6, "tokens": 1, "loss": 1.0}], ""),  # it went on
         (
             {},
@@ -88,7 +107,11 @@ def test_steps_left_out_are_counted_by_reason(tmp_path):
             [{"kind": "train", "step": 6, "tokens": 1, "loss": 9.01, "grad_norm": 0.0}],
             "stopped at step 6: the gradient was zero",
         ),
-        ({}, [{"kind": "train", "step": 6, "tokens": 1, "loss": 0.0, "grad_norm": 0.0}], ""),  # nothing left to learn
+        (
+            {},
+            [{"kind": "train", "step": 6, "tokens": 1, "loss": 0.0, "grad_norm": 0.0}],
+            "",
+        ),  # nothing left to learn
     ],
 )
 def test_a_run_that_stopped_by_itself_says_why(tmp_path, limits, rows, said):
@@ -144,4 +167,7 @@ def test_the_trainer_leaves_word_of_a_validation_loss_that_is_not_finite(tmp_pat
     config = tiny(tmp_path, eval_every=1, steps=3)
     with pytest.raises(UserError, match="the validation loss is not finite"):
         train(replace(config, optim=replace(config.optim, lr=1e30, warmup=0)), tmp_path / "run")
-    assert read_run(tmp_path / "run").stopped == "stopped at step 1: the validation loss was not finite"
+    assert (
+        read_run(tmp_path / "run").stopped
+        == "stopped at step 1: the validation loss was not finite"
+    )

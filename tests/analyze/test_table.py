@@ -24,7 +24,9 @@ def test_the_plain_residual_moves_three_passes_and_stores_one(rows):
 
 def test_attention_residuals_read_every_source(rows):
     sources = [i + 1 for i in range(2 * LAYERS)]
-    moved = sum(n + 1 for n in sources if n > 1)  # a read of one source is that source; a write stores its input
+    moved = sum(
+        n + 1 for n in sources if n > 1
+    )  # a read of one source is that source; a write stores its input
     assert rows["attnres-full"].least == pytest.approx(moved / (2 * LAYERS))
     assert rows["attnres-full"].stored == 2 * LAYERS + 1
     assert rows["attnres-full:window=2"].stored == 3
@@ -40,13 +42,25 @@ def test_streams_are_counted_once(rows):
 def test_the_paper_s_column_is_its_table_of_traffic():
     """Table 1: L = 128, N = 8, S = 16, m = 4. Blocks of 16 are what 128 sublayers have by default; Full is read in
     spans of 8 here and of 16 there, which comes to the same."""
-    wide = {"standard": 3, "attnres-block": 5.5, "attnres-full": 24, "mhc": 34, "hyper-connections": 34}
+    wide = {
+        "standard": 3,
+        "attnres-block": 5.5,
+        "attnres-full": 24,
+        "mhc": 34,
+        "hyper-connections": 34,
+    }
     for spec, passes in wide.items():
         small = (2 * 16 + 4 * 4) / 4096 if passes == 34 else 0
         assert paper_traffic(build(spec, 4096, 128)) == pytest.approx(passes + small), spec
     assert paper_traffic(build("mhc:streams=2", 16, 4)) == 18 + 16 / 16
     assert paper_traffic(build("attnres-block:block=3", 16, 12)) == 4 / 3 + 5
-    for spec in ("attnres-full:window=2", "attnres-full:query=projected", "attnres-full:heads=2", "ddl", "rezero"):
+    for spec in (
+        "attnres-full:window=2",
+        "attnres-full:query=projected",
+        "attnres-full:heads=2",
+        "ddl",
+        "rezero",
+    ):
         assert paper_traffic(build(spec, 16, 8)) is None, spec
 
 
@@ -82,7 +96,12 @@ def test_numbers_are_written_in_their_units():
     assert [duration(s) for s in (None, 5, 59.96, 61, 3599, 3600, 5430, 90_000)] == [
         "—", "5.0 s", "60.0 s", "1 min 01 s", "59 min 59 s", "1 h 00 min", "1 h 30 min", "25 h 00 min",
     ]  # fmt: skip
-    assert [memory(b) for b in (None, 5 * 2**20, 2**30, 3 * 2**29)] == ["—", "5 MiB", "1.00 GiB", "1.50 GiB"]
+    assert [memory(b) for b in (None, 5 * 2**20, 2**30, 3 * 2**29)] == [
+        "—",
+        "5 MiB",
+        "1.00 GiB",
+        "1.50 GiB",
+    ]
 
 
 def test_markdown_has_a_line_for_every_residual(rows):

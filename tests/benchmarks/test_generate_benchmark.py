@@ -22,7 +22,9 @@ def test_every_arm_is_timed():
 @torch.no_grad()
 def test_wrong_logits_show_no_time(monkeypatch):
     monkeypatch.setattr(generate, "GATE", -1.0)
-    found = next(value for name, value in generate.decode(Bench("tiny", "cpu", 600, 1)) if name == "batch 1")
+    found = next(
+        value for name, value in generate.decode(Bench("tiny", "cpu", 600, 1)) if name == "batch 1"
+    )
     assert "ms" not in found["block"]
     assert "off by" in found["block"]["refused"]
 
@@ -36,5 +38,7 @@ def test_a_limit_ends_a_part():
 def test_wrong_logits_of_a_replay_show_no_time(monkeypatch):
     real = DeviceSteps.run
     monkeypatch.setattr(DeviceSteps, "run", lambda self: real(self) + (self.taken == 2))
-    found = next(value for name, value in generate.decode(Bench("tiny", "cpu", 600, 1)) if name == "batch 1")
+    found = next(
+        value for name, value in generate.decode(Bench("tiny", "cpu", 600, 1)) if name == "batch 1"
+    )
     assert "ms" not in found["block"]

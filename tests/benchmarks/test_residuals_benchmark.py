@@ -37,11 +37,22 @@ def test_arms_of_the_duality_are_measured_with_their_switches(spec):
 
 
 def row(residual, arm, ms, layers=12, loss=6.0):
-    return {"residual": residual, "arm": arm, "layers": layers, "ms": ms, "peak_mib": ms, "loss": loss}
+    return {
+        "residual": residual,
+        "arm": arm,
+        "layers": layers,
+        "ms": ms,
+        "peak_mib": ms,
+        "loss": loss,
+    }
 
 
 def test_ratios_mark_what_is_slower_than_the_straightforward_compile():
-    rows = [row("standard", "eager", 10.0), row("standard", "compiled", 8.0), row("standard", "formula", 8.0)]
+    rows = [
+        row("standard", "eager", 10.0),
+        row("standard", "compiled", 8.0),
+        row("standard", "formula", 8.0),
+    ]
     rows += [row("ddl", "eager", 30.0), row("ddl", "compiled", 20.0), row("ddl", "formula", 10.0)]
     plain, slow = (table.ratios(rows, name, 12) for name in ("standard", "ddl"))
     assert plain["compiled_over_straightforward"] == 1.0
@@ -59,7 +70,11 @@ def test_ratios_mark_what_is_slower_than_the_straightforward_compile():
 def test_the_verdict_can_fail_for_every_residual(spec, rule_layers):
     """The rows that its own jobs would leave, with a formula faster than both of ours."""
     jobs = table.jobs_of([spec], rule_layers, True)
-    rows = [row(spec, arm, 1.0 if arm == "formula" else 2.0, job.layers) for job in jobs for arm in job.arms]
+    rows = [
+        row(spec, arm, 1.0 if arm == "formula" else 2.0, job.layers)
+        for job in jobs
+        for arm in job.arms
+    ]
     assert table.ratios(rows, spec, rule_layers)["within_limit"] is False
 
 
@@ -69,7 +84,11 @@ def test_without_its_formula_there_is_no_verdict():
 
 
 def test_a_red_gate_gives_no_verdict():
-    rows = [row("standard", "eager", 1.0), row("ddl", "eager", 1.0), row("ddl", "formula", 1.0, loss=7.0)]
+    rows = [
+        row("standard", "eager", 1.0),
+        row("ddl", "eager", 1.0),
+        row("ddl", "formula", 1.0, loss=7.0),
+    ]
     verdict = table.ratios(rows, "ddl", 12)
     assert "losses differ" in verdict["error"]
     assert "within_limit" not in verdict
@@ -77,10 +96,15 @@ def test_a_red_gate_gives_no_verdict():
 
 def test_each_residual_is_compared_with_its_formula_at_the_depth_of_the_rule():
     def jobs(rule_layers, rule=True):
-        return [(job.arms, job.layers) for job in table.jobs_of(["standard", "ddl", "mhc"], rule_layers, rule)]
+        return [
+            (job.arms, job.layers)
+            for job in table.jobs_of(["standard", "ddl", "mhc"], rule_layers, rule)
+        ]
 
     both = ("eager", "compiled")
-    rivals = [(("formula",), 12)] * 2 + [((*both, "formula"), 2)]  # unrolled, the last takes too long to compile at 12
+    rivals = [(("formula",), 12)] * 2 + [
+        ((*both, "formula"), 2)
+    ]  # unrolled, the last takes too long to compile at 12
     assert jobs(12) == [(both, 12)] * 3 + rivals
     assert jobs(2) == [(("eager",), 12)] * 3 + [((*both, "formula"), 2)] * 3
     assert jobs(12, rule=False) == [(("eager",), 12)] * 3

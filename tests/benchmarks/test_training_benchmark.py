@@ -22,7 +22,9 @@ def test_arms_of_the_tiny_preset(tmp_path, monkeypatch, capsys):
     def run(command, **options):
         if command[0] != sys.executable:  # git
             return real(command, **options)
-        return subprocess.CompletedProcess(command, 0, python(*command[1:], cwd=ROOT, timeout=options["timeout"]))
+        return subprocess.CompletedProcess(
+            command, 0, python(*command[1:], cwd=ROOT, timeout=options["timeout"])
+        )
 
     flags = ["--preset", "tiny", "--residuals", "attnres-block", "--only", "fsdp", "async-save"]
     monkeypatch.setattr(sys, "argv", ["training.py", *flags, "--out", str(tmp_path / "out.json")])
@@ -39,7 +41,10 @@ def test_arms_of_the_tiny_preset(tmp_path, monkeypatch, capsys):
 
 
 def test_another_first_loss_shows_no_speed():
-    arms = [{"arm": "standard/plain", "loss": 5.0}, {"arm": "standard/fsdp", "loss": 5.1, "tokens_per_second": 9.0}]
+    arms = [
+        {"arm": "standard/plain", "loss": 5.0},
+        {"arm": "standard/fsdp", "loss": 5.1, "tokens_per_second": 9.0},
+    ]
     check(arms)
     assert arms[1]["arm"] == "standard/fsdp"
     assert "first loss differs" in arms[1]["failed"]

@@ -50,9 +50,13 @@ def test_converted_equals_plain_and_reverts(model_type):
     assert report.equal_at_start
     assert result.equal, str(result)
     assert result.logit_difference < 1e-5
-    assert set(dict(model.named_parameters())) - set(dict(other.named_parameters())) == set(report.added)
+    assert set(dict(model.named_parameters())) - set(dict(other.named_parameters())) == set(
+        report.added
+    )
     stir(model)
-    assert not torch.allclose(model(tokens()).logits, other(tokens()).logits, atol=1e-3)  # no silent no-op
+    assert not torch.allclose(
+        model(tokens()).logits, other(tokens()).logits, atol=1e-3
+    )  # no silent no-op
     assert digest(other) == before
     revert(model)
     assert digest(model) == before
@@ -97,7 +101,10 @@ def test_without_the_exact_scale_the_norms_eps_shows():
 
 def test_the_report_lists_every_site():
     report = convert(tiny_model("llama"), "attnres-block", block=4)
-    assert report.sites[3] == "model.layers.1.mlp: sublayer 3 reads through post_attention_layernorm, times 2"
+    assert (
+        report.sites[3]
+        == "model.layers.1.mlp: sublayer 3 reads through post_attention_layernorm, times 2"
+    )
     assert report.sites[-1] == "model.norm: final read, times 3"
     assert len(report.sites) == 9
 
@@ -124,15 +131,30 @@ def refused(match: str, model: nn.Module, *args, **kwargs) -> None:
 def test_refusals_name_what_is_wrong_and_change_nothing():
     refused("'rwkv' cannot be converted: its layers hand on a recurrent state", tiny_model("rwkv"))
     refused("'bert' cannot be converted: it is not a decoder", tiny_model("bert"))
-    refused("'t5' cannot be converted: it is not a decoder", T5Model(T5Config(num_layers=1, d_model=8, d_ff=8, d_kv=4)))
-    refused("'doge' cannot be converted: its residual is not the plain one already", tiny_model("doge"))
-    refused("block counts sublayers and must lie between 1 and 8, got 99", tiny_model("llama"), block=99)
+    refused(
+        "'t5' cannot be converted: it is not a decoder",
+        T5Model(T5Config(num_layers=1, d_model=8, d_ff=8, d_kv=4)),
+    )
+    refused(
+        "'doge' cannot be converted: its residual is not the plain one already", tiny_model("doge")
+    )
+    refused(
+        "block counts sublayers and must lie between 1 and 8, got 99", tiny_model("llama"), block=99
+    )
     refused("unknown residual 'attnres'", tiny_model("llama"), "attnres")
     built = build("attnres-block", dim=64, sublayers=8)
-    refused("is given by its name, such as 'attnres-block.*; got a AttentionResidual", tiny_model("llama"), built)
+    refused(
+        "is given by its name, such as 'attnres-block.*; got a AttentionResidual",
+        tiny_model("llama"),
+        built,
+    )
     refused("has no option 'depth'", tiny_model("llama"), depth=3)
     refused("takes a transformers model; a Linear holds none", nn.Linear(2, 2))
-    refused("has none of the modules feed_forward", tiny_model("llama"), layout=Layout(mlp=("feed_forward",)))
+    refused(
+        "has none of the modules feed_forward",
+        tiny_model("llama"),
+        layout=Layout(mlp=("feed_forward",)),
+    )
     refused("runs both at once", tiny_model("cohere"), "denseformer")
     refused("Phi3Attention has no 'q_proj'", tiny_model("phi3"), "muddformer")
     model = tiny_model("llama")
@@ -143,11 +165,16 @@ def test_refusals_name_what_is_wrong_and_change_nothing():
     refused("LlamaModel runs a layer more than once", shared)
     with pytest.raises(UserError, match="is not a model that headwater"):
         revert(tiny_model("llama"))
-    with pytest.raises(UserError, match=r"got a str: load one with .*\. For a folder there is .* headwater convert"):
+    with pytest.raises(
+        UserError, match=r"got a str: load one with .*\. For a folder there is .* headwater convert"
+    ):
         convert("llama")
     with pytest.raises(UserError, match="this str is not a model that headwater"):
         revert("llama")
-    with pytest.raises(UserError, match=r"no layout .* 'lama2'; the nearest that is known is 'llama'. .* pass layout="):
+    with pytest.raises(
+        UserError,
+        match=r"no layout .* 'lama2'; the nearest that is known is 'llama'. .* pass layout=",
+    ):
         layout_of("lama2", ["lama2"])
 
 
@@ -155,7 +182,10 @@ def test_what_ranks_share_already_is_refused():
     """Of several ranks each would have trained a residual of its own, without a word."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        refused(r"as a DistributedDataParallel, .* convert it first", DistributedDataParallel(tiny_model("llama")))
+        refused(
+            r"as a DistributedDataParallel, .* convert it first",
+            DistributedDataParallel(tiny_model("llama")),
+        )
         model = tiny_model("gpt2")
         fully_shard(model.transformer.h[0], mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(UserError, match=r"as a FSDPGPT2Block, .* convert it first"):
@@ -170,13 +200,20 @@ def test_a_plain_class_that_read_a_converted_folder_is_refused(tmp_path):
     convert(model)
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    refused(r"converted, to 'attnres-block:block=2', and .* load it with AutoModel", loaded, "attnres-full")
+    refused(
+        r"converted, to 'attnres-block:block=2', and .* load it with AutoModel",
+        loaded,
+        "attnres-full",
+    )
 
 
 def test_layerdrop_is_refused_and_without_it_a_model_converts_saves_and_loads(tmp_path):
     model = tiny_model("opt", layerdrop=0.1)
     model.save_pretrained(tmp_path / "plain")
-    with pytest.raises(UserError, match=r"at random .*layerdrop=0.1.*: load it with from_pretrained.*, layerdrop=0.0"):
+    with pytest.raises(
+        UserError,
+        match=r"at random .*layerdrop=0.1.*: load it with from_pretrained.*, layerdrop=0.0",
+    ):
         convert(model)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", layerdrop=0.0)
     convert(model)

@@ -21,7 +21,13 @@ from headwater.residuals.two_phase import TwoPhase
 accelerate = pytest.importorskip("accelerate")
 
 EVERYWHERE = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
-RESIDUALS = ["attnres-block", "muddformer", "hyper-connections", "mhc-lite", "ddl:width=2,compress=token,expand=token"]
+RESIDUALS = [
+    "attnres-block",
+    "muddformer",
+    "hyper-connections",
+    "mhc-lite",
+    "ddl:width=2,compress=token,expand=token",
+]
 GPU = torch.cuda.is_available()
 
 
@@ -79,7 +85,9 @@ def test_only_sources_go_to_another_device(residual, monkeypatch):
     seen = []
     read = two_phase.read
     monkeypatch.setattr(
-        two_phase, "read", lambda state, i, norm: seen.append((i, state[0].device.type)) or read(state, i, norm)
+        two_phase,
+        "read",
+        lambda state, i, norm: seen.append((i, state[0].device.type)) or read(state, i, norm),
     )
     assert verify(model, reference(residual), tokens()).equal
     assert len(seen) == 9 * 6  # one pass, one before the cache, and four tokens from it
@@ -99,7 +107,9 @@ def test_offloaded_before_and_after_the_conversion(residual, tmp_path):
     assert verify(after, expected, tokens()).equal
     before = tiny_model("llama")
     places = layers("cpu", "disk", "cpu", "disk") | dict.fromkeys(EVERYWHERE, "disk")
-    accelerate.dispatch_model(before, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    accelerate.dispatch_model(
+        before, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+    )
     convert(before, residual)
     stir(before, 0.2)
     assert not any(p.is_meta for p in before.model.residual.parameters())
@@ -114,12 +124,16 @@ def test_a_residual_between_offloaded_layers_trains_as_one_by_one(residual, tmp_
     gradients, reads = [], []
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
     read = TwoPhase.read
-    monkeypatch.setattr(TwoPhase, "read", lambda self, *args: (reads.append(1), read(self, *args))[1])
+    monkeypatch.setattr(
+        TwoPhase, "read", lambda self, *args: (reads.append(1), read(self, *args))[1]
+    )
     for offload, schedule in ((True, "auto"), (False, "one-pass")):
         model = tiny_model("llama")
         places = layers("cpu", "disk", "cpu", "disk") | dict.fromkeys(EVERYWHERE, "cpu")
         if offload:
-            accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+            accelerate.dispatch_model(
+                model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+            )
         convert(model, with_options(residual, schedule=schedule))
         stir(model, 0.2)
         model(tokens(), use_cache=False, labels=tokens()).loss.backward()
@@ -132,13 +146,21 @@ def test_a_residual_between_offloaded_layers_trains_as_one_by_one(residual, tmp_
 def test_a_saved_model_loads_with_a_device_map(tmp_path):
     expected = reference("attnres-block")
     expected.save_pretrained(tmp_path / "saved")
-    places = layers("cpu", "disk", "cpu", "cpu") | dict.fromkeys(EVERYWHERE, "cpu") | {"model.residual": "disk"}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map=places, offload_folder=tmp_path / "off")
+    places = (
+        layers("cpu", "disk", "cpu", "cpu")
+        | dict.fromkeys(EVERYWHERE, "cpu")
+        | {"model.residual": "disk"}
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", device_map=places, offload_folder=tmp_path / "off"
+    )
     assert verify(model, expected, tokens()).equal
     written = model.generate(tokens(1), do_sample=False, max_new_tokens=8)
     assert torch.equal(written, expected.generate(tokens(1), do_sample=False, max_new_tokens=8))
     model.save_pretrained(tmp_path / "again")
-    assert verify(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), expected, tokens()).equal
+    assert verify(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "again"), expected, tokens()
+    ).equal
 
 
 @pytest.mark.parametrize("place", ["cuda", 0, torch.device("cuda")])
@@ -157,7 +179,9 @@ def test_hooked_layers_on_one_gpu_hand_on_what_the_kernels_keep(place):
     from headwater.ops.triton.launch import launches
 
     model, expected = tiny_model("llama"), reference("attnres-block:block=3")
-    accelerate.dispatch_model(model, layers(*[place] * 4) | dict.fromkeys(EVERYWHERE, place), force_hooks=True)
+    accelerate.dispatch_model(
+        model, layers(*[place] * 4) | dict.fromkeys(EVERYWHERE, place), force_hooks=True
+    )
     convert(model, "attnres-block:block=3")
     stir(model, 0.2)
     launches.clear()
@@ -187,7 +211,9 @@ def test_a_gpu_and_offloaded_layers(residual, tmp_path):
     on_both = layers(0, 0, "cpu", "cpu") | dict.fromkeys(EVERYWHERE, 0)
     on_both |= {"model.norm": "cpu", "lm_head": "cpu"}
     split = tiny_model("llama")
-    accelerate.dispatch_model(split, on_both, main_device="cpu", force_hooks=True)  # they compute where they are
+    accelerate.dispatch_model(
+        split, on_both, main_device="cpu", force_hooks=True
+    )  # they compute where they are
     convert(split, residual)
     stir(split, 0.2)
     assert verify(split, expected, tokens()).kl < 1e-5

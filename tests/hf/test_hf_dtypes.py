@@ -29,7 +29,11 @@ class Case(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return "-".join(filter(None, (self.model_type, self.residual.partition(":")[0], self.stored, self.asked)))
+        return "-".join(
+            filter(
+                None, (self.model_type, self.residual.partition(":")[0], self.stored, self.asked)
+            )
+        )
 
 
 DTYPES = [
@@ -41,7 +45,11 @@ DTYPES = [
 ]
 CASES = [
     *(Case(model_type) for model_type in sample()),
-    *(Case(name, **dtypes, layers=2) for name in ("llama", "gemma2", "olmo2", "qwen3_moe") for dtypes in DTYPES),
+    *(
+        Case(name, **dtypes, layers=2)
+        for name in ("llama", "gemma2", "olmo2", "qwen3_moe")
+        for dtypes in DTYPES
+    ),
     *(Case("gpt_neox", **dtypes) for dtypes in DTYPES),  # whose layer is a single sublayer
     *(Case("llama", residual, layers=2) for residual in names() if residual != "attnres-block"),
 ]
@@ -88,7 +96,9 @@ def saved(case: Case, root) -> tuple[torch.Tensor, list[int], list[str]]:
     # Not Auto's: other tests import fla, whose models take names of transformers'.
     load = save_plain(base, case.model_type, case.stored, case.layers).from_pretrained
     model = load(base, dtype=getattr(torch, case.stored))
-    convert(model, case.residual, check=False)  # whether it computes the same is test_hf_architectures.py's
+    convert(
+        model, case.residual, check=False
+    )  # whether it computes the same is test_hf_architectures.py's
     stir(model, 0.1)
     model.save_pretrained(root / case.folder)
     if case.asked is not None:
@@ -108,7 +118,10 @@ def loaded(tmp_path_factory):
     expected = {case: saved(case, root) for case in CASES}
     save_file({"tokens": tokens()}, root / "tokens.safetensors")
     (root / "cases.json").write_text(json.dumps({case.folder: case.asked for case in CASES}))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # where `benchmarks` is
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }  # where `benchmarks` is
     python("-c", LOAD, cwd=root, env=environment)
     return root, expected, json.loads((root / "found.json").read_text())
 

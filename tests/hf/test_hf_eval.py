@@ -57,7 +57,12 @@ def tasks(tmp_path_factory):
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "perplexity"}],
     }
-    absent = {**perplexity, "task": "absent", "dataset_path": "nobody/nothing", "dataset_kwargs": None}
+    absent = {
+        **perplexity,
+        "task": "absent",
+        "dataset_path": "nobody/nothing",
+        "dataset_kwargs": None,
+    }
     for task in (choice, perplexity, absent):
         (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**common, **task}))
     return folder
@@ -87,7 +92,9 @@ def log_likelihood(model, tokenizer, text, answer):
     return sum(float(scores[len(row) - 1 - len(rest) + i, token]) for i, token in enumerate(rest))
 
 
-def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(run, tasks, tmp_path, capsys):
+def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(
+    run, tasks, tmp_path, capsys
+):
     model, tokenizer = load_model(run)
     right = [log_likelihood(model, tokenizer, row["text"], row["answer"]) for row in QUESTIONS]
     wrong = [log_likelihood(model, tokenizer, row["text"], row["wrong"]) for row in QUESTIONS]
@@ -107,13 +114,22 @@ def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(run,
         assert message in capsys.readouterr().err
     for folder in (run, checkpoint, tmp_path / "exported"):
         out = tmp_path / f"{folder.name}.json"
-        command = ["eval", str(folder), "--tasks", "rivers,rivers_perplexity", "--include-path", str(tasks)]
+        command = [
+            "eval",
+            str(folder),
+            "--tasks",
+            "rivers,rivers_perplexity",
+            "--include-path",
+            str(tasks),
+        ]
         assert main([*command, "--out", str(out), "--batch-size", "2"]) == 0
         assert "|rivers" in capsys.readouterr().out
         written = json.loads(out.read_text())
         assert written["residual"] == "attnres-block:block=2"
         assert written["results"]["rivers"]["acc,none"] == accuracy
-        assert written["results"]["rivers_perplexity"]["perplexity,none"] == pytest.approx(perplexity, rel=1e-4)
+        assert written["results"]["rivers_perplexity"]["perplexity,none"] == pytest.approx(
+            perplexity, rel=1e-4
+        )
         assert written["n-samples"]["rivers"]["effective"] == len(QUESTIONS)
 
 
@@ -128,7 +144,9 @@ def test_options_reach_the_harness(tasks, monkeypatch):
     monkeypatch.setattr(lm_eval.models.huggingface, "HFLM", lambda **options: made.update(options))
     model = tiny_model("llama")
     evaluate(model, "tokenizer", ["rivers"], include_path=tasks, fewshot=2, limit=7, batch_size=3)
-    assert {name: given[name] for name in ("tasks", "num_fewshot", "limit", "confirm_run_unsafe_code")} == {
+    assert {
+        name: given[name] for name in ("tasks", "num_fewshot", "limit", "confirm_run_unsafe_code")
+    } == {
         "tasks": ["rivers"],
         "num_fewshot": 2,
         "limit": 7,
@@ -142,7 +160,9 @@ def own_tasks_only(monkeypatch):
     import lm_eval.tasks
 
     manager = lm_eval.tasks.TaskManager
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False))
+    monkeypatch.setattr(
+        lm_eval.tasks, "TaskManager", lambda include_path, **_: manager(None, include_path, False)
+    )
 
 
 def test_an_arm_with_short_attention_is_exported_and_scored(tasks, tmp_path, capsys, monkeypatch):
@@ -155,14 +175,33 @@ def test_an_arm_with_short_attention_is_exported_and_scored(tasks, tmp_path, cap
     assert main(["convert", str(tmp_path / "run"), "--out", str(tmp_path / "exported")]) == 0
     for folder in ("run", "exported"):
         out = tmp_path / "eval.json"
-        command = ["eval", str(tmp_path / folder), "--tasks", "rivers_perplexity", "--include-path", str(tasks)]
+        command = [
+            "eval",
+            str(tmp_path / folder),
+            "--tasks",
+            "rivers_perplexity",
+            "--include-path",
+            str(tasks),
+        ]
         assert main([*command, "--out", str(out), "--batch-size", "2"]) == 0
         written = json.loads(out.read_text())
         assert written["residual"] == "ddl"
         perplexity = written["results"]["rivers_perplexity"]["perplexity,none"]
         assert perplexity == pytest.approx(math.exp(-sum(right) / len(right)), rel=1e-4)
     capsys.readouterr()
-    assert main(["convert", str(tmp_path / "run"), "--residual", "mhc", "--out", str(tmp_path / "other")]) == 1
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "run"),
+                "--residual",
+                "mhc",
+                "--out",
+                str(tmp_path / "other"),
+            ]
+        )
+        == 1
+    )
     assert "was trained with 'ddl': leave --residual out" in capsys.readouterr().err
 
 
@@ -173,7 +212,14 @@ def test_a_residual_of_one_s_own_is_converted_and_scored(tasks, tmp_path, capsys
     monkeypatch.setattr(sys, "path", list(sys.path))
     plugin = ("--plugin", "brook")
     (tmp_path / "run").mkdir()
-    score = ["--tasks", "rivers", "--include-path", str(tasks), "--out", str(tmp_path / "eval.json")]
+    score = [
+        "--tasks",
+        "rivers",
+        "--include-path",
+        str(tasks),
+        "--out",
+        str(tmp_path / "eval.json"),
+    ]
     with without_plugins():
         import_plugins(["brook"])
         trained = tmp_path / "run" / "out"
@@ -181,19 +227,33 @@ def test_a_residual_of_one_s_own_is_converted_and_scored(tasks, tmp_path, capsys
     for words in (["convert", str(trained), "--out", "exported"], ["eval", str(trained), *score]):
         with without_plugins():
             assert main([*words, *plugin]) == 0
-    for words in (["eval", "exported", *score, *plugin], ["generate", str(trained), "--max-new-tokens", "1", *plugin]):
+    for words in (
+        ["eval", "exported", *score, *plugin],
+        ["generate", str(trained), "--max-new-tokens", "1", *plugin],
+    ):
         with without_plugins():
             assert main(words) == 0
-    assert json.loads((tmp_path / "eval.json").read_text())["residual"] == "leaky@brook.leaky:start=0.5"
+    assert (
+        json.loads((tmp_path / "eval.json").read_text())["residual"]
+        == "leaky@brook.leaky:start=0.5"
+    )
     plain = tiny_model("llama")
     plain.save_pretrained("plain")
     with without_plugins():
-        assert main(["convert", "plain", "--residual", "leaky:start=1.0", "--out", "converted", *plugin]) == 0
+        assert (
+            main(
+                ["convert", "plain", "--residual", "leaky:start=1.0", "--out", "converted", *plugin]
+            )
+            == 0
+        )
         assert main(["verify", "plain", "converted"]) == 0
     capsys.readouterr()
     with without_plugins():
         assert main(["verify", "plain", "converted"]) == 1
-    assert "registered by the module 'brook.leaky', which is not imported: add --plugin" in capsys.readouterr().err
+    assert (
+        "registered by the module 'brook.leaky', which is not imported: add --plugin"
+        in capsys.readouterr().err
+    )
 
 
 CODE = """
@@ -212,7 +272,15 @@ def test_code_that_a_model_writes_is_run_only_when_asked(run, tmp_path, capsys, 
     (tmp_path / "group.yaml").write_text("group: both\ntask:\n- unsafe\n")
     (tmp_path / "check.py").write_text(CODE)
     own_tasks_only(monkeypatch)
-    command = ["eval", str(run), "--include-path", str(tmp_path), "--out", str(tmp_path / "eval.json"), "--tasks"]
+    command = [
+        "eval",
+        str(run),
+        "--include-path",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "eval.json"),
+        "--tasks",
+    ]
     for name in ("unsafe", "both", "risky"):
         assert main([*command, name]) == 1
         message = capsys.readouterr().err
@@ -229,7 +297,9 @@ def test_code_that_a_model_writes_is_run_only_when_asked(run, tmp_path, capsys, 
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
     assert main([*command, "unsafe", "--unsafe-code"]) == 1
     assert os.environ["HF_ALLOW_CODE_EVAL"] == "0"
-    assert "the data of unsafe is not on this machine and cannot be fetched" in capsys.readouterr().err
+    assert (
+        "the data of unsafe is not on this machine and cannot be fetched" in capsys.readouterr().err
+    )
 
 
 def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, capsys, monkeypatch):
@@ -238,13 +308,23 @@ def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, c
         return capsys.readouterr().err
 
     own_tasks_only(monkeypatch)
-    monkeypatch.setattr(huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda _: None))  # between attempts
+    monkeypatch.setattr(
+        huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda _: None)
+    )  # between attempts
     include = ("--include-path", tasks)
-    assert "lm-eval has no task 'riverz'. Did you mean 'rivers'?" in refused(run, "--tasks", "riverz", *include)
-    assert "is not a folder" in refused(run, "--tasks", "rivers", "--include-path", tmp_path / "none")
+    assert "lm-eval has no task 'riverz'. Did you mean 'rivers'?" in refused(
+        run, "--tasks", "riverz", *include
+    )
+    assert "is not a folder" in refused(
+        run, "--tasks", "rivers", "--include-path", tmp_path / "none"
+    )
     assert "no checkpoint in" in refused(tmp_path, "--tasks", "rivers", *include)
-    assert "the data of absent is not on this machine" in refused(run, "--tasks", "absent", *include)
-    assert "none, which is not a folder" in refused(tmp_path / "none", "--tasks", "rivers", *include)
+    assert "the data of absent is not on this machine" in refused(
+        run, "--tasks", "absent", *include
+    )
+    assert "none, which is not a folder" in refused(
+        tmp_path / "none", "--tasks", "rivers", *include
+    )
     assert "limit must be at least 1, got 0" in refused(run, "--tasks", "rivers", "--limit", "0")
     assert "names no task" in refused(run, "--tasks", ",")
     assert "--device tpu" in refused(run, "--tasks", "rivers", "--device", "tpu")

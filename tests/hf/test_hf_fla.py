@@ -25,7 +25,9 @@ from headwater.hf.convert.registration import stub
 from headwater.hf.formats.fla import DEFAULTS, read_fla
 from headwater.hf.formats.remote import write_remote_code
 
-transformer = pytest.importorskip("fla.models.transformer", reason="needs flash-linear-attention, an extra of `dev`")
+transformer = pytest.importorskip(
+    "fla.models.transformer", reason="needs flash-linear-attention, an extra of `dev`"
+)
 modeling = pytest.importorskip("fla.models.transformer.modeling_transformer")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,14 +54,18 @@ def runs_here(monkeypatch):
     monkeypatch.setattr(fla.layers.attn, "flash_attn_func", attention)
     if DEVICE == "cpu":
         monkeypatch.setattr(modeling, "fused_attnres", naive_attnres)
-        monkeypatch.setattr(Autotuner, "_bench", lambda *_, **__: [0.0, 0.0, 0.0])  # the interpreter has no clock
+        monkeypatch.setattr(
+            Autotuner, "_bench", lambda *_, **__: [0.0, 0.0, 0.0]
+        )  # the interpreter has no clock
 
 
 def fla_model(**options):
     """Random, with queries, key weights and norms away from their start; its kernels fuse norms only on a GPU."""
     torch.manual_seed(0)
     fused = {"fuse_norm": DEVICE == "cuda", "fuse_swiglu": DEVICE == "cuda"}
-    model = transformer.TransformerForCausalLM(transformer.TransformerConfig(**{**SHAPE, **fused, **options}))
+    model = transformer.TransformerForCausalLM(
+        transformer.TransformerConfig(**{**SHAPE, **fused, **options})
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1 or parameter.shape[0] == 1:
@@ -73,7 +79,11 @@ def fla_model(**options):
         {"attnres_block_size": 2, "norm_eps": 1e-3},  # an eps so large that one out of place shows
         {"attnres_block_size": 4, "qkv_bias": True},
         {"attnres_block_size": 1, "qk_norm": True, "norm_eps": 1e-5},
-        {"attnres_block_size": 6, "tie_word_embeddings": True, "rope_theta": 500.0},  # the last block is partial
+        {
+            "attnres_block_size": 6,
+            "tie_word_embeddings": True,
+            "rope_theta": 500.0,
+        },  # the last block is partial
         {"attnres_block_size": 16, "num_kv_heads": None},
     ],
     ids=lambda options: ",".join(f"{name}={value}" for name, value in options.items()),
@@ -110,7 +120,14 @@ def test_the_command_line_reads_its_folder(tmp_path, capsys):
     ids = tokens().to(DEVICE)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
-    again = ["convert", str(tmp_path / "fla"), "--out", str(tmp_path / "other"), "--residual", "mhc"]
+    again = [
+        "convert",
+        str(tmp_path / "fla"),
+        "--out",
+        str(tmp_path / "other"),
+        "--residual",
+        "mhc",
+    ]
     assert main(again) == 1
     assert "has Attention Residuals already" in capsys.readouterr().err
 
@@ -152,7 +169,13 @@ def test_types_that_it_registers_over_transformers_do_not_disturb_ours(tmp_path)
 
 
 OTHERS = [name for name in FLA_TYPES if name != "transformer"]
-WIDE = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "use_cache": False, "initializer_range": 0.2}
+WIDE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "use_cache": False,
+    "initializer_range": 0.2,
+}
 SIZES = {  # where heads of the default width, or of none, do not fit
     "hgrn": {"intermediate_size": 48},
     "hgrn2": {"num_heads": 2, "expand_ratio": 32, "intermediate_size": 48},
@@ -167,7 +190,9 @@ def other_model(model_type, **options):
     torch.manual_seed(0)
     fused = {"fuse_norm": DEVICE == "cuda", "fuse_swiglu": DEVICE == "cuda"}
     sizes = SIZES.get(model_type, {"num_heads": 2, "intermediate_size": 48})
-    config = CONFIG_MAPPING[model_type](**{**WIDE, **sizes, **fused, "attnres_block_size": 2, **options})
+    config = CONFIG_MAPPING[model_type](
+        **{**WIDE, **sizes, **fused, "attnres_block_size": 2, **options}
+    )
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -183,12 +208,18 @@ def stand_in(forward):
     @functools.wraps(forward)
     def run(self, hidden_states, past_key_values=None, lower_bound=None, **kwargs):
         assert kwargs.pop("attnres_states", None) is None
-        weight = next(p for name, p in self.named_parameters() if name.split(".")[0] in ("o_proj", "out_proj"))
+        weight = next(
+            p for name, p in self.named_parameters() if name.split(".")[0] in ("o_proj", "out_proj")
+        )
         counts = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
         y = hidden_states.cumsum(1) / counts @ weight @ weight.T
         if lower_bound is not None:
             y = y + lower_bound.mean()
-        return (y, None, past_key_values, y) if type(self).__name__ == "MomAttention" else (y, None, past_key_values)
+        return (
+            (y, None, past_key_values, y)
+            if type(self).__name__ == "MomAttention"
+            else (y, None, past_key_values)
+        )
 
     return run
 
@@ -214,7 +245,9 @@ def mixers_run_here(monkeypatch):
         for module in (modeling, sys.modules["fla.models.modeling_utils"]):
             monkeypatch.setattr(module, "fused_attnres", naive_attnres)
         monkeypatch.setattr(RMSNorm, "forward", norm)
-        monkeypatch.setattr(sys.modules["fla.modules.mlp"], "swiglu", lambda gate, up: silu(gate) * up)
+        monkeypatch.setattr(
+            sys.modules["fla.modules.mlp"], "swiglu", lambda gate, up: silu(gate) * up
+        )
         layers = next(model.children()).layers
         for mixer in {type(getattr(layer, "attn", None) or layer.mixer) for layer in layers}:
             monkeypatch.setattr(mixer, "forward", stand_in(mixer.forward))
@@ -239,13 +272,17 @@ def assert_read_alike(model_type, mixers_run_here, **options):
     back = to_release(ours.state_dict(), FLA, f"{body}.")
     first = f"{body}.layers.0.attn_res_"  # the pair on which nothing depends
     assert back.keys() == weights.keys()
-    assert all(torch.equal(back[name], weights[name]) for name in weights if not name.startswith(first))
+    assert all(
+        torch.equal(back[name], weights[name]) for name in weights if not name.startswith(first)
+    )
     ids = tokens().to(DEVICE)
     with torch.no_grad():
         expected = theirs(ids).logits
         assert expected.std() > 0.1
         apart = (ours(ids).logits - expected).abs() - 1e-4 * expected.abs()
-        assert (apart <= torch.clamp(4 * rounding_matters(theirs, ids), min=1e-4)).all(), apart.amax(-1)
+        assert (apart <= torch.clamp(4 * rounding_matters(theirs, ids), min=1e-4)).all(), (
+            apart.amax(-1)
+        )
     return theirs, ours
 
 
@@ -268,7 +305,9 @@ def rounding_matters(model, ids):
 
 
 @pytest.mark.usefixtures("without_flash")
-@pytest.mark.skipif(DEVICE == "cuda", reason="stand-ins run on a CPU; the mixers themselves in the test after this")
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="stand-ins run on a CPU; the mixers themselves in the test after this"
+)
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_its_other_models_and_ours_agree_on_a_cpu(model_type, mixers_run_here):
     _, ours = assert_read_alike(model_type, mixers_run_here)
@@ -277,11 +316,15 @@ def test_its_other_models_and_ours_agree_on_a_cpu(model_type, mixers_run_here):
 
 @pytest.mark.usefixtures("untuned_fla")
 @pytest.mark.skipif(DEVICE == "cpu", reason="its mixers are kernels for a GPU; they go with a GPU")
-@pytest.mark.parametrize("model_type", ["gla", "kda", "gated_deltanet", "hgrn", "mom", "linear_attn"])
+@pytest.mark.parametrize(
+    "model_type", ["gla", "kda", "gated_deltanet", "hgrn", "mom", "linear_attn"]
+)
 def test_its_other_models_and_ours_agree_on_a_gpu(model_type, mixers_run_here):
     """At 24 tokens a mixer is a recurrence in fp32: nothing is rounded to tf32."""
     _, ours = assert_read_alike(model_type, mixers_run_here, hidden_size=128)
-    assert conversion_of(ours)[0].depth.norms.keys() == set(range(7)), "its norms are folded into reads"
+    assert conversion_of(ours)[0].depth.norms.keys() == set(range(7)), (
+        "its norms are folded into reads"
+    )
 
 
 def test_its_other_models_are_saved_and_loaded(mixers_run_here, tmp_path, capsys):
@@ -292,7 +335,9 @@ def test_its_other_models_are_saved_and_loaded(mixers_run_here, tmp_path, capsys
     assert "residual 'attnres-block:block=2,eps=1e-06'" in capsys.readouterr().out
     settings = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert settings["model_type"] == "headwater-gla"
-    assert type(stub("gla").from_dict(settings)).__mro__[1] is type(theirs.config)  # as in a process that knows no fla
+    assert type(stub("gla").from_dict(settings)).__mro__[1] is type(
+        theirs.config
+    )  # as in a process that knows no fla
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").to(DEVICE)
     ids = tokens().to(DEVICE)
     with torch.no_grad():
@@ -308,7 +353,9 @@ def test_its_plain_models_are_converted_and_reverted(mixers_run_here, tmp_path):
     with torch.no_grad():
         expected = model(ids).logits
         report = convert(model, "attnres-full")
-        assert DEVICE == "cuda" or report.difference < 1e-5  # there its kernels may refuse padding beside a cache
+        assert (
+            DEVICE == "cuda" or report.difference < 1e-5
+        )  # there its kernels may refuse padding beside a cache
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
         with pytest.raises(UserError, match="its modeling file is fla's, not transformers'"):
             write_remote_code(model, tmp_path)
@@ -331,11 +378,16 @@ def test_its_cache_comes_back_from_a_converted_model(mixers_run_here):
     model = other_model("gla", attnres_block_size=None)
     mixers_run_here(model)
     convert(model)
-    assert type(model(tokens().to(DEVICE), use_cache=True).past_key_values).__module__.startswith("fla.")
+    assert type(model(tokens().to(DEVICE), use_cache=True).past_key_values).__module__.startswith(
+        "fla."
+    )
 
 
 def test_what_of_fla_cannot_be_read_is_named(monkeypatch):
-    for wrong in ("bitnet", "yoco"):  # a type that transformers has too; layers that share keys and values
+    for wrong in (
+        "bitnet",
+        "yoco",
+    ):  # a type that transformers has too; layers that share keys and values
         with pytest.raises(UserError, match=f"got '{wrong}'"):
             read_fla({}, {"model_type": wrong, "attnres_block_size": 2})
     with pytest.raises(UserError, match=r"they have no '\*\.embeddings\.weight'"):

@@ -38,22 +38,44 @@ def load(folder):
 @pytest.mark.parametrize("flags", [[], ["--check", "no"]])
 def test_convert_links_and_revert_takes_it_back(plain, tmp_path, capsys, flags):
     out, back = tmp_path / "the out", tmp_path / "back"
-    assert main(["convert", str(plain), "--out", str(out), "--residual", "attnres-block:block=2", *flags]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(plain),
+                "--out",
+                str(out),
+                "--residual",
+                "attnres-block:block=2",
+                *flags,
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert ("NOT CHECKED" in printed) == bool(flags)
-    assert ("tokens in bfloat16, some decoded from a cache: hidden states off by" in printed) != bool(flags)
-    assert printed.endswith(f"{out}: the converted model. To compare: headwater verify {plain} '{out}'\n")
+    assert (
+        "tokens in bfloat16, some decoded from a cache: hidden states off by" in printed
+    ) != bool(flags)
+    assert printed.endswith(
+        f"{out}: the converted model. To compare: headwater verify {plain} '{out}'\n"
+    )
     shards = sorted(plain.glob("*.safetensors"))
     assert len(shards) == 2
     assert all((out / f"plain-{shard.name}").samefile(shard) for shard in shards)
-    assert set(load_file(out / ADDED)) == {f"model.residual.reads.{i}.{part}" for i in range(1, 9) for part in PARTS}
+    assert set(load_file(out / ADDED)) == {
+        f"model.residual.reads.{i}.{part}" for i in range(1, 9) for part in PARTS
+    }
     assert verify(load(out), load(plain), tokens()).equal
     assert load(out).dtype == torch.bfloat16
     assert (out / "tokenizer.json").is_file()
     note = (out / "README.md").read_text()
     assert note.startswith("---\nlicense: mit\n---\n# A model\n")
     assert "import headwater.hf" in note
-    assert json.loads((out / "config.json").read_text())["headwater"]["loads_after"] == "import headwater.hf"
+    assert (
+        json.loads((out / "config.json").read_text())["headwater"]["loads_after"]
+        == "import headwater.hf"
+    )
     assert main(["revert", str(out), "--out", str(back)]) == 0
     assert torch.equal(load(back)(tokens()).logits, load(plain)(tokens()).logits)
     assert json.loads((back / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
@@ -78,7 +100,9 @@ def test_saving_into_a_converted_folder_leaves_the_plain_one_alone(plain, tmp_pa
     assert torch.equal(load(plain)(tokens()).logits, before)
     assert torch.equal(load(out)(tokens()).logits, model(tokens()).logits)
     folders.revert_folder(out, back)  # where the added tensors stand among the others
-    assert not any("residual" in name for file in back.glob("*.safetensors") for name in load_file(file))
+    assert not any(
+        "residual" in name for file in back.glob("*.safetensors") for name in load_file(file)
+    )
     headwater_free = load(back)
     assert torch.equal(headwater_free.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
@@ -113,7 +137,9 @@ def test_what_was_said_of_a_model_does_not_go_along(plain, tmp_path):
         (tmp_path / "out" / name).write_text("of the converted model")
     folders.revert_folder(tmp_path / "out", tmp_path / "back")
     kept = {path.name for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
-    assert kept == {path.name for path in plain.iterdir() if path.suffix != ".safetensors"} - {"eval.json"}
+    assert kept == {path.name for path in plain.iterdir() if path.suffix != ".safetensors"} - {
+        "eval.json"
+    }
 
 
 def test_an_interrupted_convert_leaves_nothing(plain, tmp_path, monkeypatch):
@@ -132,7 +158,9 @@ def test_a_run_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path, monkeypatc
 
     def full(self, folder):
         (folder / "config.json").write_text("{}")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
@@ -152,7 +180,9 @@ def test_what_is_no_checkpoint_is_one_message(plain, tmp_path, capsys):
     bert = tmp_path / "bert"
     tiny_model("bert").save_pretrained(bert)
     refused("'bert' cannot be converted: it is not a decoder", "convert", str(bert))
-    (bert / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
+    (bert / "config.json").write_text(
+        '{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}'
+    )
     refused("'t5' cannot be converted: it is not a decoder", "convert", str(bert))
     refused("hf download NAME --local-dir FOLDER", "convert", "meta-llama/Llama-3.2-1B")
     refused("is not a checkpoint that headwater has converted", "revert", str(plain))
@@ -162,7 +192,11 @@ def test_what_is_no_checkpoint_is_one_message(plain, tmp_path, capsys):
     refused("transformers cannot read", "convert", str(bert))
     converted = tmp_path / "converted"
     folders.convert_folder(plain, converted)
-    refused("is converted already, to 'attnres-block:block=2': headwater revert", "convert", str(converted))
+    refused(
+        "is converted already, to 'attnres-block:block=2': headwater revert",
+        "convert",
+        str(converted),
+    )
     (plain / next(plain.glob("model-00002*")).name).unlink()
     refused("lists files that are not there: model-00002", "convert", str(plain), "--check", "no")
 
@@ -197,12 +231,25 @@ def test_a_70b_shape_converts_without_being_loaded(tmp_path):
     from transformers import LlamaConfig
 
     width, inner, words = 8192, 28672, 128256
-    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 80, "vocab_size": words}
-    config = LlamaConfig(**shape, num_attention_heads=64, num_key_value_heads=8, architectures=["LlamaForCausalLM"])
+    shape = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": 80,
+        "vocab_size": words,
+    }
+    config = LlamaConfig(
+        **shape, num_attention_heads=64, num_key_value_heads=8, architectures=["LlamaForCausalLM"]
+    )
     layer = {f"self_attn.{name}_proj": (width if name in "qo" else 1024, width) for name in "qkvo"}
-    layer |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    layer |= {
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
     layer |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
-    sizes = {f"model.layers.{i}.{name}.weight": size for i in range(80) for name, size in layer.items()}
+    sizes = {
+        f"model.layers.{i}.{name}.weight": size for i in range(80) for name, size in layer.items()
+    }
     sizes |= {
         "model.embed_tokens.weight": (words, width),
         "lm_head.weight": (words, width),
@@ -229,7 +276,9 @@ def test_a_70b_shape_converts_without_being_loaded(tmp_path):
     assert "NOT CHECKED: it is on the meta device" in found["report"]
     added = load_file(tmp_path / "out" / ADDED)
     assert len(added) == 320
-    assert all(tensor.dtype == torch.bfloat16 and tensor.shape == (8192,) for tensor in added.values())
+    assert all(
+        tensor.dtype == torch.bfloat16 and tensor.shape == (8192,) for tensor in added.values()
+    )
 
 
 def test_the_layout_of_a_folder_is_known_where_it_is_the_tables(plain, tmp_path):
@@ -272,25 +321,44 @@ def test_remote_code_loads_without_headwater(tmp_path):
     for name in types:
         tiny_model(name).save_pretrained(tmp_path / f"{name}-plain")
         out = tmp_path / name
-        words = ["convert", str(tmp_path / f"{name}-plain"), "--out", str(out), "--residual", "attnres-block:block=3"]
+        words = [
+            "convert",
+            str(tmp_path / f"{name}-plain"),
+            "--out",
+            str(out),
+            "--residual",
+            "attnres-block:block=3",
+        ]
         assert main([*words, "--remote-code"]) == 0
         model = load(out)  # here headwater's own classes load it
         stir(model)
-        save_file({key: p.detach() for key, p in model.named_parameters() if "residual." in key}, out / ADDED)
+        save_file(
+            {key: p.detach() for key, p in model.named_parameters() if "residual." in key},
+            out / ADDED,
+        )
         expected[name] = model.eval()
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
     subprocess.run(
-        [sys.executable, "-c", REMOTE, *types], cwd=tmp_path, check=True, env=HOME | {"HF_HOME": str(tmp_path)}
+        [sys.executable, "-c", REMOTE, *types],
+        cwd=tmp_path,
+        check=True,
+        env=HOME | {"HF_HOME": str(tmp_path)},
     )
     long = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
     for name, model in expected.items():
         found = load_file(tmp_path / name / "found.safetensors")
         with torch.no_grad():
-            torch.testing.assert_close(found["logits"], model(tokens()).logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found["logits"], model(tokens()).logits, rtol=1e-4, atol=1e-5
+            )
         assert torch.equal(found["words"], model.generate(tokens(), **long))
-        model.config.num_hidden_layers = 2  # as assisted decoding's drafts do; Llama and Gemma stop then
+        model.config.num_hidden_layers = (
+            2  # as assisted decoding's drafts do; Llama and Gemma stop then
+        )
         with torch.no_grad():
-            torch.testing.assert_close(found["early"], model(tokens(), use_cache=False).logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found["early"], model(tokens(), use_cache=False).logits, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_remote_code_is_added_to_what_was_converted_before_and_trained(plain, tmp_path, capsys):
@@ -304,12 +372,20 @@ def test_remote_code_is_added_to_what_was_converted_before_and_trained(plain, tm
     assert "trust_remote_code=True loads it without headwater" in capsys.readouterr().out
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
     subprocess.run(
-        [sys.executable, "-c", REMOTE, "out"], cwd=tmp_path, check=True, env=HOME | {"HF_HOME": str(tmp_path)}
+        [sys.executable, "-c", REMOTE, "out"],
+        cwd=tmp_path,
+        check=True,
+        env=HOME | {"HF_HOME": str(tmp_path)},
     )
     with torch.no_grad():
         expected = model.eval()(tokens()).logits
-    torch.testing.assert_close(load_file(tmp_path / "out" / "found.safetensors")["logits"], expected)
-    assert main([*words[:3], str(tmp_path / "other"), "--remote-code", "--residual", "attnres-full"]) == 1
+    torch.testing.assert_close(
+        load_file(tmp_path / "out" / "found.safetensors")["logits"], expected
+    )
+    assert (
+        main([*words[:3], str(tmp_path / "other"), "--remote-code", "--residual", "attnres-full"])
+        == 1
+    )
     assert "is converted already, to 'attnres-block:block=3'" in capsys.readouterr().err
 
 
@@ -317,12 +393,17 @@ def test_a_misspelt_residual_is_told_before_anything_is_loaded(plain, tmp_path, 
     monkeypatch.setattr(folders, "load", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(UserError, match="unknown residual 'attnres-blok'"):
         folders.convert_folder(plain, tmp_path / "out", "attnres-blok")
-    with pytest.raises(UserError, match="unknown residual ''"):  # of a script whose variable is empty
+    with pytest.raises(
+        UserError, match="unknown residual ''"
+    ):  # of a script whose variable is empty
         folders.convert_folder(plain, tmp_path / "out", "")
 
 
 def test_remote_code_refuses_what_its_file_does_not_compute(plain, tmp_path):
-    for residual, message in (("ddl", "--remote-code knows attnres-block"), ("attnres-block:heads=2", "not 'attnres")):
+    for residual, message in (
+        ("ddl", "--remote-code knows attnres-block"),
+        ("attnres-block:heads=2", "not 'attnres"),
+    ):
         with pytest.raises(UserError, match=message):
             folders.convert_folder(plain, tmp_path / "out", residual, remote_code=True)
     assert not (tmp_path / "out").exists()

@@ -61,7 +61,9 @@ def test_padding_does_not_reach_layers_that_keep_a_state(model_type):
 def test_a_model_that_begins_anew_with_every_portion_reads_prompts_at_once():
     engine = hf.TransformersEngine(converted(model_type="jamba"))
     assert engine.reader([[5] * 300] * 64, 4, "auto", True, True).chunk == 300
-    with pytest.raises(ValueError, match="prefill_chunk is 3, and jamba of transformers reads prompts at once"):
+    with pytest.raises(
+        ValueError, match="prefill_chunk is 3, and jamba of transformers reads prompts at once"
+    ):
         engine.reader(PROMPTS, 4, 3, True, True)
 
 
@@ -76,7 +78,8 @@ def test_rows_of_any_lengths_are_continued_as_each_alone(model_type):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "settings"), [("gemma2", {}), ("gpt_oss", {}), ("llama4_text", {"attention_chunk_size": 6})]
+    ("model_type", "settings"),
+    [("gemma2", {}), ("gpt_oss", {}), ("llama4_text", {"attention_chunk_size": 6})],
 )
 def test_a_recorded_step_keeps_what_a_window_would_lose(model_type, settings, monkeypatch):
     """A CUDA graph does what its first step did, so no layer may change its way when a window is full."""
@@ -102,7 +105,9 @@ def test_models_without_a_static_cache_and_residuals_that_look_back(monkeypatch)
     assert greedy(model) == greedy(model, prefill_chunk=3) == own
     back = converted("ddl:width=2,compress=token")
     assert not back.model.residual.token_local
-    assert isinstance(hf.TransformersEngine(back).reader(PROMPTS, 4, "auto", True, True), ways._Anew)
+    assert isinstance(
+        hf.TransformersEngine(back).reader(PROMPTS, 4, "auto", True, True), ways._Anew
+    )
     assert greedy(back) == greedy(back, use_cache=False)
 
 
@@ -125,7 +130,9 @@ def test_a_host_that_is_behind_sees_the_same_tokens(monkeypatch):
 
     monkeypatch.setattr(ways._Cached, "__init__", as_on_a_gpu)
     monkeypatch.setattr(ReplayedSteps, "_capture", lambda self: setattr(self, "replay", self._once))
-    monkeypatch.setattr(ReplayedSteps, "_send", lambda self: (self.drawn.clone(), SimpleNamespace(synchronize=int)))
+    monkeypatch.setattr(
+        ReplayedSteps, "_send", lambda self: (self.drawn.clone(), SimpleNamespace(synchronize=int))
+    )
     assert greedy(model) == own
 
 
@@ -140,7 +147,9 @@ def test_a_converted_folder_from_the_command_line(tmp_path, capsys, monkeypatch)
         (row,) = own_tokens(model, [tokenizer(prompt)["input_ids"]], 5)
         assert f"[{prompt}] {tokenizer.decode(row)[len(prompt) :]}" in shown.out
     assert "5 tokens of each of 2 texts" in shown.err
-    with pytest.raises(UserError, match=r"--tensor divides the models of runs, and .* is a transformers model"):
+    with pytest.raises(
+        UserError, match=r"--tensor divides the models of runs, and .* is a transformers model"
+    ):
         cli.generate([str(tmp_path / "folder"), "--prompt", "def ", "--tensor", "2"])
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -154,7 +163,9 @@ def test_other_tokens_that_end_a_text_are_the_configurations():
     end = row.index(row[5], 1)
     for told in ([256, row[5]], row[5]):
         model.generation_config.eos_token_id = told
-        pieces = continue_texts(hf.TransformersEngine(model), words, ["d"], 9, Sampling(temperature=0.0))
+        pieces = continue_texts(
+            hf.TransformersEngine(model), words, ["d"], 9, Sampling(temperature=0.0)
+        )
         assert "".join(piece for (piece,) in pieces) == words.decode(row[1:end])
 
 
@@ -180,7 +191,9 @@ def test_caches_of_fixed_size_are_for_models_that_can_use_them():
     with torch.autocast("cpu", torch.float16):
         assert not engine.reader(PROMPTS, 4, "auto", True, True).static
         assert [len(row) for row in greedy(model)] == [len(row) + 9 for row in PROMPTS]
-    model.config._attn_implementation = "flash_attention_2"  # would take zeros at the cache's end for the last tokens
+    model.config._attn_implementation = (
+        "flash_attention_2"  # would take zeros at the cache's end for the last tokens
+    )
     assert not engine.reader(PROMPTS, 4, "auto", True, True).static
     for gemma in (tiny_model("recurrent_gemma"), converted(model_type="recurrent_gemma")):
         reader = hf.TransformersEngine(gemma).reader(PROMPTS, 4, "auto", True, True)
@@ -188,7 +201,9 @@ def test_caches_of_fixed_size_are_for_models_that_can_use_them():
 
 
 def test_a_model_without_its_engine_is_refused():
-    with pytest.raises(TypeError, match=r"got a LlamaForCausalLM: of a model of transformers, headwater\.hf\.Trans"):
+    with pytest.raises(
+        TypeError, match=r"got a LlamaForCausalLM: of a model of transformers, headwater\.hf\.Trans"
+    ):
         headwater.generate(tiny_model("llama"), PROMPTS, 4)
 
 

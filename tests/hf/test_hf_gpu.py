@@ -13,15 +13,25 @@ from headwater.hf import convert, verify
 if torch.cuda.is_available():  # else the interpreter's variable may come after triton
     from headwater.ops.triton.launch import launches
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
 RESIDUALS = ["attnres-block:block=3", "attnres-full"]
 
 
 def llama(dtype=torch.float32, **shape):
     torch.manual_seed(0)
-    config = LlamaConfig(**{**SHAPE, **shape}, num_key_value_heads=2, vocab_size=512, max_position_embeddings=256)
+    config = LlamaConfig(
+        **{**SHAPE, **shape}, num_key_value_heads=2, vocab_size=512, max_position_embeddings=256
+    )
     return LlamaForCausalLM(config).eval().to("cuda", dtype)
 
 
@@ -103,7 +113,9 @@ def test_generates_the_same_with_and_without_a_cache(residual):
     stir(model)
     launches.clear()
     options = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64, "pad_token_id": 0}
-    with_cache, without = (model.generate(rows(2, 16), **options, use_cache=use) for use in (True, False))
+    with_cache, without = (
+        model.generate(rows(2, 16), **options, use_cache=use) for use in (True, False)
+    )
     ran("score", "mix")
     assert torch.equal(with_cache, without)
 
@@ -134,7 +146,9 @@ def test_gradients_of_a_watched_model_add_up(residual):
         stir(model, 0.1)
         launches.clear()
         out = model(rows(), labels=rows(), output_depth_weights=True, output_hidden_states=True)
-        results.append(gradients(model, out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)))
+        results.append(
+            gradients(model, out.loss + sum(hidden.square().mean() for hidden in out.hidden_states))
+        )
     ran("score_backward", "mix_backward")
     assert torch.cosine_similarity(*results, dim=0) > 0.9999
 
@@ -146,7 +160,9 @@ def test_compiles_to_one_graph(residual):
     stir(model)
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(rows()).logits, model(rows()).logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            compiled(rows()).logits, model(rows()).logits, rtol=1e-3, atol=1e-3
+        )
     ours, eager = (gradients(model, run(rows(), labels=rows()).loss) for run in (compiled, model))
     assert torch.cosine_similarity(ours, eager, dim=0) > 0.9999
     torch.testing.assert_close(ours.norm(), eager.norm(), rtol=1e-3, atol=0.0)
@@ -168,7 +184,9 @@ def billion(dtype):
     """Made on the GPU: drawn on the host it would take longer than the rest of the test."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(LlamaConfig(**BILLION, pad_token_id=0), dtype=torch.bfloat16)
+        model = LlamaForCausalLM._from_config(
+            LlamaConfig(**BILLION, pad_token_id=0), dtype=torch.bfloat16
+        )
     for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32
         parameter.data = parameter.data.to(dtype)
     return model.eval()
@@ -184,7 +202,9 @@ def gradients_by_name(model, batch):
 
 def worst(ours, truth):
     """How far from the truth is the tensor that is farthest, relative to its norm."""
-    return max(float((ours[name] - expected).norm() / expected.norm()) for name, expected in truth.items())
+    return max(
+        float((ours[name] - expected).norm() / expected.norm()) for name, expected in truth.items()
+    )
 
 
 def test_a_model_of_a_billion_parameters_in_bf16():
@@ -194,7 +214,9 @@ def test_a_model_of_a_billion_parameters_in_bf16():
     assert sum(parameter.numel() for parameter in plain.parameters()) > 1e9
     report = convert(model, "attnres-block:block=8")
     assert report.equal_at_start
-    batch = torch.randint(3, BILLION["vocab_size"], (2, 128), generator=torch.Generator().manual_seed(1)).cuda()
+    batch = torch.randint(
+        3, BILLION["vocab_size"], (2, 128), generator=torch.Generator().manual_seed(1)
+    ).cuda()
 
     launches.clear()
     result = verify(model, plain, batch)
@@ -206,7 +228,9 @@ def test_a_model_of_a_billion_parameters_in_bf16():
     ran("score_backward", "mix_backward")
     assert worst(ours, expected) <= 2 * worst(theirs, expected)
     queries = [gradient for name, gradient in ours.items() if name.endswith(".query")]
-    assert len(queries) == 2 * BILLION["num_hidden_layers"]  # every read but the first, which has one source
+    assert (
+        len(queries) == 2 * BILLION["num_hidden_layers"]
+    )  # every read but the first, which has one source
     assert all(gradient.isfinite().all() and gradient.any() for gradient in queries)
 
     prompt = 16

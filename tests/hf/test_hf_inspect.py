@@ -100,7 +100,9 @@ def test_half_precision_can_be_looked_at():
     model = tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16)
     headwater.convert(model, "attnres-block:block=2")
     found = headwater.inspect(model, tokens(1, 6))
-    torch.testing.assert_close(found.mixing[-1], torch.full((5, 6), 1 / 3), atol=5e-3, rtol=0)  # bf16 weights
+    torch.testing.assert_close(
+        found.mixing[-1], torch.full((5, 6), 1 / 3), atol=5e-3, rtol=0
+    )  # bf16 weights
 
 
 def test_the_command_reads_a_converted_folder_and_refuses_a_plain_one(tmp_path, capsys):
@@ -110,9 +112,14 @@ def test_the_command_reads_a_converted_folder_and_refuses_a_plain_one(tmp_path, 
     headwater.convert(plain, "attnres-full")
     write_model(plain, tokenizer, tmp_path / "converted")
     page = tmp_path / "inspect.html"
-    assert main(["inspect", str(tmp_path / "converted"), "--prompt", "a river", "--out", str(page)]) == 0
+    assert (
+        main(["inspect", str(tmp_path / "converted"), "--prompt", "a river", "--out", str(page)])
+        == 0
+    )
     assert "Converted and not trained" in page.read_text()
-    assert main(["inspect", str(tmp_path / "plain"), "--prompt", "a river", "--out", str(page)]) == 1
+    assert (
+        main(["inspect", str(tmp_path / "plain"), "--prompt", "a river", "--out", str(page)]) == 1
+    )
     assert "headwater convert" in capsys.readouterr().err
 
 
@@ -136,7 +143,9 @@ def test_reports_and_matrices_take_a_converted_folder_and_a_prompt(command, tmp_
     rows = [drawn["full"][r * (r + 1) // 2 : (r + 1) * (r + 2) // 2] for r in range(5)]
     for row, weights in zip(rows, expected["full"], strict=True):
         shown = torch.tensor(row, dtype=torch.float32)  # to as many digits as the page keeps
-        torch.testing.assert_close(shown, weights, rtol=0, atol=6e-4 if command == "report" else 6e-5)
+        torch.testing.assert_close(
+            shown, weights, rtol=0, atol=6e-4 if command == "report" else 6e-5
+        )
     assert "one forward pass over a prompt of 7 tokens" in page.read_text()
     assert "<dt>Model</dt>" in page.read_text()
     assert "<dt>Corpus</dt>" not in page.read_text()  # it has none

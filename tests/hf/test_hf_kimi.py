@@ -14,11 +14,19 @@ from transformers import AutoModelForCausalLM
 
 from headwater.errors import UserError
 from headwater.hf import export
-from headwater.hf.formats.kimi import kimi_config, kimi_settings, load_kimi, read_kimi, save_kimi, write_kimi
+from headwater.hf.formats.kimi import (
+    kimi_config,
+    kimi_settings,
+    load_kimi,
+    read_kimi,
+    save_kimi,
+    write_kimi,
+)
 from headwater.models import Decoder, ModelConfig
 
 modeling = pytest.importorskip(
-    "transformers.models.kimi_linear.modeling_kimi_linear", reason="transformers has it from 5.22 on"
+    "transformers.models.kimi_linear.modeling_kimi_linear",
+    reason="transformers has it from 5.22 on",
 )
 
 SHAPE = {
@@ -47,7 +55,12 @@ SHAPE = {
 @pytest.fixture(autouse=True)
 def plain_functions(monkeypatch):
     """fla's kernels take their place where it is installed, with or without a GPU."""
-    names = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn", "causal_conv1d_update")
+    names = (
+        "chunk_kimi_delta_attention",
+        "recurrent_kimi_delta_attention",
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+    )
     for name in names:
         monkeypatch.setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
 
@@ -55,7 +68,9 @@ def plain_functions(monkeypatch):
 def theirs_and_ours(**changes):
     """With the same weights, moved off their start, and a bias that decides between experts."""
     torch.manual_seed(0)
-    theirs = modeling.KimiLinearForCausalLM(modeling.KimiLinearConfig(**{**SHAPE, **changes})).eval()
+    theirs = modeling.KimiLinearForCausalLM(
+        modeling.KimiLinearConfig(**{**SHAPE, **changes})
+    ).eval()
     with torch.no_grad():
         for name, value in theirs.state_dict().items():
             if "e_score" in name or value.dim() == 1 or "A_log" in name:
@@ -88,7 +103,9 @@ def test_logits_and_gradients_are_transformers_s():
     (expected * along).mean().backward()
     (logits * along).mean().backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    found = write_kimi({**ours.weights(), **{n: p.grad for n, p in ours.named_parameters()}}, ours.config.to_dict())
+    found = write_kimi(
+        {**ours.weights(), **{n: p.grad for n, p in ours.named_parameters()}}, ours.config.to_dict()
+    )
     assert len(gradients) > 60
     for name, gradient in gradients.items():
         assert_near(found[name], gradient, name)
@@ -126,7 +143,9 @@ def test_files_both_ways(tmp_path, released):
     assert torch.equal(again(tokens), ours(tokens))
     loaded = modeling.KimiLinearForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, theirs(tokens).logits, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            loaded(tokens).logits, theirs(tokens).logits, atol=1e-6, rtol=1e-6
+        )
     theirs.save_pretrained(tmp_path / "theirs")
     assert torch.equal(load_kimi(tmp_path / "theirs").eval()(tokens), ours(tokens))
 
@@ -137,12 +156,19 @@ def test_with_attention_residuals_it_begins_as_the_checkpoint_s_model(tmp_path):
     read = load_kimi(tmp_path, residual="attnres-block:block=3").eval()
     assert read.residual.block == 3
     scale = (read(tokens_of(20)) - ours(tokens_of(20))).abs().max()
-    assert 0 < scale < 2e-2  # queries are zero: the plain residual, but for what eps does to a smaller stream
+    assert (
+        0 < scale < 2e-2
+    )  # queries are zero: the plain residual, but for what eps does to a smaller stream
 
 
 def test_the_published_config():
     full = [4, 8, 12, 16, 20, 24, 27]
-    linear = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4, "full_attn_layers": full}
+    linear = {
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+        "full_attn_layers": full,
+    }
     linear["kda_layers"] = [i for i in range(1, 28) if i not in full]
     config = {
         "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "num_hidden_layers": 27,
@@ -170,7 +196,10 @@ def test_the_published_config():
         ({"layer_types": ["linear_attention"] * 3}, "for each of 4 layers"),
         ({"layer_types": None}, "the config names no layers"),
         (
-            {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [3]}},
+            {
+                "layer_types": None,
+                "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [3]},
+            },
             "from 1 to 4",
         ),
         ({"mlp_layer_types": ["dense"]}, "dense or sparse for each of 4 layers"),
@@ -187,10 +216,14 @@ def test_a_checkpoint_with_the_wrong_layer_list_is_named(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     kinds = ["full_attention"] + ["linear_attention"] * 3
     (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": kinds}))
-    with pytest.raises(UserError, match=r"not those of the layers named: missing .*layers.0.*layers: mla:kda\*3"):
+    with pytest.raises(
+        UserError, match=r"not those of the layers named: missing .*layers.0.*layers: mla:kda\*3"
+    ):
         load_kimi(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "linear_head_dim": 8}))
-    with pytest.raises(UserError, match=r"query.weight is \(16, 32\) in the model and \(32, 32\) in the file"):
+    with pytest.raises(
+        UserError, match=r"query.weight is \(16, 32\) in the model and \(32, 32\) in the file"
+    ):
         load_kimi(tmp_path)
     with pytest.raises(UserError, match=r"must hold config\.json and"):
         load_kimi(tmp_path / "nowhere")

@@ -36,7 +36,12 @@ def test_a_body_with_a_state_of_its_own_decodes_from_a_cache(model_type):
     result = verify(model, plain, tokens())
     assert result.equal, str(result)
     stir(model, 0.1)
-    rows = {"input_ids": tokens(2, 9), "do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+    rows = {
+        "input_ids": tokens(2, 9),
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+    }
     assert torch.equal(model.generate(**rows), model.generate(**rows, use_cache=False))
 
 
@@ -51,13 +56,23 @@ def refused(match: str, model_type: str, layout: Layout, **sizes) -> None:
 
 def test_a_layout_that_does_not_fit_is_refused_at_conversion():
     granite = Layout(multiplier="residual_multiplier", mlp=("block_sparse_moe", "shared_mlp"))
-    refused("its layout does not know or use: shared_mlp", "granitemoeshared", Layout(mlp=("block_sparse_moe",)))
+    refused(
+        "its layout does not know or use: shared_mlp",
+        "granitemoeshared",
+        Layout(mlp=("block_sparse_moe",)),
+    )
     refused("its layout does not know or use: shared_mlp", "granitemoeshared", granite)
     refused("computes something else: hidden states .* are off by", "minicpm3", Layout())
     refused("computes something else", "minimax", Layout())
     refused("computes something else", "llama", Layout(mlp_out=("input_layernorm",)))
-    refused("fails with|does not fit", "falcon", Layout(layers="h", final_norm="ln_f", attention=("self_attention",)))
-    gptj = Layout(layers="h", final_norm="ln_f", attention=("attn",), attention_norm="ln_1", mlp_norm=None)
+    refused(
+        "fails with|does not fit",
+        "falcon",
+        Layout(layers="h", final_norm="ln_f", attention=("self_attention",)),
+    )
+    gptj = Layout(
+        layers="h", final_norm="ln_f", attention=("attn",), attention_norm="ln_1", mlp_norm=None
+    )
     refused("fails with|does not fit", "gptj", gptj)
 
 
@@ -94,7 +109,9 @@ def test_what_the_trial_finds_is_refused(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Depth, "end", wrong)
-    with pytest.raises(UserError, match="computes something else: hidden states of tokens in one pass are off by"):
+    with pytest.raises(
+        UserError, match="computes something else: hidden states of tokens in one pass are off by"
+    ):
         convert(model)
     monkeypatch.setattr(Depth, "end", counting)
     with pytest.raises(UserError, match="decodes from a cache what one pass does not give"):
@@ -105,7 +122,11 @@ def test_what_the_trial_finds_is_refused(monkeypatch):
     monkeypatch.setattr(Depth, "end", end)
     assert convert(model).equal_at_start
     assert verify(model, plain, tokens()).equal
-    assert all(parameter.eq(0).all() for name, parameter in model.named_parameters() if name.endswith("query"))
+    assert all(
+        parameter.eq(0).all()
+        for name, parameter in model.named_parameters()
+        if name.endswith("query")
+    )
 
 
 LOAD = """
@@ -152,7 +173,9 @@ def test_a_config_that_contradicts_itself_is_refused(tmp_path):
 def test_the_trial_is_cheap():
     """Eleven passes over four rows of ten tokens."""
     model, calls = tiny_model("llama"), []
-    model.model.embed_tokens.register_forward_hook(lambda module, args, out: calls.append(args[0].numel()))
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: calls.append(args[0].numel())
+    )
     convert(model)
     assert len(calls) == 11
     assert max(calls) == trial.ROWS * trial.TOKENS

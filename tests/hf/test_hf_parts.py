@@ -24,25 +24,48 @@ IMAGE = 5  # a token that stands for a patch
 
 def llava():
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=8, patch_size=4
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=8,
+        patch_size=4,
     )
-    config = LlavaConfig(vision_config=vision, text_config=tiny_config("llama"), image_token_id=IMAGE)
+    config = LlavaConfig(
+        vision_config=vision, text_config=tiny_config("llama"), image_token_id=IMAGE
+    )
     rows = tokens().masked_fill(tokens() == IMAGE, 6)
     rows[:, 1:5] = IMAGE
     return config, {"input_ids": rows, "pixel_values": torch.randn(2, 3, 8, 8)}
 
 
 def qwen2_vl():
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+    }
     text = tiny_config("qwen2").to_dict() | {"model_type": "qwen2_vl_text"}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 2],
+    }
     config = Qwen2VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
     rows = tokens().masked_fill(tokens() == IMAGE, 6)
     rows[:, 1:3] = IMAGE
     grid = torch.tensor([[1, 2, 4]] * 2)
     kinds = (rows == IMAGE).int()
     pixels = torch.randn(16, 3 * 2 * 4 * 4)
-    return config, {"input_ids": rows, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    return config, {
+        "input_ids": rows,
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": kinds,
+    }
 
 
 LOAD = """
@@ -93,7 +116,9 @@ def test_the_text_part_of_a_vision_language_model(build, tmp_path):
 def test_a_stream_that_is_changed_between_layers_is_named():
     """As Qwen3-VL does with image features: not a failure somewhere in its code."""
     state = DepthState((torch.zeros(1),), 0)
-    with pytest.raises(AttributeError, match="which has no 'device': this model changes its stream there"):
+    with pytest.raises(
+        AttributeError, match="which has no 'device': this model changes its stream there"
+    ):
         state.device  # noqa: B018
 
 
@@ -101,7 +126,9 @@ def test_a_classifier_loads_again(tmp_path):
     model = AutoModelForSequenceClassification.from_config(tiny_config("qwen3")).eval()
     convert(model)
     stir(model)
-    loads_in_a_new_process(model, {"input_ids": tokens()}, "AutoModelForSequenceClassification", tmp_path)
+    loads_in_a_new_process(
+        model, {"input_ids": tokens()}, "AutoModelForSequenceClassification", tmp_path
+    )
 
 
 def language_model():

@@ -55,7 +55,9 @@ def steps(model, count=3):
 
 
 def queries(model):
-    return torch.stack([p for n, p in conversion_of(model)[0].depth.residual.named_parameters() if "query" in n])
+    return torch.stack(
+        [p for n, p in conversion_of(model)[0].depth.residual.named_parameters() if "query" in n]
+    )
 
 
 @pytest.mark.parametrize("make", WAYS)
@@ -78,7 +80,9 @@ def test_a_prompt_s_folder_would_lose_the_residual_so_it_is_kept_beside(kind, tm
     with pytest.raises(UserError, match=f"{kind.__name__} adapter holds its prompt alone"):
         convert(peft.get_peft_model(tiny_model("llama"), kind(**prompt)))
     model = peft.get_peft_model(converted(), kind(**prompt))
-    with pytest.raises(UserError, match=r"give model\.base_model, and keep the residual by .*save_delta"):
+    with pytest.raises(
+        UserError, match=r"give model\.base_model, and keep the residual by .*save_delta"
+    ):
         trainable(model)
     trainable(model.base_model)
     steps(model)
@@ -90,7 +94,9 @@ def test_a_prompt_s_folder_would_lose_the_residual_so_it_is_kept_beside(kind, tm
     assert torch.equal(again(input_ids=tokens()).logits, model(input_ids=tokens()).logits)
 
 
-def test_saving_beside_a_plain_base_warns_of_nothing_and_an_adapter_alone_is_no_model(tmp_path, capsys):
+def test_saving_beside_a_plain_base_warns_of_nothing_and_an_adapter_alone_is_no_model(
+    tmp_path, capsys
+):
     """PEFT reads the config of the folder that the base came from, which is of the plain type."""
     tiny_model("llama").save_pretrained(tmp_path / "plain")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
@@ -102,7 +108,9 @@ def test_saving_beside_a_plain_base_warns_of_nothing_and_an_adapter_alone_is_no_
     assert "it holds an adapter of PEFT; load it on its model" in capsys.readouterr().err
 
 
-def test_an_adapter_of_a_saved_conversion_brings_its_residual_and_pefts_own_way_compares_none(tmp_path):
+def test_an_adapter_of_a_saved_conversion_brings_its_residual_and_pefts_own_way_compares_none(
+    tmp_path,
+):
     """What the guide warns of: should PEFT come to compare them, the guide can say so."""
     converted(block=2).save_pretrained(tmp_path / "base")
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora())
@@ -164,11 +172,17 @@ def test_separate_inputs_and_both_orders():
     assert trainable(after) == sum(torch.Size(shape).numel() for shape in report.added.values())
     assert trainable(after) == trainable(after.base_model.model)  # a second time changes nothing
     after(tokens(), labels=tokens()).loss.backward()
-    with_gradient = {name for name, parameter in after.named_parameters() if parameter.grad is not None}
+    with_gradient = {
+        name for name, parameter in after.named_parameters() if parameter.grad is not None
+    }
     assert any("lora" in name for name in with_gradient)
     assert any("residual" in name for name in with_gradient)
     trainable(after, only=True)
-    assert all("residual" in name for name, parameter in after.named_parameters() if parameter.requires_grad)
+    assert all(
+        "residual" in name
+        for name, parameter in after.named_parameters()
+        if parameter.requires_grad
+    )
     revert(after)
     assert verify(after, plain, tokens()).equal
 

@@ -10,13 +10,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import headwater
 from headwater.cli import main
 from headwater.errors import UserError
-from headwater.hf import FLA, KIMI_K3, Layout, convert, export, export_run, from_release, load_released, to_release
+from headwater.hf import (
+    FLA,
+    KIMI_K3,
+    Layout,
+    convert,
+    export,
+    export_run,
+    from_release,
+    load_released,
+    to_release,
+)
 from headwater.hf.formats.folder import fast_tokenizer, write_model
 from headwater.models import Decoder, ModelConfig
 from headwater.models.generate import generate
 from headwater.train.data.tokenizer import ByteTokenizer
 
-naive_attnres = pytest.importorskip("fla.ops.attnres.naive", reason="the oracle is fla-core's reference").naive_attnres
+naive_attnres = pytest.importorskip(
+    "fla.ops.attnres.naive", reason="the oracle is fla-core's reference"
+).naive_attnres
 
 
 def released(release):
@@ -45,7 +57,9 @@ def oracle(weights, release, boundary, eps):
 
     def mix(name):
         proj, norm = weights[f"model.{name}_proj.weight"], weights[f"model.{name}_norm.weight"]
-        return naive_attnres(proj, [*bank, running] if running is not None else bank, norm, rms_eps=eps)
+        return naive_attnres(
+            proj, [*bank, running] if running is not None else bank, norm, rms_eps=eps
+        )
 
     for index, layer in enumerate(body.layers):
         for part, name in enumerate((release.attention, release.mlp)):
@@ -64,8 +78,16 @@ def oracle(weights, release, boundary, eps):
 CASES = [  # config of the release, and where blocks open by its own rule
     (FLA, {"attnres_block_size": 3, "norm_eps": 1e-6}, lambda i: i % 3 == 0),
     (FLA, {"attnres_block_size": 1, "norm_eps": 0.4}, lambda i: True),
-    (KIMI_K3, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5}, lambda i: i % 2 == 0 and (i // 2) % 2 == 0),
-    (KIMI_K3, {"attn_res_block_size": 12, "rms_norm_eps": 0.4}, lambda i: i == 0),  # one partial block
+    (
+        KIMI_K3,
+        {"attn_res_block_size": 2, "rms_norm_eps": 1e-5},
+        lambda i: i % 2 == 0 and (i // 2) % 2 == 0,
+    ),
+    (
+        KIMI_K3,
+        {"attn_res_block_size": 12, "rms_norm_eps": 0.4},
+        lambda i: i == 0,
+    ),  # one partial block
 ]
 
 
@@ -147,31 +169,66 @@ def test_an_exported_model_has_every_setting_of_the_decoder(qk_norm):
 
 def test_a_saved_model_of_headwater_is_exported_with_its_tokenizer(tmp_path):
     torch.manual_seed(0)
-    decoder = Decoder(ModelConfig.named("nano", vocab_size=257, residual="attnres-block:block=3")).eval()
+    decoder = Decoder(
+        ModelConfig.named("nano", vocab_size=257, residual="attnres-block:block=3")
+    ).eval()
     stir(decoder, 0.1)
     decoder.save(tmp_path / "run")
     ByteTokenizer().save(tmp_path / "run")
     model, tokenizer = export_run(tmp_path / "run", out=tmp_path / "out")
     for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
         with torch.no_grad():
-            torch.testing.assert_close(each(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)
-    assert tokenizer.encode("def ") == AutoTokenizer.from_pretrained(tmp_path / "out").encode("def ") == [*b"def "]
+            torch.testing.assert_close(
+                each(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4
+            )
+    assert (
+        tokenizer.encode("def ")
+        == AutoTokenizer.from_pretrained(tmp_path / "out").encode("def ")
+        == [*b"def "]
+    )
     with pytest.raises(UserError, match="not an empty folder"):
         export_run(tmp_path / "run", out=tmp_path / "out")
     with pytest.raises(UserError, match="is a transformers model"):
         export_run(tmp_path / "out")
-    assert main(["convert", str(tmp_path / "run"), "--dtype", "bfloat16", "--out", str(tmp_path / "half")]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "run"),
+                "--dtype",
+                "bfloat16",
+                "--out",
+                str(tmp_path / "half"),
+            ]
+        )
+        == 0
+    )
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b.bfloat16())
+        for a, b in zip(half.parameters(), model.parameters(), strict=True)
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("residual", ["standard", "mhc-lite:streams=2"])  # the latter has a table besides positions
-def test_what_has_no_counterpart_is_exported_as_headwater_s_own_decoder(tmp_path, capsys, residual, tied):
-    shape = {"vocab_size": 257, "shortswa": 4, "value_residual": True, "tie_embeddings": tied, "residual": residual}
+@pytest.mark.parametrize(
+    "residual", ["standard", "mhc-lite:streams=2"]
+)  # the latter has a table besides positions
+def test_what_has_no_counterpart_is_exported_as_headwater_s_own_decoder(
+    tmp_path, capsys, residual, tied
+):
+    shape = {
+        "vocab_size": 257,
+        "shortswa": 4,
+        "value_residual": True,
+        "tie_embeddings": tied,
+        "residual": residual,
+    }
     decoder = Decoder(ModelConfig.named("nano", **shape))
-    for parameter in decoder.parameters():  # a start that any other decoder would have too shows nothing
+    for (
+        parameter
+    ) in decoder.parameters():  # a start that any other decoder would have too shows nothing
         parameter.add_(0.1 * torch.randn(parameter.shape))
     export(decoder.config.to_dict(), decoder.weights(), 256).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -182,7 +239,9 @@ def test_what_has_no_counterpart_is_exported_as_headwater_s_own_decoder(tmp_path
     prompt = tokens()[:1, :5]
     written = model.generate(prompt, max_new_tokens=6, do_sample=False)
     assert torch.equal(written, generate(decoder, prompt, 6, temperature=0.0, stop=256))
-    rest = torch.nn.functional.cross_entropy(model(tokens()).logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten())
+    rest = torch.nn.functional.cross_entropy(
+        model(tokens()).logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()
+    )
     torch.testing.assert_close(model(tokens(), labels=tokens()).loss, rest)
     padded = torch.ones_like(prompt)
     padded[0, 0] = 0

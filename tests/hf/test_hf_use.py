@@ -42,7 +42,9 @@ def padded():
 
 
 def generate(model, inputs, count=64, **options):
-    return model.generate(**inputs, do_sample=False, max_new_tokens=count, min_new_tokens=count, **options)
+    return model.generate(
+        **inputs, do_sample=False, max_new_tokens=count, min_new_tokens=count, **options
+    )
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
@@ -50,21 +52,29 @@ def test_greedy_generation_is_the_same_with_and_without_a_cache(model_type):
     model = tiny_model(model_type)
     convert(model, "attnres-block", block=3)
     stir(model)
-    with_cache = generate(model, padded(), count=24, use_cache=True)  # a window of eight is long full
+    with_cache = generate(
+        model, padded(), count=24, use_cache=True
+    )  # a window of eight is long full
     assert torch.equal(with_cache, generate(model, padded(), count=24, use_cache=False))
 
 
 def test_static_cache_beams_and_padding(model):
     rows = generate(model, padded())
-    assert torch.equal(rows, generate(model, padded(), cache_implementation="static", disable_compile=True))
+    assert torch.equal(
+        rows, generate(model, padded(), cache_implementation="static", disable_compile=True)
+    )
     alone = generate(model, {"input_ids": padded()["input_ids"][1:2, 4:]})
     assert torch.equal(rows[1:2, 4:], alone)
     short = {"do_sample": False, "num_beams": 3, "max_new_tokens": 12}
-    with_cache, without = (model.generate(**padded(), **short, use_cache=use) for use in (True, False))
+    with_cache, without = (
+        model.generate(**padded(), **short, use_cache=use) for use in (True, False)
+    )
     assert torch.equal(with_cache, without)
 
 
-@pytest.mark.parametrize("residual", ["attnres-block:block=3", "attnres-full", "muddformer", "hyper-connections"])
+@pytest.mark.parametrize(
+    "residual", ["attnres-block:block=3", "attnres-full", "muddformer", "hyper-connections"]
+)
 def test_drafts_that_leave_after_a_few_layers(residual):
     """Assisted decoding by the model's own first layers: the head sees what the next layer would have read."""
     model = tiny_model("llama")
@@ -82,7 +92,10 @@ def test_a_residual_that_looks_back_along_tokens_refuses_a_cache():
     model = tiny_model("llama")
     convert(model, "ddl:width=2,compress=token,expand=token")
     assert not model.config.use_cache
-    assert model.generate(tokens(1), do_sample=False, max_new_tokens=3, use_cache=False).shape == (1, 15)
+    assert model.generate(tokens(1), do_sample=False, max_new_tokens=3, use_cache=False).shape == (
+        1,
+        15,
+    )
     with pytest.raises(ValueError, match="looks back along the tokens"):
         model.generate(tokens(1), do_sample=False, max_new_tokens=3, use_cache=True)
 
@@ -109,7 +122,9 @@ def test_gradient_checkpointing_of_both_kinds(residual):
 
 def test_depth_weights_and_hidden_states(model):
     model.set_attn_implementation("eager")  # the others return no attention weights
-    out = model(tokens(), output_depth_weights=True, output_hidden_states=True, output_attentions=True)
+    out = model(
+        tokens(), output_depth_weights=True, output_hidden_states=True, output_attentions=True
+    )
     assert [len(weights) for weights in out.depth_weights] == [1, 2, 2, 2, 3, 3, 3, 4, 4]
     for weights in out.depth_weights:
         torch.testing.assert_close(weights.sum(0), torch.ones_like(weights[0]))
@@ -186,7 +201,9 @@ def test_a_folded_norm_is_the_norm_of_the_scaled_input(model_type):
     norm = tiny_model(model_type).model.norm
     folded, x = foldable(norm, 3.0), 1e-3 * torch.randn(4, 32)
     expected = norm(3.0 * x)
-    torch.testing.assert_close(torch.nn.functional.rms_norm(x, (32,), folded.weight, folded.eps), expected)
+    torch.testing.assert_close(
+        torch.nn.functional.rms_norm(x, (32,), folded.weight, folded.eps), expected
+    )
     torch.testing.assert_close(folded(x), expected)
 
 
@@ -198,9 +215,13 @@ def test_the_kernels_fold_scale_and_norm_into_the_read(model_type):
             "the interpreter is off where there is a GPU; tests/ops/test_kernels_gpu.py covers the kernels there"
         )
     fused, plain = (tiny_model(model_type, num_hidden_layers=2) for _ in range(2))
-    convert(fused, "attnres-block", block=3, backend="triton", check=False)  # `verify` does, on fewer tokens
+    convert(
+        fused, "attnres-block", block=3, backend="triton", check=False
+    )  # `verify` does, on fewer tokens
     called = []
-    norms = [layer.input_layernorm for layer in fused.model.layers[1:]]  # the first may read the embedding as it is
+    norms = [
+        layer.input_layernorm for layer in fused.model.layers[1:]
+    ]  # the first may read the embedding as it is
     for norm in norms:
         norm.forward = lambda x, forward=norm.forward: called.append(1) or forward(x)
     assert verify(fused, plain, tokens(1, 4)).equal
@@ -227,7 +248,9 @@ def test_depth_weights_and_hidden_states_of_the_kernels_with_gradients():
         convert(model, "attnres-block", block=2, backend=backend, check=False)
         stir(model)
         launches.clear()
-        out = model(tokens(1, 4), labels=tokens(1, 4), output_depth_weights=True, output_hidden_states=True)
+        out = model(
+            tokens(1, 4), labels=tokens(1, 4), output_depth_weights=True, output_hidden_states=True
+        )
         (out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)).backward()
         assert (launches["mix"] > 0) == (backend == "triton")
         results.append((out.depth_weights, [parameter.grad for parameter in model.parameters()]))
@@ -239,7 +262,9 @@ def test_depth_weights_and_hidden_states_of_the_kernels_with_gradients():
 def test_compiles_to_one_graph(backend):
     """Also without gradients, where dynamo treats the kernels' functions in another way."""
     if backend == "triton" and torch.cuda.is_available():
-        pytest.skip("the interpreter is off where there is a GPU; tests/hf/test_hf_gpu.py compiles there")
+        pytest.skip(
+            "the interpreter is off where there is a GPU; tests/hf/test_hf_gpu.py compiles there"
+        )
     model = tiny_model("llama", num_hidden_layers=1)
     convert(model, "attnres-block", block=2, backend=backend, check=False)
     stir(model)
@@ -268,7 +293,9 @@ def test_heads_other_than_the_language_model_convert_in_place():
 def test_bf16(model):
     half = copy.deepcopy(model).bfloat16()
     assert half(tokens()).logits.dtype == torch.bfloat16
-    torch.testing.assert_close(half(tokens()).logits.float(), model(tokens()).logits, rtol=0.1, atol=0.05)
+    torch.testing.assert_close(
+        half(tokens()).logits.float(), model(tokens()).logits, rtol=0.1, atol=0.05
+    )
 
 
 @pytest.mark.parametrize("residual", ["attnres-block", "mhc"])
@@ -281,7 +308,9 @@ def test_what_is_added_has_the_dtype_of_the_model(residual):
 
 @pytest.mark.parametrize("residual", ["attnres-block", "muddformer"])
 @pytest.mark.parametrize(
-    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+    "again",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
 )
 def test_a_copied_or_pickled_model_is_a_model_of_its_own(residual, again):
     model, plain = tiny_model("llama"), tiny_model("llama")
@@ -301,7 +330,12 @@ def test_a_copied_or_pickled_model_is_a_model_of_its_own(residual, again):
 
 
 def test_an_8b_shape_converts_on_the_meta_device_in_seconds():
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+    }
     with torch.device("meta"):
         big = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=32, num_key_value_heads=8))
     begin = time.perf_counter()
@@ -332,7 +366,9 @@ def test_a_plain_checkpoint_folder_loads_into_the_converted_class(model, tmp_pat
     plain.save_pretrained(tmp_path)
     converted = copy.deepcopy(plain)
     report = convert(converted, "mhc-lite")  # which has a buffer that is not saved
-    loaded, info = type(converted).from_pretrained(tmp_path, config=converted.config, output_loading_info=True)
+    loaded, info = type(converted).from_pretrained(
+        tmp_path, config=converted.config, output_loading_info=True
+    )
     assert set(info["missing_keys"]) == set(report.added)
     assert not info["unexpected_keys"]
     assert verify(loaded, plain, tokens()).equal
@@ -363,7 +399,9 @@ def test_what_is_saved_keeps_its_block_where_the_default_changes(tmp_path, monke
     model.save_pretrained(tmp_path)
     save_delta(model, tmp_path / "delta.safetensors")
     older = copy.deepcopy(model.config)
-    older.headwater["residual"] = "attnres-block"  # as nothing is saved any more: today's default is written down
+    older.headwater["residual"] = (
+        "attnres-block"  # as nothing is saved any more: today's default is written down
+    )
     assert type(model)(older).config.headwater == model.config.headwater
     monkeypatch.setattr("headwater.residuals.attention.default_block", lambda sublayers: 4)
     loaded, other = AutoModelForCausalLM.from_pretrained(tmp_path), tiny_model("llama")
@@ -406,7 +444,9 @@ def test_a_new_process_without_a_network_loads_it_bit_equal(model, tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(tokens(), tmp_path / "tokens.pt")
     torch.save(model, tmp_path / "whole.pt")  # the whole model, pickled
-    done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path), *WAYS], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path), *WAYS], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     for number in range(len(WAYS)):
         assert torch.equal(torch.load(tmp_path / f"logits{number}.pt"), model(tokens()).logits)
@@ -436,7 +476,9 @@ def test_the_delta_file_holds_the_added_parameters_alone(model, tmp_path):
     wrong = tiny_model("qwen3")
     with pytest.raises(UserError, match="made for the architecture 'llama'"):
         load_delta(wrong, path)
-    with pytest.raises(UserError, match=r"'attnres-block.*made for 8 sublayers, .* To change the number"):
+    with pytest.raises(
+        UserError, match=r"'attnres-block.*made for 8 sublayers, .* To change the number"
+    ):
         load_delta(tiny_model("llama", num_hidden_layers=2), path)
     assert type(wrong).__name__ == "Qwen3ForCausalLM"
 
@@ -445,8 +487,12 @@ def test_hooks_of_accelerate_from_before_the_conversion(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, plain = tiny_model("llama"), tiny_model("llama")
     places = {f"model.layers.{i}": "cpu" for i in range(4)} | {"model.layers.1": "disk"}
-    places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
-    accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    places |= dict.fromkeys(
+        ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu"
+    )
+    accelerate.dispatch_model(
+        model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+    )
     convert(model)
     stir(model)
     reference = copy.deepcopy(plain)
@@ -463,13 +509,19 @@ def test_the_trainer_trains_saves_and_resumes_the_format(tmp_path):
 
     model = tiny_model("llama")
     convert(model)
-    start = {name: p.detach().clone() for name, p in model.named_parameters() if name.endswith("query")}
+    start = {
+        name: p.detach().clone() for name, p in model.named_parameters() if name.endswith("query")
+    }
     settings = TrainingArguments(
         str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, gradient_checkpointing=True,
         save_steps=3, report_to=[], disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in tokens(16)]).train()
-    assert all(not torch.equal(p, start[name]) for name, p in model.named_parameters() if name in start)
+    Trainer(
+        model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in tokens(16)]
+    ).train()
+    assert all(
+        not torch.equal(p, start[name]) for name, p in model.named_parameters() if name in start
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
     assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
 
@@ -497,7 +549,9 @@ def test_the_command_line_converts_and_verifies(tmp_path, capsys):
     plain, out = tmp_path / "plain", tmp_path / "out"
     tiny_model("llama").save_pretrained(plain)
     (plain / "tokenizer.json").write_text("{}")
-    assert main(["convert", str(plain), "--out", str(out), "--residual", "attnres-block:block=2"]) == 0
+    assert (
+        main(["convert", str(plain), "--out", str(out), "--residual", "attnres-block:block=2"]) == 0
+    )
     assert "model.layers.3.mlp: sublayer 7" in capsys.readouterr().out
     assert (out / "tokenizer.json").is_file()
     assert main(["verify", str(plain), str(out)]) == 0

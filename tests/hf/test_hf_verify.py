@@ -27,12 +27,19 @@ def pair(model_type, dtype, tmp_path):
     return [AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype) for _ in range(2)]
 
 
-HALVES = [(name, torch.bfloat16) for name in ("llama", "gemma2", "olmo2", "gpt_neox", "granite", "qwen3_moe", "lfm2")]
-HALVES += [(name, torch.float16) for name in ("llama", "gemma2", "qwen3_moe")]  # its rounding shows an eighth as much
+HALVES = [
+    (name, torch.bfloat16)
+    for name in ("llama", "gemma2", "olmo2", "gpt_neox", "granite", "qwen3_moe", "lfm2")
+]
+HALVES += [
+    (name, torch.float16) for name in ("llama", "gemma2", "qwen3_moe")
+]  # its rounding shows an eighth as much
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), HALVES)
-def test_half_precision_is_judged_by_the_plain_model_s_distance_from_fp32(model_type, dtype, tmp_path):
+def test_half_precision_is_judged_by_the_plain_model_s_distance_from_fp32(
+    model_type, dtype, tmp_path
+):
     model, plain = pair(model_type, dtype, tmp_path)
     convert(model, "attnres-block", block=3)
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
@@ -42,7 +49,9 @@ def test_half_precision_is_judged_by_the_plain_model_s_distance_from_fp32(model_
     if dtype is torch.bfloat16:
         assert result.kl > KL_LIMIT / 2  # the limit of fp32 would not do, or hardly
         assert result.whole.limit > KL_LIMIT
-    assert {name for name, tensor in plain.state_dict().items() if not torch.equal(tensor, before[name])} == set()
+    assert {
+        name for name, tensor in plain.state_dict().items() if not torch.equal(tensor, before[name])
+    } == set()
     stir(model, 0.2)
     assert not verify(model, plain, tokens(4, 24)).equal
 
@@ -65,7 +74,11 @@ def test_few_tokens_in_half_precision_are_no_false_alarm(count):
     truth = 3 * torch.randn(100, 256, 16, generator=generator, dtype=torch.float64)
 
     def rounded(factor):
-        each = 0.01 * factor * torch.randn(100, 256, 1, generator=generator, dtype=torch.float64).mul(0.7).exp()
+        each = (
+            0.01
+            * factor
+            * torch.randn(100, 256, 1, generator=generator, dtype=torch.float64).mul(0.7).exp()
+        )
         return truth + each * torch.randn(truth.shape, generator=generator, dtype=torch.float64)
 
     plain, ours, wrong = rounded(1), rounded(1), rounded(15)
@@ -73,7 +86,9 @@ def test_few_tokens_in_half_precision_are_no_false_alarm(count):
 
     def judged(logits):
         kinds = [[_kl(p, t), _kl(p[few], t[few])] for p, t in zip(plain, truth, strict=True)]
-        return [_distance(o[few], t[few], kl) for o, t, kl in zip(logits, truth, kinds, strict=True)]
+        return [
+            _distance(o[few], t[few], kl) for o, t, kl in zip(logits, truth, kinds, strict=True)
+        ]
 
     assert sum(not distance.equal for distance in judged(ours)) <= 1  # of a hundred
     assert sum(distance.equal for distance in judged(wrong)) <= 5
@@ -88,7 +103,9 @@ def test_a_reference_in_fp32_gives_the_same_verdict(tmp_path):
     with torch.no_grad():
         for parameter in truth.parameters():
             parameter.copy_(parameter.bfloat16())
-    assert verify(model, plain, tokens(4, 24)).kl == pytest.approx(verify(model, truth, tokens(4, 24)).kl)
+    assert verify(model, plain, tokens(4, 24)).kl == pytest.approx(
+        verify(model, truth, tokens(4, 24)).kl
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,7 +132,9 @@ def test_the_limit_is_a_millionth_of_a_nat():
 
 def test_the_command_takes_as_many_tokens_and_the_seed_that_it_is_given(monkeypatch, capsys):
     given = []
-    monkeypatch.setattr(folder, "verify_folders", lambda *words: given.append(words) or SimpleNamespace(equal=True))
+    monkeypatch.setattr(
+        folder, "verify_folders", lambda *words: given.append(words) or SimpleNamespace(equal=True)
+    )
     words = ["--tokens", "9", "--seed", "4", "--dtype", "bfloat16", "--device", "cpu"]
     assert main(["verify", "one", "two", *words]) == 0
     assert given == [(Path("one"), Path("two"), 9, 4, "bfloat16", "cpu")]

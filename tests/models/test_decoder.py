@@ -19,7 +19,9 @@ from headwater.residuals import names
 
 
 def test_parameter_and_flop_counts_are_those_of_the_modules():
-    config = ModelConfig(vocab_size=50, dim=32, layers=3, heads=4, kv_heads=2, mlp_dim=64, context=16)
+    config = ModelConfig(
+        vocab_size=50, dim=32, layers=3, heads=4, kv_heads=2, mlp_dim=64, context=16
+    )
     model = Decoder(config)
     attention, mlp = 32 * 32 * 2 + 32 * 16 * 2, 3 * 32 * 64
     assert model.parameter_count()["total"] == 2 * 50 * 32 + 3 * (attention + mlp) + 7 * 32
@@ -31,13 +33,20 @@ def test_flops_agree_with_pytorchs_counter():
     """FlopCounterMode sees matrix products; attention there is not halved for causality."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = Decoder(ModelConfig(vocab_size=50, dim=32, layers=3, heads=4, kv_heads=4, mlp_dim=64, context=16))
+    model = Decoder(
+        ModelConfig(vocab_size=50, dim=32, layers=3, heads=4, kv_heads=4, mlp_dim=64, context=16)
+    )
     tokens = torch.randint(0, 50, (2, 16))
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
         model(tokens).sum().backward()
     causal_half = 3 * 3 * 2 * 16 * 32
     adds = 3 * model.residual.flops_per_token()
-    assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32 - causal_half + adds, rel=1e-6)
+    assert model.flops_per_token() == pytest.approx(
+        counter.get_total_flops() / 32 - causal_half + adds, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("depth_start", [True, False])
@@ -50,9 +59,13 @@ def test_weights_start_at_the_scale_that_they_say(depth_start):
         for name, linear in sublayer.body.named_children():
             if isinstance(linear, torch.nn.Linear):
                 found[f"{i}.{name}"] = linear.weight
-                expected[f"{i}.{name}"] = (linear.in_features * (6 if name == "output" and depth_start else 1)) ** -0.5
+                expected[f"{i}.{name}"] = (
+                    linear.in_features * (6 if name == "output" and depth_start else 1)
+                ) ** -0.5
     expected |= {"embedding": 1.0, "head": 0.02}
-    assert {name: weight.std().item() for name, weight in found.items()} == pytest.approx(expected, rel=0.03)
+    assert {name: weight.std().item() for name, weight in found.items()} == pytest.approx(
+        expected, rel=0.03
+    )
 
 
 def test_a_decoder_is_its_formula():
@@ -76,7 +89,14 @@ def test_a_decoder_is_its_formula():
 def test_attention_is_its_formula():
     """Grouped queries, norms of queries and keys before their rotation, written with complex numbers and loops."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 8, "dim": 32, "heads": 4, "kv_heads": 2, "context": 8, "rope_theta": 50.0}
+    shape = {
+        "vocab_size": 8,
+        "dim": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "context": 8,
+        "rope_theta": 50.0,
+    }
     config = ModelConfig(**shape, qk_norm=True, norm_eps=0.1)
     attention, x = Attention(config).double(), torch.randn(1, 6, 32, dtype=torch.float64)
     rotary = Rotary(config.head_dim, 8, config.rope_theta)(0, 6)
@@ -86,8 +106,12 @@ def test_attention_is_its_formula():
 
         def turned(head, t, norm):
             normed = head / (head.square().mean() + 0.1).sqrt() * norm.weight
-            angle = torch.tensor([t * 50.0 ** (-pair / 4) for pair in range(4)], dtype=torch.float64)
-            pairs = torch.complex(normed[:4], normed[4:]) * torch.polar(torch.ones_like(angle), angle)
+            angle = torch.tensor(
+                [t * 50.0 ** (-pair / 4) for pair in range(4)], dtype=torch.float64
+            )
+            pairs = torch.complex(normed[:4], normed[4:]) * torch.polar(
+                torch.ones_like(angle), angle
+            )
             return torch.cat((pairs.real, pairs.imag))
 
         def heads(linear, t):
@@ -98,12 +122,17 @@ def test_attention_is_its_formula():
             for h, query in enumerate(heads(attention.query, t)):
                 q = turned(query, t, attention.query_norm)
                 keys = torch.stack(
-                    [turned(heads(attention.key, s)[h // 2], s, attention.key_norm) for s in range(t + 1)]
+                    [
+                        turned(heads(attention.key, s)[h // 2], s, attention.key_norm)
+                        for s in range(t + 1)
+                    ]
                 )
                 values = torch.stack([heads(attention.value, s)[h // 2] for s in range(t + 1)])
                 out[t, h] = (keys @ q / 8**0.5).softmax(0) @ values
         y, _ = attention(x, rotary)
-    torch.testing.assert_close(y[0], out.flatten(1) @ attention.output.weight.T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        y[0], out.flatten(1) @ attention.output.weight.T, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_parts_of_a_product_are_put_together_by_one_node():
@@ -116,7 +145,11 @@ def test_parts_of_a_product_are_put_together_by_one_node():
 
     traced = make_fx(lambda x: gradient(x, Split.apply))(x)
     wanted = gradient(x, lambda x, sizes: x.split(sizes, -1))
-    for found in (gradient(x, Split.apply), traced(x), gradient(x, torch.compile(Split.apply, backend="aot_eager"))):
+    for found in (
+        gradient(x, Split.apply),
+        traced(x),
+        gradient(x, torch.compile(Split.apply, backend="aot_eager")),
+    ):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     targets = [str(node.target) for node in traced.graph.nodes]
     assert targets.count("headwater.join_parts.default") == 1
@@ -140,7 +173,15 @@ def test_under_autocast_the_stream_has_the_sublayers_dtype_unless_fp32_is_asked_
 @pytest.mark.parametrize("pattern", ["attention", "attention:shortswa", "kda:mla"])
 def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(pattern):
     """As loops with FSDP2 do it: rotary tables and what routers have counted are in no checkpoint."""
-    shape = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32, "layers": 2, "context": 16, "vocab_size": 32}
+    shape = {
+        "dim": 16,
+        "heads": 2,
+        "kv_heads": 2,
+        "mlp_dim": 32,
+        "layers": 2,
+        "context": 16,
+        "vocab_size": 32,
+    }
     mixers = {
         "kda_heads": 2,
         "kda_head_dim": 8,
@@ -214,15 +255,22 @@ def test_a_file_that_does_not_fit_is_named(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     weights["norm.weight"] = torch.ones(5)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"norm.weight is \(32,\) in the model and \(5,\) in the file"):
+    with pytest.raises(
+        ValueError, match=r"norm.weight is \(32,\) in the model and \(5,\) in the file"
+    ):
         Decoder.load(tmp_path)
     weights["extra"] = weights.pop("norm.weight")
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing \['norm.weight'\], not expected \['extra'\]\. They must be"):
-        Decoder.load(tmp_path)
-    save_file({name: weights[name] for name in sorted(weights)[:-7]}, tmp_path / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"missing \['.*'\] and 3 more, .* a model with the same settings, such as its"
+        ValueError, match=r"missing \['norm.weight'\], not expected \['extra'\]\. They must be"
+    ):
+        Decoder.load(tmp_path)
+    save_file(
+        {name: weights[name] for name in sorted(weights)[:-7]}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"missing \['.*'\] and 3 more, .* a model with the same settings, such as its",
     ):
         Decoder.load(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -234,7 +282,15 @@ def test_a_file_that_does_not_fit_is_named(tmp_path):
 @pytest.mark.parametrize("settings", [{"qk_norm": True}, {"kv_heads": 4}, {"tie_embeddings": True}])
 def test_cached_logits_equal_uncached_logits_chunk_by_chunk(settings):
     torch.manual_seed(0)
-    shape = {"vocab_size": 48, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_dim": 48, "context": 32}
+    shape = {
+        "vocab_size": 48,
+        "dim": 32,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "mlp_dim": 48,
+        "context": 32,
+    }
     model = Decoder(ModelConfig(**{**shape, **settings}))
     tokens = tokens_of(length=20)
     cache = model.new_cache()
@@ -258,8 +314,12 @@ def test_what_the_head_sees_of_the_last_token_alone():
     ):
         model, reads = model_of(spec, scatter=True, layers=2), []
         whole = model.hidden(tokens_of())
-        torch.testing.assert_close(model.hidden(tokens_of(), last=True), whole[:, -1:], atol=1e-5, rtol=1e-5, msg=spec)
-        model.norm.register_forward_pre_hook(lambda module, words, reads=reads: reads.append(words[0].shape[1]))
+        torch.testing.assert_close(
+            model.hidden(tokens_of(), last=True), whole[:, -1:], atol=1e-5, rtol=1e-5, msg=spec
+        )
+        model.norm.register_forward_pre_hook(
+            lambda module, words, reads=reads: reads.append(words[0].shape[1])
+        )
         model.hidden(tokens_of(), last=True)
         if spec.startswith(("attnres", "standard")):
             assert reads == [1], spec
@@ -290,7 +350,9 @@ def test_sampling_respects_its_limits():
     assert counts[3] == 0  # a logit below zero grows smaller too
     for temperature in (0.5, 1.0, 3.0):
         found = [token == 0 for token in drawn_by_rows(logits, 500, temperature=temperature)]
-        assert sum(found) / 500 == pytest.approx((logits[0] / temperature).softmax(-1)[0].item(), abs=0.06)
+        assert sum(found) / 500 == pytest.approx(
+            (logits[0] / temperature).softmax(-1)[0].item(), abs=0.06
+        )
 
 
 def test_a_draw_has_the_softmaxs_shares():
@@ -306,7 +368,9 @@ def test_a_draw_has_the_softmaxs_shares():
         wanted = logits.softmax(-1) * len(found)
         chi = ((torch.bincount(found, minlength=200) - wanted).square() / wanted).sum()
         assert abs(chi - 199) < 4 * (2 * 199) ** 0.5
-    assert (first == second).float().mean() == pytest.approx(logits.softmax(-1).square().sum().item(), abs=0.004)
+    assert (first == second).float().mean() == pytest.approx(
+        logits.softmax(-1).square().sum().item(), abs=0.004
+    )
 
 
 def test_what_was_drawn_counts_as_seen():
@@ -368,4 +432,6 @@ def test_generation_refuses_what_cannot_work(settings, message):
 )
 def test_shapes_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig(**{"vocab_size": 10, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, **settings})
+        ModelConfig(
+            **{"vocab_size": 10, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, **settings}
+        )

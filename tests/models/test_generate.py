@@ -17,7 +17,9 @@ from headwater.residuals import names
 from headwater.train.data.tokenizer import ByteTokenizer
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [19], [20, 21, 22]]
-TOKEN_CONVOLUTIONS = "ddl:width=2,compress=token,expand=token"  # residuals may look back along the tokens too
+TOKEN_CONVOLUTIONS = (
+    "ddl:width=2,compress=token,expand=token"  # residuals may look back along the tokens too
+)
 MODELS = {
     **{name: (name, {}) for name in names()},
     "looks back": (TOKEN_CONVOLUTIONS, {}),
@@ -43,7 +45,12 @@ def test_rows_of_any_length_are_what_each_is_alone(kind):
         assert len(row) == len(prompt) + 8
 
 
-LONG = ("standard", "attnres-block", "looks back", "kimi")  # a cache of each kind; other residuals fill one of these
+LONG = (
+    "standard",
+    "attnres-block",
+    "looks back",
+    "kimi",
+)  # a cache of each kind; other residuals fill one of these
 
 
 @pytest.mark.parametrize("kind", [*names(), "looks back", "kimi"])
@@ -57,7 +64,9 @@ def test_tokens_drawn_one_by_one_are_those_of_a_single_pass(kind):
     text = torch.tensor(generate(model, [[1, 2, 3, 4]], count, temperature=0.0))
     with torch.no_grad():
         cache = model.new_cache()
-        portions = torch.cat([model.hidden(part, cache) for part in text.split(count * 2 // 5, 1)], 1)
+        portions = torch.cat(
+            [model.hidden(part, cache) for part in text.split(count * 2 // 5, 1)], 1
+        )
         for hidden in (model.hidden(text), portions):
             assert torch.equal(model.head(hidden[:, 3:-1]).argmax(-1), text[:, 4:])
 
@@ -70,12 +79,16 @@ def test_a_row_draws_as_if_it_were_alone():
 
 
 @pytest.mark.parametrize("kind", ["attnres-full", "looks back", "kimi"])
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}]
+)
 def test_the_same_tokens_are_drawn_without_a_cache(kind, settings):
     """Then every row is read by itself and from its first token on, for every token."""
     spec, shape = MODELS[kind]
     model = model_of(spec, scatter=True, **shape)
-    assert generate(model, PROMPTS, 8, **settings) == generate(model, PROMPTS, 8, use_cache=False, **settings)
+    assert generate(model, PROMPTS, 8, **settings) == generate(
+        model, PROMPTS, 8, use_cache=False, **settings
+    )
 
 
 def test_each_row_stops_by_itself():
@@ -86,7 +99,9 @@ def test_each_row_stops_by_itself():
     for row, whole, prompt in zip(found, free, PROMPTS):
         new = whole[len(prompt) :]
         assert row == prompt + (new[: new.index(stop) + 1] if stop in new else new)
-    steps = list(stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row))
+    steps = list(
+        stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row)
+    )
     assert [sum(step[row] is not None for step in steps) for row in range(5)] == [1, 2, 3, 4, 5]
     assert len(steps) == 5
 
@@ -108,7 +123,9 @@ def test_the_cache_has_its_size_at_once(kind, prompts, monkeypatch):
     monkeypatch.setattr(model, "fixed_cache", fixed)
     places = []
     for _ in stream(model, prompts, 30, Sampling(temperature=0.0)):
-        kept = (getattr(entry, name, None) for entry in made[0] for name in ("keys", "values", "latent"))
+        kept = (
+            getattr(entry, name, None) for entry in made[0] for name in ("keys", "values", "latent")
+        )
         places.append([(t.data_ptr(), t.untyped_storage().nbytes()) for t in kept if t is not None])
     assert len(places) == 30
     assert places[0]
@@ -118,7 +135,9 @@ def test_the_cache_has_its_size_at_once(kind, prompts, monkeypatch):
 
 
 def addresses(entries):
-    kept = (getattr(entry, name, None) for entry in entries for name in ("keys", "values", "latent"))
+    kept = (
+        getattr(entry, name, None) for entry in entries for name in ("keys", "values", "latent")
+    )
     return [t.data_ptr() for t in kept if t is not None]
 
 
@@ -132,12 +151,16 @@ def test_between_two_steps_of_a_stream_the_model_is_as_its_owner_has_it():
     assert not any(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 3, "repetition_penalty": 2.0}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {}, {"top_k": 3, "repetition_penalty": 2.0}]
+)
 def test_logits_that_are_no_numbers_are_named(settings):
     model = model_of("standard", scatter=True)
     model.embedding.weight.data[7] = torch.nan  # of a token that one prompt alone has
     assert len(generate(model, [[1, 2], [3]], 1, **settings)[0]) == 3
-    with pytest.raises(ValueError, match="after 0 new tokens the logits of prompt 1 are not numbers"):
+    with pytest.raises(
+        ValueError, match="after 0 new tokens the logits of prompt 1 are not numbers"
+    ):
         generate(model, [[1, 2], [3, 7, 4]], 3, **settings)
 
 
@@ -145,17 +168,33 @@ def test_logits_that_are_no_numbers_are_named(settings):
     ("prompts", "settings", "message"),
     [
         ([], {}, "there is no prompt"),
-        (torch.tensor([1, 2]), {}, r"tokens must be \(batch, length\) with at least one token, got \(2,\)"),
+        (
+            torch.tensor([1, 2]),
+            {},
+            r"tokens must be \(batch, length\) with at least one token, got \(2,\)",
+        ),
         ([1, 2], {}, "tokens must be a list of prompts, each a list of tokens; got one prompt"),
         ("def", {}, "tokens must be numbers, got text: encode it"),
         (["def"], {}, "tokens must be numbers, got text: encode it"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1], [VOCAB]], {}, f"prompt 1 has tokens outside of the vocabulary of {VOCAB}"),
-        ([[1], list(range(30))], {}, "a prompt of 30 tokens and 4 new ones exceed the context of 32: lower .* to 2"),
-        ([[1] * 40], {}, "a prompt of 40 tokens and 4 new ones exceed the context of 32: shorten the prompt"),
+        (
+            [[1], list(range(30))],
+            {},
+            "a prompt of 30 tokens and 4 new ones exceed the context of 32: lower .* to 2",
+        ),
+        (
+            [[1] * 40],
+            {},
+            "a prompt of 40 tokens and 4 new ones exceed the context of 32: shorten the prompt",
+        ),
         ([[1]], {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
         ([[1]], {"min_p": 1.5}, "min_p must lie in"),
-        ([[1]], {"temperature": 1e-40}, "temperature must be 0 .* or a number from 1e-30 on, got 1e-40"),
+        (
+            [[1]],
+            {"temperature": 1e-40},
+            "temperature must be 0 .* or a number from 1e-30 on, got 1e-40",
+        ),
         ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be a positive number, got 0"),
     ],
 )
@@ -212,12 +251,20 @@ def test_stop_words_and_half_characters_are_held_back():
 
 
 def test_texts_are_continued_together():
-    model, tokenizer = model_of("attnres-full", scatter=True, vocab_size=320, context=64), ByteTokenizer()
+    model, tokenizer = (
+        model_of("attnres-full", scatter=True, vocab_size=320, context=64),
+        ByteTokenizer(),
+    )
     greedy = Sampling(temperature=0.0)
     prompts = ["one", "", "a longer prompt"]
-    texts = ["".join(pieces) for pieces in zip(*continue_texts(model, tokenizer, prompts, 16, greedy))]
+    texts = [
+        "".join(pieces) for pieces in zip(*continue_texts(model, tokenizer, prompts, 16, greedy))
+    ]
     for prompt, text in zip(prompts, texts):
-        assert "".join(piece for (piece,) in continue_texts(model, tokenizer, [prompt], 16, greedy)) == text
+        assert (
+            "".join(piece for (piece,) in continue_texts(model, tokenizer, [prompt], 16, greedy))
+            == text
+        )
     assert any(texts)
 
 
@@ -225,7 +272,9 @@ def test_portions_fit_the_free_memory():
     """Half of what is free beside the cache; whole where it fits; never so small that weights are all one reads."""
     model = model_of("attnres-block:block=2", context=10**6)
     each, cache = bytes_per_token(model), cache_bytes(model, 2, 10000)
-    assert cache == 2 * 10000 * 4 * (2 * 2 * 8) * 4  # rows, tokens, layers, keys and values of two heads of 8, fp32
+    assert (
+        cache == 2 * 10000 * 4 * (2 * 2 * 8) * 4
+    )  # rows, tokens, layers, keys and values of two heads of 8, fp32
     assert choose_chunk(model, 2, 10000, free=cache + 2 * 2 * each * 1300) == 1280
     assert choose_chunk(model, 2, 10000, free=cache + 2 * 2 * each * 10000) is None
     assert choose_chunk(model, 2, 10000, free=cache) == 256
@@ -238,7 +287,9 @@ def test_a_cache_that_the_gpu_has_no_room_for_is_refused():
     model.embedding = torch.nn.Identity()
     model.embedding.weight = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 4)
     cache = cache_bytes(model, 4, 10**6)
-    with pytest.raises(ValueError, match=r"takes 1\.9 GiB, and 1\.2 GiB are free: take at most 2 prompts"):
+    with pytest.raises(
+        ValueError, match=r"takes 1\.9 GiB, and 1\.2 GiB are free: take at most 2 prompts"
+    ):
         choose_chunk(model, 4, 10**6, free=cache * 5 // 8)
     with pytest.raises(ValueError, match="free: lower max_new_tokens, or shorten the prompts"):
         choose_chunk(model, 4, 10**6, free=cache // 5)
@@ -249,11 +300,15 @@ def test_what_is_free_is_asked(monkeypatch):
     monkeypatch.setattr(prefill, "free_bytes", lambda device: asked.append(device.type) or 0)
     hidden, read = Decoder.hidden, []
     monkeypatch.setattr(
-        Decoder, "hidden", lambda *words, **ways: read.append(words[1].shape[1]) or hidden(*words, **ways)
+        Decoder,
+        "hidden",
+        lambda *words, **ways: read.append(words[1].shape[1]) or hidden(*words, **ways),
     )
     monkeypatch.setattr(prefill, "LEAST", 4)
     generate(model, [[1] * 10], 2, temperature=0.0)
     assert asked == ["cpu"]
     assert read == [4, 4, 2, 1]
-    with pytest.raises(ValueError, match="prefill_chunk must be a number of tokens or 'auto', got 'most'"):
+    with pytest.raises(
+        ValueError, match="prefill_chunk must be a number of tokens or 'auto', got 'most'"
+    ):
         generate(model, [[1]], 1, prefill_chunk="most")

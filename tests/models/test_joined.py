@@ -41,7 +41,10 @@ SETTINGS = [
     ({"spec": "standard", "value_residual": True}, 2),  # whose values have a second reader
     ({"spec": "standard", "shortswa": 3}, 4),
     ({"spec": "standard", "qk_norm": True}, 0),  # a norm is between
-    ({"spec": "deepcrossattention"}, 1),  # three inputs, but for the first, have no product in common
+    (
+        {"spec": "deepcrossattention"},
+        1,
+    ),  # three inputs, but for the first, have no product in common
 ]
 
 
@@ -100,7 +103,9 @@ def test_on_a_cpu_and_in_fp64_the_reference_runs():
 def test_a_compiled_step_takes_the_kernels_and_errs_no_more(monkeypatch, shape):
     """bf16 under autocast, layers compiled: every gradient beside fp32's, at most twice as far as without them."""
     settings = {"vocab_size": 64, "dim": 128, "layers": 2, "mlp_dim": 512, "context": 64, **shape}
-    tokens = torch.randint(0, 64, (4, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    tokens = torch.randint(
+        0, 64, (4, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(1)
+    )
 
     def step(backend, half):
         for body in (Attention, SwiGLU):
@@ -116,7 +121,9 @@ def test_a_compiled_step_takes_the_kernels_and_errs_no_more(monkeypatch, shape):
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
     truth = step("reference", half=False)
-    for mine, other, exact in zip(step("auto", half=True), step("reference", half=True), truth, strict=True):
+    for mine, other, exact in zip(
+        step("auto", half=True), step("reference", half=True), truth, strict=True
+    ):
         assert (mine - exact).norm() <= 2 * (other - exact).norm() + 1e-3 * exact.norm()
 
 
@@ -124,7 +131,9 @@ def test_a_compiled_step_takes_the_kernels_and_errs_no_more(monkeypatch, shape):
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_a_step_can_be_captured_and_repeats_bit_by_bit():
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(vocab_size=64, dim=128, layers=2, heads=2, kv_heads=2, mlp_dim=344, context=64))
+    model = Decoder(
+        ModelConfig(vocab_size=64, dim=128, layers=2, heads=2, kv_heads=2, mlp_dim=344, context=64)
+    )
     model = model.to("cuda", torch.bfloat16)
     tokens = torch.randint(0, 64, (4, 64), device="cuda")
 

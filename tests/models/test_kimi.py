@@ -32,7 +32,15 @@ def test_the_published_model_has_the_published_counts():
     assert parts == {"kda": 39_514_272, "mlp": 63_700_992, "moe": 1_819_607_040, "mla": 29_114_880}
     # Published is a pair of 2304 numbers for each of 55 reads; the first has one source, hence here no parameters.
     assert count["residual"] == 253_440 - 2 * 2304
-    assert [i // 2 for i, kind in enumerate(model.config.kinds) if kind == "mla"] == [3, 7, 11, 15, 19, 23, 26]
+    assert [i // 2 for i, kind in enumerate(model.config.kinds) if kind == "mla"] == [
+        3,
+        7,
+        11,
+        15,
+        19,
+        23,
+        26,
+    ]
     assert model.residual.num_sources(54) == 10  # nine blocks and the embedding
 
 
@@ -70,7 +78,10 @@ def test_a_pattern_is_written_as_it_was_read(pattern):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pattern": "kda:mamba"}, "'mamba' in the pattern 'kda:mamba' names no layer. Valid: attention, kda, mla"),
+        (
+            {"pattern": "kda:mamba"},
+            "'mamba' in the pattern 'kda:mamba' names no layer. Valid: attention, kda, mla",
+        ),
         ({"pattern": "kda:"}, "names no layer"),
         ({"pattern": "mlp"}, "names no layer"),
         ({"pattern": "kda+mlp+moe"}, "names no layer"),
@@ -110,13 +121,21 @@ def test_every_residual_trains_and_decodes_it(spec):
         torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=1e-5, msg=name)
     cache = model.new_cache()
     with torch.no_grad():
-        pieces = [model(tokens[:, a:b], cache) for a, b in [(0, 9), (9, 10), (10, 17), (17, 18), (18, 19), (19, 20)]]
+        pieces = [
+            model(tokens[:, a:b], cache)
+            for a, b in [(0, 9), (9, 10), (10, 17), (17, 18), (18, 19), (19, 20)]
+        ]
     torch.testing.assert_close(torch.cat(pieces, 1), logits, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("settings", [{"kda_gate": "bounded"}, {"shortswa": 3}, {"pattern": "kda:attention"}])
+@pytest.mark.parametrize(
+    "settings", [{"kda_gate": "bounded"}, {"shortswa": 3}, {"pattern": "kda:attention"}]
+)
 def test_parts_mix(settings, tmp_path):
-    model, prompt = model_of("attnres-block", scatter=True, **{**KIMI, **settings}), tokens_of(length=5)
+    model, prompt = (
+        model_of("attnres-block", scatter=True, **{**KIMI, **settings}),
+        tokens_of(length=5),
+    )
     assert torch.equal(generate(model, prompt, 12), generate(model, prompt, 12, use_cache=False))
     model.save(tmp_path)
     assert torch.equal(Decoder.load(tmp_path)(prompt), model(prompt))
@@ -157,15 +176,22 @@ def test_a_cache_is_as_small_as_promised():
 
 
 def test_absorbed_decoding_is_the_plain_one(monkeypatch):
-    model, tokens = model_of("standard", scatter=True, **{**KIMI, "pattern": "mla"}), tokens_of(length=20)
+    model, tokens = (
+        model_of("standard", scatter=True, **{**KIMI, "pattern": "mla"}),
+        tokens_of(length=20),
+    )
     called = []
     absorbed = MLA._absorbed
-    monkeypatch.setattr(MLA, "_absorbed", lambda self, *args: called.append(1) or absorbed(self, *args))
+    monkeypatch.setattr(
+        MLA, "_absorbed", lambda self, *args: called.append(1) or absorbed(self, *args)
+    )
 
     def decode(limit):
         monkeypatch.setattr("headwater.models.mla.ABSORBED", limit)
         cache = model.new_cache()
-        return torch.cat([model(tokens[:, a:b], cache) for a, b in [(0, 10), (10, 11), (11, 18), (18, 20)]], 1)
+        return torch.cat(
+            [model(tokens[:, a:b], cache) for a, b in [(0, 10), (10, 11), (11, 18), (18, 20)]], 1
+        )
 
     plain = decode(0)
     assert not called
@@ -176,16 +202,26 @@ def test_absorbed_decoding_is_the_plain_one(monkeypatch):
 def test_flops_count_what_a_token_meets():
     base = model_of("standard", **{**KIMI, "experts": 4}).flops_per_token()
     more = model_of("standard", **{**KIMI, "experts": 8, "expert_dim": 16}).flops_per_token()
-    assert more - base == 3 * 2 * 3 * 4 * 32  # of the router alone: four more scores in each of three layers
-    assert model_of("standard", **{**KIMI, "experts_per_token": 1, "expert_dim": 16}).flops_per_token() < base
+    assert (
+        more - base == 3 * 2 * 3 * 4 * 32
+    )  # of the router alone: four more scores in each of three layers
+    assert (
+        model_of("standard", **{**KIMI, "experts_per_token": 1, "expert_dim": 16}).flops_per_token()
+        < base
+    )
 
 
 def test_convolutions_and_decays_do_not_decay():
     model = model_of("standard", **KIMI)
     known = {id(p): name for name, p in model.named_parameters()}
-    groups = {group: {known[id(p)].split("body.")[-1] for p in ps} for group, ps in sort_parameters(model).items()}
+    groups = {
+        group: {known[id(p)].split("body.")[-1] for p in ps}
+        for group, ps in sort_parameters(model).items()
+    }
     assert {"query_conv.weight", "decay.rate", "decay.bias", "norm.weight"} <= groups["rest"]
-    assert {"experts.gate", "experts.output", "router.weight", "decay_up.weight"} <= groups["matrices"]
+    assert {"experts.gate", "experts.output", "router.weight", "decay_up.weight"} <= groups[
+        "matrices"
+    ]
 
 
 def test_a_decay_starts_within_its_range():

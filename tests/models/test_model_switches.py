@@ -45,7 +45,9 @@ def test_a_window_s_cache_keeps_only_what_the_next_token_sees():
     torch.testing.assert_close(torch.cat(read, dim=1), model(tokens), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("spec", [name for name in names() if name not in ("elc-bert", "vertical-attention")])
+@pytest.mark.parametrize(
+    "spec", [name for name in names() if name not in ("elc-bert", "vertical-attention")]
+)
 def test_every_residual_takes_three_sublayers_a_layer(spec):
     model = model_of(spec, shortswa=3)
     assert model.config.kinds == ("shortswa", "attention", "mlp") * 4
@@ -73,7 +75,9 @@ def test_a_short_window_sees_only_its_tokens():
     for t in range(7):
         seen = slice(max(0, t - 2), t + 1)
         weights = (q[..., t : t + 1, :] @ k[..., seen, :].mT / 2).softmax(-1)
-        torch.testing.assert_close(out[..., t : t + 1, :], weights @ v[..., seen, :], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            out[..., t : t + 1, :], weights @ v[..., seen, :], atol=1e-6, rtol=1e-6
+        )
     assert window_mask(2, 4, 2).tolist() == [[False, True, True, False], [False, False, True, True]]
 
 
@@ -111,12 +115,26 @@ def test_deepnorm_starts_its_sublayers_smaller():
 
 
 def test_flops_count_the_window():
-    shape = {"vocab_size": 10, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "mlp_dim": 16, "context": 32}
-    with_window, without = (Decoder(ModelConfig(**shape, shortswa=w)).flops_per_token() for w in (8, None))
+    shape = {
+        "vocab_size": 10,
+        "dim": 16,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 2,
+        "mlp_dim": 16,
+        "context": 32,
+    }
+    with_window, without = (
+        Decoder(ModelConfig(**shape, shortswa=w)).flops_per_token() for w in (8, None)
+    )
     matrices, scores, adds = 2 * 4 * 16 * 16, 4 * 8 * 16, 2 * 16
     assert with_window - without == 3 * 2 * (matrices + scores + adds)
-    with_window, without = (Decoder(ModelConfig(**shape, shortswa=w)).flops_per_token(4) for w in (8, None))
-    assert with_window - without == 3 * 2 * (matrices + 4 * 4 * 16 + adds)  # no more tokens than there are
+    with_window, without = (
+        Decoder(ModelConfig(**shape, shortswa=w)).flops_per_token(4) for w in (8, None)
+    )
+    assert with_window - without == 3 * 2 * (
+        matrices + 4 * 4 * 16 + adds
+    )  # no more tokens than there are
 
 
 @pytest.mark.parametrize("window", [1, 33])
@@ -127,7 +145,9 @@ def test_a_wrong_window_is_refused(window):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention runs on a GPU")
-@pytest.mark.parametrize(("length", "window"), [(64, 4), (300, 128), (513, 64)])  # below, beside and above its blocks
+@pytest.mark.parametrize(
+    ("length", "window"), [(64, 4), (300, 128), (513, 64)]
+)  # below, beside and above its blocks
 def test_flex_attention_equals_masked_attention(length, window):
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, length, 32, dtype=torch.float64) for heads in (4, 2, 2)]
@@ -136,7 +156,12 @@ def test_flex_attention_equals_masked_attention(length, window):
     def run(device, dtype):
         q, k, v = leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
         out = window_attention(q, k, v, window)
-        return [x.double().cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, along.to(out)))]
+        return [
+            x.double().cpu()
+            for x in (out.detach(), *torch.autograd.grad(out, leaves, along.to(out)))
+        ]
 
     for flex, masked in zip(run("cuda", torch.float32), run("cpu", torch.float64)):
-        torch.testing.assert_close(flex, masked, atol=5e-3, rtol=5e-3)  # the kernels multiply in TF32
+        torch.testing.assert_close(
+            flex, masked, atol=5e-3, rtol=5e-3
+        )  # the kernels multiply in TF32

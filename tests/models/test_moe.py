@@ -13,7 +13,14 @@ from headwater.ops.experts import grouped_linear
 
 def moe_of(seed=0, **settings):
     torch.manual_seed(seed)
-    shape = {"vocab_size": 8, "dim": 16, "mlp_dim": 24, "pattern": "kda", "experts": 6, "experts_per_token": 2}
+    shape = {
+        "vocab_size": 8,
+        "dim": 16,
+        "mlp_dim": 24,
+        "pattern": "kda",
+        "experts": 6,
+        "experts_per_token": 2,
+    }
     config = ModelConfig(**{**shape, "heads": 2, "expert_scale": 1.7, "layers": 1, **settings})
     return Decoder(config).sublayers[1].body.double()
 
@@ -23,17 +30,23 @@ def by_token(moe: MoE, x):
     found = []
     for token in x.flatten(0, -2):
         scores = torch.sigmoid(moe.router.weight @ token)
-        chosen = sorted(range(len(scores)), key=lambda e: -(scores[e] + moe.router.bias[e]).item())[: moe.router.chosen]
+        chosen = sorted(range(len(scores)), key=lambda e: -(scores[e] + moe.router.bias[e]).item())[
+            : moe.router.chosen
+        ]
         y = moe.shared(token) if moe.shared is not None else 0
         for e in chosen:
             expert = moe.experts
             hidden = F.silu(expert.gate[e] @ token) * (expert.up[e] @ token)
-            y = y + moe.router.scale * scores[e] / scores[chosen].sum() * (expert.output[e] @ hidden)
+            y = y + moe.router.scale * scores[e] / scores[chosen].sum() * (
+                expert.output[e] @ hidden
+            )
         found.append(y)
     return torch.stack(found).view_as(x)
 
 
-@pytest.mark.parametrize("settings", [{}, {"shared_experts": 0}, {"shared_experts": 2}, {"experts_per_token": 6}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"shared_experts": 0}, {"shared_experts": 2}, {"experts_per_token": 6}]
+)
 def test_it_is_the_formula(settings):
     moe = moe_of(**settings)
     moe.router.bias.copy_(torch.linspace(-0.2, 0.2, 6))
@@ -41,7 +54,9 @@ def test_it_is_the_formula(settings):
     ours, theirs = moe(x), by_token(moe, x)
     torch.testing.assert_close(ours, theirs)
     along = torch.randn_like(ours)
-    for found, expected in zip(*(torch.autograd.grad(y, list(moe.parameters()), along) for y in (ours, theirs))):
+    for found, expected in zip(
+        *(torch.autograd.grad(y, list(moe.parameters()), along) for y in (ours, theirs))
+    ):
         torch.testing.assert_close(found, expected)
 
 
@@ -51,12 +66,17 @@ def test_the_bias_chooses_and_does_not_weigh():
     routes = moe.router(x)
     assert (routes.experts == 3).any(-1).all()
     torch.testing.assert_close(routes.weights.sum(-1), torch.full((50,), 1.7, dtype=torch.float64))
-    torch.testing.assert_close(routes.weights, 1.7 * F.normalize(routes.scores.gather(1, routes.experts), p=1, dim=-1))
+    torch.testing.assert_close(
+        routes.weights, 1.7 * F.normalize(routes.scores.gather(1, routes.experts), p=1, dim=-1)
+    )
     assert not moe.router.bias.requires_grad
 
 
 def test_no_token_is_dropped_where_all_want_one_expert():
-    moe, x = moe_of(experts_per_token=1, shared_experts=0), torch.randn(1000, 16, dtype=torch.float64)
+    moe, x = (
+        moe_of(experts_per_token=1, shared_experts=0),
+        torch.randn(1000, 16, dtype=torch.float64),
+    )
     moe.router.bias[2] = 10.0
     expert = moe.experts
     alone = (F.silu(x @ expert.gate[2].T) * (x @ expert.up[2].T)) @ expert.output[2].T
@@ -98,7 +118,11 @@ def test_rows_of_nobody_give_zeros(backend):
     ],
 )
 def test_grouped_products_name_what_does_not_fit(change, message):
-    arguments = {"x": torch.zeros(40, 8), "weight": torch.zeros(4, 6, 8), "ends": torch.zeros(4, dtype=torch.int32)}
+    arguments = {
+        "x": torch.zeros(40, 8),
+        "weight": torch.zeros(4, 6, 8),
+        "ends": torch.zeros(4, dtype=torch.int32),
+    }
     with pytest.raises(ValueError, match=message):
         grouped_linear(**{**arguments, **change})
 
@@ -167,7 +191,9 @@ def test_grouped_products_on_a_gpu(ends):
     def run(dtype, device, backend):
         leaves = [t.bfloat16().to(device, dtype).requires_grad_() for t in (x, weight)]
         y = grouped_linear(*leaves, bounds.to(device), backend=backend)
-        return [t.double().cpu() for t in (y, *torch.autograd.grad(y, leaves, along.bfloat16().to(y)))]
+        return [
+            t.double().cpu() for t in (y, *torch.autograd.grad(y, leaves, along.bfloat16().to(y)))
+        ]
 
     truth = run(torch.float64, "cpu", "loop")
     plain = run(torch.bfloat16, "cuda", "loop")

@@ -17,7 +17,13 @@ from headwater.residuals import names
 GPU = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
-FUSED = ["standard", "attnres-full", "attnres-block:block=2", "attnres-block:block=3", "attnres-block:block=8"]
+FUSED = [
+    "standard",
+    "attnres-full",
+    "attnres-block:block=2",
+    "attnres-block:block=3",
+    "attnres-block:block=8",
+]
 SHAPES = {"": {}, "qk_norm": {"qk_norm": True}, "tied": {"tie_embeddings": True}}
 
 
@@ -51,7 +57,9 @@ def test_the_fused_step_computes_the_forward_pass(spec, shape):
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
-@pytest.mark.parametrize(("rows", "launched"), [(1, 1 + 2 * 5 + 1), (2, 1 + 2 * 7 + 2)])  # embedding, layers, head
+@pytest.mark.parametrize(
+    ("rows", "launched"), [(1, 1 + 2 * 5 + 1), (2, 1 + 2 * 7 + 2)]
+)  # embedding, layers, head
 def test_the_fused_step_over_its_kernels(rows, launched, monkeypatch):
     pytest.importorskip("triton", reason="the kernels need triton")
     from headwater.ops.decode import attention, projection, span, token
@@ -59,7 +67,9 @@ def test_the_fused_step_over_its_kernels(rows, launched, monkeypatch):
 
     count = []
     for part in (attention, projection, span, token):
-        monkeypatch.setattr(part, "launch", lambda *words, **named: count.append(1) or launch(*words, **named))
+        monkeypatch.setattr(
+            part, "launch", lambda *words, **named: count.append(1) or launch(*words, **named)
+        )
     model = model_of("attnres-block:block=3", scatter=True, layers=2).eval()
     caches = [cache_of(model, PROMPTS[:rows]) for _ in range(2)]
     with torch.no_grad():
@@ -82,7 +92,9 @@ def test_what_cannot_be_fused_is_named():
         assert reason_against(model_of("standard")) == "autocast is on"
     wrapped, biased = model_of("standard"), model_of("standard")
     body = wrapped.sublayers[0].body
-    body.query = torch.nn.Sequential(body.query, torch.nn.Identity())  # as adapters do, with the weight inside
+    body.query = torch.nn.Sequential(
+        body.query, torch.nn.Identity()
+    )  # as adapters do, with the weight inside
     biased.sublayers[1].body.output = torch.nn.Linear(48, 32)
     assert all("wrapped" in reason_against(model) for model in (wrapped, biased))
     watched = model_of("standard")
@@ -98,7 +110,9 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(DeviceSteps, "_send", lambda self: (self.drawn.clone(), done))
 
 
-@pytest.mark.parametrize(("spec", "chosen"), [("standard", 4), ("attnres-block:block=3", 2), ("mhc", 1)])
+@pytest.mark.parametrize(
+    ("spec", "chosen"), [("standard", 4), ("attnres-block:block=3", 2), ("mhc", 1)]
+)
 def test_a_host_that_is_behind_sees_the_same_tokens(spec, chosen, monkeypatch):
     """Draws, penalties and stops do not wait for the host; fewer tokens than it is behind are all there. What is done
     with logits knows of no residual: the others have the first of the ways."""
@@ -126,7 +140,11 @@ def test_a_step_runs_with_its_own_gpu_as_the_current_one(monkeypatch):
         current.pop()
 
     model = model_of("standard").eval()
-    steps = DeviceSteps(model, cache_of(model, PROMPTS), lambda logits: seen.append(current[-1]) or logits.argmax(-1))
+    steps = DeviceSteps(
+        model,
+        cache_of(model, PROMPTS),
+        lambda logits: seen.append(current[-1]) or logits.argmax(-1),
+    )
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     with torch.no_grad():
         steps.run()
@@ -206,19 +224,28 @@ def test_replayed_tokens_are_the_tokens(kind, exact):
 @pytest.mark.parametrize("batch", [1, 3, 20, 70])
 def test_a_step_in_bf16_is_as_near_to_the_truth(spec, batch):
     """Logits of three steps against fp64: at most twice as far as the decoder's own pass in bf16."""
-    model = model_of(spec, scatter=True, dim=128, heads=4, kv_heads=2, mlp_dim=192, qk_norm=True).eval()
+    model = model_of(
+        spec, scatter=True, dim=128, heads=4, kv_heads=2, mlp_dim=192, qk_norm=True
+    ).eval()
     prompts = [[1 + r % 40, 2, 3] for r in range(batch)]
     found = {}
     with torch.no_grad():
         for way in ("truth", "own", "fused"):
             mine = model.double().cuda() if way == "truth" else model.bfloat16().cuda()
             step = (FusedStep if way == "fused" else GeneralStep)(mine, cache_of(mine, prompts))
-            found[way] = torch.stack([step(torch.full((batch,), t, device="cuda")) for t in range(3)]).double()
-    far = {way: (found[way] - found["truth"]).norm() / found["truth"].norm() for way in ("own", "fused")}
+            found[way] = torch.stack(
+                [step(torch.full((batch,), t, device="cuda")) for t in range(3)]
+            ).double()
+    far = {
+        way: (found[way] - found["truth"]).norm() / found["truth"].norm()
+        for way in ("own", "fused")
+    }
     assert far["fused"] <= 2 * far["own"] + 1e-4
 
 
-@pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block", "mhc")])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block", "mhc")]
+)
 def test_steps_are_captured_and_stops_are_met(spec):
     model = model_of(spec, scatter=True).cuda()
     steps = DeviceSteps(model, cache_of(model, PROMPTS))
@@ -228,19 +255,29 @@ def test_steps_are_captured_and_stops_are_met(spec):
     assert steps.replay is not None
     free = generate(model, PROMPTS, 14, temperature=0.0)
     stop = free[0][len(PROMPTS[0]) + 2]
-    for row, whole, prompt in zip(generate(model, PROMPTS, 14, temperature=0.0, stop=stop), free, PROMPTS):
+    for row, whole, prompt in zip(
+        generate(model, PROMPTS, 14, temperature=0.0, stop=stop), free, PROMPTS
+    ):
         new = whole[len(prompt) :]
         assert row == prompt + (new[: new.index(stop) + 1] if stop in new else new)
-    found = list(stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row))
+    found = list(
+        stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row)
+    )
     assert [sum(step[row] is not None for step in found) for row in range(3)] == [1, 2, 3]
     assert len(found) == 3
 
 
-@pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block", "mhc")])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block", "mhc")]
+)
 def test_a_gpu_draws_the_tokens_of_a_cpu(spec):
     """In fp32, token for token: prompts, steps and random numbers."""
     model = model_of(spec, scatter=True, context=128)
-    for ways in ({"temperature": 0.0}, {"seed": 3}, {"seed": 3, "top_p": 0.8, "repetition_penalty": 1.2}):
+    for ways in (
+        {"temperature": 0.0},
+        {"seed": 3},
+        {"seed": 3, "top_p": 0.8, "repetition_penalty": 1.2},
+    ):
         own = generate(model.cpu(), PROMPTS, 100, **ways)
         assert generate(model.cuda(), PROMPTS, 100, **ways) == own
 
@@ -251,7 +288,9 @@ def test_a_gpu_says_that_logits_are_no_numbers():
     model = model_of("attnres-block", scatter=True).cuda()
     token = generate(model, PROMPTS[:1], 3, temperature=0.0)[0][-1]
     model.embedding.weight.data[token] = torch.nan
-    with pytest.raises(ValueError, match=r"after [123] new tokens the logits of prompt 0 are not numbers"):
+    with pytest.raises(
+        ValueError, match=r"after [123] new tokens the logits of prompt 0 are not numbers"
+    ):
         generate(model, PROMPTS[:1], 20, temperature=0.0)
 
 
@@ -260,8 +299,15 @@ def test_a_gpu_says_that_logits_are_no_numbers():
 def test_what_cannot_be_captured_goes_on_step_by_step():
     """A draw that asks the GPU for a number."""
     model = model_of("standard", scatter=True).cuda()
-    own, before = generate(model, PROMPTS[:1], 8, temperature=0.0)[0][7:], torch.cuda.current_stream()
-    steps = DeviceSteps(model, cache_of(model, PROMPTS[:1]), lambda z: torch.full((1,), int(z.argmax()), device="cuda"))
+    own, before = (
+        generate(model, PROMPTS[:1], 8, temperature=0.0)[0][7:],
+        torch.cuda.current_stream(),
+    )
+    steps = DeviceSteps(
+        model,
+        cache_of(model, PROMPTS[:1]),
+        lambda z: torch.full((1,), int(z.argmax()), device="cuda"),
+    )
     steps.tokens.fill_(own[0])
     with torch.no_grad(), pytest.warns(UserWarning, match="not captured as a CUDA graph"):
         found = [int(steps.run().argmax()) for _ in range(7)]
@@ -279,7 +325,9 @@ def test_a_gpu_that_is_not_the_current_one(spec):
     assert generate(model, PROMPTS, 20, temperature=0.0) == anew
 
 
-@pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block")])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block")]
+)
 def test_memory_does_not_grow_with_tokens(spec):
     model = model_of(spec, scatter=True, context=2100).cuda()
     steps, sizes = DeviceSteps(model, cache_of(model, PROMPTS, 2100)), []
@@ -293,7 +341,9 @@ def test_memory_does_not_grow_with_tokens(spec):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=gpu) for kind in ("attnres-block", "kimi")])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=gpu) for kind in ("attnres-block", "kimi")]
+)
 def test_portions_of_a_prompt_see_what_the_whole_sees(kind, dtype):
     """A mask that is never written out: new tokens look at all past ones and at new ones up to themselves."""
     spec, settings = MODELS[kind]
@@ -303,4 +353,6 @@ def test_portions_of_a_prompt_see_what_the_whole_sees(kind, dtype):
     with torch.no_grad():
         whole, cache = model.hidden(tokens), model.new_cache()
         parts = torch.cat([model.hidden(part, cache) for part in tokens.split(11, 1)], 1)
-    assert (parts - whole).float().norm() <= (0.05 if dtype == torch.bfloat16 else 1e-3) * whole.float().norm()
+    assert (parts - whole).float().norm() <= (
+        0.05 if dtype == torch.bfloat16 else 1e-3
+    ) * whole.float().norm()

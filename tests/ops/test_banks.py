@@ -8,8 +8,12 @@ from headwater.ops.banks import mix_bank, project_source
 
 GPU = torch.cuda.is_available()
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
+    ),
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+    ),
 ]
 SHAPES = [  # tensors before the first read, ways, width, tokens, weights
     (1, 1, 64, (1,), "each"),  # one tensor, one token
@@ -45,7 +49,10 @@ def run(inputs, seeds, form, backend, dtype=None):
     for k, (given, down) in enumerate(zip(weights, downs)):
         if form == "each":
             z, newest = project_source(bank[-1], down, backend=backend)
-            given, bank = given + 0.3 * z.tanh().unflatten(-1, given.shape[-2:]), [*bank[:-1], newest]
+            given, bank = (
+                given + 0.3 * z.tanh().unflatten(-1, given.shape[-2:]),
+                [*bank[:-1], newest],
+            )
         found, bank = mix_bank(bank, given, thread=k < READS - 1, backend=backend)
         outputs += found
         bank = [*bank, 0.5 * found[0] - 0.2 * found[-1]]
@@ -75,7 +82,9 @@ def test_the_kernels_are_as_exact_as_plain_pytorch(device, count, ways, dim, tok
     plain = run(inputs, seeds, form, "reference")
     truth = run([t.double() for t in inputs], seeds, form, "reference", torch.float64)
     assert len(ours) == len(plain) == len(truth) == READS * (ways + 1 + (form == "each")) + count
-    times = 8 if dtype == torch.bfloat16 and device == "cpu" else 2  # the interpreter truncates where a GPU rounds
+    times = (
+        8 if dtype == torch.bfloat16 and device == "cpu" else 2
+    )  # the interpreter truncates where a GPU rounds
     for mine, other, exact in zip(ours, plain, truth):
         assert mine.dtype == other.dtype
         assert error(mine, exact) <= times * error(other, exact) + 1e-5
@@ -106,7 +115,9 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(device):
         return torch.autograd.grad([made[k] for k in used], leaves, given, allow_unused=True)
 
     for used in ((1,), (2,), (0, 2)):
-        for mine, exact in zip(results("triton", used, torch.float32), results("reference", used, torch.float64)):
+        for mine, exact in zip(
+            results("triton", used, torch.float32), results("reference", used, torch.float64)
+        ):
             assert (mine is None and exact is None) or error(mine, exact) < 1e-5
 
 
@@ -125,8 +136,14 @@ def test_two_tensors_may_share_one_gradient(compiled):
         (y,), (c, *_) = mix_bank([a + b, x], second, backend=backend)
         return (y.square() + x.square() + c * y).sum()
 
-    ours = torch.compile(lambda: loss("triton"), options=INDUCTOR | UNFUSED)() if compiled else loss("triton")
-    for mine, its in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(loss("reference"), leaves)):
+    ours = (
+        torch.compile(lambda: loss("triton"), options=INDUCTOR | UNFUSED)()
+        if compiled
+        else loss("triton")
+    )
+    for mine, its in zip(
+        torch.autograd.grad(ours, leaves), torch.autograd.grad(loss("reference"), leaves)
+    ):
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
 
 
@@ -134,12 +151,16 @@ def test_a_gradient_that_somebody_else_has_stays_as_it_is():
     """Another term of a sum, a read of another bank, who asks for it by autograd.grad and goes on from there."""
     pytest.importorskip("triton", reason="the kernels need triton")
     torch.manual_seed(0)
-    leaves = [torch.randn(2, 16, device="cuda" if GPU else "cpu", requires_grad=True) for _ in range(3)]
+    leaves = [
+        torch.randn(2, 16, device="cuda" if GPU else "cpu", requires_grad=True) for _ in range(3)
+    ]
     weights = torch.tensor([[0.7]], device=leaves[0].device)
 
     def read(x, backend):
         (y,), (again,) = mix_bank([x], weights, backend=backend)
-        return y, again.view_as(x) if backend == "reference" else again  # where it is the same tensor
+        return y, again.view_as(
+            x
+        ) if backend == "reference" else again  # where it is the same tensor
 
     def gradients(backend):
         x, a = read(leaves[0], backend)
@@ -177,7 +198,9 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
     bank = [torch.randn(2, 8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     weights = torch.randn(2, 3, 2)
     outs, again = mix_bank(bank, weights)
-    torch.testing.assert_close(torch.stack(outs, 1), weights @ torch.stack([x.float() for x in bank], 1))
+    torch.testing.assert_close(
+        torch.stack(outs, 1), weights @ torch.stack([x.float() for x in bank], 1)
+    )
     assert all(a is b for a, b in zip(again, bank, strict=True))
     with pytest.raises(ValueError, match=r"tensors differ|triton is not installed"):
         mix_bank(bank, weights, backend="triton")
@@ -195,7 +218,9 @@ def test_a_bank_that_nobody_reads_again_has_no_part_in_the_backward(device):
         [torch.randn(2, 8, device=device, requires_grad=True) for _ in "abc"],
         torch.ones(1, 3, device=device),
     )
-    last, threaded = (mix_bank(bank, weights, thread=thread, backend="triton")[1] for thread in (False, True))
+    last, threaded = (
+        mix_bank(bank, weights, thread=thread, backend="triton")[1] for thread in (False, True)
+    )
     assert all(mine is given for mine, given in zip(last, bank, strict=True))
     assert all(mine.grad_fn is not None for mine in threaded)
 
@@ -213,7 +238,13 @@ def test_a_tensor_of_another_shape_is_refused(backend, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("count", "ways", "dim", "form"),
-    [(47, 4, 384, "each"), (12, 4, 256, "each"), (9, 1, 2048, "each"), (24, 1, 640, "shared"), (5, 3, 123, "shared")],
+    [
+        (47, 4, 384, "each"),
+        (12, 4, 256, "each"),
+        (9, 1, 2048, "each"),
+        (24, 1, 640, "shared"),
+        (5, 3, 123, "shared"),
+    ],
 )
 def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(count, ways, dim, form, dtype):
     inputs, seeds = draw(count, ways, dim, (2, 750), form, dtype, "cuda")
@@ -224,4 +255,6 @@ def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(count, ways, dim, form, 
     for mine, other, exact in zip(ours, plain, truth, strict=True):
         assert error(mine, exact) <= 2 * error(other, exact) + 1e-5
     for _ in range(10):
-        assert all(torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, form, "triton"), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, form, "triton"), strict=True)
+        )

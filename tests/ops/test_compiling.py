@@ -18,7 +18,9 @@ def test_every_kernel_compiles_for_an_h200(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "benchmarks.kernels"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     compiled = {line.split(":")[0] for line in done.stdout.splitlines()}
     assert compiled >= kernels_that_are_launched()

@@ -20,25 +20,36 @@ def case(rows, vocabulary, dim=16, dtype=torch.float32, scale=1.0):
 
 def exact(x, weight, targets):
     """The same in fp64, from the rounded inputs."""
-    leaves = [x.detach().double().requires_grad_(), weight.detach().to(x.dtype).double().requires_grad_()]
+    leaves = [
+        x.detach().double().requires_grad_(),
+        weight.detach().to(x.dtype).double().requires_grad_(),
+    ]
     losses = F.cross_entropy(leaves[0] @ leaves[1].T, targets, reduction="none")
     return losses.detach(), losses.mean().detach(), *torch.autograd.grad(losses.mean(), leaves)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(("rows", "vocabulary", "chunk"), [(7, 33, None), (9, 64, 4), (1, 5, 1), (5, 4100, 2)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "chunk"), [(7, 33, None), (9, 64, 4), (1, 5, 1), (5, 4100, 2)]
+)
 def test_it_is_the_cross_entropy_of_the_logits(rows, vocabulary, chunk, backend):
     """4100: a row of two tiles, the second with a few numbers. A chunk that does not divide the rows."""
     x, weight, targets = case(rows, vocabulary)
     losses, mean, dx, dw = exact(x, weight, targets)
     ours = linear_cross_entropy(x, weight, targets, chunk=chunk, backend=backend)
-    tolerance = {"atol": 2e-5, "rtol": 1e-5} if not GPU else {"atol": 2e-3, "rtol": 1e-2}  # tf32 products
+    tolerance = (
+        {"atol": 2e-5, "rtol": 1e-5} if not GPU else {"atol": 2e-3, "rtol": 1e-2}
+    )  # tf32 products
     torch.testing.assert_close(ours.double(), mean, **tolerance)
-    found = torch.autograd.grad(3 * ours, (x, weight))  # a factor behind the mean reaches the gradients
+    found = torch.autograd.grad(
+        3 * ours, (x, weight)
+    )  # a factor behind the mean reaches the gradients
     for mine, other in zip(found, (dx, dw), strict=True):
         torch.testing.assert_close(mine.double(), 3 * other, **tolerance)
-    each = token_losses(x.view(1, rows, -1), weight, targets.view(1, rows), chunk=chunk, backend=backend)
+    each = token_losses(
+        x.view(1, rows, -1), weight, targets.view(1, rows), chunk=chunk, backend=backend
+    )
     torch.testing.assert_close(each.double().flatten(), losses, **tolerance)
 
 
@@ -50,7 +61,12 @@ def test_in_bf16_it_errs_at_most_twice_as_much_as_plain_pytorch(backend):
     plain = F.cross_entropy((x @ weight.to(x.dtype).T).float(), targets)
     ours = linear_cross_entropy(x, weight, targets, chunk=40, backend=backend)
     assert abs(ours.double() - mean) <= 2 * abs(plain.double() - mean) + 1e-5
-    pairs = zip(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(plain, (x, weight)), (dx, dw), strict=True)
+    pairs = zip(
+        torch.autograd.grad(ours, (x, weight)),
+        torch.autograd.grad(plain, (x, weight)),
+        (dx, dw),
+        strict=True,
+    )
     for mine, theirs, truth in pairs:
         assert (mine.double() - truth).norm() <= 2 * (theirs.double() - truth).norm() + 1e-5
 
@@ -92,7 +108,9 @@ def test_a_token_that_is_all_but_certain_keeps_its_digits(lead, backend):
     """Its loss, and softmax - 1, are what the others have: not what rounding leaves of a difference."""
     torch.manual_seed(0)
     targets, one = torch.tensor([0, 3, 39, 5], device=DEVICE), torch.eye(40, device=DEVICE)
-    x = (torch.randn(4, 40, device=DEVICE) + lead * one[targets]).bfloat16().float()  # which tf32 leaves as it is
+    x = (
+        (torch.randn(4, 40, device=DEVICE) + lead * one[targets]).bfloat16().float()
+    )  # which tf32 leaves as it is
     x.requires_grad_()
     others = x.detach().double().softmax(-1) * (1 - one[targets])
     rest = others.sum(-1)
@@ -100,7 +118,9 @@ def test_a_token_that_is_all_but_certain_keeps_its_digits(lead, backend):
     (found,) = torch.autograd.grad(4 * linear_cross_entropy(x, one, targets, backend=backend), x)
     torch.testing.assert_close(losses.double(), -torch.log1p(-rest), rtol=1e-5, atol=0)
     tolerance = 1e-5 if not GPU else 2e-3  # tf32 products
-    torch.testing.assert_close(found.double(), others - rest[:, None] * one[targets], rtol=tolerance, atol=0)
+    torch.testing.assert_close(
+        found.double(), others - rest[:, None] * one[targets], rtol=tolerance, atol=0
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -116,7 +136,11 @@ def test_logits_of_all_tokens_are_never_there_at_once(monkeypatch):
 
     monkeypatch.setattr(operators, "CHUNK_BYTES", 4 * 50 * 128)
     sizes, real = [], operators._losses
-    monkeypatch.setattr(operators, "_losses", lambda logits, *rest: (sizes.append(len(logits)), real(logits, *rest))[1])
+    monkeypatch.setattr(
+        operators,
+        "_losses",
+        lambda logits, *rest: (sizes.append(len(logits)), real(logits, *rest))[1],
+    )
     linear_cross_entropy(*case(1000, 50))
     assert sizes == [128] * 7 + [104]
 

@@ -3,20 +3,35 @@
 import pytest
 import torch
 
-from headwater.ops.decode import Merge, Norm, attend, exponentials, likeliest, open_span, project, take
+from headwater.ops.decode import (
+    Merge,
+    Norm,
+    attend,
+    exponentials,
+    likeliest,
+    open_span,
+    project,
+    take,
+)
 from headwater.ops.decode.reference import philox
 
 pytest.importorskip("triton", reason="the kernels need triton")
 GPU = torch.cuda.is_available()
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
+    ),
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+    ),
 ]
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
 
 def numbers(*shape, device="cpu", seed=0, scale=1.0):
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))).to(device)
+    return (
+        scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    ).to(device)
 
 
 def reading(batch, width, device, merged):
@@ -28,7 +43,9 @@ def reading(batch, width, device, merged):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("batch", [1, 3, 70])  # sums over registers; a read and a product; a read, the library's
+@pytest.mark.parametrize(
+    "batch", [1, 3, 70]
+)  # sums over registers; a read and a product; a read, the library's
 @pytest.mark.parametrize(
     ("sizes", "gated", "added", "way"),
     [
@@ -40,7 +57,15 @@ def reading(batch, width, device, merged):
         ((40,), False, True, "as it is"),
         ((40,), False, True, "merged"),
     ],
-    ids=["three", "three normed", "three merged", "gated normed", "gated merged", "added", "added merged"],
+    ids=[
+        "three",
+        "three normed",
+        "three merged",
+        "gated normed",
+        "gated merged",
+        "added",
+        "added merged",
+    ],
 )
 def test_a_projection_is_its_reference(sizes, gated, added, batch, way, device):
     check_projection(sizes, gated, added, batch, way, device)
@@ -48,7 +73,9 @@ def test_a_projection_is_its_reference(sizes, gated, added, batch, way, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["normed", "merged"])
-@pytest.mark.parametrize(("sizes", "gated"), [((32, 16, 16), False), ((48, 48), True)], ids=["three", "gated"])
+@pytest.mark.parametrize(
+    ("sizes", "gated"), [((32, 16, 16), False), ((48, 48), True)], ids=["three", "gated"]
+)
 def test_one_row_that_is_too_wide_to_stay(sizes, gated, way, device, monkeypatch):
     from headwater.ops.decode import projection
 
@@ -57,15 +84,21 @@ def test_one_row_that_is_too_wide_to_stay(sizes, gated, way, device, monkeypatch
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("batch", "added"), [(1, False), (3, False), (1, True)], ids=["stay", "few", "one by one"])
+@pytest.mark.parametrize(
+    ("batch", "added"), [(1, False), (3, False), (1, True)], ids=["stay", "few", "one by one"]
+)
 def test_a_sum_that_nearly_vanishes_is_normed_by_what_is_left(batch, added, device):
     """Its square as |out|^2 + 2 <out, x> + |x|^2 would have no digits left, and may be negative: NaN behind a root."""
     x, weight = numbers(batch, 72, device=device, scale=100.0), numbers(40, 72, device=device)
     left = 0.02 * numbers(batch, 72, device=device, seed=5)
     zeros = torch.zeros(72, device=device)
-    merge = Merge(left - x, torch.zeros(batch, device=device), zeros, 1e-6)  # x and out have half of the weight each
+    merge = Merge(
+        left - x, torch.zeros(batch, device=device), zeros, 1e-6
+    )  # x and out have half of the weight each
     add = torch.zeros(batch, 40, device=device) if added else None
-    found = project(x, [weight], norm=Norm(zeros + 1, 1e-6), merge=merge, add=add, backend="triton").double()
+    found = project(
+        x, [weight], norm=Norm(zeros + 1, 1e-6), merge=merge, add=add, backend="triton"
+    ).double()
     h = (merge.out.double() + x) / 2
     want = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() @ weight.double().T
     assert (found - want).norm() < 1e-2 * want.norm()  # the last digits of x and out alone are 1e-3
@@ -74,12 +107,18 @@ def test_a_sum_that_nearly_vanishes_is_normed_by_what_is_left(batch, added, devi
 def check_projection(sizes, gated, added, batch, way, device):
     width = 72  # no power of two
     x = numbers(batch, width, device=device)
-    weights = [numbers(size, width, device=device, scale=0.1, seed=i) for i, size in enumerate(sizes)]
-    norm, merge = (None, None) if way == "as it is" else reading(batch, width, device, way == "merged")
+    weights = [
+        numbers(size, width, device=device, scale=0.1, seed=i) for i, size in enumerate(sizes)
+    ]
+    norm, merge = (
+        (None, None) if way == "as it is" else reading(batch, width, device, way == "merged")
+    )
     add = numbers(batch, sizes[0], device=device, seed=7) if added else None
     want = project(x, weights, norm=norm, merge=merge, add=add, gated=gated, backend="reference")
     out = torch.full_like(want, torch.nan)
-    found = project(x, weights, norm=norm, merge=merge, add=add, gated=gated, out=out, backend="triton")
+    found = project(
+        x, weights, norm=norm, merge=merge, add=add, gated=gated, out=out, backend="triton"
+    )
     torch.testing.assert_close(found, want, **CLOSE)
     if added:
         torch.testing.assert_close(
@@ -89,24 +128,33 @@ def check_projection(sizes, gated, added, batch, way, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", ["rotated", "normed", "window", "plain", "latents", "odd latents"])
-@pytest.mark.parametrize("room", [70, 200])  # on a CPU one part; several, of which short rows leave some empty
+@pytest.mark.parametrize(
+    "room", [70, 200]
+)  # on a CPU one part; several, of which short rows leave some empty
 def test_attention_is_its_reference(form, room, device, monkeypatch):
     from headwater.ops.decode import attention
 
     monkeypatch.setattr(attention, "PROGRAMS", 1 if room == 70 else 16)
     monkeypatch.setattr(attention, "TOGETHER", 2)  # the parts of a row are summed up in turns
     odd = form == "odd latents"  # the halves of a head are not of one size
-    batch, heads, kv, width, value = (3, 4, 1, 24 - odd, 16) if "latents" in form else (3, 6, 2, 16, 16)
+    batch, heads, kv, width, value = (
+        (3, 4, 1, 24 - odd, 16) if "latents" in form else (3, 6, 2, 16, 16)
+    )
     lengths = torch.tensor([0, 5, room - 1], device=device)
     qkv = numbers(batch, (heads + kv) * width + kv * value, device=device)
     q = qkv[:, : heads * width].unflatten(1, (heads, width))
     k = qkv[:, heads * width : (heads + kv) * width].unflatten(1, (kv, width))
     v = qkv[:, (heads + kv) * width :].unflatten(1, (kv, value))
-    cached = numbers(batch, room, kv, width, device=device), numbers(batch, room, kv, value, device=device)
+    cached = (
+        numbers(batch, room, kv, width, device=device),
+        numbers(batch, room, kv, value, device=device),
+    )
     angle = numbers(room, width // 2, device=device)
     ways = {
         "rotary": (angle.cos(), angle.sin()) if form in ("rotated", "normed") else None,
-        "norms": tuple(Norm(numbers(width, device=device, seed=s), 1e-6) for s in (5, 6)) if form == "normed" else None,
+        "norms": tuple(Norm(numbers(width, device=device, seed=s), 1e-6) for s in (5, 6))
+        if form == "normed"
+        else None,
         "window": 4 if form == "window" else None,
     }
     results = []
@@ -130,7 +178,9 @@ def test_counters_stay_where_a_graph_has_found_them():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("count", "many"), [(1, 99), (5, 99), (19, 99), (5, 0)])  # at once, in two, one by one
+@pytest.mark.parametrize(
+    ("count", "many"), [(1, 99), (5, 99), (19, 99), (5, 0)]
+)  # at once, in two, one by one
 def test_a_span_opens_as_its_reference(count, many, device, monkeypatch):
     from headwater.ops.decode import span
 
@@ -139,7 +189,10 @@ def test_a_span_opens_as_its_reference(count, many, device, monkeypatch):
     sources, folded = numbers(count, 3, 72, device=device), numbers(4, 72, device=device, scale=0.2)
     results = []
     for way in ("triton", "reference"):
-        outs, lses = torch.full_like(sources[:1].expand(4, 3, 72), torch.nan), torch.zeros(4, 4, device=device)[:, :3]
+        outs, lses = (
+            torch.full_like(sources[:1].expand(4, 3, 72), torch.nan),
+            torch.zeros(4, 4, device=device)[:, :3],
+        )
         open_span(sources, folded, 1e-6, outs, lses, backend=way)
         results.append((outs, lses))
     for found, want in zip(*results):
@@ -187,7 +240,9 @@ def test_exponentials_are_their_reference(count, device):
     seeds = torch.tensor([0, 5, 2**62 + 3], device=device)
     for number in (0, 1, 2**31 - 1):
         step = torch.tensor([number], device=device)
-        mine, own = (exponentials(seeds, step, count, backend=way) for way in ("triton", "reference"))
+        mine, own = (
+            exponentials(seeds, step, count, backend=way) for way in ("triton", "reference")
+        )
         torch.testing.assert_close(mine, own, atol=0.0, rtol=1e-6)
         assert (own > 0).all()
         if count > 3000:

@@ -9,7 +9,10 @@ from headwater.ops.depth import reference
 EPS, NORM_EPS = 0.5, 0.08
 BACKENDS = [
     "reference",
-    pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off there")),
+    pytest.param(
+        "triton",
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off there"),
+    ),
 ]
 
 
@@ -17,7 +20,9 @@ def draw(count):
     """Sources of about half the size of one, so that both eps show, and query, key weight and norm weight."""
     generator = torch.Generator().manual_seed(count)
     sizes = [*[(2, 12)] * count, (12,), (12,), (12,)]
-    tensors = [torch.randn(size, generator=generator, dtype=torch.float64).mul_(0.5) for size in sizes]
+    tensors = [
+        torch.randn(size, generator=generator, dtype=torch.float64).mul_(0.5) for size in sizes
+    ]
     *sources, query, key, norm = (t.float().requires_grad_() for t in tensors)
     return sources, query, key, norm
 
@@ -34,7 +39,10 @@ def agree(read, expected, inputs):
     """In value and every gradient."""
     torch.testing.assert_close(read.double(), expected, atol=1e-5, rtol=1e-5)
     along = torch.randn(read.shape, generator=torch.Generator().manual_seed(9))
-    ours, truth = torch.autograd.grad(read, inputs, along), torch.autograd.grad(expected, inputs, along.double())
+    ours, truth = (
+        torch.autograd.grad(read, inputs, along),
+        torch.autograd.grad(expected, inputs, along.double()),
+    )
     for mine, other in zip(ours, truth, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
@@ -54,7 +62,9 @@ def test_a_read_has_one_eps_for_both_norms(backend):
     options = {"norm_weight": norm, "eps": EPS, "backend": backend}
     agree(depth_attention(sources, query, key, **options), expected, [*sources, query, key, norm])
     with torch.no_grad():
-        torch.testing.assert_close(depth_attention(sources, query, key, **options).double(), expected)
+        torch.testing.assert_close(
+            depth_attention(sources, query, key, **options).double(), expected
+        )
         y = torch.ones(2, 12)
         read, last = decode_read([*sources[:-1], sources[-1] - y], y, query, key, **options)
         torch.testing.assert_close(last, sources[-1])
@@ -64,7 +74,9 @@ def test_a_read_has_one_eps_for_both_norms(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_phases_have_it_too(backend):
     sources, query, key, norm = draw(3)
-    out, lse = attend_blocks(sources[:-1], query.unsqueeze(0), key.unsqueeze(0), eps=EPS, backend=backend)
+    out, lse = attend_blocks(
+        sources[:-1], query.unsqueeze(0), key.unsqueeze(0), eps=EPS, backend=backend
+    )
     options = {"norm_weight": norm, "eps": EPS, "backend": backend}
     read = merge_partial(sources[-1], query, out[0], lse[0], key, **options)
     agree(read, formula(sources, query, key, norm, EPS), [*sources, query, key, norm])
@@ -84,7 +96,9 @@ def test_a_merge_has_one_for_the_sum_and_one_for_the_read(backend, opens):
     threaded, scores = scored(ops, sources[:-1], query, key)
     outs, lses, _ = ops.mix(threaded, scores)
     newest, partial = (sources[-1], None) if opens else (sources[-1] - added, added)
-    read, total = ops.merge(newest, partial, outs[0], lses[0], query, key, norm, eps=EPS, norm_eps=NORM_EPS)
+    read, total = ops.merge(
+        newest, partial, outs[0], lses[0], query, key, norm, eps=EPS, norm_eps=NORM_EPS
+    )
     agree(read, formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
     torch.testing.assert_close(total, sources[-1])
 

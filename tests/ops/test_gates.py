@@ -9,8 +9,12 @@ from headwater.ops.streams import gate_streams
 GPU = torch.cuda.is_available()
 HERE = "cuda" if GPU else "cpu"
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
+    ),
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+    ),
 ]
 CASES = [
     (1, 3, 2),  # one stream: a matrix that is one
@@ -27,7 +31,9 @@ def draw(n, tokens, device, lead=0.0):
     mHC's start."""
     generator = torch.Generator().manual_seed(n)
     count = 2 * n + n * n
-    z, bias, scale = (torch.randn(*shape, generator=generator) for shape in ((tokens, count), (count,), (3,)))
+    z, bias, scale = (
+        torch.randn(*shape, generator=generator) for shape in ((tokens, count), (count,), (3,))
+    )
     bias[2 * n :] += lead * torch.eye(n).flatten()
     seeds = [torch.randn(tokens, *shape, generator=generator) for shape in ((n,), (n,), (n, n))]
     return [t.to(device) for t in (z, bias, scale)], [t.to(device) for t in seeds]
@@ -90,7 +96,9 @@ def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(n):
     inputs, seeds = draw(n, 40001, "cuda")
     ours = assert_as_exact(inputs, seeds, 20)
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, 20, "triton"), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, 20, "triton"), strict=True)
+        )
 
 
 def test_what_is_left_unused_has_no_part_in_the_gradient():
@@ -109,12 +117,20 @@ def test_parameters_in_bf16_have_gradients_in_bf16():
     """As those of a model cast whole; z is in fp32 then too."""
     pytest.importorskip("triton", reason="the kernel needs triton")
     (z, *parameters), seeds = draw(2, 40, HERE)
-    leaves = [z.view(8, 5, -1).requires_grad_(), *(p.bfloat16().requires_grad_() for p in parameters)]
+    leaves = [
+        z.view(8, 5, -1).requires_grad_(),
+        *(p.bfloat16().requires_grad_() for p in parameters),
+    ]
     found = []
     for backend in ("triton", "reference"):
         made = gate_streams(*leaves, 4, backend=backend)
         assert [t.shape for t in made] == [(8, 5, 2), (8, 5, 2), (8, 5, 2, 2)]
-        found.append([*made, *torch.autograd.grad(made, leaves, [s.view(t.shape) for s, t in zip(seeds, made)])])
+        found.append(
+            [
+                *made,
+                *torch.autograd.grad(made, leaves, [s.view(t.shape) for s, t in zip(seeds, made)]),
+            ]
+        )
     for mine, other in zip(*found, strict=True):
         assert mine.dtype == other.dtype
         torch.testing.assert_close(mine, other)
@@ -140,7 +156,9 @@ def test_without_gradients_the_same_kernel_runs():
 def test_nothing_but_what_is_given_is_kept_for_the_backward():
     pytest.importorskip("triton", reason="the kernel needs triton")
     kept, (inputs, _) = [], draw(2, 5, HERE)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.data_ptr()) or t, lambda t: t
+    ):
         gate_streams(*(t.requires_grad_() for t in inputs), 20, backend="triton")
     assert kept == [t.data_ptr() for t in inputs]
 

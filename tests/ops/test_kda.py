@@ -13,14 +13,28 @@ from headwater.ops.kda.reference import L2_EPS, chunkwise, prepare, recurrent
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that there is no GPU
-    naive = pytest.importorskip("fla.ops.kda.naive", reason="fla is the oracle; the dev extra has it")
+    naive = pytest.importorskip(
+        "fla.ops.kda.naive", reason="fla is the oracle; the dev extra has it"
+    )
     gates = pytest.importorskip("fla.ops.kda.gate")
     modeling = pytest.importorskip(
-        "transformers.models.kimi_linear.modeling_kimi_linear", reason="transformers has it from 5.22 on"
+        "transformers.models.kimi_linear.modeling_kimi_linear",
+        reason="transformers has it from 5.22 on",
     )
 
 TENSORS = ("q", "k", "v", "g", "beta", "state")
-LENGTHS = (1, 2, 7, 16, 17, 63, 64, 65, 128, 257)  # below, at and above rows of 8, the switch at 16, chunks of 64
+LENGTHS = (
+    1,
+    2,
+    7,
+    16,
+    17,
+    63,
+    64,
+    65,
+    128,
+    257,
+)  # below, at and above rows of 8, the switch at 16, chunks of 64
 
 
 def inputs_of(length, form="softplus", batch=2, heads=2, width=8, values=6, dtype=torch.float32):
@@ -59,18 +73,28 @@ def unit(x):
 
 
 def fla_recurrent(q, k, v, g, beta, state):
-    return naive.naive_recurrent_kda(unit(q), unit(k), v, g, beta, initial_state=state, output_final_state=True)
+    return naive.naive_recurrent_kda(
+        unit(q), unit(k), v, g, beta, initial_state=state, output_final_state=True
+    )
 
 
 def fla_chunk(q, k, v, g, beta, state):
-    return naive.naive_chunk_kda(unit(q), unit(k), v, g, beta, initial_state=state, output_final_state=True)
+    return naive.naive_chunk_kda(
+        unit(q), unit(k), v, g, beta, initial_state=state, output_final_state=True
+    )
 
 
 def of_transformers(name):
-    function = inspect.unwrap(getattr(modeling, name))  # else fla's kernels take its place, which need a GPU
+    function = inspect.unwrap(
+        getattr(modeling, name)
+    )  # else fla's kernels take its place, which need a GPU
 
     def run(q, k, v, g, beta, state):
-        options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        options = {
+            "initial_state": state,
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
+        }
         return function(q, k, v, g=g, beta=beta, **options)
 
     return run
@@ -88,9 +112,16 @@ def assert_same(found, expected, tolerance=1e-5):
 def test_all_forms_and_the_oracles_agree(length, form):
     inputs = inputs_of(length, form)
     truth = results(of_form(recurrent), [x.double() for x in inputs])
-    others = [kda, of_form(recurrent), of_form(lambda *x: chunkwise(*x, 64)), of_form(lambda *x: chunkwise(*x, 16))]
+    others = [
+        kda,
+        of_form(recurrent),
+        of_form(lambda *x: chunkwise(*x, 64)),
+        of_form(lambda *x: chunkwise(*x, 16)),
+    ]
     if length in (1, 65, 257):  # of a second each: their loops are Python's
-        others += [of_transformers(f"{name}_kimi_delta_attention") for name in ("chunk", "recurrent")]
+        others += [
+            of_transformers(f"{name}_kimi_delta_attention") for name in ("chunk", "recurrent")
+        ]
         others += [fla_recurrent]
     for function in others:
         assert_same(results(function, inputs), truth)
@@ -165,7 +196,9 @@ def test_as_one_node_it_keeps_its_inputs_alone(monkeypatch):
         assert torch.equal(value, expected[name]), name
     kept = []
     inputs = [x.requires_grad_() for x in inputs]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x.numel()) or x, lambda x: x
+    ):
         kda(*inputs)
     assert sum(kept) == sum(x.numel() for x in inputs)
 
@@ -230,7 +263,10 @@ def test_fla_s_kernels_are_at_most_twice_as_far_from_the_truth_as_plain_bf16(len
     plain = results(products_in_bf16, half)
     found = results(lambda *x: kda(*x, backend="fla"), half)
     spare = {n: 2**-7 if n == "g" else 1e-3 for n in truth}
-    limits = {n: float(2 * (plain[n].double() - x).abs().max() + spare[n] * x.abs().max()) for n, x in truth.items()}
+    limits = {
+        n: float(2 * (plain[n].double() - x).abs().max() + spare[n] * x.abs().max())
+        for n, x in truth.items()
+    }
     errors = {n: float((found[n].double() - x).abs().max()) for n, x in truth.items()}
     assert not {n: (errors[n], limits[n]) for n in truth if errors[n] > limits[n]}
 

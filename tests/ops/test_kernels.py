@@ -5,7 +5,18 @@ import weakref
 
 import pytest
 import torch
-from kernel_cases import INDUCTOR, UNFUSED, draw, extremes, growing, poisoned, read, run, two_phases, worst
+from kernel_cases import (
+    INDUCTOR,
+    UNFUSED,
+    draw,
+    extremes,
+    growing,
+    poisoned,
+    read,
+    run,
+    two_phases,
+    worst,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +33,9 @@ from headwater.ops.depth import reference as two_phase
 from headwater.ops.triton.launch import CHUNK, address_table, launch_that_fits, launches
 from headwater.residuals import build
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the grid of test_kernels_gpu instead")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU runs the grid of test_kernels_gpu instead"
+)
 
 CASES = [
     (1, 24, 3, torch.float32),  # one source
@@ -36,7 +49,9 @@ CASES = [
 @pytest.mark.parametrize(("count", "dim", "tokens", "dtype"), CASES)
 @pytest.mark.parametrize("function", [read, two_phases])
 def test_error_is_at_most_twice_plain_pytorchs(function, count, dim, tokens, dtype):
-    limit = 4 if dtype == torch.bfloat16 else 1  # the interpreter truncates to bf16 where a GPU rounds
+    limit = (
+        4 if dtype == torch.bfloat16 else 1
+    )  # the interpreter truncates to bf16 where a GPU rounds
     assert worst(function, count + (function is two_phases), dim, tokens, dtype, "cpu") <= limit
 
 
@@ -46,10 +61,17 @@ def test_a_merge_without_a_norm_does_not_rebuild_its_input_from_a_rounded_output
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("operators", [autograd, two_phase])
-def test_a_small_sum_with_nearly_all_of_the_weight_is_not_rounded_like_what_it_replaces(operators, keep):
+def test_a_small_sum_with_nearly_all_of_the_weight_is_not_rounded_like_what_it_replaces(
+    operators, keep
+):
     """Ten thousand times smaller than the output of phase 1; the norm behind makes both alike, and errors with them."""
     torch.manual_seed(0)
-    y, out, query, weight = 1e-4 * torch.randn(4, 40), torch.randn(4, 40), torch.randn(40), torch.ones(40)
+    y, out, query, weight = (
+        1e-4 * torch.randn(4, 40),
+        torch.randn(4, 40),
+        torch.randn(40),
+        torch.ones(40),
+    )
     normed = y * y.square().mean(-1, keepdim=True).rsqrt()
     lse = normed @ query - torch.tensor([18.0, 15.0, 12.0, 8.0])
     seed, results = torch.randn(4, 40), []
@@ -65,17 +87,30 @@ def test_a_small_sum_with_nearly_all_of_the_weight_is_not_rounded_like_what_it_r
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("operators", [autograd, two_phase])
-def test_where_a_sum_has_nearly_all_of_the_weight_its_logit_s_gradient_keeps_its_digits(operators, normed):
+def test_where_a_sum_has_nearly_all_of_the_weight_its_logit_s_gradient_keeps_its_digits(
+    operators, normed
+):
     """b (1 - b) <dh, P - out>: of a b that rounds to one, 1 - b is nothing; <dh, P> and <dh, h> differ by as little."""
     torch.manual_seed(0)
     p, out, query, weight = torch.randn(4, 40), torch.randn(4, 40), torch.randn(40), torch.ones(40)
-    lse = (p * p.square().mean(-1, keepdim=True).rsqrt()) @ query - torch.tensor([8.0, 12.0, 16.0, 20.0])
+    lse = (p * p.square().mean(-1, keepdim=True).rsqrt()) @ query - torch.tensor(
+        [8.0, 12.0, 16.0, 20.0]
+    )
     seed, results = torch.randn(4, 40), []
     for dtype, merge_by in ((torch.float64, two_phase.merge), (torch.float32, operators.merge)):
         leaf = lse.to(dtype).requires_grad_()
         given = [t.to(dtype) for t in (query, weight)]
         options = {"keep": True} if merge_by is autograd.merge else {}
-        x, _ = merge_by(p.to(dtype), None, out.to(dtype), leaf, given[0], None, given[1] if normed else None, **options)
+        x, _ = merge_by(
+            p.to(dtype),
+            None,
+            out.to(dtype),
+            leaf,
+            given[0],
+            None,
+            given[1] if normed else None,
+            **options,
+        )
         results.append(torch.autograd.grad(x, leaf, seed.to(dtype))[0])
     torch.testing.assert_close(results[1].double(), results[0], rtol=2e-5, atol=0)
 
@@ -89,7 +124,10 @@ def test_the_sum_of_a_block_passes_its_own_gradient_on(dtype):
 def test_gradients_may_lie_in_memory_as_they_like(seed_of):
     sources, queries, keys, _ = draw(3, 24, 2, torch.float32, "cpu")
     leaves = [t.requires_grad_() for t in (*sources, queries, keys)]
-    draws = {"permuted": torch.randn(2, 24, 2).movedim(-1, 0), "expanded": torch.tensor(0.7).expand(2, 2, 24)}
+    draws = {
+        "permuted": torch.randn(2, 24, 2).movedim(-1, 0),
+        "expanded": torch.tensor(0.7).expand(2, 2, 24),
+    }
     results = []
     for backend in ("triton", "reference"):
         out, _ = attend_blocks(sources, queries, keys, backend=backend)
@@ -101,7 +139,9 @@ def test_gradients_may_lie_in_memory_as_they_like(seed_of):
 def test_queries_and_weights_may_be_columns_and_must_be_vectors():
     sources, queries, keys, norm = draw(3, 24, 2, torch.float32, "cpu")
     columns = [torch.stack([v, -v], 1)[:, 0] for v in (queries[0], keys[0], norm)]
-    read = depth_attention(sources, columns[0], columns[1], norm_weight=columns[2], backend="triton")
+    read = depth_attention(
+        sources, columns[0], columns[1], norm_weight=columns[2], backend="triton"
+    )
     torch.testing.assert_close(
         read, depth_attention(sources, queries[0], keys[0], norm_weight=norm), atol=1e-6, rtol=1e-5
     )
@@ -124,7 +164,11 @@ def test_a_second_derivative_is_refused():
 def test_rows_that_do_not_fit_are_summed_again_for_the_norm():
     """Sixteen queries leave room for 1024 channels a program."""
     torch.manual_seed(0)
-    sources, norm, z = [torch.randn(2, 1100) for _ in range(3)], torch.randn(1100), torch.randn(2, 3, 16)
+    sources, norm, z = (
+        [torch.randn(2, 1100) for _ in range(3)],
+        torch.randn(1100),
+        torch.randn(2, 3, 16),
+    )
     with poisoned():
         ours = autograd.mix(sources, (z,), norm)
     expected = two_phase.mix(sources, (z,), norm)
@@ -135,8 +179,12 @@ def test_rows_that_do_not_fit_are_summed_again_for_the_norm():
 def test_the_inference_read_agrees_and_gives_weights():
     sources, queries, keys, norm = draw(4, 40, 3, torch.float32, "cpu")
     with torch.no_grad(), poisoned():
-        ours = depth_attention(sources, queries[0], keys[0], norm_weight=norm, backend="triton", return_weights=True)
-    expected = depth_attention(sources, queries[0], keys[0], norm_weight=norm, backend="reference", return_weights=True)
+        ours = depth_attention(
+            sources, queries[0], keys[0], norm_weight=norm, backend="triton", return_weights=True
+        )
+    expected = depth_attention(
+        sources, queries[0], keys[0], norm_weight=norm, backend="reference", return_weights=True
+    )
     for mine, other in zip(ours, expected):
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
 
@@ -147,11 +195,15 @@ def test_decoding_adds_mixes_and_norms_in_one_launch():
     before = launches["read"]
     x, last = decode_read(sources, y, queries[0], keys[0], norm_weight=norm, backend="triton")
     assert launches["read"] == before + 1
-    for mine, other in zip((x, last), decode_read(sources, y, queries[0], keys[0], norm_weight=norm)):
+    for mine, other in zip(
+        (x, last), decode_read(sources, y, queries[0], keys[0], norm_weight=norm)
+    ):
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
     with pytest.raises(ValueError, match="no backward"):
         decode_read(sources, y.requires_grad_(), queries[0], backend="triton")
-    expected = depth_attention([*sources[:-1], sources[-1] + y.detach()], queries[0], keys[0], norm_weight=norm)
+    expected = depth_attention(
+        [*sources[:-1], sources[-1] + y.detach()], queries[0], keys[0], norm_weight=norm
+    )
     torch.testing.assert_close(x, expected, atol=1e-6, rtol=1e-5)
     assert torch.equal(last, sources[-1] + y.detach())
 
@@ -160,8 +212,12 @@ def test_more_queries_than_one_launch_holds():
     sources, _, _, _ = draw(2, 16, 2, torch.float32, "cpu")
     for source in sources:
         source.requires_grad_()
-    queries = (torch.randn(70, 16) * 0.3).requires_grad_()  # scores take 64 a launch, mixing 16 and 8
-    results = [attend_blocks(sources, queries, backend=backend) for backend in ("triton", "reference")]
+    queries = (
+        torch.randn(70, 16) * 0.3
+    ).requires_grad_()  # scores take 64 a launch, mixing 16 and 8
+    results = [
+        attend_blocks(sources, queries, backend=backend) for backend in ("triton", "reference")
+    ]
     seeds = [torch.randn_like(t) for t in results[0]]
     gradients = [torch.autograd.grad(r, [*sources, queries], seeds) for r in results]
     for mine, other in zip([*results[0], *gradients[0]], [*results[1], *gradients[1]]):
@@ -195,8 +251,16 @@ def test_a_source_that_others_use_keeps_its_gradient():
         v, scores = thread(inner)
         outs, _, (w,) = autograd.mix([v], scores) if thread is scored else plain_mix(v, scores)
         both = w + other  # one gradient tensor for w and other
-        (out,), _, (u,) = autograd.mix([w], (z,)) if thread is scored else plain_mix(w, z.squeeze(-2))
-        return (both * 2).sum() + (u * 3).sum() + sum(o.square().sum() for o in outs) + out.sum() + (v * inner).sum()
+        (out,), _, (u,) = (
+            autograd.mix([w], (z,)) if thread is scored else plain_mix(w, z.squeeze(-2))
+        )
+        return (
+            (both * 2).sum()
+            + (u * 3).sum()
+            + sum(o.square().sum() for o in outs)
+            + out.sum()
+            + (v * inner).sum()
+        )
 
     def scored(v):
         return autograd.score(v, folded, 1e-6)[::2]
@@ -225,10 +289,18 @@ def test_two_sources_may_share_one_gradient(compiled):
         (a1, za), (b1, zb) = (ops.score(leaf * 1.0, folded, 1e-6)[::2] for leaf in leaves)
         outs, lses, (a2, b2) = ops.mix([a1, b1], za + zb)
         shared = a2 + b2 + weight * leaves[0].sum()  # one gradient for a2, b2 and a third
-        return (shared.square() * weight).sum() + sum(o.square().sum() for o in outs) + sum(m.sum() for m in lses)
+        return (
+            (shared.square() * weight).sum()
+            + sum(o.square().sum() for o in outs)
+            + sum(m.sum() for m in lses)
+        )
 
     expected = torch.autograd.grad(loss(two_phase), leaves)
-    ours = torch.compile(lambda: loss(autograd), options=INDUCTOR | UNFUSED)() if compiled else loss(autograd)
+    ours = (
+        torch.compile(lambda: loss(autograd), options=INDUCTOR | UNFUSED)()
+        if compiled
+        else loss(autograd)
+    )
     for mine, other in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-5)
 
@@ -248,7 +320,11 @@ def test_queries_threaded_twice_may_share_one_gradient(opens):
         outs, lses, (query,), fb, sources, zb = ops.open_block(*given, **asked)
         shared = fa + fb  # one gradient for both
         results = (*outs, *lses, *sources, *za, *zb)
-        return (shared.square() * weight).sum() + sum(t.square().sum() for t in results) + (query * weight[0]).sum()
+        return (
+            (shared.square() * weight).sum()
+            + sum(t.square().sum() for t in results)
+            + (query * weight[0]).sum()
+        )
 
     wanted = [*(leaves[::2] if opens else leaves), folded]
     expected = torch.autograd.grad(loss(two_phase), wanted)
@@ -313,18 +389,32 @@ def test_the_fused_residual_equals_the_reference(spec):
         assert all(torch.equal(a, b) for a, b in zip(ours, results_of(net)))
 
 
-@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full", "attnres-full:heads=4,query=projected"])
+@pytest.mark.parametrize(
+    "spec", ["attnres-block:block=3", "attnres-full", "attnres-full:heads=4,query=projected"]
+)
 def test_under_autocast_a_bf16_stream_meets_fp32_weights(spec):
-    shape = {"vocab_size": 13, "dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 24, "context": 9}
+    shape = {
+        "vocab_size": 13,
+        "dim": 32,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "mlp_dim": 24,
+        "context": 9,
+    }
 
     def results(backend, half):
         torch.manual_seed(0)
-        model = Decoder(ModelConfig(**shape, residual=f"{spec}{',' if ':' in spec else ':'}backend={backend}"))
+        model = Decoder(
+            ModelConfig(**shape, residual=f"{spec}{',' if ':' in spec else ':'}backend={backend}")
+        )
         with torch.no_grad():
             for parameter in model.residual.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter))
         seen = set()
-        model.sublayers[-1].body.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
+        model.sublayers[-1].body.register_forward_hook(
+            lambda _, inputs, __: seen.add(inputs[0].dtype)
+        )
         before = sum(launches.values())
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = model(torch.arange(9).view(1, 9)).float().square().mean()
@@ -334,12 +424,20 @@ def test_under_autocast_a_bf16_stream_meets_fp32_weights(spec):
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
     truth = [t.double() for t in results("reference", half=False)]
-    for mine, other, exact in zip(results("triton", half=True), results("reference", half=True), truth, strict=True):
-        assert error(mine, exact) < 4 * error(other, exact) + 0.01  # the interpreter truncates to bf16
+    for mine, other, exact in zip(
+        results("triton", half=True), results("reference", half=True), truth, strict=True
+    ):
+        assert (
+            error(mine, exact) < 4 * error(other, exact) + 0.01
+        )  # the interpreter truncates to bf16
 
 
 @pytest.mark.parametrize(
-    "spec", [f"attnres-{how}backend=triton" for how in ("block:block=3,", "full:", "full:heads=4,key_norm=false,")]
+    "spec",
+    [
+        f"attnres-{how}backend=triton"
+        for how in ("block:block=3,", "full:", "full:heads=4,key_norm=false,")
+    ],
 )
 def test_the_schedule_of_training_is_as_exact(spec):
     assert worst_of(spec, 40, 2, torch.float32, "cpu", draws=1) <= 1
@@ -367,7 +465,10 @@ def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec
     ("spec", "backend"),
     [
         ("attnres-block:block=3,backend=triton", "inductor"),  # which drops copies of gradients
-        ("attnres-full:backend=triton", "aot_eager"),  # which keeps them, and takes a third of the time
+        (
+            "attnres-full:backend=triton",
+            "aot_eager",
+        ),  # which keeps them, and takes a third of the time
         ("attnres-full:heads=4,weights=sigmoid,backend=triton", "inductor"),
     ],
 )
@@ -381,7 +482,9 @@ def test_the_fused_residual_compiles_without_a_break(spec, backend):
 
 
 def test_settling_gives_back_the_plain_state():
-    fast, slow = (build(f"attnres-block:block=3,backend={b}", 16, 7) for b in ("triton", "reference"))
+    fast, slow = (
+        build(f"attnres-block:block=3,backend={b}", 16, 7) for b in ("triton", "reference")
+    )
     slow.load_state_dict(fast.state_dict())
     one, two = (r.begin(torch.ones(2, 16)) for r in (fast, slow))
     for i in range(7):
@@ -438,7 +541,9 @@ def test_operators_are_well_registered():
     for writer, arguments in checks:
         made = writer.allocate(*arguments)
         assert writer.overload(*arguments, *made) is None  # see `Writer`
-        torch.library.opcheck(writer.overload, (*arguments, *made), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            writer.overload, (*arguments, *made), test_utils=("test_schema", "test_faketensor")
+        )
 
 
 class Hungry:
@@ -464,7 +569,9 @@ def test_wide_rows_run_with_fewer_stages_or_are_refused_by_shape(names):
     kernel = Hungry(names, limit=2)
     compiled, constants = launch_that_fits(kernel, (1,), (x,), (), {"BD": 8}, 4, 3)
     assert (compiled, kernel.tried) == ("compiled", [3, 2])
-    assert constants == {"num_stages": 1, "BD": 8} | {"STAGES" if len(names) > 1 else "num_stages": 2}
+    assert constants == {"num_stages": 1, "BD": 8} | {
+        "STAGES" if len(names) > 1 else "num_stages": 2
+    }
     table = torch.zeros(16, dtype=torch.int64)
     refusal = r"_hungry: \(3, 7168\) in torch.float32 takes 100 of shared memory, this GPU has 0"
     with pytest.raises(RuntimeError, match=refusal):
@@ -486,16 +593,24 @@ def test_an_attempt_that_did_not_fit_keeps_no_tensor_alive():
 @pytest.mark.parametrize(
     "pieces",
     [
-        [torch.randn(2, 5, 1, 19 - 5 * n)[..., 2:7] for n in range(3)],  # columns of ever narrower tensors, as a rule
+        [
+            torch.randn(2, 5, 1, 19 - 5 * n)[..., 2:7] for n in range(3)
+        ],  # columns of ever narrower tensors, as a rule
         [torch.randn(10, 1, 7)[..., 1:6], torch.randn(10, 2, 5)],
-        [torch.randn(5, 2, 1, 9)[..., 4:].transpose(0, 1), torch.randn(2, 5, 2, 5)],  # rows that are no neighbours
+        [
+            torch.randn(5, 2, 1, 9)[..., 4:].transpose(0, 1),
+            torch.randn(2, 5, 2, 5),
+        ],  # rows that are no neighbours
         [torch.randn(5, 1, 2, 5).transpose(0, 1), torch.randn(1, 5, 5, 1).transpose(-1, -2)],
         [torch.randn(1, 1, 3, 5)],  # one token
     ],
 )
 def test_scores_are_read_where_they_lie(pieces):
     shape = pieces[0].shape[:-2]
-    sources, g = [torch.randn(*shape, 16) for _ in range(sum(piece.shape[-2] for piece in pieces))], torch.rand(16)
+    sources, g = (
+        [torch.randn(*shape, 16) for _ in range(sum(piece.shape[-2] for piece in pieces))],
+        torch.rand(16),
+    )
     parts = mix.mix(sources, pieces, g, 1e-6, False)
     whole = mix.mix(sources, [torch.cat(pieces, -2).contiguous()], g, 1e-6, False)
     assert all(map(torch.equal, parts, whole))

@@ -23,12 +23,23 @@ from headwater.ops.routing import MAX_WIDTH
 if torch.cuda.is_available():  # else the interpreter's variable may come after triton
     from headwater.ops.triton.launch import launches
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SOURCES = [1, 2, 3, 8, 9, 17, 33, 64, 129]
 WIDTHS = [64, 123, 1000, 2048, 7168]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SHAPE = {"vocab_size": 64, "dim": 128, "layers": 6, "heads": 2, "kv_heads": 2, "mlp_dim": 256, "context": 64}
+SHAPE = {
+    "vocab_size": 64,
+    "dim": 128,
+    "layers": 6,
+    "heads": 2,
+    "kv_heads": 2,
+    "mlp_dim": 256,
+    "context": 64,
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,7 +72,14 @@ def test_the_schedule_of_training_is_as_exact(spec, dim, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [192, 384, 2048])
 @pytest.mark.parametrize(
-    "options", ["heads=4", "weights=sigmoid", "key_norm=false,scale=root", "key_dim=32", "query=projected,scale=root"]
+    "options",
+    [
+        "heads=4",
+        "weights=sigmoid",
+        "key_norm=false,scale=root",
+        "key_dim=32",
+        "query=projected,scale=root",
+    ],
 )
 def test_options_are_as_exact(options, dim, dtype):
     before = launches["weigh_backward"]
@@ -90,7 +108,11 @@ def test_repeats_are_bit_equal():
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-STEPS = ("attnres-block:block=4", "attnres-full:heads=4,backend=triton", "attnres-full:weights=static,backend=triton")
+STEPS = (
+    "attnres-block:block=4",
+    "attnres-full:heads=4,backend=triton",
+    "attnres-full:weights=static,backend=triton",
+)
 
 
 @pytest.fixture(scope="module", params=STEPS)
@@ -119,7 +141,9 @@ def test_a_decoder_compiles_without_a_break(step):
         assert (mine - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
 
 
-@pytest.mark.parametrize("spec", ["attnres-block:block=2", "attnres-block:block=2,heads=4,backend=triton"])
+@pytest.mark.parametrize(
+    "spec", ["attnres-block:block=2", "attnres-block:block=2,heads=4,backend=triton"]
+)
 def test_a_compiled_step_adds_gradients_in_place_too(spec):
     """Its copies of them, of which there are as many as sources, must not be there at all."""
     x = torch.randn(4096, 512, device="cuda").bfloat16()
@@ -164,7 +188,9 @@ def test_autocast(wide):
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
     truth = [t.double() for t in results("reference", half=False)]
-    for mine, other, exact in zip(results("triton", half=True), results("reference", half=True), truth, strict=True):
+    for mine, other, exact in zip(
+        results("triton", half=True), results("reference", half=True), truth, strict=True
+    ):
         assert error(mine, exact) < 2 * error(other, exact) + 1e-3
 
 
@@ -177,7 +203,9 @@ def test_sharded_parameters(step):
         for sublayer in sharded.sublayers:
             fully_shard(sublayer.body)
         fully_shard(sharded)
-        tokens = torch.randint(0, 64, (2, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(4))
+        tokens = torch.randint(
+            0, 64, (2, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(4)
+        )
         model.zero_grad(set_to_none=True)
         for module in (model, sharded):
             module(tokens).float().square().mean().backward()

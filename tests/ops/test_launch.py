@@ -55,7 +55,9 @@ def kernel(monkeypatch):
 
 def start(kernel, rows=5, width=8, dtype=torch.float32, tensors=None, **constants):
     x, y = tensors or (torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype))
-    launching.launch(kernel, (rows,), (x, y), (rows, width), {"BD": 8, **constants}, num_warps=4, num_stages=2)
+    launching.launch(
+        kernel, (rows,), (x, y), (rows, width), {"BD": 8, **constants}, num_warps=4, num_stages=2
+    )
     return x, y
 
 
@@ -77,13 +79,19 @@ def test_a_prepared_launch_keeps_the_kernel(kernel):
     for _ in range(4):
         ready(x, y)
     assert [way[0] for way in kernel.ways] == ["public", "direct", "direct", "direct"]
-    assert kernel.ways[1] == kernel.ways[3] == ("direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2))
+    assert (
+        kernel.ways[1]
+        == kernel.ways[3]
+        == ("direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2))
+    )
     kernel.pre_run_hooks.append(print)
     ready(x, y)
     assert kernel.ways[-1][0] == "public"
 
 
-@pytest.mark.parametrize("other", [torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(9)[1:].view(2, 4)])
+@pytest.mark.parametrize(
+    "other", [torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(9)[1:].view(2, 4)]
+)
 def test_a_prepared_launch_keeps_it_for_these_types_and_whole_addresses_alone(kernel, other):
     ready, tensors = prepared(kernel), torch.zeros(2, 4)
     for given in (tensors, tensors, tensors, other, other, other, tensors):
@@ -105,7 +113,9 @@ def test_lengths_vary_without_a_compilation_and_without_a_new_entry(kernel):
     for rows in range(1, 50):
         start(kernel, rows)
         assert kernel.ways[-1][1][0] == rows
-        assert kernel.ways[-1][2][-4 if rows > 1 else 0] == rows  # this launch's number, not the first one's
+        assert (
+            kernel.ways[-1][2][-4 if rows > 1 else 0] == rows
+        )  # this launch's number, not the first one's
     assert kernel.compilations == len(launching._compiled) == 1
 
 
@@ -146,20 +156,29 @@ def test_the_table_is_bounded(kernel, monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "hip", "direct"),
-    [("3.6.0", None, True), ("3.6.1+git", None, True), ("3.7.0", None, False), ("3.60.0", None, False)]
+    [
+        ("3.6.0", None, True),
+        ("3.6.1+git", None, True),
+        ("3.7.0", None, False),
+        ("3.60.0", None, False),
+    ]
     + [("4.0", None, False), ("3.6.0", "6.4", False)],
 )
 def test_only_known_versions_are_run_directly(version, hip, direct):
     assert launching.runs_directly(version, hip) == direct
 
 
-def test_on_an_unknown_version_every_launch_is_public_and_needs_no_private_part(kernel, monkeypatch):
+def test_on_an_unknown_version_every_launch_is_public_and_needs_no_private_part(
+    kernel, monkeypatch
+):
     monkeypatch.setattr(launching, "DIRECT", False)
     monkeypatch.setattr(Kernel, "run", None)
     for _ in range(3):
         start(kernel)
     assert [way[0] for way in kernel.ways] == ["public"] * 3
-    assert all(way == kernel.ways[0] for way in kernel.ways)  # with the stages that fitted the first time
+    assert all(
+        way == kernel.ways[0] for way in kernel.ways
+    )  # with the stages that fitted the first time
 
 
 def test_hooks_are_served_by_the_public_way_as_long_as_they_are_set(kernel, monkeypatch):
@@ -170,7 +189,9 @@ def test_hooks_are_served_by_the_public_way_as_long_as_they_are_set(kernel, monk
         raise AssertionError("the stand-in does not call it")
 
     for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook, kernel.pre_run_hooks):
-        add, remove = (chain.append, chain.remove) if isinstance(chain, list) else (chain.add, chain.remove)
+        add, remove = (
+            (chain.append, chain.remove) if isinstance(chain, list) else (chain.add, chain.remove)
+        )
         add(hook)
         start(kernel)
         assert kernel.ways[-1][0] == "public"
@@ -200,7 +221,9 @@ def test_another_device_is_made_the_current_one(kernel, monkeypatch):
             current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(launching, "current_stream", lambda index: 77 if current[-1] == index else 0)
+    monkeypatch.setattr(
+        launching, "current_stream", lambda index: 77 if current[-1] == index else 0
+    )
     start(kernel)
     start(kernel)
     assert [way[0] for way in kernel.ways] == ["public", "direct"]
@@ -217,21 +240,50 @@ HOW = ("launch", "Launch")
 
 def launched(tree):
     """Kernels that a file launches: their names, the numbers and tensors they take, and what they do not specialise."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in HOW]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in HOW
+    ]
     names = {ast.unparse(call.args[0]) for call in calls}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and function.name in names:
             (jit,) = function.decorator_list
-            declared = eval(ast.unparse(jit.keywords[0].value), vars(launching)) if isinstance(jit, ast.Call) else []
-            yield function.name, {arg.arg for arg in function.args.args if arg.annotation is None}, set(declared)
+            declared = (
+                eval(ast.unparse(jit.keywords[0].value), vars(launching))
+                if isinstance(jit, ast.Call)
+                else []
+            )
+            yield (
+                function.name,
+                {arg.arg for arg in function.args.args if arg.annotation is None},
+                set(declared),
+            )
 
 
 def test_kernels_declare_the_lengths_that_vary():
     """One that was specialised for would be compiled, and kept, for ones and multiples of 16 apart."""
-    vary = {"M", "N", "S", "Q", "ZQ", "PS", "s0", "T", "tokens", "count", "start", "scale", "B", "s_l"}
+    vary = {
+        "M",
+        "N",
+        "S",
+        "Q",
+        "ZQ",
+        "PS",
+        "s0",
+        "T",
+        "tokens",
+        "count",
+        "start",
+        "scale",
+        "B",
+        "s_l",
+    }
     vary |= {"unasked", "PT", *(f"a{n}" for n in range(launching.CHUNK))}
     folder = Path(launching.__file__).parent.parent
-    kernels = [kernel for path in folder.rglob("*.py") for kernel in launched(ast.parse(path.read_text()))]
+    kernels = [
+        kernel for path in folder.rglob("*.py") for kernel in launched(ast.parse(path.read_text()))
+    ]
     assert len(kernels) >= 12
     for name, taken, declared in kernels:
         assert taken & vary == declared, name

@@ -10,7 +10,10 @@ from headwater.ops.depth import reference
 
 def draw(num_sources, dim, *, shape=(2, 3), dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
-    sources = [torch.randn(*shape, dim, dtype=dtype).mul_(n % 3 + 0.5).requires_grad_() for n in range(num_sources)]
+    sources = [
+        torch.randn(*shape, dim, dtype=dtype).mul_(n % 3 + 0.5).requires_grad_()
+        for n in range(num_sources)
+    ]
     query = torch.randn(dim, dtype=dtype).div_(dim**0.5).requires_grad_()  # logits of order one
     key_weight = (1 + 0.3 * torch.randn(dim, dtype=dtype)).requires_grad_()
     return sources, query, key_weight
@@ -30,7 +33,9 @@ def test_agrees_with_fla_in_output_and_every_gradient(num_sources, dim, normed):
     theirs = theirs[-1] if isinstance(theirs, tuple) else theirs
     seed = torch.randn_like(ours)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    for mine, other in zip(torch.autograd.grad(ours, inputs, seed), torch.autograd.grad(theirs, inputs, seed)):
+    for mine, other in zip(
+        torch.autograd.grad(ours, inputs, seed), torch.autograd.grad(theirs, inputs, seed)
+    ):
         assert (mine - other).norm() <= 1e-5 * max(other.norm(), 1.0)
 
 
@@ -72,7 +77,9 @@ def test_two_phases_equal_one_pass(num_blocks, normed):
     *blocks, partial = sources
     out, lse = attend_blocks(blocks, queries, key_weights)
     for s in range(5):
-        merged = merge_partial(partial, queries[s], out[s], lse[s], key_weights[s], norm_weight=norm_weight)
+        merged = merge_partial(
+            partial, queries[s], out[s], lse[s], key_weights[s], norm_weight=norm_weight
+        )
         direct = depth_attention(sources, queries[s], key_weights[s], norm_weight=norm_weight)
         torch.testing.assert_close(merged, direct, atol=1e-12, rtol=1e-12)
         inputs = [*sources, queries, key_weights]
@@ -93,7 +100,9 @@ def test_weights_are_a_distribution_and_reproduce_the_read():
 
 def test_zero_query_is_the_mean_and_extremes_stay_finite():
     sources, _, _ = draw(6, 16)
-    torch.testing.assert_close(depth_attention(sources, torch.zeros(16)), torch.stack(sources).mean(0))
+    torch.testing.assert_close(
+        depth_attention(sources, torch.zeros(16)), torch.stack(sources).mean(0)
+    )
     hostile = [torch.zeros(2, 16), torch.full((2, 16), 1e4), torch.randn(2, 16) * 1e-4]
     for value in (80.0, -80.0):
         read = depth_attention(hostile, torch.full((16,), value))
@@ -118,7 +127,10 @@ def test_autocast_rounds_nothing():
 
     def results():
         out, lse = attend_blocks(blocks, query.unsqueeze(0), key_weight.unsqueeze(0))
-        scored = [reference.score(source, (query * key_weight).unsqueeze(0), 1e-6)[2][0] for source in blocks]
+        scored = [
+            reference.score(source, (query * key_weight).unsqueeze(0), 1e-6)[2][0]
+            for source in blocks
+        ]
         mixed, lses, _ = reference.mix(blocks, scored, key_weight)
         merged = merge_partial(last, query, out[0], lse[0], key_weight, norm_weight=key_weight)
         read, weights = depth_attention(sources, query, key_weight, return_weights=True)
@@ -142,7 +154,9 @@ def test_rows_as_wide_as_a_program_holds_and_no_wider(monkeypatch):
 
 def test_kernels_take_no_part_in_transforms_of_torch_func(monkeypatch):
     monkeypatch.setattr(routing, "INSTALLED", True)
-    with pytest.raises(BackendError, match=r"a transform of torch\.func is active, such as grad or vmap"):
+    with pytest.raises(
+        BackendError, match=r"a transform of torch\.func is active, such as grad or vmap"
+    ):
         torch.vmap(lambda x: depth_attention([x, x], x, backend="triton"))(torch.ones(2, 4))
 
 

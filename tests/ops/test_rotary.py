@@ -14,7 +14,9 @@ DEVICE = "cuda" if GPU else "cpu"
 
 def draw(batch, tokens, heads, kv_heads, width, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, tokens, (heads + 2 * kv_heads) * width, generator=generator).to(DEVICE, dtype)
+    return torch.randn(batch, tokens, (heads + 2 * kv_heads) * width, generator=generator).to(
+        DEVICE, dtype
+    )
 
 
 def tables(tokens, width, start=0):
@@ -75,11 +77,18 @@ def test_attention_gets_heads_behind_tokens():
     joined, rotary = draw(2, 5, 4, 2, 8), tables(5, 8)
     for backend in ("triton", "reference"):
         q, k, v = rotate_joined(joined, rotary, 4, 2, backend=backend)
-        assert [tuple(part.shape) for part in (q, k, v)] == [(2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)]
+        assert [tuple(part.shape) for part in (q, k, v)] == [
+            (2, 4, 5, 8),
+            (2, 2, 5, 8),
+            (2, 2, 5, 8),
+        ]
         assert all(part.stride()[1] == 8 and part.stride()[-1] == 1 for part in (q, k, v))
 
     def heads_first(joined, backend):
-        return [part * part.sin() for part in map(torch.Tensor.contiguous, turned(4, 2, rotary)(joined, backend))]
+        return [
+            part * part.sin()
+            for part in map(torch.Tensor.contiguous, turned(4, 2, rotary)(joined, backend))
+        ]
 
     assert excess(heads_first, joined) <= 1
 

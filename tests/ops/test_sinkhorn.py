@@ -7,10 +7,18 @@ from headwater.ops import sinkhorn
 
 GPU = torch.cuda.is_available()
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
+    ),
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+    ),
 ]
-FORMS = [("reference", 4), ("triton", 4), ("triton", 5)]  # a thread's matrices, and those of a program
+FORMS = [
+    ("reference", 4),
+    ("triton", 4),
+    ("triton", 5),
+]  # a thread's matrices, and those of a program
 
 
 def draw(n, dtype=torch.float64):
@@ -30,19 +38,25 @@ def by_division(logits, iterations):
 def value_and_gradient(function, logits):
     leaf = logits.clone().requires_grad_()
     value = function(leaf, 20)
-    along = torch.randn(value.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(value)
+    along = torch.randn(
+        value.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    ).to(value)
     return value.detach(), torch.autograd.grad(value, leaf, along)[0]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_value_and_gradient_are_those_of_the_divisions(n):
-    for mine, plain in zip(value_and_gradient(sinkhorn, draw(n)), value_and_gradient(by_division, draw(n))):
+    for mine, plain in zip(
+        value_and_gradient(sinkhorn, draw(n)), value_and_gradient(by_division, draw(n))
+    ):
         torch.testing.assert_close(mine, plain, atol=1e-13, rtol=1e-13)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 20])
 def test_the_number_of_iterations_is_exact(iterations):
-    torch.testing.assert_close(sinkhorn(draw(4), iterations), by_division(draw(4), iterations), atol=1e-14, rtol=0)
+    torch.testing.assert_close(
+        sinkhorn(draw(4), iterations), by_division(draw(4), iterations), atol=1e-14, rtol=0
+    )
     assert (sinkhorn(draw(4), iterations) - by_division(draw(4), iterations + 1)).abs().max() > 1e-9
 
 
@@ -62,7 +76,9 @@ def test_transforms_of_torch_func_find_the_same(lead):
 @pytest.mark.parametrize(("backend", "n"), FORMS)
 @pytest.mark.parametrize("lead", [8.0, 16.0, 30.0])
 @pytest.mark.parametrize("device", DEVICES)
-def test_near_a_permutation_the_gradient_is_not_what_rounding_leaves_of_a_difference(device, lead, backend, n):
+def test_near_a_permutation_the_gradient_is_not_what_rounding_leaves_of_a_difference(
+    device, lead, backend, n
+):
     """exp(-8) beside 1 is where mHC starts."""
     pytest.importorskip("triton", reason="the kernel needs triton")
     logits = (draw(n) / 2 + lead * torch.eye(n).roll(1, 0)).float()
@@ -83,17 +99,23 @@ def test_the_kernel_is_as_good_as_the_reference(n, device):
     for backend in ("triton", "reference"):
         before = launches["sinkhorn"], launches["sinkhorn_backward"]
         low = draw(n, torch.float32).to(device)
-        results[backend] = value_and_gradient(lambda x, i, b=backend: sinkhorn(x, i, backend=b), low)
+        results[backend] = value_and_gradient(
+            lambda x, i, b=backend: sinkhorn(x, i, backend=b), low
+        )
         ran = (launches["sinkhorn"] - before[0], launches["sinkhorn_backward"] - before[1])
         assert ran == ((1, 1) if backend == "triton" else (0, 0))
     for kernel, reference, exact in zip(results["triton"], results["reference"], truth):
-        error, plain = ((x.double().cpu() - exact).norm() / exact.norm() for x in (kernel, reference))
+        error, plain = (
+            (x.double().cpu() - exact).norm() / exact.norm() for x in (kernel, reference)
+        )
         assert error <= 2 * plain + 1e-6
 
 
 def test_only_the_logits_are_kept_for_the_backward():
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         sinkhorn(draw(4).requires_grad_(), 20)
     assert kept == [5 * 7 * 16]
 
@@ -148,7 +170,9 @@ def test_second_derivatives_are_refused():
 def test_it_compiles_to_one_graph_with_its_gradient():
     """Dynamo traces the backward too, its refusal included."""
     compiled = torch.compile(sinkhorn, backend="aot_eager", fullgraph=True)
-    for one, other in zip(value_and_gradient(compiled, draw(3)), value_and_gradient(sinkhorn, draw(3))):
+    for one, other in zip(
+        value_and_gradient(compiled, draw(3)), value_and_gradient(sinkhorn, draw(3))
+    ):
         torch.testing.assert_close(one, other)
     torch._dynamo.reset()
 

@@ -10,10 +10,20 @@ from headwater.ops.streams.operators import MAX_STREAMS
 
 GPU = torch.cuda.is_available()
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]),
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
+    ),
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+    ),
 ]
-OPERATORS = ("read_streams", "write_streams", "score", "read_streams_backward", "write_streams_backward")
+OPERATORS = (
+    "read_streams",
+    "write_streams",
+    "score",
+    "read_streams_backward",
+    "write_streams_backward",
+)
 SHAPES = [
     (1, 64, 1, "each"),  # one stream, one token
     (2, 123, 5, "together"),  # rows that begin anywhere
@@ -32,11 +42,21 @@ def draw(n, dim, tokens, norm, dtype, device):
     def normal(*shape, dtype=torch.float32):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    rows = {"together": (2 * n + n * n, n * dim), "each": (n + 2, dim), "constant": (n, n * dim)}[norm]
-    inputs = [normal(tokens, n, dim, dtype=dtype), normal(tokens, dim, dtype=dtype), normal(tokens, n)]
+    rows = {"together": (2 * n + n * n, n * dim), "each": (n + 2, dim), "constant": (n, n * dim)}[
+        norm
+    ]
+    inputs = [
+        normal(tokens, n, dim, dtype=dtype),
+        normal(tokens, dim, dtype=dtype),
+        normal(tokens, n),
+    ]
     inputs += [normal(tokens, n, n), normal(tokens, n), normal(*rows) / rows[-1] ** 0.5]
     products = (tokens, rows[0]) if norm != "each" else (tokens, n, rows[0])
-    seeds = [normal(tokens, dim, dtype=dtype), normal(tokens, n, dim, dtype=dtype), normal(*products)]
+    seeds = [
+        normal(tokens, dim, dtype=dtype),
+        normal(tokens, n, dim, dtype=dtype),
+        normal(*products),
+    ]
     return inputs, seeds
 
 
@@ -45,7 +65,9 @@ def run(inputs, seeds, norm, backend, dtype=None):
     x, y, post, res, pre, weight = leaves = [
         (t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in inputs
     ]
-    z, again, factors = project_streams(x, weight, 1e-6, backend=backend) if norm != "constant" else (None, x, None)
+    z, again, factors = (
+        project_streams(x, weight, 1e-6, backend=backend) if norm != "constant" else (None, x, None)
+    )
     gate = pre if z is None else pre + 0.1 * z.tanh().flatten(1)[:, : pre.shape[-1]]
     h = read_streams(again, gate, factors, backend=backend)
     out = write_streams(again, y + 0.5 * h, post, res, backend=backend)
@@ -75,7 +97,9 @@ def test_the_kernels_are_as_exact_as_plain_pytorch(device, n, dim, tokens, norm,
     plain = run(inputs, seeds, norm, "reference")
     truth = run([t.double() for t in inputs], seeds, norm, "reference", torch.float64)
     assert len(ours) == len(plain) == len(truth) >= 7
-    times = 8 if dtype == torch.bfloat16 and device == "cpu" else 2  # the interpreter truncates where a GPU rounds
+    times = (
+        8 if dtype == torch.bfloat16 and device == "cpu" else 2
+    )  # the interpreter truncates where a GPU rounds
     for mine, other, exact in zip(ours, plain, truth):
         assert mine.dtype == other.dtype
         assert error(mine, exact) <= times * error(other, exact) + 1e-5
@@ -92,7 +116,9 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(device):
         z, again, factors = project_streams(leaf, weight.to(dtype), 1e-6, backend=backend)
         read = read_streams(again, pre.to(dtype), factors, backend=backend)
         made = (read, write_streams(again, *given, backend=backend), z)
-        return torch.autograd.grad([made[k] for k in used], leaf, [seeds[k].to(dtype) for k in used])[0]
+        return torch.autograd.grad(
+            [made[k] for k in used], leaf, [seeds[k].to(dtype) for k in used]
+        )[0]
 
     for used in ((2,), (0,), (0, 2), (1,)):
         truth = results("reference", used, torch.float64)
@@ -104,13 +130,17 @@ def test_streams_that_share_their_memory_are_taken():
     pytest.importorskip("triton", reason="the kernels need triton")
     inputs, seeds = draw(3, 24, 2, "together", torch.float32, "cuda" if GPU else "cpu")
     inputs[0] = inputs[0][:, :1].expand(-1, 3, -1)
-    for mine, other in zip(*(run(inputs, seeds, "together", backend) for backend in ("triton", "reference"))):
+    for mine, other in zip(
+        *(run(inputs, seeds, "together", backend) for backend in ("triton", "reference"))
+    ):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
 def test_without_gradients_the_same_kernels_run():
     pytest.importorskip("triton", reason="the kernels need triton")
-    (x, _, _, _, pre, weight), _ = draw(2, 24, 2, "together", torch.float32, "cuda" if GPU else "cpu")
+    (x, _, _, _, pre, weight), _ = draw(
+        2, 24, 2, "together", torch.float32, "cuda" if GPU else "cpu"
+    )
     z, again, factors = project_streams(x.requires_grad_(), weight, 1e-6, backend="triton")
     h = read_streams(again, pre, factors, backend="triton")
     with torch.no_grad():
@@ -156,10 +186,20 @@ def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(n, dim, norm, dtype):
     for mine, other, exact in zip(ours, plain, truth, strict=True):
         assert error(mine, exact) <= 2 * error(other, exact) + 1e-5
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, norm, "triton"), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, norm, "triton"), strict=True)
+        )
 
 
-SHAPE = {"vocab_size": 64, "dim": 128, "layers": 3, "heads": 2, "kv_heads": 2, "mlp_dim": 256, "context": 64}
+SHAPE = {
+    "vocab_size": 64,
+    "dim": 128,
+    "layers": 3,
+    "heads": 2,
+    "kv_heads": 2,
+    "mlp_dim": 256,
+    "context": 64,
+}
 
 
 BANKS = ("muddformer", "denseformer", "elc-bert")
@@ -178,8 +218,12 @@ class Step:
         torch.manual_seed(seed)
         fresh = Decoder(self.config).bfloat16()  # the same weights for every arm
         with torch.no_grad():
-            for p in fresh.residual.parameters():  # a bank's around their start: around zero its sums are all rounding
-                p.mul_(self.config.residual.partition(":")[0] in BANKS).add_(0.1 * torch.randn_like(p))
+            for p in (
+                fresh.residual.parameters()
+            ):  # a bank's around their start: around zero its sums are all rounding
+                p.mul_(self.config.residual.partition(":")[0] in BANKS).add_(
+                    0.1 * torch.randn_like(p)
+                )
         self.model.load_state_dict(fresh.state_dict())
         self.tokens = torch.randint(0, 64, (2, 64)).cuda()
 
@@ -197,7 +241,11 @@ class Step:
 def assert_as_exact(ours, spec):
     """Over all draws together, at most twice plain PyTorch's error and a thousandth of each gradient."""
     join = "," if ":" in spec else ":"
-    arms = ours, Step(f"{spec}{join}backend=reference"), Step(f"{spec}{join}backend=reference", torch.float64)
+    arms = (
+        ours,
+        Step(f"{spec}{join}backend=reference"),
+        Step(f"{spec}{join}backend=reference", torch.float64),
+    )
     found = [zip(*(arm.drawn(seed) for arm in arms), strict=True) for seed in range(DRAWS)]
     for several in zip(*found, strict=True):  # draws of one tensor
         mine, other, exact = (torch.stack(some).flatten() for some in zip(*several, strict=True))

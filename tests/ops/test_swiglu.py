@@ -44,7 +44,8 @@ def test_the_kernel_errs_at_most_twice_as_much_as_plain_pytorch(tokens, width, d
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="the interpreter would take minutes")
 @pytest.mark.parametrize(
-    ("tokens", "width"), [*((2049, width) for width in (344, 352, 512, 704, 1024, 1408)), (65, 28672)]
+    ("tokens", "width"),
+    [*((2049, width) for width in (344, 352, 512, 704, 1024, 1408)), (65, 28672)],
 )
 def test_many_tokens(tokens, width):
     """28672: joined rows are wider than other kernels take."""
@@ -82,7 +83,9 @@ def test_it_compiles_to_one_graph_with_one_node_each_way():
     """No concatenation behind the backward's."""
     joined = draw(4, 12)
     found, forward, backward = compiled_nodes(lambda x: gated(x, "triton"), joined)
-    torch.testing.assert_close(found, results(lambda x: gated(x, "triton"), joined, torch.float32), atol=0, rtol=0)
+    torch.testing.assert_close(
+        found, results(lambda x: gated(x, "triton"), joined, torch.float32), atol=0, rtol=0
+    )
     assert forward == ["headwater.swiglu_forward.default"]
     assert backward == ["headwater.swiglu_backward.default"]
 

@@ -28,7 +28,9 @@ def draw(count, heads, dim, keys, tokens, softmax, norm, each, dtype, device):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     sources = [normal(*tokens, dim, dtype=dtype) * (0.5 + n % 3) for n in range(count)]
-    queries = [normal(*(tokens if each else ()), keys) / (keys / heads) ** 0.5 for _ in range(READS)]
+    queries = [
+        normal(*(tokens if each else ()), keys) / (keys / heads) ** 0.5 for _ in range(READS)
+    ]
     gains = [1 + 0.3 * normal(keys) for _ in range(READS)]
     seeds = [normal(*tokens, dim, dtype=dtype) for _ in range(READS)]
     return [*sources, *queries, *gains], seeds
@@ -69,7 +71,9 @@ def test_the_kernels_are_as_exact_as_plain_pytorch(device, case, dtype):
     before = launches.copy()
     _, errors = compare(case, dtype, device)
     assert launches - before == {"weigh": READS, "weigh_backward": READS}
-    times = 8 if dtype == torch.bfloat16 and device == "cpu" else 2  # the interpreter truncates where a GPU rounds
+    times = (
+        8 if dtype == torch.bfloat16 and device == "cpu" else 2
+    )  # the interpreter truncates where a GPU rounds
     assert all(mine <= times * its + 1e-5 for mine, its in errors), errors
 
 
@@ -79,10 +83,16 @@ def test_logits_far_from_zero_stay_exact(device, value):
     """Below -88 and above 88 their exponentials leave fp32."""
     pytest.importorskip("triton", reason="the kernels need triton")
     sources = [torch.full((1, 8), scale, device=device) for scale in (1.0, 0.999, 0.0)]
-    query, gain, seeds = torch.full((8,), value / 8), torch.ones(8), [torch.arange(8.0, device=device)[None]] * 2
+    query, gain, seeds = (
+        torch.full((8,), value / 8),
+        torch.ones(8),
+        [torch.arange(8.0, device=device)[None]] * 2,
+    )
     inputs = [*sources, *(t.to(device) for t in (query, query, gain, gain))]
     for softmax in (True, False):
-        ours, plain = (run(inputs, seeds, 1, softmax, False, backend) for backend in ("triton", "reference"))
+        ours, plain = (
+            run(inputs, seeds, 1, softmax, False, backend) for backend in ("triton", "reference")
+        )
         truth = run(inputs, seeds, 1, softmax, False, "reference", torch.float64)
         for mine, its, exact in zip(ours, plain, truth, strict=True):
             assert (mine - exact).norm() <= 2 * (its - exact).norm() + 1e-5 * (1 + exact.norm())
@@ -103,13 +113,17 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(device):
         return torch.autograd.grad([made[k] for k in used], leaves, given, allow_unused=True)
 
     for used in ((0,), (1,), (0, 1)):
-        for mine, exact in zip(results("triton", used, torch.float32), results("reference", used, torch.float64)):
+        for mine, exact in zip(
+            results("triton", used, torch.float32), results("reference", used, torch.float64)
+        ):
             assert (mine is None and exact is None) or error(mine, exact) < 1e-5
 
 
 def test_without_gradients_the_same_kernel_runs_and_second_derivatives_are_refused():
     pytest.importorskip("triton", reason="the kernels need triton")
-    sources = [torch.randn(2, 16, device="cuda" if GPU else "cpu", requires_grad=True) for _ in range(3)]
+    sources = [
+        torch.randn(2, 16, device="cuda" if GPU else "cpu", requires_grad=True) for _ in range(3)
+    ]
     query = torch.randn(16, device=sources[0].device)
     x, again = weigh_sources(sources, query, heads=2, backend="triton")
     assert all(mine.grad_fn is not None for mine in again)
@@ -126,7 +140,12 @@ def test_without_gradients_the_same_kernel_runs_and_second_derivatives_are_refus
     ("query", "gain", "heads", "message"),
     [
         ((9,), None, 1, "the sources' width 8"),
-        ((3, 8), None, 1, r"queries must be \(8,\) or \(2, 8\)"),  # a kernel would read what lies behind
+        (
+            (3, 8),
+            None,
+            1,
+            r"queries must be \(8,\) or \(2, 8\)",
+        ),  # a kernel would read what lies behind
         ((8,), (4,), 1, r"key_weight must be \(8,\)"),
         ((8,), None, 3, "3 heads do not divide 8"),
     ],
@@ -142,7 +161,9 @@ def test_shapes_that_do_not_fit_are_refused(backend, query, gain, heads, message
 def test_heads_of_a_part_of_the_keys_are_left_to_the_reference():
     sources, query = [torch.randn(2, 8) for _ in "ab"], torch.randn(4)
     weigh_sources(sources, query, heads=2)
-    with pytest.raises(ValueError, match=r"2 heads: the kernels of this read have one|triton is not installed"):
+    with pytest.raises(
+        ValueError, match=r"2 heads: the kernels of this read have one|triton is not installed"
+    ):
         weigh_sources(sources, query, heads=2, backend="triton")
 
 
@@ -162,7 +183,9 @@ def test_heads_of_a_part_of_the_keys_are_left_to_the_reference():
         (3, 3, 123, 123, True, True, False),
     ],
 )
-def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(count, heads, dim, keys, softmax, norm, each, dtype):
+def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(
+    count, heads, dim, keys, softmax, norm, each, dtype
+):
     case = (count, heads, dim, keys, (2, 750), softmax, norm, each)
     ours, errors = compare(case, dtype, "cuda")
     assert all(mine <= 2 * its + 1e-5 for mine, its in errors), errors
@@ -176,7 +199,10 @@ def test_whole_keys_are_the_sources_themselves():
     """A slice of all channels would give a gradient of its own, copied into zeros."""
     sources = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
     for keys in (8, 5):
-        reached, seen = [weigh_sources(sources, torch.randn(keys), backend="reference")[0].grad_fn], set()
+        reached, seen = (
+            [weigh_sources(sources, torch.randn(keys), backend="reference")[0].grad_fn],
+            set(),
+        )
         while reached:
             node = reached.pop()
             seen.add(node.name())

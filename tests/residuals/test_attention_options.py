@@ -14,13 +14,25 @@ SPECS = {  # kernels that run forward, and backward too
     "attnres-full:key_norm=false": {"weigh": READS},
     "attnres-full:key_dim=5": {"weigh": READS},
     "attnres-full:query=projected": {"weigh": READS, "score": READS},
-    "attnres-block:block=2,key_dim=8,query=projected,key_weight=false": {"weigh": READS, "score": READS},
-    "attnres-full:window=1,heads=2,weights=sigmoid,query=projected": {"weigh": READS, "score": READS},
+    "attnres-block:block=2,key_dim=8,query=projected,key_weight=false": {
+        "weigh": READS,
+        "score": READS,
+    },
+    "attnres-full:window=1,heads=2,weights=sigmoid,query=projected": {
+        "weigh": READS,
+        "score": READS,
+    },
     "attnres-full:weights=static": {"mix_bank": READS},
 }
-COMPILED = ("attnres-full:heads=4", "attnres-full:query=projected", "attnres-full:weights=static")  # each kernel once
+COMPILED = (
+    "attnres-full:heads=4",
+    "attnres-full:query=projected",
+    "attnres-full:weights=static",
+)  # each kernel once
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is off where there is a GPU"
+)
 
 
 @pytest.mark.parametrize(("spec", "compiled"), ways(SPECS, COMPILED))
@@ -31,7 +43,9 @@ def test_kernels_give_the_same(spec, compiled):
     torch.compiler.reset()
     before, tensors = launches.copy(), draw(READS)
     found = replay(with_backend(spec, "triton"), tensors, compiled=compiled)
-    both = {f"{name}{way}": count for name, count in SPECS[spec].items() for way in ("", "_backward")}
+    both = {
+        f"{name}{way}": count for name, count in SPECS[spec].items() for way in ("", "_backward")
+    }
     assert launches - before == both
     for mine, exact in zip(found, replay(spec, tensors, torch.float64), strict=True):
         torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)

@@ -25,7 +25,9 @@ def test_zero_queries_give_the_plain_network(spec, layers):
 
     def network(residual):
         torch.manual_seed(0)
-        return Decoder(ModelConfig.named("deep", vocab_size=48, layers=layers, context=16, residual=residual))
+        return Decoder(
+            ModelConfig.named("deep", vocab_size=48, layers=layers, context=16, residual=residual)
+        )
 
     plain, model = network("standard"), network(spec)
     (expected, shared), (logits, gradients) = (gradients_of(m, tokens_of()) for m in (plain, model))
@@ -60,7 +62,10 @@ def test_every_read_is_depth_attention_over_its_sources():
 
 
 def test_blocks_of_one_are_full_attention_residuals():
-    full, block = scattered(build("attnres-full", 16, 6)), scattered(build("attnres-block:block=1", 16, 6))
+    full, block = (
+        scattered(build("attnres-full", 16, 6)),
+        scattered(build("attnres-block:block=1", 16, 6)),
+    )
     sources = list(torch.randn(7, 2, 16))
     for one, other in zip(replay(full, sources), replay(block, sources)):
         assert torch.equal(one, other)
@@ -78,7 +83,9 @@ def test_full_rows_are_softmax_weights_and_block_rows_are_shared_within_a_block(
 
 
 def test_a_window_keeps_the_embedding_and_the_newest():
-    matrix = mixing(scattered(build("attnres-full:window=2", 16, 6)), list(torch.randn(7, 1, 16))).squeeze(-1)
+    matrix = mixing(
+        scattered(build("attnres-full:window=2", 16, 6)), list(torch.randn(7, 1, 16))
+    ).squeeze(-1)
     assert torch.equal((matrix[-1] != 0).nonzero().flatten(), torch.tensor([0, 5, 6]))
 
 
@@ -121,18 +128,30 @@ def test_a_saved_spec_names_the_options_that_follow_from_the_network(spec, saved
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("attnres-blok", r"unknown residual 'attnres-blok'. Did you mean 'attnres-block'\? Valid names: .*standard"),
+        (
+            "attnres-blok",
+            r"unknown residual 'attnres-blok'. Did you mean 'attnres-block'\? Valid names: .*standard",
+        ),
         (None, r"given by its name, such as .*; got a NoneType"),
         (AttentionResidual, r"given by its name, such as .*; got AttentionResidual"),
-        ("attnres-block:blok=2", r"has no option 'blok'. Did you mean 'block'\? Valid options: block, query, weights"),
+        (
+            "attnres-block:blok=2",
+            r"has no option 'blok'. Did you mean 'block'\? Valid options: block, query, weights",
+        ),
         ("attnres-full:block=2", "has no option 'block'"),
         ("attnres-block:block=two", "block must be a whole number or none, got 'two'"),
         ("attnres-block:block", "needs a value"),
         ("attnres-block:block=2,block=3", "given twice"),
         ("attnres-full:eps=0", "eps must be positive"),
         ("attnres-full:eps=nan", "eps must be positive"),
-        ("attnres-full:heads=4,weights=static,backend=triton", "backend=triton has several heads of whole keys alone"),
-        ("attnres-full:heads=4,key_dim=8,backend=triton", "backend=triton has several heads of whole keys alone"),
+        (
+            "attnres-full:heads=4,weights=static,backend=triton",
+            "backend=triton has several heads of whole keys alone",
+        ),
+        (
+            "attnres-full:heads=4,key_dim=8,backend=triton",
+            "backend=triton has several heads of whole keys alone",
+        ),
         ("attnres-block:block=0", "between 1 and 6"),
         ("attnres-block:block=7", "between 1 and 6"),
         ("attnres-full:heads=3", "divide the width 16"),
@@ -150,7 +169,9 @@ def test_wrong_specifications_say_what_is_allowed(spec, message):
 
 
 def test_the_constructor_checks_what_a_name_would():
-    with pytest.raises(ValueError, match="weights must be one of softmax, sigmoid, static, got 'sofmax'"):
+    with pytest.raises(
+        ValueError, match="weights must be one of softmax, sigmoid, static, got 'sofmax'"
+    ):
         AttentionResidual(16, 4, weights="sofmax")
 
 
@@ -163,7 +184,11 @@ def test_options_in_a_name_are_typed():
 
 
 def test_queries_start_as_wide_as_they_are_asked_to():
-    for spec, expected in (("attnres-full", 0.0), ("attnres-full:start=0.5", 0.5), ("attnres-full:scale=gain", 1.0)):
+    for spec, expected in (
+        ("attnres-full", 0.0),
+        ("attnres-full:start=0.5", 0.5),
+        ("attnres-full:scale=gain", 1.0),
+    ):
         queries = torch.cat([read.query for read in build(spec, 512, 8).reads.values()])
         assert queries.std().item() == pytest.approx(expected, rel=0.05), spec
 

@@ -48,7 +48,11 @@ def plain_start():
 def test_gradients_reach_every_parameter(spec):
     logits, gradients = gradients_of(model_of(spec, scatter=True), tokens_of())
     assert logits.isfinite().all()
-    silent = [name for name, g in gradients.items() if g is None or not g.isfinite().all() or g.abs().max() == 0]
+    silent = [
+        name
+        for name, g in gradients.items()
+        if g is None or not g.isfinite().all() or g.abs().max() == 0
+    ]
     assert not silent
 
 
@@ -112,14 +116,18 @@ def test_the_mixing_matrix_gives_back_the_reads(spec):
     model = model_of(spec, scatter=True)
     with torch.no_grad(), record(model.residual) as trace:
         model(tokens_of())
-    assert len(trace.sources) == len(trace.reads) == len(trace.weights) == model.config.sublayers + 1
+    assert (
+        len(trace.sources) == len(trace.reads) == len(trace.weights) == model.config.sublayers + 1
+    )
     matrix = mixing(model.residual, trace.sources)
     assert matrix.movedim((0, 1), (-2, -1)).triu(1).abs().max() == 0
     if not model.residual.scalar_mixing:
         pytest.skip("mixing differs between channels: the matrix is their average")
     for row, read in zip(matrix, trace.reads):
         mixed = torch.einsum("n...,n...d->...d", row, torch.stack(trace.sources))
-        torch.testing.assert_close(mixed, read[0] if isinstance(read, tuple) else read, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            mixed, read[0] if isinstance(read, tuple) else read, atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -178,7 +186,10 @@ def test_bf16_reads_are_a_few_roundings_from_fp32(spec):
     """On the same bf16 sources: weights are computed in fp32 inside, so only the stored state is rounded."""
     residual = model_of(spec, scatter=True).residual
     generator = torch.Generator().manual_seed(3)
-    sources = [torch.randn(2, 12, DIM, generator=generator).bfloat16() for _ in range(residual.sublayers + 1)]
+    sources = [
+        torch.randn(2, 12, DIM, generator=generator).bfloat16()
+        for _ in range(residual.sublayers + 1)
+    ]
     with torch.autocast("cpu", torch.bfloat16):
         rounded = replay(residual, sources)
     for low, exact in zip(rounded, replay(residual, [source.float() for source in sources])):

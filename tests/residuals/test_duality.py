@@ -38,12 +38,17 @@ def depth_reads(residual):
 
 def short_attention(stack, maps, window):
     """ShortSWA along axis 0 of a stack (states, tokens, D), which becomes the sequence; tokens are its batch."""
-    config = ModelConfig(vocab_size=2, dim=DIM, layers=1, heads=1, kv_heads=1, mlp_dim=8, context=16, shortswa=window)
+    config = ModelConfig(
+        vocab_size=2, dim=DIM, layers=1, heads=1, kv_heads=1, mlp_dim=8, context=16, shortswa=window
+    )
     attention = Attention(config, window=window).double()
     for name in MAPS:
         if getattr(maps, name) is not None:  # the first read has one source: any query will do
             getattr(attention, name).weight.data.copy_(getattr(maps, name))
-    still = (torch.ones(STATES, DIM // 2), torch.zeros(STATES, DIM // 2))  # rotary tables that turn nothing
+    still = (
+        torch.ones(STATES, DIM // 2),
+        torch.zeros(STATES, DIM // 2),
+    )  # rotary tables that turn nothing
     y, _ = attention(stack.transpose(0, 1), tuple(table.double() for table in still))
     return y.transpose(0, 1)
 
@@ -56,7 +61,9 @@ def test_maps_shared_over_depth_are_short_attention_over_the_transposed_stack(wi
     states, added = depth_reads(residual)
     expected = short_attention(states, residual.reads["0"], window)
     torch.testing.assert_close(added, expected, atol=1e-12, rtol=1e-12)
-    assert (short_attention(states, residual.reads["0"], window + 1) - added).abs().max() > 1e-2 or window == STATES
+    assert (
+        short_attention(states, residual.reads["0"], window + 1) - added
+    ).abs().max() > 1e-2 or window == STATES
 
 
 @torch.no_grad()
@@ -81,4 +88,6 @@ def test_keys_that_each_state_makes_are_another_operator_unless_maps_are_equal()
             if (mine := getattr(residual.reads[str(i)], name)) is not None:
                 mine.copy_(getattr(residual.reads["1"], name))
     states, added = depth_reads(residual)
-    torch.testing.assert_close(added, short_attention(states, residual.reads["1"], 3), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        added, short_attention(states, residual.reads["1"], 3), atol=1e-12, rtol=1e-12
+    )

@@ -12,35 +12,67 @@ from headwater import Decoder, ModelConfig, param_groups
 from headwater.residuals import names
 from headwater.train.config import OptimSettings
 
-HAVE_QUERIES = {"attnres-block", "attnres-full", "delta-attnres", "deepcrossattention", "depth-window", "hyper-attnres"}
+HAVE_QUERIES = {
+    "attnres-block",
+    "attnres-full",
+    "delta-attnres",
+    "deepcrossattention",
+    "depth-window",
+    "hyper-attnres",
+}
 
 
 def members(model: nn.Module, **settings) -> dict[str, set[str]]:
     """The names of the parameters in each group; each parameter must be in one."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [(g["name"], known[id(p)]) for g in param_groups(model, lr=1.0, **settings) for p in g["params"]]
+    found = [
+        (g["name"], known[id(p)])
+        for g in param_groups(model, lr=1.0, **settings)
+        for p in g["params"]
+    ]
     assert len(found) == len(set(found)) == len(known), "a parameter is missing, or there twice"
-    return {group: {name for kind, name in found if kind == group} for group in ("matrices", "rest", "queries")}
+    return {
+        group: {name for kind, name in found if kind == group}
+        for group in ("matrices", "rest", "queries")
+    }
 
 
 @pytest.mark.parametrize("residual", names())
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_decoder(residual, tied):
     shape = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "mlp_dim": 32, "qk_norm": True}
-    model = Decoder(ModelConfig(**shape, shortswa=4, value_residual=True, tie_embeddings=tied, residual=residual))
+    model = Decoder(
+        ModelConfig(
+            **shape, shortswa=4, value_residual=True, tie_embeddings=tied, residual=residual
+        )
+    )
     found = members(model)
-    hidden = {name for name, p in model.named_parameters() if name.startswith("sublayers.") and p.ndim == 2}
+    hidden = {
+        name
+        for name, p in model.named_parameters()
+        if name.startswith("sublayers.") and p.ndim == 2
+    }
     assert found["matrices"] == hidden
     assert len(hidden) == 22
-    assert found["queries"] == {name for name, _ in model.residual.named_parameters("residual") if "query" in name}
+    assert found["queries"] == {
+        name for name, _ in model.residual.named_parameters("residual") if "query" in name
+    }
     assert bool(found["queries"]) == (residual in HAVE_QUERIES)
 
 
 def test_rates_decay_and_names_reach_the_optimizer():
-    model = Decoder(ModelConfig(vocab_size=32, dim=16, layers=2, heads=2, mlp_dim=32, residual="attnres-block"))
+    model = Decoder(
+        ModelConfig(vocab_size=32, dim=16, layers=2, heads=2, mlp_dim=32, residual="attnres-block")
+    )
     optimizer = torch.optim.AdamW(param_groups(model, lr=0.5, weight_decay=0.2, query_lr=0.1))
-    shown = [(g["name"], g["lr"], g["weight_decay"], g["lr_factor"]) for g in optimizer.param_groups]
-    assert shown == [("matrices", 0.5, 0.2, 1.0), ("rest", 0.5, 0.0, 1.0), ("queries", 0.05, 0.0, 0.1)]
+    shown = [
+        (g["name"], g["lr"], g["weight_decay"], g["lr_factor"]) for g in optimizer.param_groups
+    ]
+    assert shown == [
+        ("matrices", 0.5, 0.2, 1.0),
+        ("rest", 0.5, 0.0, 1.0),
+        ("queries", 0.05, 0.0, 0.1),
+    ]
 
 
 class HeadNorm(nn.Module):
@@ -70,15 +102,25 @@ def test_a_model_of_ones_own():
     found = members(Own(), query_lr=0.1)
     assert found["matrices"] == {"layers.0.linear.weight", "experts.0.up"}
     assert found["queries"] == {"mixer.reads.1.query", "mixer.reads.2.query"}
-    assert {"words.weight", "output.weight", "layers.0.positions.weight", "experts.0.up_bias"} <= found["rest"]
+    assert {
+        "words.weight",
+        "output.weight",
+        "layers.0.positions.weight",
+        "experts.0.up_bias",
+    } <= found["rest"]
     assert {"layers.0.norm.weight", "mixer.reads.1.key_weight"} <= found["rest"]
 
 
 def test_a_stack_in_a_dictionary_may_have_names_that_end_in_numbers():
     """Without that, of these layers the MLPs would decay, which nn.Sequential numbers, and nothing else."""
-    layer = {"attention": nn.Linear(8, 8), "mlp": nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))}
+    layer = {
+        "attention": nn.Linear(8, 8),
+        "mlp": nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
+    }
     layers = nn.ModuleDict({f"layer{i}": nn.ModuleDict(layer) for i in range(1)})
-    whole = members(nn.ModuleDict({"words": nn.Embedding(10, 8), "layers": layers, "output": nn.Linear(8, 10)}))
+    whole = members(
+        nn.ModuleDict({"words": nn.Embedding(10, 8), "layers": layers, "output": nn.Linear(8, 10)})
+    )
     matrices = {"layer0.attention.weight", "layer0.mlp.0.weight", "layer0.mlp.2.weight"}
     assert members(layers)["matrices"] == matrices
     assert whole["matrices"] == {f"layers.{name}" for name in matrices}
@@ -91,10 +133,15 @@ def test_attributes_that_differ_in_a_number_are_a_stack():
     for i in range(9, 11):
         setattr(own, f"layer{i}", nn.ModuleDict({"attention": nn.Linear(8, 8), "norm": HeadNorm()}))
     inner = {f"gpt2.{name}" for name in members(own.gpt2)["matrices"]}
-    assert members(own)["matrices"] == inner | {"layer9.attention.weight", "layer10.attention.weight"}
+    assert members(own)["matrices"] == inner | {
+        "layer9.attention.weight",
+        "layer10.attention.weight",
+    }
 
 
-@pytest.mark.parametrize(("model_type", "matrix"), [("llama", "self_attn.q_proj"), ("gpt2", "attn.c_attn")])
+@pytest.mark.parametrize(
+    ("model_type", "matrix"), [("llama", "self_attn.q_proj"), ("gpt2", "attn.c_attn")]
+)
 def test_a_converted_model(model_type, matrix):
     model = tiny_model(model_type)
     plain = members(model)
@@ -103,7 +150,9 @@ def test_a_converted_model(model_type, matrix):
     assert found["matrices"] == plain["matrices"]
     assert any(matrix in name for name in found["matrices"])
     assert not [
-        name for name in found["matrices"] if "norm" in name or "ln_" in name or "emb" in name or "head" in name
+        name
+        for name in found["matrices"]
+        if "norm" in name or "ln_" in name or "emb" in name or "head" in name
     ]
     added = {name for name, _ in model.named_parameters() if ".residual." in name}
     assert found["queries"] == {name for name in added if name.endswith(".query")} != set()
@@ -114,7 +163,9 @@ def test_numbers_that_make_no_sense_and_models_without_layers_are_refused():
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="query_lr must be 0 or a positive number, got -1"):
         param_groups(model, lr=1.0, query_lr=-1)
-    with pytest.raises(ValueError, match=r"no parameter of this Linear is a matrix in a numbered stack of layers"):
+    with pytest.raises(
+        ValueError, match=r"no parameter of this Linear is a matrix in a numbered stack of layers"
+    ):
         param_groups(model, lr=1.0)
     with pytest.raises(TypeError, match=r"takes the model, .* got a generator"):
         param_groups(model.parameters(), lr=1.0)

@@ -37,7 +37,10 @@ def test_with_its_weights_held_a_residual_is_linear_in_its_sources(spec):
     with hold_weights():
         held = replay(residual, sources)
     for read, free in zip(held, replay(residual, sources)):
-        for h, f in zip(read if isinstance(read, tuple) else (read,), free if isinstance(free, tuple) else (free,)):
+        for h, f in zip(
+            read if isinstance(read, tuple) else (read,),
+            free if isinstance(free, tuple) else (free,),
+        ):
             torch.testing.assert_close(h, f, atol=1e-9, rtol=1e-9)
             along = torch.randn_like(h)
             gradients = torch.autograd.grad(h, sources, along, retain_graph=True, allow_unused=True)
@@ -65,14 +68,19 @@ def test_weights_times_what_the_state_holds_are_the_read(spec):
 def test_what_is_no_residual_or_not_one_pass_is_refused():
     model, tokens = model_of("attnres-full"), tokens_of(1, 4)
     for look in (lambda: record(model).__enter__(), lambda: mixing(model, [])):
-        with pytest.raises(TypeError, match=r"takes a residual, such as model.residual; got a Decoder"):
+        with pytest.raises(
+            TypeError, match=r"takes a residual, such as model.residual; got a Decoder"
+        ):
             look()
     for passes in (0, 2):
         with torch.no_grad(), record(model.residual) as trace:
             for _ in range(passes):
                 model(tokens)
         found = passes * (SUBLAYERS + 1)
-        with pytest.raises(ValueError, match=rf"mixes {SUBLAYERS + 1} sources.*; got {found}\. A trace has them after"):
+        with pytest.raises(
+            ValueError,
+            match=rf"mixes {SUBLAYERS + 1} sources.*; got {found}\. A trace has them after",
+        ):
             mixing(model.residual, trace.sources)
 
 
@@ -88,7 +96,12 @@ def test_matrix_of_a_model_per_token_and_averaged():
 
 @pytest.mark.parametrize(
     ("spec", "kind"),
-    [("highway", "scalar"), ("layerscale", "channel"), ("deepcrossattention", "channel"), ("ddl", "operator")],
+    [
+        ("highway", "scalar"),
+        ("layerscale", "channel"),
+        ("deepcrossattention", "channel"),
+        ("ddl", "operator"),
+    ],
 )
 def test_a_summary_says_that_it_is_one(spec, kind):
     result = mixing_matrix(model_of(spec, scatter=True), tokens_of())
@@ -109,18 +122,23 @@ def test_where_sources_pass_through_matrices_it_is_how_much_of_them_is_left(spec
     assert residual.mixes == "operator"
     with hold_weights():
         jacobian = torch.autograd.functional.jacobian(
-            lambda v: replay(residual, [*sources[:source], v, *sources[source + 1 :]])[read], sources[source]
+            lambda v: replay(residual, [*sources[:source], v, *sources[source + 1 :]])[read],
+            sources[source],
         )
     for row in range(2):
         J, v = jacobian[row, 0, :, row, 0], sources[source][row, 0]
         assert (J - J[0, 0] * torch.eye(8)).abs().max() > 1e-2
-        torch.testing.assert_close(found[read, source, row, 0], v @ J @ v / (v @ v), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            found[read, source, row, 0], v @ J @ v / (v @ v), atol=1e-5, rtol=1e-5
+        )
     assert (found[:, 2] == 0).all()
 
 
 def test_three_inputs_have_three_matrices():
     model, tokens = model_of("muddformer", scatter=True), tokens_of()
-    query, key, value = (mixing_matrix(model, tokens, input).average for input in ("query", "key", "value"))
+    query, key, value = (
+        mixing_matrix(model, tokens, input).average for input in ("query", "key", "value")
+    )
     assert (query - key).abs().max() > 1e-2
     assert (query - value).abs().max() > 1e-2
     torch.testing.assert_close(query[1::2], key[1::2])  # an MLP has one input
@@ -192,7 +210,9 @@ def test_block_attention_residuals_have_rank_between_n_and_n_plus_s(block):
     blocks = SUBLAYERS // block
     ranks = measures.semiseparable_rank(matrix_of(f"attnres-block:block={block}"), 1e-5)
     assert (ranks >= blocks).all()
-    assert (ranks <= blocks + 1).all()  # at most N + S, and in fact one tensor a block and the embedding
+    assert (
+        ranks <= blocks + 1
+    ).all()  # at most N + S, and in fact one tensor a block and the embedding
 
 
 def test_delta_attention_residual_is_ones_plus_a_softmax():
@@ -214,7 +234,14 @@ def test_measures_of_a_known_row():
 
 def test_measures_keep_the_token_axes():
     matrix = matrix_of("attnres-full")
-    for measure in (measures.row_sums, measures.entropy, measures.effective_sources, measures.effective_depth):
+    for measure in (
+        measures.row_sums,
+        measures.entropy,
+        measures.effective_sources,
+        measures.effective_depth,
+    ):
         assert measure(matrix).shape == (9, 2, 3)
         torch.testing.assert_close(measure(matrix)[:, 1, 2], measure(matrix[..., 1, 2]))
-    assert measures.numerical_rank(matrix).shape == measures.semiseparable_rank(matrix).shape == (2, 3)
+    assert (
+        measures.numerical_rank(matrix).shape == measures.semiseparable_rank(matrix).shape == (2, 3)
+    )

@@ -8,7 +8,9 @@ from headwater.residuals import attention, build, mixing, names, record
 from headwater.residuals.base import Placed
 from headwater.residuals.record import replay
 
-IN_TWO_PHASES = [f"attnres-{how}schedule=two-phase,backend=reference" for how in ("block:block=3,", "full:")]
+IN_TWO_PHASES = [
+    f"attnres-{how}schedule=two-phase,backend=reference" for how in ("block:block=3,", "full:")
+]
 
 
 def stack(count: int, dim: int = 16) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -35,17 +37,25 @@ def test_queries_above_frozen_layers_learn_in_two_phases_as_in_one_pass(spec, ho
     x, gradients, outputs = torch.randn(2, 5, 16), {}, {}
     for schedule in ("one-pass", "two-phase"):
         backend = "reference" if schedule == "two-phase" else "auto"
-        residual = build(f"{spec}{',' if ':' in spec else ':'}schedule={schedule},backend={backend}", 16, 12)
+        residual = build(
+            f"{spec}{',' if ':' in spec else ':'}schedule={schedule},backend={backend}", 16, 12
+        )
         torch.manual_seed(1)
         for parameter in residual.parameters():
             nn.init.normal_(parameter, std=0.3)
         y = run(residual, x, norms, layers, frozen=5, detach=how == "detach")
         (y * torch.linspace(-1, 1, 16)).sum().backward()
         outputs[schedule] = y.detach()
-        gradients[schedule] = {name: parameter.grad for name, parameter in residual.named_parameters()}
+        gradients[schedule] = {
+            name: parameter.grad for name, parameter in residual.named_parameters()
+        }
     torch.testing.assert_close(*outputs.values(), rtol=1e-4, atol=1e-5)
     one, two = gradients.values()
-    learning = [name for name, gradient in one.items() if gradient is not None and gradient.abs().max() > 1e-6]
+    learning = [
+        name
+        for name, gradient in one.items()
+        if gradient is not None and gradient.abs().max() > 1e-6
+    ]
     assert {int(name.split(".")[1]) for name in learning} == {*range(5, 13)}
     for name in learning:
         torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-5, msg=name)
@@ -124,7 +134,8 @@ def test_a_state_of_two_phases_that_is_cut_as_it_is_is_refused(spec, cut, monkey
     residual = build(spec, 16, 6)
     state = tuple(tensor[cut] for tensor in residual.begin(torch.randn(2, 4, 16)))
     with pytest.raises(
-        ValueError, match=r"read 0 of .* a state that was cut, whose queries are \(.*\) and not \(7, 16\)"
+        ValueError,
+        match=r"read 0 of .* a state that was cut, whose queries are \(.*\) and not \(7, 16\)",
     ):
         residual.read(state, 0)
 
@@ -141,7 +152,11 @@ class Network(nn.Module):
 
 @pytest.mark.parametrize("spec", names())
 def test_gradients_of_each_sample_by_torch_func_are_those_of_its_backward(spec):
-    network, samples, along = Network(build(spec, 16, 4)), torch.randn(3, 5, 16), torch.linspace(-1, 1, 16)
+    network, samples, along = (
+        Network(build(spec, 16, 4)),
+        torch.randn(3, 5, 16),
+        torch.linspace(-1, 1, 16),
+    )
     parameters = dict(network.named_parameters())
 
     def loss(values, x):
@@ -162,15 +177,24 @@ def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(spec):
     empty.to_empty(device="cpu")
     empty.load_state_dict(network.state_dict())
     torch.testing.assert_close(empty(x), network(x), rtol=0, atol=0)
-    assert {tensor.dtype for tensor in (*empty.bfloat16().parameters(), *empty.buffers())} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in (*empty.bfloat16().parameters(), *empty.buffers())} == {
+        torch.bfloat16
+    }
     held = list(network.buffers())
-    kept = [now is before for now, before in zip(network.to("cpu").float().buffers(), held, strict=True)]
+    kept = [
+        now is before for now, before in zip(network.to("cpu").float().buffers(), held, strict=True)
+    ]
     assert all(kept), "a move that changes nothing leaves a module's memory as it is"
     network.share_memory()
     assert all(tensor.is_shared() for tensor in (*network.parameters(), *network.buffers()))
 
 
-SINGLE_READS = [*names(), "attnres-full:window=2", "delta-attnres:block=3", "deepcrossattention:last=1"]
+SINGLE_READS = [
+    *names(),
+    "attnres-full:window=2",
+    "delta-attnres:block=3",
+    "deepcrossattention:last=1",
+]
 
 
 @pytest.mark.parametrize("spec", SINGLE_READS + IN_TWO_PHASES)

@@ -18,9 +18,15 @@ SPECS = [
     "elc-bert",
     "elc-bert:variant=weighted-output",
 ]
-COMPILED = ("muddformer", "denseformer", "muddformer:norm=true")  # each kernel once, and what a long run compiles
+COMPILED = (
+    "muddformer",
+    "denseformer",
+    "muddformer:norm=true",
+)  # each kernel once, and what a long run compiles
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is off where there is a GPU"
+)
 
 
 def with_backend(spec, backend):
@@ -28,7 +34,9 @@ def with_backend(spec, backend):
 
 
 def draw(sublayers):
-    return torch.randn(1 + sublayers, 1, 3, DIM, generator=torch.Generator().manual_seed(0)).unbind(0)
+    return torch.randn(1 + sublayers, 1, 3, DIM, generator=torch.Generator().manual_seed(0)).unbind(
+        0
+    )
 
 
 @pytest.mark.parametrize(("spec", "compiled"), ways(SPECS, COMPILED))
@@ -40,7 +48,11 @@ def test_kernels_give_the_same(spec, compiled):
     before, tensors = launches.copy(), draw(6)
     found = replay(with_backend(spec, "triton"), tensors, compiled=compiled)
     ran = launches - before
-    assert ran["mix_bank"] == ran["mix_bank_backward"] == {"denseformer:period=2": 1, "elc-bert": 2}.get(spec, 3)
+    assert (
+        ran["mix_bank"]
+        == ran["mix_bank_backward"]
+        == {"denseformer:period=2": 1, "elc-bert": 2}.get(spec, 3)
+    )
     assert ran["score"] == (3 if spec.startswith("muddformer") else 0)
     for mine, exact in zip(found, replay(spec, tensors, torch.float64), strict=True):
         torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
@@ -64,8 +76,14 @@ class Additions(TorchDispatchMode):
     count, copies = 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        wide = [t for t in args[:2] if isinstance(t, torch.Tensor) and t.shape[-1:] == (DIM,) and t.dim() == 3]
-        self.count += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and len(wide) == 2
+        wide = [
+            t
+            for t in args[:2]
+            if isinstance(t, torch.Tensor) and t.shape[-1:] == (DIM,) and t.dim() == 3
+        ]
+        self.count += (
+            func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and len(wide) == 2
+        )
         self.copies += func.overloadpacket is torch.ops.aten.clone and len(wide) == 1
         return func(*args, **(kwargs or {}))
 
@@ -74,7 +92,10 @@ def additions_of(spec):
     """Sums, and copies, of gradients outside of the kernels, of three depths."""
     counts, copies = [], []
     for sublayers in (2, 4, 6):
-        residual, (x, *outputs) = build(with_backend(spec, "triton"), DIM, sublayers), draw(sublayers)
+        residual, (x, *outputs) = (
+            build(with_backend(spec, "triton"), DIM, sublayers),
+            draw(sublayers),
+        )
         state = residual.begin(x.requires_grad_())
         for i, y in enumerate(outputs):
             read, state = residual.read(state, i)

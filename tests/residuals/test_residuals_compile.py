@@ -49,7 +49,9 @@ def test_the_decoder_is_one_graph(spec):
     logits, gradients = gradients_of(traced, tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     for name, gradient in wanted.items():
-        torch.testing.assert_close(gradients[f"_orig_mod.{name}"], gradient, atol=1e-4, rtol=1e-3, msg=name)
+        torch.testing.assert_close(
+            gradients[f"_orig_mod.{name}"], gradient, atol=1e-4, rtol=1e-3, msg=name
+        )
 
 
 class Stack(nn.Module):
@@ -89,7 +91,10 @@ def test_autocast_is_part_of_the_graph():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(tokens)
         torch.testing.assert_close(
-            torch.compile(model, backend="aot_eager", fullgraph=True)(tokens), expected, atol=0.02, rtol=0.02
+            torch.compile(model, backend="aot_eager", fullgraph=True)(tokens),
+            expected,
+            atol=0.02,
+            rtol=0.02,
         )
 
 
@@ -113,5 +118,8 @@ def test_torch_export_takes_a_network_with_a_residual_and_what_it_gives_can_be_t
     expected, found = network(x), exported(x)
     torch.testing.assert_close(found, expected)
     parameters = [*network.parameters()]
-    gradients = [torch.autograd.grad(y.square().sum(), parameters, allow_unused=True) for y in (found, expected)]
+    gradients = [
+        torch.autograd.grad(y.square().sum(), parameters, allow_unused=True)
+        for y in (found, expected)
+    ]
     torch.testing.assert_close(*gradients)

@@ -43,7 +43,12 @@ OPTIONS = [
     *(
         f"{name},{options}"
         for name in ("attnres-full:heads=1", "attnres-block:block=2")
-        for options in ("scale=root", "scale=width,query=projected", "scale=gain", "key_weight=false,start=0.5")
+        for options in (
+            "scale=root",
+            "scale=width,query=projected",
+            "scale=gain",
+            "key_weight=false,start=0.5",
+        )
     ),
     "attnres-full:key_dim=4,heads=2,query=projected",
     "attnres-full:eps=0.1",
@@ -118,7 +123,11 @@ STARTS = [  # spec, parameter, what it begins with
     ("elc-bert:variant=zero", "logits.4", [0.0, 0.0, 0.0]),
     ("hyper-connections:streams=3", "connections.4.pre", [0.0, 1.0, 0.0]),
     ("hyper-connections:streams=3", "connections.4.mix_scale", [0.01]),
-    ("mhc:streams=2,start=identity", "mappings.3.bias", [-1.0, 1.0, 0.0, 0.0, 0.0, -8.0, -8.0, 0.0]),
+    (
+        "mhc:streams=2,start=identity",
+        "mappings.3.bias",
+        [-1.0, 1.0, 0.0, 0.0, 0.0, -8.0, -8.0, 0.0],
+    ),
     ("mhc:streams=2,start=biased", "mappings.3.bias", [-1.0, 1.0, -1.0, 1.0, 0.0, -8.0, -8.0, 0.0]),
     ("mhc:streams=2,start=uniform", "mappings.3.bias", [0.0] * 8),
     ("mhc:streams=2", "mappings.3.scale", [0.01] * 3),
@@ -178,7 +187,10 @@ def differences(residual, sources, kinds=None):
     expected.append(formula_of(residual, kinds)(sources[0], run))
     reads = replay(residual, sources)
     assert len(reads) == len(expected) == residual.sublayers + 1
-    pairs = [[torch.stack(x) if isinstance(x, tuple) else x for x in pair] for pair in zip(reads, expected)]
+    pairs = [
+        [torch.stack(x) if isinstance(x, tuple) else x for x in pair]
+        for pair in zip(reads, expected)
+    ]
     assert all(read.shape == wanted.shape for read, wanted in pairs)
     return torch.stack([(read - wanted).abs().max() / wanted.abs().max() for read, wanted in pairs])
 
@@ -207,7 +219,9 @@ def test_short_attention_behind_the_attention_is_a_sublayer_like_any_other(spec)
     other, _ = scattered(spec, kinds=("attention", "attention", "mlp") * 2)
     for one, two in zip(replay(residual, sources), replay(other, sources)):
         assert torch.equal(*(torch.stack(x) if isinstance(x, tuple) else x for x in (one, two)))
-    residual, sources = scattered(spec, kinds=("shortswa", "mlp", "shortswa", "mlp", "shortswa", "mlp"))
+    residual, sources = scattered(
+        spec, kinds=("shortswa", "mlp", "shortswa", "mlp", "shortswa", "mlp")
+    )
     assert all(read.isfinite().all() for read in replay(residual, sources))
 
 
@@ -216,7 +230,9 @@ def test_inputs_that_are_routed_apart_reach_the_attention_behind_short_attention
     kinds = ("shortswa", "attention", "mlp") * 2
     residual, sources = scattered(spec, kinds=kinds)
     reads = replay(residual, sources)
-    routed = [kind for kind, read in zip((*kinds, "head"), reads, strict=True) if isinstance(read, tuple)]
+    routed = [
+        kind for kind, read in zip((*kinds, "head"), reads, strict=True) if isinstance(read, tuple)
+    ]
     assert routed == ["attention"]  # of the second layer; the first has the embedding alone to read
 
 
@@ -253,15 +269,21 @@ def test_every_option_has_an_oracle(name):
     for option, kind in entry(name).options.items():
         default = keywords[option].default
         tried = [default, *(options[option] for options in given if option in options)]
-        values = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
-        missing = [value for value in values if value not in tried and f"{option}={value}" not in ELSEWHERE]
+        values = (
+            get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
+        )
+        missing = [
+            value for value in values if value not in tried and f"{option}={value}" not in ELSEWHERE
+        ]
         assert not missing, option
         assert values or set(tried) != {default}, option
 
 
 @pytest.mark.parametrize(("spec", "parameter", "expected"), STARTS)
 def test_it_starts_where_its_option_says(spec, parameter, expected):
-    torch.testing.assert_close(build(spec, DIM, SUBLAYERS).get_parameter(parameter).data, torch.tensor(expected))
+    torch.testing.assert_close(
+        build(spec, DIM, SUBLAYERS).get_parameter(parameter).data, torch.tensor(expected)
+    )
 
 
 @pytest.mark.parametrize("name", ["mhc", "mhc-lite"])
@@ -286,13 +308,19 @@ def test_uniform_mappings_start_at_random(name):
 )
 def test_random_starts_have_their_scale(spec, parameter, deviation):
     torch.manual_seed(0)
-    assert build(spec, 256, 4).get_parameter(parameter).std().item() == pytest.approx(deviation, rel=0.15)
+    assert build(spec, 256, 4).get_parameter(parameter).std().item() == pytest.approx(
+        deviation, rel=0.15
+    )
 
 
 @pytest.mark.parametrize("name", names())
 def test_defaults_stay_what_saved_models_mean_by_them(name):
     cls = entry(name).build
-    keywords = [p for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "kinds"]
+    keywords = [
+        p
+        for p in inspect.signature(cls).parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.name != "kinds"
+    ]
     assert " ".join(f"{p.name}={p.default!r}" for p in keywords) == DEFAULTS[cls.__name__]
 
 
@@ -300,20 +328,32 @@ def test_defaults_stay_what_saved_models_mean_by_them(name):
 def test_a_highway_s_gate_that_is_nearly_one_lets_through_as_much_as_it_says(bias):
     """Beside an output ten thousand times smaller than the stream, 1 - g decides what is left; and g learns by it."""
     torch.manual_seed(0)
-    sources, seed, results = (torch.randn(4, DIM), 1e-4 * torch.randn(4, DIM)), torch.randn(4, DIM), []
+    sources, seed, results = (
+        (torch.randn(4, DIM), 1e-4 * torch.randn(4, DIM)),
+        torch.randn(4, DIM),
+        [],
+    )
     for dtype in (torch.float64, torch.float32):
         residual = build("highway", DIM, 1).to(dtype)
         residual.gates["0"].bias.data.fill_(bias)
         leaves = [source.to(dtype).requires_grad_() for source in sources]
-        read = residual.end(residual.write(residual.read(residual.begin(leaves[0]), 0)[1], 0, leaves[1]))
-        results.append([read, *torch.autograd.grad(read, (*leaves, residual.gates["0"].bias), seed.to(dtype))])
+        read = residual.end(
+            residual.write(residual.read(residual.begin(leaves[0]), 0)[1], 0, leaves[1])
+        )
+        results.append(
+            [read, *torch.autograd.grad(read, (*leaves, residual.gates["0"].bias), seed.to(dtype))]
+        )
     for truth, found in zip(*results, strict=True):
-        torch.testing.assert_close(found.double() / truth.abs().max(), truth / truth.abs().max(), rtol=0, atol=4e-6)
+        torch.testing.assert_close(
+            found.double() / truth.abs().max(), truth / truth.abs().max(), rtol=0, atol=4e-6
+        )
 
 
 def test_laurel_starts_with_the_paper_s_down_matrix():
     down = build("laurel:rank=3", DIM, 2).low_rank["0"].down
-    expected = torch.tensor([[float(c % 3 == r) for c in range(DIM)] for r in range(3)]) / (3 * DIM) ** 0.5
+    expected = (
+        torch.tensor([[float(c % 3 == r) for c in range(DIM)] for r in range(3)]) / (3 * DIM) ** 0.5
+    )
     torch.testing.assert_close(down, expected)
 
 
@@ -339,7 +379,9 @@ def test_permutation_mixtures_are_doubly_stochastic_without_iterations():
     residual, (x, *_) = scattered("mhc-lite:streams=4")
     res = residual.coefficients(residual.begin(x)[0], 0)[2]
     for axis in (-1, -2):
-        torch.testing.assert_close(res.sum(axis), torch.ones(2, 5, 4, dtype=torch.float64), atol=1e-14, rtol=0)
+        torch.testing.assert_close(
+            res.sum(axis), torch.ones(2, 5, 4, dtype=torch.float64), atol=1e-14, rtol=0
+        )
 
 
 def test_delta_learning_contracts_the_error_along_its_direction():

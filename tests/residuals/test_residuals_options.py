@@ -96,7 +96,9 @@ def test_gradients_reach_every_parameter(spec):
     check_gradients(spec)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if build(spec, 16, 8).at_start != "different"])
+@pytest.mark.parametrize(
+    "spec", [spec for spec in SPECS if build(spec, 16, 8).at_start != "different"]
+)
 def test_it_starts_as_it_says(spec):
     """A decoder starts with outputs far smaller than its embedding, so it cannot show that a residual is different."""
     check_start(spec)
@@ -143,9 +145,14 @@ def test_decoding_with_a_cache_equals_decoding_without(spec):
 @pytest.mark.parametrize("value_residual", [False, True])
 def test_a_cache_carries_what_token_convolutions_look_back_at(spec, value_residual):
     """Chunk by chunk, a first one shorter than the convolution included."""
-    model, tokens = model_of(spec, scatter=True, value_residual=value_residual), tokens_of(length=20)
+    model, tokens = (
+        model_of(spec, scatter=True, value_residual=value_residual),
+        tokens_of(length=20),
+    )
     cache = model.new_cache()
-    pieces = [model(tokens[:, a:b], cache) for a, b in [(0, 2), (2, 3), (3, 11), (11, 12), (12, 20)]]
+    pieces = [
+        model(tokens[:, a:b], cache) for a, b in [(0, 2), (2, 3), (3, 11), (11, 12), (12, 20)]
+    ]
     torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), atol=1e-4, rtol=1e-4)
     assert all(tensor.shape[1] == 3 for tensor in cache.past)
     lost = model.new_cache()
@@ -171,11 +178,20 @@ def test_token_convolutions_do_not_look_ahead():
         ("laurel:form=previous,states=9", "states must lie between 2 and the 8 sublayers, got 9"),
         ("denseformer:dilation=0", "dilation counts layers and must lie between 1 and 4, got 0"),
         ("denseformer:period=5", "period counts layers and must lie between 1 and 4, got 5"),
-        ("deepcrossattention:last=0", "last counts layer outputs and must lie between 1 and 4, got 0"),
+        (
+            "deepcrossattention:last=0",
+            "last counts layer outputs and must lie between 1 and 4, got 0",
+        ),
         ("hyper-connections:streams=0", "streams must be at least 1, got 0"),
-        ("mhc:streams=1", "streams must be at least 2, since one stream has nothing to mix with, got 1"),
+        (
+            "mhc:streams=1",
+            "streams must be at least 2, since one stream has nothing to mix with, got 1",
+        ),
         ("mhc:iterations=0", "iterations must be at least 1, got 0"),
-        ("mhc-lite:streams=6", "streams must lie between 2 and 5, since all n! permutations are mixed, got 6"),
+        (
+            "mhc-lite:streams=6",
+            "streams must lie between 2 and 5, since all n! permutations are mixed, got 6",
+        ),
         ("ddl:width=0", "width must be at least 1, got 0"),
         ("ddl:width=4", "needs compress=channel or compress=token"),
         ("ddl:compress=channel", "one of width 1 takes neither; got width=1, compress=channel"),
@@ -185,7 +201,10 @@ def test_token_convolutions_do_not_look_ahead():
         ("depth-window:window=9", "must lie between 2 and 8, got 9"),
         ("depth-window:width=0", "width must be at least 1, got 0"),
         ("delta-attnres:block=9", "block counts sublayers and must lie between 1 and 8, got 9"),
-        ("attnres-block:blocks=2", "has no option 'blocks'. Did you mean 'block'? Valid options: block, "),
+        (
+            "attnres-block:blocks=2",
+            "has no option 'blocks'. Did you mean 'block'? Valid options: block, ",
+        ),
         ("attnres-block:colour=2", "has no option 'colour'. Valid options: block, "),
     ],
 )
@@ -200,7 +219,10 @@ def test_a_wrong_option_says_what_is_allowed(spec, message):
 def test_sizes_must_be_whole_numbers(name, dim, sublayers):
     with pytest.raises(ValueError) as caught:
         build(name, dim, sublayers)
-    assert str(caught.value) == f"dim and sublayers must be whole numbers and at least 1, got {dim=}, {sublayers=}"
+    assert (
+        str(caught.value)
+        == f"dim and sublayers must be whole numbers and at least 1, got {dim=}, {sublayers=}"
+    )
 
 
 @pytest.mark.parametrize("spec", ["denseformer", "attnres-block"])
@@ -213,7 +235,8 @@ def test_kinds_must_name_every_sublayer(spec):
 def test_kinds_are_those_that_there_are(spec):
     """Of another name for an MLP, such as ffn, no layer ended: the whole network was one, and the residual plain."""
     with pytest.raises(
-        ValueError, match=r"kinds are attention, .*, mlp, moe.*; got 'ffn'. A layer ends with its mlp or"
+        ValueError,
+        match=r"kinds are attention, .*, mlp, moe.*; got 'ffn'. A layer ends with its mlp or",
     ):
         build(spec, 16, 8, kinds=("attention", "ffn") * 4)
     build(spec, 16, 8, kinds=("mixer", "mlp") * 4)
@@ -247,7 +270,15 @@ def test_a_meaning_is_what_the_docstring_says_after_the_name(monkeypatch):
         """
 
         def __init__(
-            self, dim, sublayers, *, rate: float = 0.5, kind: str = "one", more: int = 1, silent: int = 2, end: int = 0
+            self,
+            dim,
+            sublayers,
+            *,
+            rate: float = 0.5,
+            kind: str = "one",
+            more: int = 1,
+            silent: int = 2,
+            end: int = 0,
         ):
             super().__init__(dim, sublayers)
 

@@ -8,8 +8,18 @@ from headwater.residuals import build
 from headwater.residuals.base import hold_weights
 
 BATCH, TOKENS, DIM, SUBLAYERS, STREAMS = 3, 5, 64, 6, 4
-SPECS = ["hyper-connections", "hyper-connections:form=static", "mhc", "mhc-lite", "ddl:width=4,compress=channel"]
-COMPILED = ("mhc", "hyper-connections", "hyper-connections:streams=2,form=static")  # every kernel as it is called
+SPECS = [
+    "hyper-connections",
+    "hyper-connections:form=static",
+    "mhc",
+    "mhc-lite",
+    "ddl:width=4,compress=channel",
+]
+COMPILED = (
+    "mhc",
+    "hyper-connections",
+    "hyper-connections:streams=2,form=static",
+)  # every kernel as it is called
 
 
 def scattered(spec):
@@ -17,7 +27,9 @@ def scattered(spec):
     residual = build(spec, DIM, SUBLAYERS)
     for p in residual.parameters():
         torch.nn.init.normal_(p, std=0.1)
-    return residual, [torch.randn(BATCH, TOKENS, DIM, requires_grad=True) for _ in range(SUBLAYERS + 1)]
+    return residual, [
+        torch.randn(BATCH, TOKENS, DIM, requires_grad=True) for _ in range(SUBLAYERS + 1)
+    ]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -29,7 +41,9 @@ def test_streams_sit_beside_the_channels_not_in_the_batch(spec):
         read, state = residual.read(state, i)
         assert read.shape == (BATCH, TOKENS, DIM)
         assert all(part.shape[:2] == (BATCH, TOKENS) for part in state)
-        assert sum(part.numel() for part in state) < 1.5 * BATCH * TOKENS * STREAMS * DIM  # the rest are coefficients
+        assert (
+            sum(part.numel() for part in state) < 1.5 * BATCH * TOKENS * STREAMS * DIM
+        )  # the rest are coefficients
         state = residual.write(state, i, y)
         assert len(state) == 1
 
@@ -42,7 +56,9 @@ def test_a_sublayer_keeps_its_n_streams_and_no_copy_of_them(spec):
 
     def keep(tensor):
         if tensor.untyped_storage().data_ptr() not in given:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address is used twice
+            kept[tensor.untyped_storage().data_ptr()] = (
+                tensor  # held, so that no address is used twice
+            )
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -58,7 +74,9 @@ def test_a_sublayer_keeps_its_n_streams_and_no_copy_of_them(spec):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
-@pytest.mark.parametrize(("spec", "compiled"), ways(("mhc:streams=2", "mhc-lite:streams=3", *COMPILED), COMPILED))
+@pytest.mark.parametrize(
+    ("spec", "compiled"), ways(("mhc:streams=2", "mhc-lite:streams=3", *COMPILED), COMPILED)
+)
 def test_kernels_give_the_same(spec, compiled):
     pytest.importorskip("triton", reason="the kernels need triton")
     from headwater.ops.triton.launch import launches
@@ -86,7 +104,9 @@ def test_a_mixing_matrix_is_read_off_the_reference():
 
     residual, before = build("mhc:backend=triton", DIM, 1), sum(launches.values())
     with hold_weights():
-        residual.write(residual.read(residual.begin(torch.randn(2, DIM)), 0)[1], 0, torch.randn(2, DIM))
+        residual.write(
+            residual.read(residual.begin(torch.randn(2, DIM)), 0)[1], 0, torch.randn(2, DIM)
+        )
     assert sum(launches.values()) == before
 
 

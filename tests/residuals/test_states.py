@@ -58,23 +58,41 @@ def test_misuse_is_an_error(spec):
     with pytest.raises(ValueError, match=r"end .*next verb is read 1"):
         residual.end(written)
     for wrong in (99, -1, "0", torch.tensor(0)):
-        with pytest.raises(ValueError, match=rf"connects 8 sublayers, 0 to 7; got {re.escape(repr(wrong))}"):
+        with pytest.raises(
+            ValueError, match=rf"connects 8 sublayers, 0 to 7; got {re.escape(repr(wrong))}"
+        ):
             residual.read(tuple(state), wrong)
-    with pytest.raises(ValueError, match=r"read 0 of .* takes a state of \d+ tensors? .*; got \d+: \(2, 3, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"read 0 of .* takes a state of \d+ tensors? .*; got \d+: \(2, 3, 16\)"
+    ):
         residual.read((x,) * 99, 0)
-    with pytest.raises(ValueError, match=r"read 0 of .* takes a state, which `begin` makes of a tensor; got a tensor"):
+    with pytest.raises(
+        ValueError,
+        match=r"read 0 of .* takes a state, which `begin` makes of a tensor; got a tensor",
+    ):
         residual.read(x, 0)
-    with pytest.raises(ValueError, match=r"write 0 of .* got a tuple of .*: read, state = residual\.read"):
+    with pytest.raises(
+        ValueError, match=r"write 0 of .* got a tuple of .*: read, state = residual\.read"
+    ):
         residual.write(residual.read(state, 0), 0, x)
-    with pytest.raises(ValueError, match=r"begin of .* takes one tensor whose last axis is dim=16; got \(2, 3, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"begin of .* takes one tensor whose last axis is dim=16; got \(2, 3, 8\)"
+    ):
         residual.begin(x[..., :8])
-    with pytest.raises(TypeError, match=r"a residual is not called, and '.*' was: state = begin\(x\), then for each"):
+    with pytest.raises(
+        TypeError,
+        match=r"a residual is not called, and '.*' was: state = begin\(x\), then for each",
+    ):
         residual(x)
-    with pytest.raises(ValueError, match=r"write 0 of .* takes one tensor whose last axis is dim=16; got a tuple"):
+    with pytest.raises(
+        ValueError, match=r"write 0 of .* takes one tensor whose last axis is dim=16; got a tuple"
+    ):
         residual.write(reading, 0, (x, None))  # what an attention of transformers returns
     for wrong in (x[:, :1], x[:1], x[0], x[0, 0]):  # what could be added all the same
         got = re.escape(str(tuple(wrong.shape)))
-        with pytest.raises(ValueError, match=rf"write 0 of .* of the shape that was read, \(2, 3, 16\); got {got}$"):
+        with pytest.raises(
+            ValueError, match=rf"write 0 of .* of the shape that was read, \(2, 3, 16\); got {got}$"
+        ):
             residual.write(reading, 0, wrong)
 
 

@@ -14,7 +14,11 @@ from headwater.models.norm import RMSNorm
 from headwater.residuals import AttentionResidual, attention, build, record, with_options
 from headwater.residuals.record import replay
 
-SPECS = ["attnres-block:block=3", "attnres-block:block=8", "attnres-full"]  # 3: the last block is partial
+SPECS = [
+    "attnres-block:block=3",
+    "attnres-block:block=8",
+    "attnres-full",
+]  # 3: the last block is partial
 
 
 def phased(spec):
@@ -27,7 +31,15 @@ def one_by_one(spec):
 
 def models_of(spec, other=phased):
     """The same weights twice: read by read, and in two phases."""
-    shape = {"vocab_size": 40, "dim": 24, "layers": 5, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 32}
+    shape = {
+        "vocab_size": 40,
+        "dim": 24,
+        "layers": 5,
+        "heads": 4,
+        "kv_heads": 2,
+        "mlp_dim": 32,
+        "context": 32,
+    }
     torch.manual_seed(0)
     one, two = (Decoder(ModelConfig(**shape, residual=s)) for s in (one_by_one(spec), other(spec)))
     with torch.no_grad():
@@ -175,7 +187,10 @@ def test_what_begins_may_be_recomputed(spec, inside, monkeypatch):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_compiled_pass_reads_one_by_one(spec):
     residual = build(spec, 16, 10)
-    assert len(torch.compile(residual.begin, backend="eager", fullgraph=True)(torch.zeros(4096, 16))) == 1
+    assert (
+        len(torch.compile(residual.begin, backend="eager", fullgraph=True)(torch.zeros(4096, 16)))
+        == 1
+    )
     assert len(residual.begin(torch.zeros(4096, 16))) > 1
 
 
@@ -226,13 +241,21 @@ def test_a_kernel_takes_no_norm_with_a_forward_of_its_own(spec, folds):
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
 @pytest.mark.parametrize(
-    "hook", ["", "forward_pre_", "forward_", "full_backward_pre_", "full_backward_", "module_forward_"]
+    "hook",
+    ["", "forward_pre_", "forward_", "full_backward_pre_", "full_backward_", "module_forward_"],
 )
 def test_the_decoders_norm_is_folded_as_torchs_is_and_none_with_hooks(spec, hook, monkeypatch):
     pytest.importorskip("triton", reason="the kernels need triton")
-    residual, outputs, calls, ends = scattered(with_options(spec, backend="triton"), 4), torch.randn(5, 2, 16), [], []
+    residual, outputs, calls, ends = (
+        scattered(with_options(spec, backend="triton"), 4),
+        torch.randn(5, 2, 16),
+        [],
+        [],
+    )
     count, norm_of = [], torch.nn.functional.rms_norm
-    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda *words: count.append(1) or norm_of(*words))
+    monkeypatch.setattr(
+        torch.nn.functional, "rms_norm", lambda *words: count.append(1) or norm_of(*words)
+    )
     for norm in (torch.nn.RMSNorm(16, eps=1e-6), RMSNorm(16, 1e-6), Centred(16, eps=1e-6)):
         count.clear()
         owner = torch.nn.modules.module if hook == "module_forward_" else norm
@@ -265,7 +288,10 @@ def test_a_schedule_asked_for_by_name_runs_or_says_why_not():
     residual = build("attnres-full:schedule=two-phase", 16, 4)
     with pytest.raises(ValueError, match="backend='triton' cannot take"):
         residual.begin(torch.zeros(2, 16, dtype=torch.float64))
-    assert len(build("attnres-full:schedule=one-pass,backend=triton", 16, 4).begin(torch.zeros(2, 16))) == 1
+    assert (
+        len(build("attnres-full:schedule=one-pass,backend=triton", 16, 4).begin(torch.zeros(2, 16)))
+        == 1
+    )
 
 
 @torch.no_grad()
@@ -290,7 +316,9 @@ def test_sources_beside_streams_are_read_in_two_phases_too():
     settled = residual.settle(state, 4)
     assert [len(layout) for layout in residual.layouts["read", 4]] == [4, len(state)]
     assert len(settled) == 4  # streams, embedding, a finished block, the running sum
-    torch.testing.assert_close(residual.read(tuple(settled), 4)[0], expected[4], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        residual.read(tuple(settled), 4)[0], expected[4], atol=1e-5, rtol=1e-5
+    )
 
 
 @torch.no_grad()

@@ -34,7 +34,11 @@ def compare(spec, tensors, tolerance):
     for name, value in expected.items():
         scale = max(1.0, value.abs().max().item())
         torch.testing.assert_close(
-            computed[name].detach() / scale, value.double() / scale, atol=tolerance, rtol=0, msg=f"{spec}: {name}"
+            computed[name].detach() / scale,
+            value.double() / scale,
+            atol=tolerance,
+            rtol=0,
+            msg=f"{spec}: {name}",
         )
 
 
@@ -56,7 +60,9 @@ def test_an_independent_implementation_gave_the_same(name, tolerance):
 
 
 def test_every_recorded_peer_is_compared():
-    assert {path.stem for path in (FOLDER / "peers").glob("*.safetensors")} == {name for name, _ in PEERS}
+    assert {path.stem for path in (FOLDER / "peers").glob("*.safetensors")} == {
+        name for name, _ in PEERS
+    }
 
 
 def test_a_changed_parameter_would_be_noticed():

@@ -68,10 +68,14 @@ def test_layout_and_what_is_kept(run_folder):
 def test_one_planner_serves_many_saves(tmp_path, monkeypatch):
     """Plans are made once for the same names, shapes and types, and again when there is more to save."""
     made, real = [], DefaultSavePlanner.create_local_plan
-    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", lambda planner: made.append(1) or real(planner))
+    monkeypatch.setattr(
+        DefaultSavePlanner, "create_local_plan", lambda planner: made.append(1) or real(planner)
+    )
     planner, model = shards.Planner(), ModelConfig.named("tiny", vocab_size=8)
     tensors = {"model/weight": torch.zeros(3, 2)}
-    for step, (change, expected) in enumerate([({}, 1), ({}, 1), ({"optimizer/adamw/weight/step": torch.ones(())}, 2)]):
+    for step, (change, expected) in enumerate(
+        [({}, 1), ({}, 1), ({"optimizer/adamw/weight/step": torch.ones(())}, 2)]
+    ):
         tensors |= change
         tensors["model/weight"] = torch.full((3, 2), float(step))
         folder = checkpoint.save(tmp_path, step, tensors, {}, config=model, keep=1, planner=planner)
@@ -82,8 +86,16 @@ def test_one_planner_serves_many_saves(tmp_path, monkeypatch):
             for kind in ("model", "optimizer")
             if (path := folder / f"{kind}.safetensors").exists()
         }
-        found = {f"{kind}/{name}": value for kind, values in files.items() for name, value in values.items()}
-        assert found.keys() == tensors.keys() == shards.Reader(folder).metadata.state_dict_metadata.keys()
+        found = {
+            f"{kind}/{name}": value
+            for kind, values in files.items()
+            for name, value in values.items()
+        }
+        assert (
+            found.keys()
+            == tensors.keys()
+            == shards.Reader(folder).metadata.state_dict_metadata.keys()
+        )
         assert all(torch.equal(found[name], value) for name, value in tensors.items())
 
 
@@ -95,9 +107,17 @@ def events_of_a_save(root: Path, step: int, monkeypatch, **options) -> list[str]
         return Path(os.readlink(f"/proc/self/fd/{handle}")).name
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: (events.append(f"sync {name_of(handle)}"), sync(handle)))
-        patch.setattr(Path, "rename", lambda old, new: (events.append(f"{old.name} to {new.name}"), rename(old, new)))
-        checkpoint.save(root, step, {"model/weight": torch.zeros(3, 2)}, {}, config=MODEL, **options)
+        patch.setattr(
+            os, "fsync", lambda handle: (events.append(f"sync {name_of(handle)}"), sync(handle))
+        )
+        patch.setattr(
+            Path,
+            "rename",
+            lambda old, new: (events.append(f"{old.name} to {new.name}"), rename(old, new)),
+        )
+        checkpoint.save(
+            root, step, {"model/weight": torch.zeros(3, 2)}, {}, config=MODEL, **options
+        )
     return events
 
 
@@ -105,14 +125,24 @@ MODEL = ModelConfig.named("tiny", vocab_size=8)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="asks Linux which file a handle is")
-def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_goes(tmp_path, monkeypatch):
+def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_goes(
+    tmp_path, monkeypatch
+):
     root = tmp_path / "checkpoints"
     log = MetricsLog(tmp_path / "metrics.jsonl", keep_until=0)
     for step, dropped in ((1, []), (2, ["step-00000001 to .tmp-old-step-00000001"])):
         final, scratch = f"step-{step:08d}", f".tmp-step-{step:08d}"
         events = events_of_a_save(root, step, monkeypatch, keep=1, before=log.sync)
-        files = [f"sync {name}" for name in ("model.safetensors", "index.json", "config.json", "state.json")]
-        commit = ["sync manifest.json", f"sync {scratch}", f"{scratch} to {final}", "sync checkpoints"]
+        files = [
+            f"sync {name}"
+            for name in ("model.safetensors", "index.json", "config.json", "state.json")
+        ]
+        commit = [
+            "sync manifest.json",
+            f"sync {scratch}",
+            f"{scratch} to {final}",
+            "sync checkpoints",
+        ]
         assert events == ["sync metrics.jsonl", *files, *commit, *dropped]
     log.close()
 
@@ -152,11 +182,14 @@ def test_a_checkpoint_folder_is_a_model(run_folder):
     same, _ = checkpoint.load_model(run_folder / "run" / "checkpoints" / "step-00000012")
     tokens = torch.tensor([tokenizer.encode("river").tolist()])
     assert torch.equal(model(tokens), same(tokens))
-    assert torch.equal(model(tokens), Decoder.load(run_folder / "run" / "checkpoints" / "step-00000012")(tokens))
+    assert torch.equal(
+        model(tokens), Decoder.load(run_folder / "run" / "checkpoints" / "step-00000012")(tokens)
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "index.json", "state.json", "manifest.json"]
+    "name",
+    ["model.safetensors", "optimizer.safetensors", "index.json", "state.json", "manifest.json"],
 )
 @pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
 def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
@@ -168,7 +201,9 @@ def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
         (newest / name).write_bytes(content[: len(content) // 2])
     else:
         middle = len(content) // 2
-        (newest / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        (newest / name).write_bytes(
+            content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        )
     if (name, harm) == ("manifest.json", "flip"):
         name = ""  # what it no longer vouches for depends on the byte
     with pytest.raises(UserError) as caught:
@@ -217,15 +252,25 @@ def test_a_manifest_must_vouch_for_every_text(run_folder, name):
     ("name", "content", "message"),
     [
         ("index.json", {}, "does not describe a checkpoint"),
-        ("index.json", {"tensors": {"model/x": {"dtype": "F32", "shape": [-1], "pieces": []}}}, "list of counts"),
-        ("index.json", {"tensors": {"model/x": {"dtype": "F1", "shape": [], "pieces": []}}}, "make up its shape"),
+        (
+            "index.json",
+            {"tensors": {"model/x": {"dtype": "F32", "shape": [-1], "pieces": []}}},
+            "list of counts",
+        ),
+        (
+            "index.json",
+            {"tensors": {"model/x": {"dtype": "F1", "shape": [], "pieces": []}}},
+            "make up its shape",
+        ),
         ("index.json", {"tensors": {}}, "weights do not fit the model: missing"),
         ("config.json", {"dim": "wide"}, "does not describe a model"),
         ("state.json", [], "is not the state of a run"),
         ("state.json", {"step": 12}, "is not the state of a run"),
     ],
 )
-def test_texts_that_are_vouched_for_and_make_no_sense_are_refused(run_folder, name, content, message):
+def test_texts_that_are_vouched_for_and_make_no_sense_are_refused(
+    run_folder, name, content, message
+):
     newest = run_folder / "run" / "checkpoints" / "step-00000012"
     (newest / name).write_text(json.dumps(content))
     vouch(newest, name)
@@ -239,7 +284,9 @@ def test_a_file_with_other_tensors_than_the_index_says_is_refused(run_folder):
     newest = run_folder / "run" / "checkpoints" / "step-00000012"
     weights = load_file(newest / "model.safetensors")
     for change in ({"norm.weight": weights["norm.weight"][:1]}, {"norm.weight": None}):
-        tensors = {name: tensor for name, tensor in (weights | change).items() if tensor is not None}
+        tensors = {
+            name: tensor for name, tensor in (weights | change).items() if tensor is not None
+        }
         save_file(tensors, newest / "model.safetensors")
         vouch(newest, "model.safetensors")
         with pytest.raises(UserError, match=r"model.safetensors .*norm.weight.*it is not read"):
@@ -273,11 +320,15 @@ def test_no_file_is_read_that_the_manifest_does_not_vouch_for(run_folder):
     """Not even if the index says so, and the manifest vouches for the index."""
     newest = run_folder / "run" / "checkpoints" / "step-00000012"
     shutil.copy(newest / "model.safetensors", newest / "other.safetensors")
-    index = (newest / "index.json").read_bytes().replace(b'"model.safetensors"', b'"other.safetensors"')
+    index = (
+        (newest / "index.json").read_bytes().replace(b'"model.safetensors"', b'"other.safetensors"')
+    )
     (newest / "index.json").write_bytes(index)
     vouch(newest, "index.json")
     assert checkpoint.damage(newest) is None
-    with pytest.raises(UserError, match=r"names other\.safetensors, of which manifest\.json has no hash"):
+    with pytest.raises(
+        UserError, match=r"names other\.safetensors, of which manifest\.json has no hash"
+    ):
         checkpoint.load_model(newest)
 
 
@@ -290,7 +341,11 @@ def test_a_run_from_before_the_bf16_stream_goes_on_in_fp32(run_folder):
     asked = config(run_folder)
     with pytest.raises(UserError, match=r"model\.fp32_stream: True there, False asked for"):
         train(asked, run_folder / "run", resume=True)
-    train(replace(asked, model=replace(asked.model, fp32_stream=True)), run_folder / "run", resume=True)
+    train(
+        replace(asked, model=replace(asked.model, fp32_stream=True)),
+        run_folder / "run",
+        resume=True,
+    )
 
 
 def test_a_run_from_before_the_factor_of_the_queries_goes_on_with_one(run_folder):
@@ -302,7 +357,14 @@ def test_a_run_from_before_the_factor_of_the_queries_goes_on_with_one(run_folder
     asked = config(run_folder)
     with pytest.raises(UserError, match=r"optim\.query_lr: 1\.0 there, 0\.1 asked for"):
         train(asked, run_folder / "run", resume=True)
-    assert train(replace(asked, optim=replace(asked.optim, query_lr=1.0)), run_folder / "run", resume=True).steps == 12
+    assert (
+        train(
+            replace(asked, optim=replace(asked.optim, query_lr=1.0)),
+            run_folder / "run",
+            resume=True,
+        ).steps
+        == 12
+    )
     assert load_run(newest).config.optim.query_lr == 1.0
 
 
@@ -313,7 +375,13 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):
     assert "train.seed: 0 there, 5 asked for" in message
     assert "train.batch_size: 4 there, 8 asked for" in message
     assert "train.steps" not in message
-    free = {"save_every": 7, "log_every": 3, "accumulate": 2, "checkpoint_activations": True, "compile": True}
+    free = {
+        "save_every": 7,
+        "log_every": 3,
+        "accumulate": 2,
+        "checkpoint_activations": True,
+        "compile": True,
+    }
     train(config(run_folder, **free), run_folder / "run", resume=True)
 
 
@@ -342,7 +410,9 @@ def fill_disk(monkeypatch, file_name: str) -> None:
     monkeypatch.setattr(shards, "write_file", write_file)
 
 
-@pytest.mark.parametrize("file_name", ["model.safetensors", "optimizer.safetensors", "manifest.json"])
+@pytest.mark.parametrize(
+    "file_name", ["model.safetensors", "optimizer.safetensors", "manifest.json"]
+)
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file_name):
     run = begin(tiny(tmp_path), tmp_path / "run", resume=False)
     first = save(run)
@@ -350,7 +420,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, file
     run.step = 1
     fill_disk(monkeypatch, file_name)
     with pytest.raises(
-        UserError, match=r"could not write .*step-00000001: No space left.*good checkpoint is .*00000000"
+        UserError,
+        match=r"could not write .*step-00000001: No space left.*good checkpoint is .*00000000",
     ):
         save(run)
     assert [path.name for path in first.parent.iterdir()] == [first.name]
@@ -374,7 +445,19 @@ def test_a_disk_that_is_really_full(tmp_path, small_disk, capfd):
 
     for folder in kept[:-1]:  # make room, as the message says
         shutil.rmtree(folder)
-    assert main([*flags(big, tmp_path / "run"), "--out", str(small_disk / "run"), "--resume", "--keep", "1"]) == 0
+    assert (
+        main(
+            [
+                *flags(big, tmp_path / "run"),
+                "--out",
+                str(small_disk / "run"),
+                "--resume",
+                "--keep",
+                "1",
+            ]
+        )
+        == 0
+    )
 
 
 def test_leftovers_of_a_killed_process_are_swept(run_folder):

@@ -36,7 +36,13 @@ from headwater.train.table import draw, spread, tabulate
 
 
 def result(residual: str, seed: int, bits: float) -> TrainResult:
-    counts = {"parameters": 1000, "residual_parameters": 10, "flops_per_token": 6000, "tokens": 64, "steps": 4}
+    counts = {
+        "parameters": 1000,
+        "residual_parameters": 10,
+        "flops_per_token": 6000,
+        "tokens": 64,
+        "steps": 4,
+    }
     costs = {"seconds": 2.0, "peak_memory_bytes": 2**20, "loss": bits, "bits_per_byte": bits}
     where = {"folder": Path(residual), "device": "cpu", "torch": "2.10.0", "headwater": "0.1.0"}
     return TrainResult(residual=residual, seed=seed, **counts, **costs, **where)
@@ -49,8 +55,15 @@ def text_of(table) -> str:
 
 
 def test_rows_have_mean_spread_and_paired_difference(tmp_path):
-    values = {("standard", 0): 3.0, ("standard", 1): 4.0, ("attnres-full", 0): 2.5, ("attnres-full", 1): 3.7}
-    finished = {(residual, seed): result(residual, seed, bits) for (residual, seed), bits in values.items()}
+    values = {
+        ("standard", 0): 3.0,
+        ("standard", 1): 4.0,
+        ("attnres-full", 0): 2.5,
+        ("attnres-full", 1): 3.7,
+    }
+    finished = {
+        (residual, seed): result(residual, seed, bits) for (residual, seed), bits in values.items()
+    }
     rows = tabulate(finished, ["standard", "attnres-full", "attnres-block"], {})
     assert [row.residual for row in rows] == ["standard", "attnres-full"]
     assert asdict(rows[0].bits_per_byte) == pytest.approx({"mean": 3.5, "spread": 0.5**0.5})
@@ -60,16 +73,22 @@ def test_rows_have_mean_spread_and_paired_difference(tmp_path):
     assert "3.5000 ± 0.7071" in shown
     assert "−0.4000 ± 1.2706" in shown  # Student's t of one degree of freedom, 12.706, times 0.1
     assert "not told apart" in shown
-    assert "With 2 seeds, a difference is told from chance when it exceeds 9 times" in " ".join(shown.split())
+    assert "With 2 seeds, a difference is told from chance when it exceeds 9 times" in " ".join(
+        shown.split()
+    )
     assert rows[1].interval == pytest.approx((-1.6706205, 0.8706205))
     assert [row.verdict for row in rows] == ["baseline", "not told apart"]
     assert "attnres-full" in shown
     assert "how many runs were made side by side is unknown" in " ".join(shown.split())
     rows = tabulate(finished, ["standard", "attnres-full"], {"standard": 1, "attnres-full": 3})
     assert [row.side_by_side for row in rows] == [1, 3]
-    assert "up to 3 runs were made at a time" in " ".join(text_of(draw(rows, tiny(tmp_path))).split())
+    assert "up to 3 runs were made at a time" in " ".join(
+        text_of(draw(rows, tiny(tmp_path))).split()
+    )
     assert "not comparable" not in text_of(draw(rows[:1], tiny(tmp_path)))
-    unpaired = tabulate({("attnres-full", 0): finished["attnres-full", 0]}, ["standard", "attnres-full"], {})
+    unpaired = tabulate(
+        {("attnres-full", 0): finished["attnres-full", 0]}, ["standard", "attnres-full"], {}
+    )
     assert [row.verdict for row in unpaired] == [None]
     assert "baseline" not in text_of(draw(unpaired, tiny(tmp_path)))
     assert spread([2.0]) == Spread(2.0, None)
@@ -89,7 +108,9 @@ def test_all_means_every_registered_name_and_each_is_taken_once(tmp_path):
     everything = expand(["all"])
     assert everything[0] == "standard"
     assert sorted(everything) == sorted(names())
-    mixed = expand(["attnres-full", "all", "attnres-block:block=2,heads=2", "attnres-block:heads=2,block=2"])
+    mixed = expand(
+        ["attnres-full", "all", "attnres-block:block=2,heads=2", "attnres-block:heads=2,block=2"]
+    )
     assert mixed[:2] == ["attnres-full", "standard"]
     assert sorted(mixed) == sorted([*names(), "attnres-block:block=2,heads=2"])
     assert expand(["standard", "standard:", "standard"]) == ["standard"]
@@ -102,12 +123,17 @@ def test_all_means_every_registered_name_and_each_is_taken_once(tmp_path):
 
 def test_an_arm_is_a_residual_with_switches_of_the_model(tmp_path):
     """The command of its process makes the configuration that it stands for."""
-    config, text = tiny(tmp_path), "depth-window:window=2+shortswa=4+value_residual=true+rope_theta=1e+3"
+    config, text = (
+        tiny(tmp_path),
+        "depth-window:window=2+shortswa=4+value_residual=true+rope_theta=1e+3",
+    )
     arm = parse_arm(text)
     assert arm.switches == {"shortswa": 4, "value_residual": True, "rope_theta": 1000.0}
     write_json(tmp_path / "settings.json", asdict(config))
     job = job_of(text, 1, tmp_path, 4)
-    flags = parse(TrainFlags, list(job.arguments), cli.train, TrainFlags(settings=load_file(job.arguments[1])))
+    flags = parse(
+        TrainFlags, list(job.arguments), cli.train, TrainFlags(settings=load_file(job.arguments[1]))
+    )
     expected = replace(arm.apply(config), train=replace(config.train, seed=1))
     assert flags.settings == replace(expected, data=flags.settings.data)
     assert flags.settings.model.residual == "depth-window:window=2"
@@ -116,7 +142,10 @@ def test_an_arm_is_a_residual_with_switches_of_the_model(tmp_path):
     launched = Job(label="a", folder=tmp_path / "run", arguments=(), steps=1, arm=text)
     launched.folder.mkdir()
     record_company(launched, 2)
-    assert json.loads((launched.folder / "launch.json").read_text()) == {"side_by_side": 2, "arm": text}
+    assert json.loads((launched.folder / "launch.json").read_text()) == {
+        "side_by_side": 2,
+        "arm": text,
+    }
 
 
 def test_arms_are_told_apart_and_tried_out(tmp_path):
@@ -128,9 +157,13 @@ def test_arms_are_told_apart_and_tried_out(tmp_path):
     ]
     assert expand(spellings) == [spellings[0], spellings[1], spellings[3]]
     config = tiny(tmp_path)
-    with pytest.raises(UserError, match=r"arm 'standard\+shortswa=99' does not fit: .* the context of 32, got 99"):
+    with pytest.raises(
+        UserError, match=r"arm 'standard\+shortswa=99' does not fit: .* the context of 32, got 99"
+    ):
         try_out(["standard", "standard+shortswa=99"], config, prepare(config.data))
-    try_out(["laurel:form=previous,states=6+shortswa=2"], config, prepare(config.data))  # 6 sublayers, not 4
+    try_out(
+        ["laurel:form=previous,states=6+shortswa=2"], config, prepare(config.data)
+    )  # 6 sublayers, not 4
     for text, message in {
         "standard+shortswa": "'shortswa' needs a value, for example standard+shortswa=4",
         "standard+shortswa=2+shortswa=3": "'shortswa' is given twice",
@@ -146,7 +179,9 @@ def test_arms_are_told_apart_and_tried_out(tmp_path):
 
 @pytest.mark.parametrize("word", ["--residuals", "--arms"])
 def test_arms_are_another_word_for_residuals(word):
-    flags = parse(CompareFlags, [word, "standard", "standard+shortswa=4", "--seeds", "0"], cli.compare)
+    flags = parse(
+        CompareFlags, [word, "standard", "standard+shortswa=4", "--seeds", "0"], cli.compare
+    )
     assert flags.residuals == ("standard", "standard+shortswa=4")
 
 
@@ -160,13 +195,20 @@ def test_arms_are_another_word_for_residuals(word):
         ({"seeds": [0, -1]}, "seed must be at least 0; got -1"),
         ({"jobs": 0}, "--jobs must be a whole number from 1; got 0"),
         ({"jobs": 1.5}, "--jobs must be a whole number from 1; got 1.5"),
-        ({"jobs": np.int64(2), "seeds": np.int64(0)}, r"seeds takes a list of numbers; got 0: write \[0\]"),
+        (
+            {"jobs": np.int64(2), "seeds": np.int64(0)},
+            r"seeds takes a list of numbers; got 0: write \[0\]",
+        ),
         ({"jobs": np.int64(2), "seeds": [0], "resume": True}, "no comparison at .* to resume"),
     ],
 )
 def test_arguments_that_ask_for_nothing_are_refused_at_the_door(tmp_path, arguments, message):
     with pytest.raises(UserError, match=message):
-        compare(tiny(tmp_path), tmp_path / "out", **{"residuals": ["standard"], "seeds": [0], **arguments})
+        compare(
+            tiny(tmp_path),
+            tmp_path / "out",
+            **{"residuals": ["standard"], "seeds": [0], **arguments},
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -188,7 +230,8 @@ def test_a_comparison_goes_on_where_its_text_and_tokenizer_were_taken_away(tmp_p
     saved = json.loads(summary.read_text())
     write_json(summary, {**saved, "source_hash": "of a text that changed meanwhile"})
     with pytest.raises(
-        UserError, match=r"the text has changed while runs were made: .*standard-seed1 saw another than"
+        UserError,
+        match=r"the text has changed while runs were made: .*standard-seed1 saw another than",
     ):
         compare(moved, out, residuals=["standard"], seeds=[1], resume=True, progress=False)
     assert [len(group.runs) for group in group_runs(read_runs([out]))] == [1, 1], "not one arm"
@@ -196,7 +239,9 @@ def test_a_comparison_goes_on_where_its_text_and_tokenizer_were_taken_away(tmp_p
     for known in (True, False):
         if not known:  # each run by itself
             (out / "compare.json").unlink()
-        assert [(group.label, len(group.runs)) for group in group_runs(read_runs([out]))] == [("standard", 2)]
+        assert [(group.label, len(group.runs)) for group in group_runs(read_runs([out]))] == [
+            ("standard", 2)
+        ]
 
 
 def test_a_changed_corpus_is_refused(tmp_path):
@@ -206,14 +251,18 @@ def test_a_changed_corpus_is_refused(tmp_path):
     out.mkdir()
     before = prepare(config.data).identity
     assert plan(config, out, ["standard"], [0], before, resume=False) == (["standard"], [0])
-    assert plan(config, out, ["attnres-full"], [1], before, resume=True) == (["standard", "attnres-full"], [0, 1])
+    assert plan(config, out, ["attnres-full"], [1], before, resume=True) == (
+        ["standard", "attnres-full"],
+        [0, 1],
+    )
     moved = replace(config, data=replace(config.data, source=("elsewhere",)))
     assert plan(moved, out, [], [], before, resume=True) == (["standard", "attnres-full"], [0, 1])
     plan(config, out, [], [], before, resume=True)
     held = (out / "compare.json").read_text()
     (tmp_path / "corpus" / "0.txt").write_text("another river altogether")
     with pytest.raises(
-        UserError, match=r"another corpus: .*corpus has changed since it began \(source_hash: \w+ there"
+        UserError,
+        match=r"another corpus: .*corpus has changed since it began \(source_hash: \w+ there",
     ):
         compare(config, out, residuals=["standard"], seeds=[0], resume=True)
     assert (out / "compare.json").read_text() == held
@@ -234,7 +283,9 @@ def job_in(folder):
 
 def test_a_run_is_resumed_only_where_one_began_and_knows_its_parent(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **others: started.append((command, others["env"])))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **others: started.append((command, others["env"]))
+    )
     job = job_in(tmp_path / "run")
     launch(job, 1)
     (job.folder / "config.json").write_text("{}")
@@ -273,7 +324,12 @@ def test_a_row_has_the_mean_of_each_of_its_numbers():
     for key, (one, other) in numbers.items():
         expected = {"mean": (one + other) / 2, "spread": (other - one) / 2**0.5}
         assert asdict(getattr(row, key)) == pytest.approx(expected), key
-    assert (row.tokens, row.parameters, row.residual_parameters, row.flops_per_token) == (64, 70, 7, 700)
+    assert (row.tokens, row.parameters, row.residual_parameters, row.flops_per_token) == (
+        64,
+        70,
+        7,
+        700,
+    )
     assert (row.seeds, row.side_by_side, row.pairs) == ((0, 1), 3, 2)
 
 
@@ -293,7 +349,9 @@ def test_a_run_records_how_many_ran_beside_it(tmp_path, monkeypatch):
     assert side_by_side([job, older]) is None
 
 
-PROGRESS = "step 3/12  loss 2.5000  1,000 tokens/s  2 s left\nstep 4: validation 2.5000 bits per byte\n"
+PROGRESS = (
+    "step 3/12  loss 2.5000  1,000 tokens/s  2 s left\nstep 4: validation 2.5000 bits per byte\n"
+)
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nMemoryError: no room\n'
 
 
@@ -379,8 +437,14 @@ def test_an_interrupted_comparison_has_a_table_of_what_is_done(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"source_hash": "of a text that changed meanwhile"}, "the text has changed while runs were made: {run} saw"),
-        ({"steps": 24}, "runs of this comparison end after 12 steps, and {run} after 24, so a table"),
+        (
+            {"source_hash": "of a text that changed meanwhile"},
+            "the text has changed while runs were made: {run} saw",
+        ),
+        (
+            {"steps": 24},
+            "runs of this comparison end after 12 steps, and {run} after 24, so a table",
+        ),
     ],
 )
 def test_a_table_is_of_runs_that_are_alike_or_is_not_written(tmp_path, monkeypatch, changed, told):
@@ -390,7 +454,9 @@ def test_a_table_is_of_runs_that_are_alike_or_is_not_written(tmp_path, monkeypat
 
     def runs_meanwhile(*_, **__):
         ran.append(train(config, run, progress=False))
-        write_json(run / "summary.json", {**json.loads((run / "summary.json").read_text()), **changed})
+        write_json(
+            run / "summary.json", {**json.loads((run / "summary.json").read_text()), **changed}
+        )
         return {}
 
     monkeypatch.setattr("headwater.train.comparison.run_all", runs_meanwhile)
@@ -412,19 +478,33 @@ def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, 
     assert [row.side_by_side for row in result.rows] == [2, 2]
     assert [run.folder.name for run in result.runs] == ["standard-seed0", "attnres-full-seed0"]
     assert json.loads((out / "table.json").read_text()) == json.loads(json.dumps(result.table()))
-    assert json.loads((out / "compare.json").read_text())["config"] == json.loads(json.dumps(asdict(config)))
+    assert json.loads((out / "compare.json").read_text())["config"] == json.loads(
+        json.dumps(asdict(config))
+    )
     shown = capsys.readouterr().out
     assert "standard seed 0: " in shown
     assert "bits/byte" in shown
-    alone = train(replace(config, model=replace(config.model, residual="attnres-full")), tmp_path / "alone")
+    alone = train(
+        replace(config, model=replace(config.model, residual="attnres-full")), tmp_path / "alone"
+    )
     assert result.rows[1].loss.mean == result.runs[1].loss == alone.loss
     assert fingerprint(out / "runs" / "attnres-full-seed0") == fingerprint(tmp_path / "alone")
 
     with pytest.raises(UserError, match="already holds a comparison"):
         compare(config, out, residuals=["standard"], seeds=[0])
-    with pytest.raises(UserError, match=r"another configuration:\n  train.batch_size: 4 there, 8 asked for"):
-        compare(tiny(tmp_path, residual="standard", batch_size=8), out, residuals=["standard"], seeds=[0], resume=True)
-    config = replace(config, train=replace(config.train, skip_nonfinite=1))  # as a run that was stopped tells to
+    with pytest.raises(
+        UserError, match=r"another configuration:\n  train.batch_size: 4 there, 8 asked for"
+    ):
+        compare(
+            tiny(tmp_path, residual="standard", batch_size=8),
+            out,
+            residuals=["standard"],
+            seeds=[0],
+            resume=True,
+        )
+    config = replace(
+        config, train=replace(config.train, skip_nonfinite=1)
+    )  # as a run that was stopped tells to
 
     # One run is damaged and a new residual is added: the first fails alone, the second is run, the rest is kept.
     damaged = out / "runs" / "attnres-full-seed0"
@@ -433,20 +513,43 @@ def test_compare_runs_resumes_and_survives_a_failing_run(tmp_path, monkeypatch, 
     kept = (out / "runs" / "standard-seed0" / "summary.json").stat().st_mtime_ns
     monkeypatch.setattr("headwater.train.jobs.POLL_SECONDS", 0.05)
     capsys.readouterr()
-    with pytest.raises(UserError, match=r"1 of 3 runs failed:\n  attnres-full seed 0 .*step-00000012 is damaged"):
-        compare(config, out, residuals=["attnres-block"], seeds=[0], jobs=2, resume=True, progress=False)
+    with pytest.raises(
+        UserError, match=r"1 of 3 runs failed:\n  attnres-full seed 0 .*step-00000012 is damaged"
+    ):
+        compare(
+            config, out, residuals=["attnres-block"], seeds=[0], jobs=2, resume=True, progress=False
+        )
     assert capsys.readouterr().out == ""
-    assert [row["residual"] for row in json.loads((out / "table.json").read_text())] == ["standard", "attnres-block"]
+    assert [row["residual"] for row in json.loads((out / "table.json").read_text())] == [
+        "standard",
+        "attnres-block",
+    ]
     assert (out / "runs" / "standard-seed0" / "summary.json").stat().st_mtime_ns == kept
 
 
 @pytest.mark.slow
 def test_ctrl_c_asks_every_run_to_save_and_end(tmp_path):
-    config = tiny(tmp_path, residual="standard", steps=20_000, eval_every=20_000, depth_every=20_000, save_every=20_000)
+    config = tiny(
+        tmp_path,
+        residual="standard",
+        steps=20_000,
+        eval_every=20_000,
+        depth_every=20_000,
+        save_every=20_000,
+    )
     out = tmp_path / "my compare"
     prepare(config.data)
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
-    flags = ["--config", str(tmp_path / "config.json"), "--residuals", "standard", "--seeds", "0", "--jobs", "2"]
+    flags = [
+        "--config",
+        str(tmp_path / "config.json"),
+        "--residuals",
+        "standard",
+        "--seeds",
+        "0",
+        "--jobs",
+        "2",
+    ]
     process = start(tmp_path, "-m", "headwater", "compare", "--out", str(out), *flags)
     metrics = out / "runs" / "standard-seed0" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 500)
@@ -463,20 +566,38 @@ def test_ctrl_c_asks_every_run_to_save_and_end(tmp_path):
 
 @pytest.mark.slow
 def test_orphans_save_and_end(tmp_path):
-    config = tiny(tmp_path, residual="standard", steps=20_000, eval_every=20_000, depth_every=20_000, save_every=20_000)
+    config = tiny(
+        tmp_path,
+        residual="standard",
+        steps=20_000,
+        eval_every=20_000,
+        depth_every=20_000,
+        save_every=20_000,
+    )
     out = tmp_path / "compare"
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     flags = ["--config", str(tmp_path / "config.json"), "--residuals", "standard", "--seeds", "0"]
     run = out / "runs" / "standard-seed0"
     process = start(tmp_path, "-m", "headwater", "compare", "--out", str(out), *flags)
     try:
-        wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 500)
-        with pytest.raises(UserError, match=r"working in .*standard-seed0 \(process \d+ on "), locked(run):
+        wait_until(
+            lambda: (
+                (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 500
+            )
+        )
+        with (
+            pytest.raises(UserError, match=r"working in .*standard-seed0 \(process \d+ on "),
+            locked(run),
+        ):
             pass
     finally:
         process.kill()
         process.join()
-    wait_until(lambda: "stopped because what started it is gone after step" in (run / "log.txt").read_text())
+    wait_until(
+        lambda: (
+            "stopped because what started it is gone after step" in (run / "log.txt").read_text()
+        )
+    )
     assert list((run / "checkpoints").glob("step-*"))
 
 

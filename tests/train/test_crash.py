@@ -35,9 +35,13 @@ class Processes:
             jobs = [(train, (self.config, out))]
         else:
             port = free_port()
-            jobs = [(enter, (rank, self.world, port, train, (self.config, out))) for rank in range(self.world)]
+            jobs = [
+                (enter, (rank, self.world, port, train, (self.config, out)))
+                for rank in range(self.world)
+            ]
         self.all = [
-            self.context.Process(target=Printing(job), args=args, kwargs={"resume": resume}) for job, args in jobs
+            self.context.Process(target=Printing(job), args=args, kwargs={"resume": resume})
+            for job, args in jobs
         ]
         for process in self.all:
             process.start()
@@ -68,10 +72,18 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
     step is saved, so that most moments fall into a save."""
     asked = request.config.getoption("--kills")
     kills = asked or kills
-    sizes = {"steps": 12 if asked else 8, "eval_every": 7, "depth_every": 5, "save_every": 1, "keep": 2}
+    sizes = {
+        "steps": 12 if asked else 8,
+        "eval_every": 7,
+        "depth_every": 5,
+        "save_every": 1,
+        "keep": 2,
+    }
     config = tiny(tmp_path, **sizes, async_save=async_save)
     run = Processes(replace(config, parallel=ParallelSettings(hang_timeout=60)), world)
-    prepare(config.data)  # which else the first run would do, and take longer than those that are killed
+    prepare(
+        config.data
+    )  # which else the first run would do, and take longer than those that are killed
     began = time.monotonic()
     run.start(tmp_path / "whole", resume=False)
     run.finish()
@@ -84,7 +96,9 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
         out = tmp_path / f"killed{kill}"
         while True:
             run.start(out, resume=False)
-            delay = choose.uniform(kill, kill + 1) / kills * 0.95 * length  # one in each part of the run
+            delay = (
+                choose.uniform(kill, kill + 1) / kills * 0.95 * length
+            )  # one in each part of the run
             if run.kill(delay, choose):
                 break
             length *= 0.95  # the machine became faster: this run had ended already, so another one is killed earlier
@@ -95,12 +109,18 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
         # The step that was being saved is lost; beside the next step, also that one.
         assert last_logged(out) - reached[-1] <= 1 + async_save, f"killed after {delay:.3f} s"
         cut += bool(list((out / "checkpoints").glob(".tmp-*")))
-        run.start(out, resume=(out / "config.json").exists())  # else it was killed before there was anything to resume
+        run.start(
+            out, resume=(out / "config.json").exists()
+        )  # else it was killed before there was anything to resume
         run.finish()
         assert fingerprint(out) == expected, f"killed after {delay:.3f} s at step {reached[-1]}"
         shutil.rmtree(out)
-    print(f"{kills} of {kills} runs went on from a committed step ({cut} saves were cut): {sorted(reached)}")
-    assert len(set(reached)) > min(5, kills // 3), f"the moments were not spread over the run: {reached}"
+    print(
+        f"{kills} of {kills} runs went on from a committed step ({cut} saves were cut): {sorted(reached)}"
+    )
+    assert len(set(reached)) > min(5, kills // 3), (
+        f"the moments were not spread over the run: {reached}"
+    )
 
 
 def last_logged(out: Path) -> int:
@@ -130,7 +150,9 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     step = int(saved.name.removeprefix("step-"))
     assert fingerprint(out)["metrics"][-1]["step"] == step
 
-    again = fork_server().Process(target=Printing(main), args=(["train", "--out", str(out), "--resume"],))
+    again = fork_server().Process(
+        target=Printing(main), args=(["train", "--out", str(out), "--resume"],)
+    )
     again.start()
     try:
         wait_for_steps(out, again.is_alive, beyond=step)
@@ -173,7 +195,9 @@ def test_an_orphan_asks_itself_to_stop(monkeypatch):
         assert interruption.signum == 0
         monkeypatch.setattr(os, "getppid", lambda: 1)
         assert interruption.signum == signal.SIGHUP
-    assert "stopped because what started it is gone after" in str(interruption.error("step 3", "headwater train"))
+    assert "stopped because what started it is gone after" in str(
+        interruption.error("step 3", "headwater train")
+    )
     monkeypatch.delenv(PARENT)
     assert Interruption().signum == 0, "a run that nobody watches may outlive its shell"
 

@@ -24,7 +24,9 @@ from headwater.train.files import hash_file
 
 
 def settings(tmp_path, *source, **others) -> DataSettings:
-    return DataSettings(source=tuple(str(s) for s in source), cache=str(tmp_path / "cache"), **others)
+    return DataSettings(
+        source=tuple(str(s) for s in source), cache=str(tmp_path / "cache"), **others
+    )
 
 
 def corpus(tmp_path, documents=60):
@@ -61,7 +63,9 @@ def test_the_order_does_not_depend_on_ranks_or_micro_batches(tmp_path):
         whole = windows.batch(seed=3, step=step, size=24)
         for micros, world in ((1, 2), (2, 1), (3, 4), (2, 6)):
             parts = [
-                windows.batch(seed=3, step=step, size=24, micro=micro, micros=micros, rank=rank, world=world)
+                windows.batch(
+                    seed=3, step=step, size=24, micro=micro, micros=micros, rank=rank, world=world
+                )
                 for micro in range(micros)
                 for rank in range(world)
             ]
@@ -76,7 +80,9 @@ def test_a_file_has_one_name_in_a_corpus(tmp_path, monkeypatch):
     (tmp_path / "texts" / "inner").mkdir(parents=True)
     (tmp_path / "texts" / "inner" / "a.txt").write_text("some text")
     for other in ("texts/inner", str(tmp_path / "texts" / "inner" / "a.txt")):
-        with pytest.raises(UserError, match=r"a.txt is there twice, as inner/a.txt and as a.txt: .*--source"):
+        with pytest.raises(
+            UserError, match=r"a.txt is there twice, as inner/a.txt and as a.txt: .*--source"
+        ):
             find_files(("texts", other))
     assert len(find_files(("texts", "texts"))) == 2  # a larger share of the same
     for hidden in ("texts/.copies/a.txt", "texts/inner/.a.txt"):
@@ -84,7 +90,9 @@ def test_a_file_has_one_name_in_a_corpus(tmp_path, monkeypatch):
         (tmp_path / hidden).write_text("some text")
     assert [file.name for file in find_files(("texts",))] == ["inner/a.txt"]
     (tmp_path / "linked.txt").symlink_to(tmp_path / "texts" / "inner" / "a.txt")
-    with pytest.raises(UserError, match=r"a.txt is there twice, as inner/a.txt and as linked.txt: .*links"):
+    with pytest.raises(
+        UserError, match=r"a.txt is there twice, as inner/a.txt and as linked.txt: .*links"
+    ):
         find_files(("texts", "linked.txt"))
 
 
@@ -116,7 +124,12 @@ def test_endings_may_be_in_capitals(tmp_path):
     (tmp_path / "B.Txt.GZ").write_bytes(gzip.compress(b"two"))
     (tmp_path / "C.JSONL").write_text('{"text": "three"}\n')
     (tmp_path / "D.txt.ZST").write_bytes(zstandard.ZstdCompressor().compress(b"four"))
-    assert [d.text for d in documents(find_files((str(tmp_path),)))] == ["one", "two", "three", "four"]
+    assert [d.text for d in documents(find_files((str(tmp_path),)))] == [
+        "one",
+        "two",
+        "three",
+        "four",
+    ]
     (tmp_path / "E.JSON").write_text('["five"]')
     assert [d.text for d in documents(find_files((str(tmp_path / "E.JSON"),)))] == ["five"]
 
@@ -147,16 +160,25 @@ def test_what_a_folder_leaves_out_is_said(tmp_path, capsys, monkeypatch):
 def test_runs_of_headwater_are_no_text(tmp_path, capsys):
     """A run in the folder that it reads goes on, and another begins there."""
     folder = corpus(tmp_path)
-    begun, started = folder / "runs" / "first", folder / "runs" / "compare" / "runs" / "standard-seed0"
+    begun, started = (
+        folder / "runs" / "first",
+        folder / "runs" / "compare" / "runs" / "standard-seed0",
+    )
     names = [file.name for file in find_files((str(folder),))]
-    for run, written in ((begun, ("config.json", "metrics.jsonl")), (started, ("launch.json", "log.txt"))):
+    for run, written in (
+        (begun, ("config.json", "metrics.jsonl")),
+        (started, ("launch.json", "log.txt")),
+    ):
         run.mkdir(parents=True)
         for name in written:
             (run / name).write_text('{"step": 1}\n')
     (folder / "runs" / "notes.txt").write_text("not a run's")
     assert [file.name for file in find_files((str(folder),))] == [*names, "runs/notes.txt"]
     prepare(settings(tmp_path, folder))
-    assert f"{folder}: 2 of 63 files are left out (runs of headwater 2): from" in capsys.readouterr().err
+    assert (
+        f"{folder}: 2 of 63 files are left out (runs of headwater 2): from"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_folder_that_may_not_be_read_is_left_out_and_said(tmp_path, capsys, monkeypatch):
@@ -170,7 +192,10 @@ def test_a_folder_that_may_not_be_read_is_left_out_and_said(tmp_path, capsys, mo
 
     monkeypatch.setattr(Path, "iterdir", refuse)
     prepare(settings(tmp_path, folder))
-    assert f"{folder}: 1 of 61 files are left out (folders that may not be read 1): from" in capsys.readouterr().err
+    assert (
+        f"{folder}: 1 of 61 files are left out (folders that may not be read 1): from"
+        in capsys.readouterr().err
+    )
     with pytest.raises(PermissionError):
         prepare(settings(tmp_path, folder / "lost.txt"))
 
@@ -180,7 +205,10 @@ def test_a_folder_that_may_not_be_read_is_left_out_and_said(tmp_path, capsys, mo
     [
         (["corpus"], r"60 files, 60 documents; [\d,]+ tokens to train on, [\d,]+ held out"),
         (["corpus", "corpus"], r"60 files \(named more than once\), 120 documents; .*"),
-        (["corpus", "book.txt", "corpus"], r"61 files \(60 of them named more than once\), 121 documents; .*"),
+        (
+            ["corpus", "book.txt", "corpus"],
+            r"61 files \(60 of them named more than once\), 121 documents; .*",
+        ),
         (["book.txt"], r"1 file, 1 document; .*"),
     ],
 )
@@ -208,7 +236,11 @@ def test_a_tokenizer_is_taken_as_it_is(tmp_path, capsys):
     (other / "a.txt").write_text("".join(f"neither of these words {i}\n" for i in range(2000)))
     made = [
         prepare(settings(tmp_path, other, tokenizer=str(place), bpe_vocab=vocab))
-        for place, vocab in ((run, 300), (run / "checkpoints" / "step-00000007", 300), (run / "tokenizer.json", 999))
+        for place, vocab in (
+            (run, 300),
+            (run / "checkpoints" / "step-00000007", 300),
+            (run / "tokenizer.json", 999),
+        )
     ]
     assert made[0].tokenizer.to_json() == first.tokenizer.to_json()
     assert made[0].manifest["vocab_size"] == first.tokenizer.vocab_size
@@ -217,7 +249,10 @@ def test_a_tokenizer_is_taken_as_it_is(tmp_path, capsys):
     assert f", of the {first.tokenizer.vocab_size} of {run}\n" in capsys.readouterr().err
     shutil.copytree(run, tmp_path / "moved")
     shutil.rmtree(run)
-    assert prepare(settings(tmp_path, other, tokenizer=str(tmp_path / "moved"))).folder == made[0].folder
+    assert (
+        prepare(settings(tmp_path, other, tokenizer=str(tmp_path / "moved"))).folder
+        == made[0].folder
+    )
 
 
 def test_how_transformers_last_cut_a_prompt_cuts_no_text(tmp_path):
@@ -233,8 +268,13 @@ def test_how_transformers_last_cut_a_prompt_cuts_no_text(tmp_path):
 def test_tokens_that_were_made_with_another_tokenizer_are_refused(tmp_path):
     made = prepare(settings(tmp_path, corpus(tmp_path)))
     other = prepare(settings(tmp_path, corpus(tmp_path), tokenizer="bpe", bpe_vocab=300))
-    assert prepare(settings(tmp_path, made.folder, tokenizer=str(made.folder))).identity == made.identity
-    with pytest.raises(UserError, match=rf"not made with the tokenizer {other.folder}: give --source the text"):
+    assert (
+        prepare(settings(tmp_path, made.folder, tokenizer=str(made.folder))).identity
+        == made.identity
+    )
+    with pytest.raises(
+        UserError, match=rf"not made with the tokenizer {other.folder}: give --source the text"
+    ):
         prepare(settings(tmp_path, made.folder, tokenizer=str(other.folder)))
     with pytest.raises(UserError, match="not made with the tokenizer bpe: give --source the text"):
         prepare(settings(tmp_path, made.folder, tokenizer="bpe"))
@@ -246,18 +286,28 @@ def test_a_tokenizer_that_cannot_be_taken_says_why(tmp_path, monkeypatch):
     data = prepare(settings(tmp_path, folder, tokenizer="bpe", bpe_vocab=300))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UserError, match=rf"no tokenizer at wordpiece \(from {tmp_path}\): .*takes bytes or bpe, or a run"
+        UserError,
+        match=rf"no tokenizer at wordpiece \(from {tmp_path}\): .*takes bytes or bpe, or a run",
     ):
         prepare(settings(tmp_path, folder, tokenizer="wordpiece"))
     inner = json.loads(data.tokenizer.to_json())
-    changes = [{**inner, "normalizer": {"type": kind}} for kind in ("Lowercase", "NFC", "NFD", "NFKC")]
-    changes.append({**inner, "normalizer": {"type": "Strip", "strip_left": False, "strip_right": True}})
+    changes = [
+        {**inner, "normalizer": {"type": kind}} for kind in ("Lowercase", "NFC", "NFD", "NFKC")
+    ]
+    changes.append(
+        {**inner, "normalizer": {"type": "Strip", "strip_left": False, "strip_right": True}}
+    )
     space = {**inner, "pre_tokenizer": {**inner["pre_tokenizer"], "add_prefix_space": True}}
     endless = {**inner, "added_tokens": []}
-    endless["model"] = {**inner["model"], "vocab": {w: i for w, i in inner["model"]["vocab"].items() if i}}
+    endless["model"] = {
+        **inner["model"],
+        "vocab": {w: i for w, i in inner["model"]["vocab"].items() if i},
+    }
     for changed in (*changes, space, endless):
         place.write_text(json.dumps(changed))
-        with pytest.raises(UserError, match=r"changes text, or has no <\|endoftext\|>: .*one that headwater made"):
+        with pytest.raises(
+            UserError, match=r"changes text, or has no <\|endoftext\|>: .*one that headwater made"
+        ):
             prepare(settings(tmp_path, folder, tokenizer=str(place)))
     named = {**inner, "added_tokens": [*inner["added_tokens"], dict(inner["added_tokens"][0])]}
     named["added_tokens"][1] |= {"id": 300, "content": "12", "special": False, "lstrip": True}
@@ -266,9 +316,16 @@ def test_a_tokenizer_that_cannot_be_taken_says_why(tmp_path, monkeypatch):
         prepare(settings(tmp_path, folder, tokenizer=str(place)))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", Mock(side_effect=PermissionError(13, "Permission denied")))
-        with pytest.raises(UserError, match=r"cannot read the tokenizer .*tokenizer.json: Permission denied"):
+        with pytest.raises(
+            UserError, match=r"cannot read the tokenizer .*tokenizer.json: Permission denied"
+        ):
             prepare(settings(tmp_path, folder, tokenizer=str(place)))
-    for torn, why in (("{", "Expecting"), ("[]", ""), ('{"model": 1}', ""), ('{"model": {"type": "BPE"}}', "Missing")):
+    for torn, why in (
+        ("{", "Expecting"),
+        ("[]", ""),
+        ('{"model": 1}', ""),
+        ('{"model": {"type": "BPE"}}', "Missing"),
+    ):
         place.write_text(torn)
         with pytest.raises(UserError, match=rf"tokenizer.json is not a tokenizer file \(.*{why}"):
             prepare(settings(tmp_path, folder, tokenizer=str(place)))
@@ -277,7 +334,9 @@ def test_a_tokenizer_that_cannot_be_taken_says_why(tmp_path, monkeypatch):
 def test_an_epoch_takes_every_window_once_and_seeds_differ(tmp_path):
     windows = prepare(settings(tmp_path, corpus(tmp_path))).windows("train", 16)
     size = 7
-    rows = np.concatenate([windows.batch(seed=0, step=s, size=size) for s in range(2 * len(windows) // size + 1)])
+    rows = np.concatenate(
+        [windows.batch(seed=0, step=s, size=size) for s in range(2 * len(windows) // size + 1)]
+    )
     everything = windows.take(np.arange(len(windows)))
     for epoch in (rows[: len(windows)], rows[len(windows) : 2 * len(windows)]):
         assert np.array_equal(np.sort(epoch, axis=0), np.sort(everything, axis=0))
@@ -298,7 +357,9 @@ def test_the_standard_library_is_the_default_and_is_split_by_file(tmp_path):
 def test_documents_of_every_kind_of_file(tmp_path):
     folder = tmp_path / "mixed"
     (folder / "deep").mkdir(parents=True)
-    (folder / "a.txt").write_bytes(b"one\r\nline\n<|endoftext|>\ntwo <|endoftext|> inside\n<|endoftext|>\n\n")
+    (folder / "a.txt").write_bytes(
+        b"one\r\nline\n<|endoftext|>\ntwo <|endoftext|> inside\n<|endoftext|>\n\n"
+    )
     (folder / "deep" / "b.jsonl").write_text('{"text": "three"}\n\n{"text": "four", "id": 4}\n')
     with gzip.open(folder / "c.md.gz", "wt") as file:
         file.write("five")
@@ -308,24 +369,40 @@ def test_documents_of_every_kind_of_file(tmp_path):
     (folder / "e.txt.zst").write_bytes(compress(b"sie") + compress(b"ben"))  # of two frames
     (folder / "ignored.bin").write_bytes(b"\xff\xfe")
     found = [document.text for document in documents(find_files((str(folder),)))]
-    assert found == ["one\r\nline\n", "two <|endoftext|> inside\n", "five", "sechs ß", "three", "four", "sieben"]
+    assert found == [
+        "one\r\nline\n",
+        "two <|endoftext|> inside\n",
+        "five",
+        "sechs ß",
+        "three",
+        "four",
+        "sieben",
+    ]
 
     manifest = prepare(settings(tmp_path, folder, validation=0.5)).manifest
     assert manifest["train"]["documents"] + manifest["validation"]["documents"] == len(found)
-    assert manifest["train"]["bytes"] + manifest["validation"]["bytes"] == len("".join(found).encode())
+    assert manifest["train"]["bytes"] + manifest["validation"]["bytes"] == len(
+        "".join(found).encode()
+    )
 
 
 def test_a_long_file_of_zstd_is_read_whole(tmp_path):
     text = os.urandom(400_000).hex()
     (tmp_path / "long.txt.zst").write_bytes(zstandard.ZstdCompressor().compress(text.encode()))
-    assert [document.text for document in documents(find_files((str(tmp_path / "long.txt.zst"),)))] == [text]
+    assert [
+        document.text for document in documents(find_files((str(tmp_path / "long.txt.zst"),)))
+    ] == [text]
 
 
 def test_the_field_of_json_lines(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"body": "one", "text": "no"}\n{"body": "two", "id": 3}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"body": "one", "text": "no"}\n{"body": "two", "id": 3}\n'
+    )
     found = documents(find_files((str(tmp_path / "rows.jsonl"),), "body"))
     assert [document.text for document in found] == ["one", "two"]
-    whole = prepare(settings(tmp_path, tmp_path / "rows.jsonl", text_field="body", validation=0.5)).manifest
+    whole = prepare(
+        settings(tmp_path, tmp_path / "rows.jsonl", text_field="body", validation=0.5)
+    ).manifest
     assert whole["train"]["bytes"] + whole["validation"]["bytes"] == 6
     for line, words in {
         '{"id": 1}': "found 'id': none of them is a string",
@@ -375,7 +452,9 @@ def test_one_long_document_is_cut_in_two(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.3, 0.5])
-@pytest.mark.parametrize("sizes", [[400] * 3, [400] * 8, [400] * 15, [40] * 100 + [9000], [5000] + [200] * 9])
+@pytest.mark.parametrize(
+    "sizes", [[400] * 3, [400] * 8, [400] * 15, [40] * 100 + [9000], [5000] + [200] * 9]
+)
 def test_the_held_out_share_is_met_however_few_the_documents(tmp_path, sizes, share):
     """Twelve corpora of each shape that differ in their files' names, and so in the hashes of these."""
     for corpus in range(12):
@@ -385,7 +464,11 @@ def test_the_held_out_share_is_met_however_few_the_documents(tmp_path, sizes, sh
             (folder / f"{corpus}-{i}.txt").write_text("x" * size)
         manifest = prepare(settings(tmp_path, folder, validation=share)).manifest
         assert manifest["split"] in ("by_document", "by_cutting")
-        assert share / 2 <= manifest["validation"]["bytes"] / sum(sizes) <= min(2 * share, (1 + share) / 2)
+        assert (
+            share / 2
+            <= manifest["validation"]["bytes"] / sum(sizes)
+            <= min(2 * share, (1 + share) / 2)
+        )
         if max(sizes) < share * sum(sizes):
             assert manifest["split"] == "by_document"
 
@@ -430,7 +513,9 @@ def test_the_cache_is_reused_renewed_and_repaired(tmp_path, monkeypatch):
 
     shard = first.folder / first.manifest["train"]["shards"][0]["file"]
     shard.write_bytes(shard.read_bytes()[:-2])
-    assert np.array_equal(tokens(prepare(settings(tmp_path, folder)), "train"), tokens(first, "train"))
+    assert np.array_equal(
+        tokens(prepare(settings(tmp_path, folder)), "train"), tokens(first, "train")
+    )
 
     (folder / "000.txt").write_text("something else entirely " * 20)
     changed = prepare(settings(tmp_path, folder))
@@ -450,8 +535,12 @@ def zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize(("name", "most", "told"), [("a.txt", 3e6, False), ("a.txt", 1e6, True), ("a.gz", 3e6, True)])
-def test_a_large_corpus_is_tokenised_once_and_says_so(tmp_path, capsys, monkeypatch, name, most, told):
+@pytest.mark.parametrize(
+    ("name", "most", "told"), [("a.txt", 3e6, False), ("a.txt", 1e6, True), ("a.gz", 3e6, True)]
+)
+def test_a_large_corpus_is_tokenised_once_and_says_so(
+    tmp_path, capsys, monkeypatch, name, most, told
+):
     """For minutes nothing else is printed. Compressed, less is large: it is the text that takes long."""
     monkeypatch.setattr("headwater.train.data.dataset.LARGE", most)
     source = tmp_path / name
@@ -476,10 +565,16 @@ def test_a_large_corpus_is_tokenised_once_and_says_so(tmp_path, capsys, monkeypa
         ("manifest.json", lambda path: path.write_text(path.read_text().replace("by_", "buy_"))),
     ],
 )
-def test_a_cache_that_is_not_what_was_written_is_made_anew_and_says_so(tmp_path, capsys, name, spoil):
+def test_a_cache_that_is_not_what_was_written_is_made_anew_and_says_so(
+    tmp_path, capsys, name, spoil
+):
     folder = corpus(tmp_path)
     first = prepare(settings(tmp_path, folder))
-    expected = {path.name: path.read_bytes() for path in first.folder.iterdir() if path.name != "checked.json"}
+    expected = {
+        path.name: path.read_bytes()
+        for path in first.folder.iterdir()
+        if path.name != "checked.json"
+    }
     before = (first.folder / name).stat()
     spoil(first.folder / name)
     if (first.folder / name).exists():
@@ -489,7 +584,11 @@ def test_a_cache_that_is_not_what_was_written_is_made_anew_and_says_so(tmp_path,
     assert again.folder == first.folder
     message = capsys.readouterr().err
     assert f"token cache {first.folder} is damaged ({name} is " in message
-    assert {path.name: path.read_bytes() for path in again.folder.iterdir() if path.name != "checked.json"} == expected
+    assert {
+        path.name: path.read_bytes()
+        for path in again.folder.iterdir()
+        if path.name != "checked.json"
+    } == expected
     prepare(settings(tmp_path, folder))
     assert capsys.readouterr().err == ""
 
@@ -498,14 +597,19 @@ def test_a_cache_is_hashed_when_it_is_new_here_and_not_again(tmp_path, monkeypat
     folder, looked_at = corpus(tmp_path), []
     first = prepare(settings(tmp_path, folder))
     monkeypatch.setattr(
-        "headwater.train.data.dataset.hash_file", lambda path: looked_at.append(path) or hash_file(path)
+        "headwater.train.data.dataset.hash_file",
+        lambda path: looked_at.append(path) or hash_file(path),
     )
     prepare(settings(tmp_path, folder))
     assert looked_at == []
     os.utime(first.folder / "train-00000.bin")
     for _ in range(2):
         prepare(settings(tmp_path, folder))
-    assert sorted(path.name for path in looked_at) == ["tokenizer.json", "train-00000.bin", "validation-00000.bin"]
+    assert sorted(path.name for path in looked_at) == [
+        "tokenizer.json",
+        "train-00000.bin",
+        "validation-00000.bin",
+    ]
 
 
 def test_tokens_from_another_machine_are_a_source(tmp_path):
@@ -533,7 +637,9 @@ def test_an_edit_that_keeps_size_and_time_is_noticed(tmp_path):
     file.write_text(file.read_text().swapcase())
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert prepare(settings(tmp_path, folder)).identity["source_hash"] != first.identity["source_hash"]
+    assert (
+        prepare(settings(tmp_path, folder)).identity["source_hash"] != first.identity["source_hash"]
+    )
 
 
 def refuse_writing(monkeypatch, number=errno.EROFS):
@@ -554,10 +660,13 @@ def test_a_cache_that_may_only_be_read(tmp_path, monkeypatch, number):
     assert prepare(settings(tmp_path, folder)).identity == first.identity
     zero(first.folder / "train-00000.bin")
     with pytest.raises(
-        UserError, match=r"damaged \(train-00000.bin is not what was written\): have it deleted, or choose"
+        UserError,
+        match=r"damaged \(train-00000.bin is not what was written\): have it deleted, or choose",
     ):
         prepare(settings(tmp_path, folder))
-    with pytest.raises(UserError, match=r"cannot be written \(.*\): choose another folder with --cache"):
+    with pytest.raises(
+        UserError, match=r"cannot be written \(.*\): choose another folder with --cache"
+    ):
         prepare(settings(tmp_path, folder, validation=0.2))
 
 
@@ -574,7 +683,9 @@ def prepare_in_rounds(barrier, rounds, failures):
 
 def test_processes_that_need_a_fresh_cache_at_once_share_one(tmp_path):
     folder = corpus(tmp_path)
-    rounds = [DataSettings(source=(str(folder),), cache=str(tmp_path / f"cache{i}")) for i in range(40)]
+    rounds = [
+        DataSettings(source=(str(folder),), cache=str(tmp_path / f"cache{i}")) for i in range(40)
+    ]
     for broken in rounds[::2]:  # a cache that lost a file, beside what a killed build left
         lost = prepare(broken).folder
         (lost / "train-00000.bin").unlink()
@@ -582,7 +693,10 @@ def test_processes_that_need_a_fresh_cache_at_once_share_one(tmp_path):
     context = multiprocessing.get_context("fork")
     failures = context.Queue()
     barrier = context.Barrier(4)
-    processes = [context.Process(target=prepare_in_rounds, args=(barrier, rounds, failures)) for _ in range(4)]
+    processes = [
+        context.Process(target=prepare_in_rounds, args=(barrier, rounds, failures))
+        for _ in range(4)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -595,7 +709,9 @@ def test_processes_that_need_a_fresh_cache_at_once_share_one(tmp_path):
 def test_shards_split_and_windows_stay_inside(tmp_path, monkeypatch):
     whole = prepare(settings(tmp_path, corpus(tmp_path)))
     monkeypatch.setattr("headwater.train.data.dataset.SHARD_TOKENS", 1000)
-    data = prepare(settings(tmp_path, corpus(tmp_path), validation=0.0500001))  # another cache key, the same split
+    data = prepare(
+        settings(tmp_path, corpus(tmp_path), validation=0.0500001)
+    )  # another cache key, the same split
     assert len(data.manifest["train"]["shards"]) > 3
     assert np.array_equal(tokens(data, "train"), tokens(whole, "train"))
     windows = data.windows("train", 16)
@@ -610,7 +726,9 @@ def test_bpe_knows_its_bytes(tmp_path):
     pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
     data = prepare(settings(tmp_path, corpus(tmp_path), tokenizer="bpe", bpe_vocab=300))
     assert data.manifest["train"]["tokens"] < 0.6 * data.manifest["train"]["bytes"]
-    assert data.tokenizer.token_bytes[tokens(data, "train")].sum() == data.manifest["train"]["bytes"]
+    assert (
+        data.tokenizer.token_bytes[tokens(data, "train")].sum() == data.manifest["train"]["bytes"]
+    )
 
 
 def test_evaluation_windows_are_spread_over_the_text(tmp_path):
@@ -629,7 +747,9 @@ def test_bpe_learns_nothing_from_held_out_text(tmp_path):
     (tmp_path / "corpus").mkdir()
     for i, letter in enumerate(letters):
         (tmp_path / "corpus" / f"{i:02d}.txt").write_text(f"{letter}{letter} " * 50)
-    data = prepare(settings(tmp_path, tmp_path / "corpus", tokenizer="bpe", bpe_vocab=400, validation=0.3))
+    data = prepare(
+        settings(tmp_path, tmp_path / "corpus", tokenizer="bpe", bpe_vocab=400, validation=0.3)
+    )
     assert data.manifest["split"] == "by_document"
     held_out = set(data.tokenizer.decode(tokens(data, "validation")).split())
     assert 4 <= len(held_out) <= 12
@@ -641,8 +761,13 @@ def test_bad_corpora_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no corpus at .*absent"):
         prepare(settings(tmp_path, tmp_path / "absent"))
     (tmp_path / "nothing").mkdir()
-    (tmp_path / "nothing" / "settings.json").write_text("[]")  # as a rule what stands beside texts is none
-    with pytest.raises(UserError, match=r"nothing is empty: it holds no file that ends in \.txt.*names each of them"):
+    (tmp_path / "nothing" / "settings.json").write_text(
+        "[]"
+    )  # as a rule what stands beside texts is none
+    with pytest.raises(
+        UserError,
+        match=r"nothing is empty: it holds no file that ends in \.txt.*names each of them",
+    ):
         prepare(settings(tmp_path, tmp_path / "nothing"))
     (tmp_path / "blank.txt").write_text("\n  \n")
     with pytest.raises(UserError, match=r"blank\.txt is empty or too short"):
@@ -654,7 +779,8 @@ def test_bad_corpora_are_named(tmp_path):
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2"):
         prepare(settings(tmp_path, tmp_path / "bad.jsonl"))
     with pytest.raises(
-        UserError, match="expected a string under 'text'; found 'body': choose one with --text-field body"
+        UserError,
+        match="expected a string under 'text'; found 'body': choose one with --text-field body",
     ):
         prepare(settings(tmp_path, tmp_path / "bad.jsonl"))
     (tmp_path / "torn.txt.gz").write_bytes(gzip.compress(b"text " * 1000)[:-20])
@@ -666,16 +792,24 @@ def test_bad_corpora_are_named(tmp_path):
         with pytest.raises(UserError, match=r"cannot read .*torn\.txt\.zst"):
             prepare(settings(tmp_path, tmp_path / "torn.txt.zst"))
     for split, advice in (("train", "lower --validation"), ("validation", "raise --validation")):
-        with pytest.raises(UserError, match=rf"shorter than the context: its {split} split has \d+ tokens.*{advice}"):
+        with pytest.raises(
+            UserError,
+            match=rf"shorter than the context: its {split} split has \d+ tokens.*{advice}",
+        ):
             prepare(settings(tmp_path, corpus(tmp_path))).windows(split, 100_000)
     assert not list((tmp_path / "cache").glob(".tmp-*"))
 
 
 def test_damaged_and_marked_files_are_read_or_named_with_the_line(tmp_path):
     (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "first"}\n{"text": "second"}\n')
-    assert [d.text for d in documents(find_files((str(tmp_path / "marked.jsonl"),)))] == ["first", "second"]
+    assert [d.text for d in documents(find_files((str(tmp_path / "marked.jsonl"),)))] == [
+        "first",
+        "second",
+    ]
 
-    (tmp_path / "half.jsonl").write_text('{"text": "\\ud83c\\udf0a fine"}\n{"text": "half \\ud83c only"}\n')
+    (tmp_path / "half.jsonl").write_text(
+        '{"text": "\\ud83c\\udf0a fine"}\n{"text": "half \\ud83c only"}\n'
+    )
     with pytest.raises(UserError, match=r"half\.jsonl, line 2: \\ud83c is half of a character"):
         prepare(settings(tmp_path, tmp_path / "half.jsonl"))
 
@@ -684,7 +818,9 @@ def test_damaged_and_marked_files_are_read_or_named_with_the_line(tmp_path):
         prepare(settings(tmp_path, tmp_path / "nested.jsonl"))
 
     digits = random.Random(0)
-    packed = bytearray(gzip.compress("".join(f"{digits.random()}\n" for _ in range(20_000)).encode()))
+    packed = bytearray(
+        gzip.compress("".join(f"{digits.random()}\n" for _ in range(20_000)).encode())
+    )
     middle = len(packed) // 2
     packed[middle : middle + 400] = b"\xff" * 400
     (tmp_path / "rotten.txt.gz").write_bytes(packed)

@@ -21,7 +21,10 @@ from headwater.train.monitor.bad_steps import Skips
 from headwater.train.muon import BatchedMuon
 from headwater.train.run import begin
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("window", [4, 5])
@@ -34,7 +37,9 @@ def test_the_judge_on_the_device_decides_as_the_one_on_the_host(window):
     decided = []
     for step in range(200):
         if step == 100:  # what a checkpoint holds is enough to go on
-            judge = Judge(books := Skips(**dataclasses.asdict(books)), settings, torch.device("cpu"))
+            judge = Judge(
+                books := Skips(**dataclasses.asdict(books)), settings, torch.device("cpu")
+            )
         loss = draw.choice([draw.gauss(3, 0.1)] * 8 + [draw.gauss(9, 1), math.nan])
         norm = draw.choice([1.0] * 20 + [math.inf])
         expected = host.judge(loss, norm, settings)
@@ -43,7 +48,11 @@ def test_the_judge_on_the_device_decides_as_the_one_on_the_host(window):
         found = judge.record(loss, kind, judge.threshold.item())
         assert (found is None) == (expected is None) == (not bool(judge.bad))
         if expected is not None:
-            assert (found.kind, found.limit, found.in_a_row) == (expected.kind, expected.limit, expected.in_a_row)
+            assert (found.kind, found.limit, found.in_a_row) == (
+                expected.kind,
+                expected.limit,
+                expected.in_a_row,
+            )
             decided.append(found.kind)
         assert dataclasses.asdict(books) == dataclasses.asdict(host)
     assert {"spike", "nonfinite"} <= set(decided)
@@ -80,12 +89,17 @@ def test_muon_in_batches_is_torchs_and_leaves_bad_steps_out():
             batched.step()
             batched.found_inf.fill_(0)
             assert all(torch.equal(p, value) for p, value in zip(mine, before, strict=True))
-            assert all(torch.equal(batched.state[p]["momentum_buffer"], m) for p, m in zip(mine, momenta, strict=True))
+            assert all(
+                torch.equal(batched.state[p]["momentum_buffer"], m)
+                for p, m in zip(mine, momenta, strict=True)
+            )
             mine[0].grad = theirs[0].grad.clone()
         batched.step()
         plain.step()
         for ours, other in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(ours, other, atol=2e-3, rtol=2e-2)  # the iteration is in bf16
+            torch.testing.assert_close(
+                ours, other, atol=2e-3, rtol=2e-2
+            )  # the iteration is in bf16
 
 
 def gpu(tmp_path, **changes):
@@ -101,7 +115,10 @@ class TestOnAGPU:
         prints = []
         for graph in (True, False):
             out = tmp_path / f"graph-{graph}"
-            train(gpu(tmp_path, residual=residual, optimizer=optimizer, accumulate=2, graph=graph), out)
+            train(
+                gpu(tmp_path, residual=residual, optimizer=optimizer, accumulate=2, graph=graph),
+                out,
+            )
             prints.append(fingerprint(out))
         assert prints[0] == prints[1]
 
@@ -118,11 +135,16 @@ class TestOnAGPU:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("residual", ["attnres-full", "mhc", "hyper-connections", "muddformer", "denseformer"])
+@pytest.mark.parametrize(
+    "residual", ["attnres-full", "mhc", "hyper-connections", "muddformer", "denseformer"]
+)
 def test_an_evaluation_rounds_as_a_step_does(tmp_path, residual):
     """Its loss on the windows of a step is that of the step; a GPU's autocast makes sums fp32, which a last sum over
     streams is not to leave to the head."""
-    runs = [begin(gpu(tmp_path, residual=spec), tmp_path / spec, resume=False) for spec in ("standard", residual)]
+    runs = [
+        begin(gpu(tmp_path, residual=spec), tmp_path / spec, resume=False)
+        for spec in ("standard", residual)
+    ]
     with torch.no_grad():
         runs[1].whole.head.weight.mul_(20)
     windows = host_windows(runs[1], 1, 0).cuda()
@@ -134,7 +156,9 @@ def test_an_evaluation_rounds_as_a_step_does(tmp_path, residual):
     each = step.losses(windows)
     torch.testing.assert_close(each.mean(), step._backward() * step.micros, rtol=1e-6, atol=0)
     with torch.no_grad():  # rounding is worth something here, or the line above could not fail
-        fine = token_losses(runs[1].hidden(windows[:, :-1]), runs[1].whole.head.weight, windows[:, 1:])
+        fine = token_losses(
+            runs[1].hidden(windows[:, :-1]), runs[1].whole.head.weight, windows[:, 1:]
+        )
     assert (each - fine).abs().max() > 1e-3
     for run in runs:
         run.log.close()
@@ -159,7 +183,9 @@ def poisoned(run, bad):
 @pytest.mark.parametrize("bad", [2, WARMUP + 3])
 def test_a_bad_step_never_reaches_the_weights(tmp_path, bad):
     config = gpu(tmp_path, skip_nonfinite=1)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_embeddings=False))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, tie_embeddings=False)
+    )
     run = begin(config, tmp_path / "run", resume=False)
     step, outcomes, weights = DeviceStep(run, poisoned(run, bad), graph=True, say=print), [], {}
     for number in range(1, 10):
@@ -170,9 +196,17 @@ def test_a_bad_step_never_reaches_the_weights(tmp_path, bad):
     assert [o.number for o in outcomes if o.reason] == [bad]
     assert outcomes[bad - 1].reason.kind == "nonfinite"
     assert run.skips.total == 1
-    same = {n for n in weights[bad] if torch.equal(weights[bad][n].nan_to_num(), weights[bad - 1][n].nan_to_num())}
+    same = {
+        n
+        for n in weights[bad]
+        if torch.equal(weights[bad][n].nan_to_num(), weights[bad - 1][n].nan_to_num())
+    }
     assert same == set(weights[bad])
-    moved = {n for n in weights[bad] if not torch.equal(weights[bad + 1][n].nan_to_num(), weights[bad][n].nan_to_num())}
+    moved = {
+        n
+        for n in weights[bad]
+        if not torch.equal(weights[bad + 1][n].nan_to_num(), weights[bad][n].nan_to_num())
+    }
     assert len(moved) > len(weights[bad]) // 2
     run.log.close()
 
@@ -184,7 +218,9 @@ def test_what_cannot_be_captured_runs_without_a_graph_and_says_so(tmp_path, caps
     from headwater.residuals.attention import AttentionResidual
 
     real = AttentionResidual._write
-    monkeypatch.setattr(AttentionResidual, "_write", lambda self, s, i, y: (y.sum().item(), real(self, s, i, y))[1])
+    monkeypatch.setattr(
+        AttentionResidual, "_write", lambda self, s, i, y: (y.sum().item(), real(self, s, i, y))[1]
+    )
     prints = []
     for graph in (True, False):
         out = tmp_path / f"graph-{graph}"
@@ -200,7 +236,9 @@ def test_what_cannot_be_captured_runs_without_a_graph_and_says_so(tmp_path, caps
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(tmp_path, monkeypatch):
     config = gpu(tmp_path, save_every=2)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_embeddings=False))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, tie_embeddings=False)
+    )
     real = loop.begin
 
     def begin_poisoned(*args, **options):
@@ -210,6 +248,8 @@ def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(tmp_
         return run
 
     monkeypatch.setattr(loop, "begin", begin_poisoned)
-    with pytest.raises(UserError, match=r"not finite at step 7 .*last good checkpoint is .*step-00000006"):
+    with pytest.raises(
+        UserError, match=r"not finite at step 7 .*last good checkpoint is .*step-00000006"
+    ):
         train(config, tmp_path / "run")
     assert (tmp_path / "run" / "nonfinite-step-7.json").exists()

@@ -36,11 +36,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def kimi(folder: Path, *, optimizer: str = "adamw", **changes: Any) -> Config:
     config = tiny(folder, residual="attnres-block:block=3", optimizer=optimizer, **changes)
-    return replace(config, model=replace(config.model, layers=4, context=16, router_rate=0.01, **KIMI))
+    return replace(
+        config, model=replace(config.model, layers=4, context=16, router_rate=0.01, **KIMI)
+    )
 
 
 def layout(folder: Path, name: str) -> Config:
-    config = kimi(folder, optimizer="muon" if "muon" in name else "adamw", batch_size=8, accumulate=2)
+    config = kimi(
+        folder, optimizer="muon" if "muon" in name else "adamw", batch_size=8, accumulate=2
+    )
     return replace(config, parallel=ParallelSettings(**LAYOUTS.get(name, {}), hang_timeout=60))
 
 
@@ -90,7 +94,9 @@ def test_two_processes_do_what_one_does(folder, name):
     found, expected = (json.loads((folder / n / "found.json").read_text()) for n in (name, other))
     for key, value in expected.items():
         tolerance = 1e-6 if key == "loads" else 1e-4
-        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(value), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            torch.tensor(found[key]), torch.tensor(value), atol=tolerance, rtol=tolerance
+        )
     weights, whole = (load_file(folder / n / "weights.safetensors") for n in (name, other))
     assert weights.keys() == whole.keys()
     for tensor, value in whole.items():
@@ -105,7 +111,10 @@ def test_two_processes_do_what_one_does(folder, name):
 
 
 def test_it_resumes_bitwise_with_its_biases(tmp_path):
-    config, out = kimi(tmp_path, optimizer="muon", steps=4, save_every=2, depth_every=4), tmp_path / "run"
+    config, out = (
+        kimi(tmp_path, optimizer="muon", steps=4, save_every=2, depth_every=4),
+        tmp_path / "run",
+    )
     train(config, out, progress=False)
     whole = fingerprint(out)
     assert all(router.bias.any() for router in routers(load_run(out).model).values())
@@ -118,17 +127,26 @@ def test_it_resumes_bitwise_with_its_biases(tmp_path):
 def test_what_is_logged_of_loads(tmp_path):
     config = kimi(tmp_path, steps=4, depth_every=4)
     train(config, tmp_path / "run", progress=False)
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [record for record in records if record["kind"] == "train"]
     assert all(0 <= record["expert_load_cv"] < record["expert_load_max"] <= 4 for record in steps)
     depth = next(record for record in records if record["kind"] == "depth")
     assert depth["sublayers"] == ["kda", "mlp", "kda", "moe", "kda", "moe", "mla", "moe"]
     assert [i for i, load in enumerate(depth["expert_load"]) if load] == [3, 5, 7]
-    assert all(sum(load) == pytest.approx(4, rel=1e-4) for load in depth["expert_load"] if load)  # in means
+    assert all(
+        sum(load) == pytest.approx(4, rel=1e-4) for load in depth["expert_load"] if load
+    )  # in means
     page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
     assert "4 layers, width 16, kda*3:mla, 4 experts" in page
-    assert re.search(r'"experts":\s*\[null,\s*null,\s*null,\s*0?\.\d', page)  # a number for each layer with experts
-    assert all((load is None) == (value is None) for load, value in zip(depth["expert_load"], depth["expert_load_cv"]))
+    assert re.search(
+        r'"experts":\s*\[null,\s*null,\s*null,\s*0?\.\d', page
+    )  # a number for each layer with experts
+    assert all(
+        (load is None) == (value is None)
+        for load, value in zip(depth["expert_load"], depth["expert_load_cv"])
+    )
 
 
 def test_muon_orthogonalises_each_expert_by_itself():
@@ -144,7 +162,9 @@ def test_muon_orthogonalises_each_expert_by_itself():
             matrix.grad = part.clone()
         stacked.step()
         plain.step()
-    torch.testing.assert_close(stack.detach(), torch.stack([m.detach() for m in single]), atol=2e-3, rtol=2e-2)
+    torch.testing.assert_close(
+        stack.detach(), torch.stack([m.detach() for m in single]), atol=2e-3, rtol=2e-2
+    )
 
 
 def test_the_plan_of_a_mixture(tmp_path):
@@ -152,7 +172,9 @@ def test_the_plan_of_a_mixture(tmp_path):
     model = named_model(config.model, 257)
     found = footprint(model, 2, half=False, fused=False)
     assert len(found.kept) == 9
-    two = make_plan(replace(config, parallel=ParallelSettings(tensor=2)), model, 2, half=True, fused=True)
+    two = make_plan(
+        replace(config, parallel=ParallelSettings(tensor=2)), model, 2, half=True, fused=True
+    )
     assert two.ranks[0].parameters < sum(found.parameters) + found.embedding
 
 
@@ -167,7 +189,9 @@ def test_what_ranks_cannot_divide_is_named(tmp_path, settings, message):
     config = kimi(tmp_path)
     model = named_model(replace(config.model, **settings), 257)
     with pytest.raises(Exception, match=message):
-        make_plan(replace(config, parallel=ParallelSettings(tensor=2)), model, 2, half=False, fused=False)
+        make_plan(
+            replace(config, parallel=ParallelSettings(tensor=2)), model, 2, half=False, fused=False
+        )
 
 
 @pytest.mark.gpu
@@ -176,12 +200,16 @@ def test_what_ranks_cannot_divide_is_named(tmp_path, settings, message):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_on_a_gpu_it_trains_from_a_captured_graph_and_resumes_bitwise(tmp_path, optimizer):
     """Loads, biases and Muon's stacks without the host; the kernels are fla's where it is installed."""
-    config = kimi(tmp_path, optimizer=optimizer, device="cuda", steps=8, save_every=4, depth_every=8)
+    config = kimi(
+        tmp_path, optimizer=optimizer, device="cuda", steps=8, save_every=4, depth_every=8
+    )
     shape = {"dim": 64, "heads": 2, "kv_heads": 2, "mlp_dim": 96, "context": 128}
     config, out = replace(config, model=replace(config.model, **shape)), tmp_path / "run"
     train(config, out, progress=False)
     whole = fingerprint(out)
-    assert all(record["expert_load_cv"] > 0 for record in whole["metrics"] if record["kind"] == "train")
+    assert all(
+        record["expert_load_cv"] > 0 for record in whole["metrics"] if record["kind"] == "train"
+    )
     assert all(router.bias.any() for router in routers(load_run(out).model).values())
     shutil.rmtree(out / "checkpoints" / "step-00000008")
     (out / "summary.json").unlink()

@@ -15,8 +15,18 @@ def test_lines_that_are_no_records_go_and_the_others_stay(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = [{"kind": "train", "step": step, "loss": 1.5} for step in (1, 2, 3, 4)]
     lines = [json.dumps(record).encode() for record in good]
-    torn = [b'{"kind": "train", "st', b"\0" * 40, b"\xff\xfe", b"17", b'{"kind": "train"}', b"", b'{"step": null}']
-    path.write_bytes(b"\n".join([lines[0], *torn, lines[1], lines[2], lines[3]]) + b"\n" + lines[0][:9])
+    torn = [
+        b'{"kind": "train", "st',
+        b"\0" * 40,
+        b"\xff\xfe",
+        b"17",
+        b'{"kind": "train"}',
+        b"",
+        b'{"step": null}',
+    ]
+    path.write_bytes(
+        b"\n".join([lines[0], *torn, lines[1], lines[2], lines[3]]) + b"\n" + lines[0][:9]
+    )
     log = MetricsLog(path, keep_until=3)
     log.write("train", 4, loss=float("nan"))
     log.close()
@@ -31,8 +41,12 @@ def test_what_replaces_a_file_is_on_the_disk_before_it_does(tmp_path, monkeypatc
     path.write_text('{"kind": "train", "step": 1}\n')
     events = []
     sync, rename = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(os.fstat(handle).st_size), sync(handle)))
-    monkeypatch.setattr(Path, "replace", lambda source, to: (events.append(to.name), rename(source, to)))
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (events.append(os.fstat(handle).st_size), sync(handle))
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda source, to: (events.append(to.name), rename(source, to))
+    )
     MetricsLog(path, keep_until=1).close()
     assert events == [path.stat().st_size, "metrics.jsonl"]
     write_json(tmp_path / "summary.json", {})
@@ -44,5 +58,7 @@ def test_a_second_process_learns_who_is_at_work(tmp_path):
     for _ in range(2):
         with locked(tmp_path), pytest.raises(UserError) as caught, locked(tmp_path):
             pass
-        assert f"another process is working in {tmp_path} (process {os.getpid()} on " in str(caught.value)
+        assert f"another process is working in {tmp_path} (process {os.getpid()} on " in str(
+            caught.value
+        )
         assert "gone" not in str(caught.value)

@@ -48,19 +48,34 @@ def numbers(out: Path) -> dict[tuple[str, int], float]:
 
 @pytest.mark.parametrize("extra", ["wandb", "tensorboard"])
 def test_a_missing_package_is_named_before_any_work(tmp_path, monkeypatch, extra):
-    monkeypatch.setitem(sys.modules, "wandb" if extra == "wandb" else "torch.utils.tensorboard", None)
-    config = settings(tmp_path, **{"wandb": "rivers"} if extra == "wandb" else {"tensorboard": True})
-    with pytest.raises(UserError, match=rf"--{extra} cannot be used .*pip install 'headwater\[{extra}\]'"):
+    monkeypatch.setitem(
+        sys.modules, "wandb" if extra == "wandb" else "torch.utils.tensorboard", None
+    )
+    config = settings(
+        tmp_path, **{"wandb": "rivers"} if extra == "wandb" else {"tensorboard": True}
+    )
+    with pytest.raises(
+        UserError, match=rf"--{extra} cannot be used .*pip install 'headwater\[{extra}\]'"
+    ):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_numbers_of_a_record():
-    record = {"kind": "depth", "step": 3, "tokens": 8, "entropy": [0.5, None], "mixing": [[1.0]], "sublayers": ["mlp"]}
+    record = {
+        "kind": "depth",
+        "step": 3,
+        "tokens": 8,
+        "entropy": [0.5, None],
+        "mixing": [[1.0]],
+        "sublayers": ["mlp"],
+    }
     assert dict(loggers.scalars(record)) == {"depth/tokens": 8.0, "depth/entropy/00": 0.5}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs headwater[tensorboard]")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="needs headwater[tensorboard]"
+)
 def test_tensorboard_shows_what_the_metrics_say_after_a_resume_too(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -72,12 +87,18 @@ def test_tensorboard_shows_what_the_metrics_say_after_a_resume_too(tmp_path):
     train(settings(tmp_path, tensorboard=True), out, resume=True)
     events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    shown = {(tag, e.step): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
+    shown = {
+        (tag, e.step): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)
+    }
     assert shown == pytest.approx(numbers(out), rel=1e-6)
     (text,) = (event.text.decode() for event in tensors(events, "settings/text_summary")[:1])
     assert '| model.residual | `"attnres-block:block=2"` |' in text
     assert "| train.steps | `12` |" in text
-    depths = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"depth"' in line]
+    depths = [
+        json.loads(line)
+        for line in (out / "metrics.jsonl").read_text().splitlines()
+        if '"depth"' in line
+    ]
     pictures = {event.step: event for event in events.Images("depth/mixing")}
     assert sorted(pictures) == sorted({record["step"] for record in depths})
     rows = len(depths[0]["mixing"])
@@ -85,13 +106,19 @@ def test_tensorboard_shows_what_the_metrics_say_after_a_resume_too(tmp_path):
 
 
 def tensors(events, tag):
-    return [types.SimpleNamespace(text=event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
+    return [
+        types.SimpleNamespace(text=event.tensor_proto.string_val[0])
+        for event in events.Tensors(tag)
+    ]
 
 
 def test_the_picture_of_a_map():
     pixels = loggers.picture([[2.0, 0.0], [0.5, -1.0]], cell=2)
     assert pixels.shape == (4, 4, 3)
-    assert pixels[::2, ::2].tolist() == [[[8, 69, 148], [255, 255, 255]], [[132, 162, 202], [165, 15, 21]]]
+    assert pixels[::2, ::2].tolist() == [
+        [[8, 69, 148], [255, 255, 255]],
+        [[132, 162, 202], [165, 15, 21]],
+    ]
     assert (loggers.picture([[None, 0.0]]) == 255).all()
 
 
@@ -133,7 +160,10 @@ def test_a_logger_that_fails_or_hangs_never_touches_training(tmp_path, monkeypat
     warnings = [line for line in capfd.readouterr().err.splitlines() if "W&B" in line]
     if harm.startswith("raises"):
         assert len(warnings) == 1
-        assert "failed and is off for the rest of this run (RuntimeError: no connection)" in warnings[0]
+        assert (
+            "failed and is off for the rest of this run (RuntimeError: no connection)"
+            in warnings[0]
+        )
     else:
         assert ["too slow" in line for line in warnings] == [True, False]
         assert "left behind" in warnings[1]

@@ -61,21 +61,33 @@ def test_a_notebook_trains_stops_goes_on_and_looks_at_the_run(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=cells)
     NotebookClient(notebook, timeout=120).execute()  # an error in a cell is raised here
     _, whole, cut, again, look = (cell.outputs for cell in notebook.cells)
-    assert not [text for cell in notebook.cells for text in texts(cell.outputs) if re.search(r"[\r\x1b]", text)]
+    assert not [
+        text
+        for cell in notebook.cells
+        for text in texts(cell.outputs)
+        if re.search(r"[\r\x1b]", text)
+    ]
     assert re.match(r"text: 40 files, .* held out\n$", texts(whole)[0])
     assert texts(whole)[1].startswith("training 40/40  loss "), "the line is renewed in place"
     assert [text for text in texts(whole) if text.startswith("step ")] == [
-        text for text in texts(whole) if re.match(r"step (20|40): validation \d\.\d{4} bits per byte\n$", text)
+        text
+        for text in texts(whole)
+        if re.match(r"step (20|40): validation \d\.\d{4} bits per byte\n$", text)
     ]
     assert texts(whole)[-1] == "40\n"
-    assert re.match(r"stopped by SIGINT after step \d+ of 40; everything so far is saved\.", texts(cut)[-1])
+    assert re.match(
+        r"stopped by SIGINT after step \d+ of 40; everything so far is saved\.", texts(cut)[-1]
+    )
     assert "resume=True" in texts(cut)[-1]
     assert texts(again) == [], "progress=False"
     assert texts(look)[-1].startswith("attnres-full (5, 5, 1, 5")
 
 
 def texts(outputs) -> list[str]:
-    return [output["text"] if output["output_type"] == "stream" else output["data"]["text/plain"] for output in outputs]
+    return [
+        output["text"] if output["output_type"] == "stream" else output["data"]["text/plain"]
+        for output in outputs
+    ]
 
 
 def test_a_run_in_a_thread_of_its_own(tmp_path):

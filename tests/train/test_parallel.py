@@ -27,7 +27,13 @@ from headwater.train.distributed.stages import States
 from headwater.train.loop import accumulate, depth_gradients, evaluate, update
 from headwater.train.run import Run, begin, save
 
-RESIDUALS = ("standard", "attnres-full", "attnres-block:block=3", "hyper-connections", "denseformer")
+RESIDUALS = (
+    "standard",
+    "attnres-full",
+    "attnres-block:block=3",
+    "hyper-connections",
+    "denseformer",
+)
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "shard": {},
@@ -37,7 +43,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "interleaved": {"pipeline": 2, "chunks": 2},
         "interleaved-4": {"pipeline": 2, "chunks": 4},
         "looped": {"pipeline": 2, "chunks": 2, "pipeline_schedule": "gpipe"},
-        "uneven": {"pipeline": 2, "chunks": 2, "cuts": (1, 4, 7)},  # no cut falls between two blocks of three
+        "uneven": {
+            "pipeline": 2,
+            "chunks": 2,
+            "cuts": (1, 4, 7),
+        },  # no cut falls between two blocks of three
         "tensor": {"tensor": 2},
     },
     4: {
@@ -54,8 +64,15 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 # test_stages.py has every residual under uneven cuts, in one process.
 EVERYTHING = bool(os.environ.get("HEADWATER_ALL_LAYOUTS"))
 STEPS = 20 if EVERYTHING else 8
-PLAIN = ("attnres-block:block=3", "hyper-connections")  # without the cache: a state of sources, and of streams
-OTHERS = ("ddl", "mhc", "muddformer")  # a state per value channel, of several streams, of all sources with three reads
+PLAIN = (
+    "attnres-block:block=3",
+    "hyper-connections",
+)  # without the cache: a state of sources, and of streams
+OTHERS = (
+    "ddl",
+    "mhc",
+    "muddformer",
+)  # a state per value channel, of several streams, of all sources with three reads
 SHORT = {2: ("shard", "tensor"), 4: ()}  # for the other residuals, one step
 # What others show: tensor-shard and pipeline-replicate, each for its part; and the cases of Muon, whose embeddings and
 # norms have AdamW.
@@ -98,10 +115,16 @@ class Case:
     def steps(self) -> int:
         if self.muon:
             return 3 if self.muon == "fp32" else 1
-        chosen = self.residual == RESIDUALS[2] and self.layout in ("shard", "pipeline", "interleaved", "tensor")
+        chosen = self.residual == RESIDUALS[2] and self.layout in (
+            "shard",
+            "pipeline",
+            "interleaved",
+            "tensor",
+        )
         return (
             STEPS
-            if (chosen and not self.compile and not self.recompute) or (EVERYTHING and self.residual in RESIDUALS)
+            if (chosen and not self.compile and not self.recompute)
+            or (EVERYTHING and self.residual in RESIDUALS)
             else 1
         )
 
@@ -112,30 +135,52 @@ def cases() -> list[Case]:
         for residual in RESIDUALS:
             whole = EVERYTHING or residual == RESIDUALS[2]
             chosen = [layout for layout in layouts if EVERYTHING or layout not in TWICE]
-            found += [Case(world, residual, layout) for layout in chosen if whole or layout in SHORT[world]]
-    found += [Case(2, residual, "uneven", cache=False) for residual in RESIDUALS if EVERYTHING or residual in PLAIN]
+            found += [
+                Case(world, residual, layout)
+                for layout in chosen
+                if whole or layout in SHORT[world]
+            ]
+    found += [
+        Case(2, residual, "uneven", cache=False)
+        for residual in RESIDUALS
+        if EVERYTHING or residual in PLAIN
+    ]
     found += [Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
     others = [name for name in names() if name not in RESIDUALS and (EVERYTHING or name in OTHERS)]
     found += [Case(2, "hyper-connections", "uneven")]
     found += [
-        Case(2, name, layout) for layout in ("uneven", "tensor") for name in others if EVERYTHING or layout == "tensor"
+        Case(2, name, layout)
+        for layout in ("uneven", "tensor")
+        for name in others
+        if EVERYTHING or layout == "tensor"
     ]
-    found += [Case(2, RESIDUALS[2], layout, compile=True, recompute=True) for layout in ("uneven", "tensor")]
+    found += [
+        Case(2, RESIDUALS[2], layout, compile=True, recompute=True)
+        for layout in ("uneven", "tensor")
+    ]
     found += [Case(2, "hyper-connections", "shard", recompute=True)]
     for muon, pairs in MUON.items():
         found += [Case(world, RESIDUALS[2], layout, muon=muon) for world, layout in pairs]
     if EVERYTHING:
         found += [Case(4, "hyper-connections", "interleaved-shard")]
         deep = ((2, "shard"), (4, "tensor-shard"), (4, "tensor-pipeline"))
-        found += [Case(world, RESIDUALS[2], layout, compile=True, recompute=True) for world, layout in deep]
-        found += [Case(4, RESIDUALS[2], layout, compile=True) for layout in ("tensor-shard", "tensor-pipeline")]
+        found += [
+            Case(world, RESIDUALS[2], layout, compile=True, recompute=True)
+            for world, layout in deep
+        ]
+        found += [
+            Case(4, RESIDUALS[2], layout, compile=True)
+            for layout in ("tensor-shard", "tensor-pipeline")
+        ]
         found += [Case(2, RESIDUALS[2], "shard", compile=True)]
     return list(dict.fromkeys(found))
 
 
 def settings(folder: Path, residual: str, **changes: Any) -> Config:
     config = tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **changes)
-    return replace(config, model=replace(config.model, context=8, heads=4, kv_heads=2, qk_norm=True))
+    return replace(
+        config, model=replace(config.model, context=8, heads=4, kv_heads=2, qk_norm=True)
+    )
 
 
 def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = None) -> Config:
@@ -147,7 +192,12 @@ def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = 
         config,
         model=replace(config.model, residual=case.residual, layers=case.layers),
         optim=replace(config.optim, optimizer="muon" if case.muon else "adamw"),
-        train=replace(config.train, compile=case.compile, checkpoint_activations=case.recompute, accumulate=micros),
+        train=replace(
+            config.train,
+            compile=case.compile,
+            checkpoint_activations=case.recompute,
+            accumulate=micros,
+        ),
         parallel=parallel,
     )
 
@@ -184,7 +234,9 @@ def one_case(config: Config, out: Path, steps: int) -> None:
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     found |= follow(run, steps)
-    if config.model.residual == RESIDUALS[2] and (ranks.tensor > 1 or config.optim.optimizer == "muon"):
+    if config.model.residual == RESIDUALS[2] and (
+        ranks.tensor > 1 or config.optim.optimizer == "muon"
+    ):
         weights = gather(run.model, run.whole, ranks)
         save(run)
         if ranks.main:
@@ -196,14 +248,22 @@ def one_case(config: Config, out: Path, steps: int) -> None:
 
 
 def work(jobs: list[tuple[Case, Config, Path]]) -> None:
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # every layer shares the graphs of the first
+    torch._dynamo.config.fail_on_recompile_limit_hit = (
+        True  # every layer shares the graphs of the first
+    )
     compiled = torch.nn.Module.compile
     pipeline.trace_states = trace_once(pipeline.trace_states)
     for case, config, out in jobs:
         torch.compiler.reset()  # each is a run of its own
-        if not EVERYTHING:  # the same graphs, of which inductor would take a minute to make machine code
-            backend = "aot_eager" if "tensor" in case.layout else "eager"  # the backward is traced beside collectives
-            torch.nn.Module.compile = functools.partialmethod(compiled, backend=backend, fullgraph=True)
+        if (
+            not EVERYTHING
+        ):  # the same graphs, of which inductor would take a minute to make machine code
+            backend = (
+                "aot_eager" if "tensor" in case.layout else "eager"
+            )  # the backward is traced beside collectives
+            torch.nn.Module.compile = functools.partialmethod(
+                compiled, backend=backend, fullgraph=True
+            )
         with precise() if case.muon == "fp32" else nullcontext():
             one_case(config, out, case.steps)
 
@@ -234,7 +294,9 @@ def folder(tmp_path_factory) -> Path:
     for world, layouts in LAYOUTS.items():
         jobs = []
         for case in (case for case in cases() if case.world == world):
-            parallel = ParallelSettings(**layouts[case.layout], block_cache=case.cache, hang_timeout=60)
+            parallel = ParallelSettings(
+                **layouts[case.layout], block_cache=case.cache, hang_timeout=60
+            )
             jobs.append((case, settings_of(case, config, parallel), folder / str(case)))
         spawn(world, work, jobs, minutes=60 if EVERYTHING else 5)
     return folder
@@ -248,7 +310,9 @@ def alone(tmp_path_factory):
     def follow_alone(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         key = case.residual, case.steps, case.muon, case.layers
         if key not in known:
-            config = settings_of(replace(case, compile=False, recompute=False), settings(folder, case.residual))
+            config = settings_of(
+                replace(case, compile=False, recompute=False), settings(folder, case.residual)
+            )
             run = begin(config, folder / str(len(known)), resume=False)
             loss = accumulate(run, 1)
             gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
@@ -291,7 +355,10 @@ def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize("case", [case for case in cases() if case.muon], ids=str)
 def test_muon_orthogonalises_whole_matrices(folder, alone, case):
     """In fp32 the weights are those of one process; in bf16 they are as close to what fp32 gives as its weights are."""
-    weights, expected = load_file(folder / str(case) / "weights.safetensors"), alone(case)[1]["weights"]
+    weights, expected = (
+        load_file(folder / str(case) / "weights.safetensors"),
+        alone(case)[1]["weights"],
+    )
     if case.muon == "fp32":
         assert furthest(weights, expected) < 1e-5
         return
@@ -305,7 +372,9 @@ def test_muon_orthogonalises_whole_matrices(folder, alone, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in cases() if "tensor" in c.layout and c.residual == RESIDUALS[2]], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if "tensor" in c.layout and c.residual == RESIDUALS[2]], ids=str
+)
 def test_what_tensor_parallel_ranks_save_is_the_whole_model(folder, case):
     weights = load_file(folder / str(case) / "weights.safetensors")
     model, _ = load_model(folder / str(case))
@@ -323,19 +392,37 @@ def test_a_layer_is_fetched_at_once_unless_forwards_are_repeated():
     assert fetched_together(held, recompute=True) == [[sublayer.body] for sublayer in held]
 
 
-CACHED = ("interleaved", "interleaved-4", "looped", "uneven", "interleaved-wide", "interleaved-shard")
+CACHED = (
+    "interleaved",
+    "interleaved-4",
+    "looped",
+    "uneven",
+    "interleaved-wide",
+    "interleaved-shard",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [c for c in cases() if c.residual == RESIDUALS[2] and c.layout in CACHED and not c.muon], ids=str
+    "case",
+    [c for c in cases() if c.residual == RESIDUALS[2] and c.layout in CACHED and not c.muon],
+    ids=str,
 )
 def test_bytes_are_those_of_the_derivation(folder, case):
     """docs/explanation/pipeline-cache.md: before sublayer c there are 1 + ceil(c / S) sources; a rank that has been at
     depth d already has 1 + floor(d / S) of them."""
     layout = LAYOUTS[case.world][case.layout]
-    ranks, stages, block, sublayers = layout["pipeline"], layout["pipeline"] * layout["chunks"], 3, 8
-    cuts = (0, *layout["cuts"]) if "cuts" in layout else [s * sublayers // stages for s in range(stages)]
+    ranks, stages, block, sublayers = (
+        layout["pipeline"],
+        layout["pipeline"] * layout["chunks"],
+        3,
+        8,
+    )
+    cuts = (
+        (0, *layout["cuts"])
+        if "cuts" in layout
+        else [s * sublayers // stages for s in range(stages)]
+    )
     sent = {}
     for s in range(1, stages):
         sources = 1 + math.ceil(cuts[s] / block)
@@ -345,4 +432,6 @@ def test_bytes_are_those_of_the_derivation(folder, case):
         sent[s] = sources * (16 // data) * 8 * 16 * 4  # windows, tokens, channels, bytes
     found = json.loads((folder / str(case) / "found.json").read_text())["bytes"]
     assert {s + 1: forward for s, forward, _ in found if s + 1 < stages} == sent
-    assert {s: backward for s, _, backward in found if s} == sent  # gradients travel the same way back
+    assert {
+        s: backward for s, _, backward in found if s
+    } == sent  # gradients travel the same way back

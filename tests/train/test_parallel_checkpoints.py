@@ -74,7 +74,10 @@ PLACEMENTS = {  # over a grid of two by two, and over two ranks
 
 def whole_tensors() -> dict[str, torch.Tensor]:
     sizes = {"rows-twice": (3, 5)}
-    return {f"model/{name}": torch.arange(35.0).view(7, 5)[: sizes.get(name, (7,))[0]].clone() for name in PLACEMENTS}
+    return {
+        f"model/{name}": torch.arange(35.0).view(7, 5)[: sizes.get(name, (7,))[0]].clone()
+        for name in PLACEMENTS
+    }
 
 
 def divide(grid: DeviceMesh, which: int) -> dict[str, torch.Tensor]:
@@ -100,7 +103,9 @@ def save_on_four(config: Config, folder: Path) -> None:
 
 
 def read_on_two(config: Config, folder: Path) -> None:
-    if os.environ["RANK"] == "1":  # as a file system of several machines may answer: the main rank's word counts
+    if (
+        os.environ["RANK"] == "1"
+    ):  # as a file system of several machines may answer: the main rank's word counts
         checkpoint.checkpoints = lambda root: []
     reshard(config, folder / "source", folder / "two")
     refuse_truncated(config, folder)
@@ -120,7 +125,10 @@ def refuse_truncated(config: Config, folder: Path) -> None:
         target = folder / f"cut-{position}" / "step-00000006"
         if ranks.main:
             shutil.copytree(newest(folder / "four"), target)
-            victim = target / list(json.loads((target / "manifest.json").read_text())["sha256"])[position]
+            victim = (
+                target
+                / list(json.loads((target / "manifest.json").read_text())["sha256"])[position]
+            )
             victim.write_bytes(victim.read_bytes()[:-1])
         ranks.barrier()
         with pytest.raises(UserError, match=r"is damaged: .*safetensors is not what was written"):
@@ -147,8 +155,13 @@ def newest(run: Path) -> Path:
 def test_four_ranks_to_two_to_one(folder, tmp_path):
     four, tensor, two = (newest(folder / name) for name in ("four", "tensor", "two"))
     entries = json.loads((tensor / "index.json").read_text())["tensors"]
-    assert len(entries["model/sublayers.1.body.output.weight"]["pieces"]) == 4  # two of rows, two of columns
-    assert {path.name for path in two.glob("model*")} == {"model-00000.safetensors", "model-00001.safetensors"}
+    assert (
+        len(entries["model/sublayers.1.body.output.weight"]["pieces"]) == 4
+    )  # two of rows, two of columns
+    assert {path.name for path in two.glob("model*")} == {
+        "model-00000.safetensors",
+        "model-00001.safetensors",
+    }
     shutil.copytree(folder / "four", tmp_path / "one")
     shutil.rmtree(tmp_path / "one" / "checkpoints")
     shutil.copytree(two, tmp_path / "one" / "checkpoints" / two.name)
@@ -164,7 +177,9 @@ def test_four_ranks_to_two_to_one(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_with_what_four_began_as_the_manual_says(folder, tmp_path, capfd, monkeypatch):
+def test_one_process_goes_on_with_what_four_began_as_the_manual_says(
+    folder, tmp_path, capfd, monkeypatch
+):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     out = Path(shutil.copytree(folder / "four", tmp_path / "run"))
     shutil.rmtree(newest(out))
@@ -172,7 +187,21 @@ def test_one_process_goes_on_with_what_four_began_as_the_manual_says(folder, tmp
     resume = ["train", "--out", str(out), "--resume"]
     assert main(resume) == 1
     assert "A run resumed by one process needs --pipeline 1 --tensor 1" in capfd.readouterr().err
-    assert main([*resume, "--pipeline", "1", "--tensor", "1", "--accumulate", "1", "--checkpoint-activations"]) == 0
+    assert (
+        main(
+            [
+                *resume,
+                "--pipeline",
+                "1",
+                "--tensor",
+                "1",
+                "--accumulate",
+                "1",
+                "--checkpoint-activations",
+            ]
+        )
+        == 0
+    )
     one, four = (json.loads((run / "summary.json").read_text()) for run in (out, folder / "four"))
     assert one["steps"] == STEPS
     assert one["loss"] == pytest.approx(four["loss"], rel=1e-5)
@@ -194,7 +223,9 @@ def test_any_division_of_a_tensor_is_read_by_any_other(folder):
 def test_an_index_that_does_not_add_up_is_refused():
     entry = {"dtype": "F32", "shape": [4, 2], "pieces": [["model.safetensors", [0, 0], [4, 1]]]}
     for pieces in (entry["pieces"], entry["pieces"] * 2):  # a column is missing; the same one twice
-        with pytest.raises(ValueError, match=r"pieces of model/x that do not make up its shape \(4, 2\)"):
+        with pytest.raises(
+            ValueError, match=r"pieces of model/x that do not make up its shape \(4, 2\)"
+        ):
             shards.from_json({"tensors": {"model/x": {**entry, "pieces": pieces}}})
     for message, *boxes in (
         ("do not make up", ([0, 0], [2, 2]), ([1, 0], [2, 2])),  # one row twice, one not at all
@@ -210,7 +241,10 @@ def test_an_index_that_does_not_add_up_is_refused():
         with pytest.raises(ValueError, match=message):
             shards.from_json({"tensors": {"model/x": {**entry, "pieces": pieces}}})
     columns = [["model.safetensors", [0, at], [4, 1]] for at in range(2)]
-    assert len(shards.from_json({"tensors": {"model/x": {**entry, "pieces": columns}}}).storage_data) == 2
+    assert (
+        len(shards.from_json({"tensors": {"model/x": {**entry, "pieces": columns}}}).storage_data)
+        == 2
+    )
     entry["pieces"] = [["../../elsewhere.safetensors", [0, 0], [4, 2]]]
     with pytest.raises(ValueError, match="outside of its folder"):
         shards.from_json({"tensors": {"model/x": entry}})
@@ -276,20 +310,30 @@ def test_planted_pickles_never_run(folder, tmp_path):
     mark = tmp_path / "mark"
     payload = pickle.dumps(Payload(mark))
     for victim in sorted(path.name for path in newest(folder / "four").iterdir()):
-        target = Path(shutil.copytree(newest(folder / "four"), tmp_path / victim / "checkpoints" / "step-00000006"))
+        target = Path(
+            shutil.copytree(
+                newest(folder / "four"), tmp_path / victim / "checkpoints" / "step-00000006"
+            )
+        )
         (target / victim).write_bytes(payload)
         for name in (".metadata", "pytorch_model.bin", "optimizer.pt", "__0_0.distcp"):
             (target / name).write_bytes(payload)
         if victim != checkpoint.MANIFEST:
             manifest = json.loads((target / checkpoint.MANIFEST).read_text())
             hashes = {**manifest["sha256"], victim: hashlib.sha256(payload).hexdigest()}
-            (target / checkpoint.MANIFEST).write_bytes(checkpoint.seal({"step": 6, "sha256": hashes}))
+            (target / checkpoint.MANIFEST).write_bytes(
+                checkpoint.seal({"step": 6, "sha256": hashes})
+            )
         for name in ("tokenizer.json", "config.json"):
             shutil.copy(folder / "four" / name, tmp_path / victim)
-        unread = victim.startswith(("optimizer", "state"))  # loading a model alone does not open these
+        unread = victim.startswith(
+            ("optimizer", "state")
+        )  # loading a model alone does not open these
         with nullcontext() if unread else pytest.raises(UserError):
             checkpoint.load_model(tmp_path / victim)
-        with nullcontext() if victim == "config.json" else pytest.raises(UserError):  # a run has its own
+        with (
+            nullcontext() if victim == "config.json" else pytest.raises(UserError)
+        ):  # a run has its own
             train(config_of(folder), tmp_path / victim, resume=True)
     assert not mark.exists()
     pickle.loads(payload)  # the payload would have left its mark
@@ -309,7 +353,9 @@ def fill_disk_on_one_rank(config: Config, folder: Path, async_save: bool) -> Non
 
     shards.write_file = write_file
     config = replace(config, train=replace(config.train, async_save=async_save))
-    with pytest.raises(UserError, match=r"could not write .*00000003: No space left.*good .*00000002"):
+    with pytest.raises(
+        UserError, match=r"could not write .*00000003: No space left.*good .*00000002"
+    ):
         train(config, folder / "full")
 
 
@@ -324,7 +370,9 @@ def test_a_full_disk_on_one_rank_stops_all_and_keeps_the_last_good_one(tmp_path,
 
 
 def run_until_full(config: Config, out: Path) -> None:
-    with pytest.raises(UserError, match=r"could not write .*No space left on device.*The last good checkpoint is"):
+    with pytest.raises(
+        UserError, match=r"could not write .*No space left on device.*The last good checkpoint is"
+    ):
         train(config, out)
 
 

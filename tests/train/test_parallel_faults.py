@@ -29,7 +29,10 @@ ONE_MACHINE = ["--standalone", "--nproc-per-node", "2"]
 
 
 def settings(folder: Path, **changes) -> Config:
-    config = tiny(folder, **{"batch_size": 4, "save_every": 1, "keep": 9, "steps": 6, "depth_every": 99, **changes})
+    config = tiny(
+        folder,
+        **{"batch_size": 4, "save_every": 1, "keep": 9, "steps": 6, "depth_every": 99, **changes},
+    )
     return replace(config, parallel=ParallelSettings(hang_timeout=60))
 
 
@@ -54,19 +57,27 @@ def faults_on_one_rank(config: Config, folder: Path) -> None:
 
     spoil(math.nan)
     with pytest.raises(
-        UserError, match=r"not finite at step 4 .*last good checkpoint is .*step-00000003.*nonfinite-step-4"
+        UserError,
+        match=r"not finite at step 4 .*last good checkpoint is .*step-00000003.*nonfinite-step-4",
     ):
         train(config, folder / "stops")
     spoil(math.nan)
     assert train(change(skip_nonfinite=1), folder / "nonfinite").skipped_steps == 1
     spoil(100.0)
-    assert train(change(skip_spikes=1, spike_window=3, async_save=True), folder / "spike").skipped_steps == 1
+    assert (
+        train(
+            change(skip_spikes=1, spike_window=3, async_save=True), folder / "spike"
+        ).skipped_steps
+        == 1
+    )
 
     loop.token_losses, asked, compare = real, [], Ranks.max
 
     def highest(ranks, value):
         found = compare(ranks, value)
-        if sys._getframe(1).f_code.co_name == "train":  # the loop asks for signals; others wait for all ranks with it
+        if (
+            sys._getframe(1).f_code.co_name == "train"
+        ):  # the loop asks for signals; others wait for all ranks with it
             asked.append(value)
             if ranks.main and len(asked) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -89,7 +100,9 @@ def faults_on_one_rank(config: Config, folder: Path) -> None:
     message = "nobody else" if os.environ["RANK"] == "1" else "could not be written on another rank"
     for save_every in (1, 3):  # noticed by the next save, or by a step before it
         with pytest.raises(UserError, match=message):
-            train(change(save_every=save_every, async_save=True), folder / f"elsewhere-{save_every}")
+            train(
+                change(save_every=save_every, async_save=True), folder / f"elsewhere-{save_every}"
+            )
 
 
 @pytest.mark.slow
@@ -104,15 +117,21 @@ def test_what_happens_to_one_rank_stops_or_skips_on_all(tmp_path):
 
     for reason in ("nonfinite", "spike"):
         run = tmp_path / reason
-        before, after, last = (read_all(run / "checkpoints" / f"step-0000000{n}", "model") for n in (3, 4, 5))
-        assert all(torch.equal(value, after[name]) for name, value in before.items())  # left untouched
+        before, after, last = (
+            read_all(run / "checkpoints" / f"step-0000000{n}", "model") for n in (3, 4, 5)
+        )
+        assert all(
+            torch.equal(value, after[name]) for name, value in before.items()
+        )  # left untouched
         assert not all(torch.equal(value, last[name]) for name, value in after.items())
         model: Decoder = checkpoint.load_model(run)[0]
         assert all(bool(p.isfinite().all()) for p in model.parameters())
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [(r["step"], r["reason"]) for r in records if r["kind"] == "skip"] == [(4, reason)]
         losses = [r["loss"] for r in records if r["kind"] == "train"]
-        assert [loss is None for loss in losses] == [n == 3 and reason == "nonfinite" for n in range(6)]
+        assert [loss is None for loss in losses] == [
+            n == 3 and reason == "nonfinite" for n in range(6)
+        ]
         own = json.loads((run / f"{reason}-step-4.json").read_text())["loss_by_rank"]
         assert not float(own[1]) <= 10 * float(own[0]), "the second rank's share stands out"
     (saved,) = checkpoint.checkpoints(tmp_path / "signal" / "checkpoints")
@@ -136,7 +155,12 @@ def start_slowly(config: Config, out: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_slow_start_and_meet_whatever_they_have_counted(tmp_path):
-    spawn(2, start_slowly, replace(settings(tmp_path), parallel=ParallelSettings(hang_timeout=1)), tmp_path / "run")
+    spawn(
+        2,
+        start_slowly,
+        replace(settings(tmp_path), parallel=ParallelSettings(hang_timeout=1)),
+        tmp_path / "run",
+    )
     assert (tmp_path / "run" / "config.json").exists()
 
 
@@ -157,7 +181,9 @@ if code := main(sys.argv[1:]):
 """
 
 
-def under_torchrun(config: Config, out: Path, act: str, *options: str, fork: bool = True) -> tuple[int | None, str]:
+def under_torchrun(
+    config: Config, out: Path, act: str, *options: str, fork: bool = True
+) -> tuple[int | None, str]:
     """The run, whose last rank does something to itself or to torchrun at its fourth step: exit code and messages."""
     script = out.with_suffix(".py")
     script.write_text(ACTS.replace("ACT", act))
@@ -181,7 +207,9 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     code, messages = under_torchrun(settings(tmp_path, steps=8), out, act, "--max-restarts", "1")
     assert code == 0, messages
     assert out.with_suffix(".killed").exists()
-    assert "failed (exitcode: " in messages  # torchrun's word on the first attempt: -9, or 1 of the rank left alone
+    assert (
+        "failed (exitcode: " in messages
+    )  # torchrun's word on the first attempt: -9, or 1 of the rank left alone
     assert json.loads((out / "summary.json").read_text())["steps"] == 8
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
@@ -189,8 +217,12 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
     code, messages = under_torchrun(settings(tmp_path, steps=8), out, "pass", "--max-restarts", "1")
     assert code == 1
-    assert "already holds a run" in messages  # and again after the restart, which would else have ended well
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"} == before
+    assert (
+        "already holds a run" in messages
+    )  # and again after the restart, which would else have ended well
+    assert {
+        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"
+    } == before
 
 
 MACHINES = """
@@ -220,8 +252,24 @@ def test_two_machines_that_count_restarts_differently_go_on(tmp_path):
     """Two agents of torchrun on this machine; one joins the restart of the other without counting it."""
     out, script = tmp_path / "run", tmp_path / "machines.py"
     script.write_text(MACHINES)
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "machines"]
-    shape = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--local-addr", "127.0.0.1"]
+    meeting = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--rdzv-id",
+        "machines",
+    ]
+    shape = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "2",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     arguments = [*shape, *meeting, str(script), *flags(settings(tmp_path, steps=8), out)]
     logs = [tmp_path / f"machine-{i}.log" for i in range(2)]
     agents = [torchrun(log, *arguments) for log in logs]
@@ -272,7 +320,11 @@ def test_a_rank_that_hangs_ends_the_run_with_every_stack(tmp_path):
     command = [*TORCHRUN, *ONE_MACHINE, str(script), *flags(settings(tmp_path), tmp_path / "run")]
     command += ["--hang-timeout", "10"]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode != 0
     assert result.stderr.count("Timeout (0:00:10)!") == 2

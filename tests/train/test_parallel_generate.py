@@ -44,9 +44,15 @@ def continue_as_one():
             ways += [(LONG, {"temperature": 0.0}), (2, {"temperature": 0.0, "use_cache": False})]
             ways += [(5, {"top_p": 0.9, "seed": 3, "repetition_penalty": 1.3})]
         for new, way in ways:
-            assert generate(divided, PROMPTS, new, **way) == generate(whole, PROMPTS, new, **way), (name, way)
+            assert generate(divided, PROMPTS, new, **way) == generate(whole, PROMPTS, new, **way), (
+                name,
+                way,
+            )
         with torch.no_grad():
-            readers = (engine.reader(PROMPTS, 1, None, True, False) for engine in (DecoderEngine(whole), divided))
+            readers = (
+                engine.reader(PROMPTS, 1, None, True, False)
+                for engine in (DecoderEngine(whole), divided)
+            )
             mine, ours = (getattr(reader, "reader", reader)._prefill() for reader in readers)
         torch.testing.assert_close(ours, mine, atol=1e-5, rtol=1e-5)
     read_long_texts(mesh)
@@ -56,17 +62,27 @@ def continue_as_one():
 
 def agree_on_portions(mesh):
     """One rank has less memory than the other."""
-    engine, rows = TensorParallelEngine(model_of("attnres-block:block=3").eval(), mesh), [[1] * 2000]
+    engine, rows = (
+        TensorParallelEngine(model_of("attnres-block:block=3").eval(), mesh),
+        [[1] * 2000],
+    )
     least, own = 10**6, 10 ** (6 + mesh.get_local_rank())
     with mock.patch.object(divided_generate, "free_bytes", return_value=own):
         portion = engine.reader(rows, 1, "auto", True, False).reader.chunk
-    assert portion == choose_chunk(engine.model, 1, 2001, least) != choose_chunk(engine.model, 1, 2001, 10 * least)
+    assert (
+        portion
+        == choose_chunk(engine.model, 1, 2001, least)
+        != choose_chunk(engine.model, 1, 2001, 10 * least)
+    )
 
 
 @torch.no_grad()
 def read_long_texts(mesh):
     """With every residual: the logits after each of 256 tokens, of which a rank has 128, and the likeliest tokens."""
-    text, rank = torch.randint(0, VOCAB, (1, 256), generator=torch.Generator().manual_seed(0)), mesh.get_local_rank()
+    text, rank = (
+        torch.randint(0, VOCAB, (1, 256), generator=torch.Generator().manual_seed(0)),
+        mesh.get_local_rank(),
+    )
     for name in names():
         whole = model_of(name, scatter=True, layers=2, context=256).eval()
         divided = TensorParallelEngine(copy.deepcopy(whole), mesh)
@@ -136,7 +152,9 @@ def test_the_command_under_torchrun(tmp_path, capsys):
     words = [str(run), "--prompt", "def main", "--max-new-tokens", "6", "--temperature", "0"]
     command(words)
     script = tmp_path / "generate.py"
-    script.write_text(f"from headwater.cli import generate\ngenerate({[*words, '--tensor', '2']!r})\n")
+    script.write_text(
+        f"from headwater.cli import generate\ngenerate({[*words, '--tensor', '2']!r})\n"
+    )
     process = torchrun(log, "--standalone", "--nproc-per-node", "2", str(script))
     process.join(120)
     shown = log.read_text()

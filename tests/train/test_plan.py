@@ -43,7 +43,9 @@ class Live(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("residual", ["standard", "attnres-block:block=4", "attnres-full", "hyper-connections"])
+@pytest.mark.parametrize(
+    "residual", ["standard", "attnres-block:block=4", "attnres-full", "hyper-connections"]
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_a_real_step_is_within_a_tenth(tmp_path, residual, checkpointing):
     config = tiny(tmp_path, residual=residual, batch_size=32, checkpoint_activations=checkpointing)
@@ -60,9 +62,17 @@ def test_the_peak_of_a_real_step_is_within_a_tenth(tmp_path, residual, checkpoin
 
 
 def test_bytes_and_bubble_of_a_grid(monkeypatch):
-    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)  # sources alone are sent, however a stage reads them
+    monkeypatch.setattr(
+        attention, "WORTH_TWO_PHASES", 0
+    )  # sources alone are sent, however a stage reads them
     model = ModelConfig(
-        vocab_size=64, dim=16, layers=8, heads=2, mlp_dim=32, context=8, residual="attnres-block:block=2"
+        vocab_size=64,
+        dim=16,
+        layers=8,
+        heads=2,
+        mlp_dim=32,
+        context=8,
+        residual="attnres-block:block=2",
     )
     train = TrainSettings(batch_size=32, accumulate=8)
     parallel = ParallelSettings(pipeline=4, chunks=2)
@@ -77,7 +87,13 @@ def test_bytes_and_bubble_of_a_grid(monkeypatch):
         with pytest.raises(UserError, match="must be a multiple"):
             make_plan(Config(train=train, parallel=parallel), model, world, half=False, fused=False)
     with pytest.raises(UserError, match=r"parallel.shard \(3\) must divide the 2 ranks"):
-        make_plan(Config(train=train, parallel=replace(parallel, shard=3)), model, 8, half=False, fused=False)
+        make_plan(
+            Config(train=train, parallel=replace(parallel, shard=3)),
+            model,
+            8,
+            half=False,
+            fused=False,
+        )
 
 
 def test_without_a_row_of_ranks_a_plan_has_neither_chunks_nor_cuts():
@@ -85,14 +101,24 @@ def test_without_a_row_of_ranks_a_plan_has_neither_chunks_nor_cuts():
     model = ModelConfig(vocab_size=64, dim=16, layers=4, heads=2, mlp_dim=32, context=8)
     parallel = ParallelSettings(chunks=2, cuts=(3,))
     layouts = (parallel, ParallelSettings())
-    made, plain = (make_plan(Config(parallel=p), model, 1, half=False, fused=False) for p in layouts)
+    made, plain = (
+        make_plan(Config(parallel=p), model, 1, half=False, fused=False) for p in layouts
+    )
     assert made == plain
     assert "every rank fits" in describe(made, 80, False)
 
 
 def test_tensor_parallelism_divides_what_it_should():
     """States by N; weights of bodies by N, of the rest not; a gather and a scatter of (B, T, D) in every sublayer."""
-    shape = {"vocab_size": 64, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 8}
+    shape = {
+        "vocab_size": 64,
+        "dim": 16,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "mlp_dim": 32,
+        "context": 8,
+    }
     model = ModelConfig(**shape, residual="attnres-block:block=2")
     train = TrainSettings(batch_size=4)
     alone, divided = (Config(train=train, parallel=ParallelSettings(tensor=n)) for n in (1, 2))
@@ -103,7 +129,9 @@ def test_tensor_parallelism_divides_what_it_should():
     assert two.checkpointed == one.checkpointed / 2
     assert one.activations / 2 < two.activations < one.activations  # the gathered inputs are whole
     assert (one.exchanges, two.exchanges) == (0, 2 * (4 * 8 * 16 * 4) / 2)
-    assert two.head == pytest.approx(one.head / 2, rel=0.01)  # each rank has the logits of its tokens
+    assert two.head == pytest.approx(
+        one.head / 2, rel=0.01
+    )  # each rank has the logits of its tokens
     for changes, message in (
         ({"context": 9}, "must divide model.context, 9"),
         ({"kv_heads": 1}, "must divide model.kv_heads, 1"),
@@ -117,17 +145,40 @@ def test_tensor_parallelism_divides_what_it_should():
 
 def test_sharding_divides_the_weights_and_gathers_a_layer_at_a_time():
     """16 bytes a parameter over the shards; then the bodies of a layer, and all the rest with gradients, are whole."""
-    shape = {"vocab_size": 64, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "context": 8}
+    shape = {
+        "vocab_size": 64,
+        "dim": 16,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "mlp_dim": 32,
+        "context": 8,
+    }
     layer, rest = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32, 2 * 64 * 16 + 9 * 16
     for world, settings, micros, static, late in (
         (1, {}, 1, 16 * (4 * layer + rest), 4 * (4 * layer + rest)),
-        (1, {}, 2, 16 * (4 * layer + rest), 0),  # the second micro-batch finds the gradients of the first
+        (
+            1,
+            {},
+            2,
+            16 * (4 * layer + rest),
+            0,
+        ),  # the second micro-batch finds the gradients of the first
         (2, {"shard": 1}, 1, 16 * (4 * layer + rest), 4 * (4 * layer + rest)),
         (2, {}, 1, 8 * (4 * layer + rest) + 4 * layer + 8 * rest, 2 * (4 * layer + rest)),
         (4, {"shard": 2}, 1, 8 * (4 * layer + rest) + 4 * layer + 8 * rest, 2 * (4 * layer + rest)),
-        (2, {"tensor": 2}, 1, 8 * (4 * layer + rest) + 8 * rest, 2 * (4 * layer + rest)),  # bodies stay as they are
+        (
+            2,
+            {"tensor": 2},
+            1,
+            8 * (4 * layer + rest) + 8 * rest,
+            2 * (4 * layer + rest),
+        ),  # bodies stay as they are
     ):
-        config = Config(train=TrainSettings(batch_size=8, accumulate=micros), parallel=ParallelSettings(**settings))
+        config = Config(
+            train=TrainSettings(batch_size=8, accumulate=micros),
+            parallel=ParallelSettings(**settings),
+        )
         plan = make_plan(config, ModelConfig(**shape), world, half=False, fused=False).ranks[0]
         assert (plan.static, plan.late) == (static, late), (world, settings)
 
@@ -135,10 +186,14 @@ def test_sharding_divides_the_weights_and_gathers_a_layer_at_a_time():
 @pytest.mark.parametrize("residual", ["hyper-attnres", "ddl:width=2,compress=token,expand=token"])
 def test_parameters_of_a_residual_in_parts_are_counted_where_they_are(residual):
     model = ModelConfig.named("nano", vocab_size=256, residual=residual, layers=2)
-    config = Config(parallel=ParallelSettings(pipeline=2), train=TrainSettings(batch_size=2, accumulate=2))
+    config = Config(
+        parallel=ParallelSettings(pipeline=2), train=TrainSettings(batch_size=2, accumulate=2)
+    )
     plan = make_plan(config, model, 2, half=True, fused=True)
     stages = [prune(Decoder(model), *bounds) for bounds in ((0, 2), (2, 4))]
-    assert [rank.parameters for rank in plan.ranks] == [sum(p.numel() for p in stage.parameters()) for stage in stages]
+    assert [rank.parameters for rank in plan.ranks] == [
+        sum(p.numel() for p in stage.parameters()) for stage in stages
+    ]
 
 
 def test_activations_are_those_of_the_passes_in_flight():
@@ -147,11 +202,16 @@ def test_activations_are_those_of_the_passes_in_flight():
     train = TrainSettings(batch_size=16, accumulate=8)
     plans = [
         make_plan(Config(train=train, parallel=parallel), model, 4, half=False, fused=False).ranks
-        for parallel in (ParallelSettings(pipeline=4), ParallelSettings(pipeline=4, pipeline_schedule="gpipe"))
+        for parallel in (
+            ParallelSettings(pipeline=4),
+            ParallelSettings(pipeline=4, pipeline_schedule="gpipe"),
+        )
     ]
     for ranks, flights in zip(plans, ((4, 3, 2, 1), (8, 8, 8, 8)), strict=True):
         for kept in ("activations", "checkpointed"):
-            each = [getattr(rank, kept) / flight for rank, flight in zip(ranks, flights, strict=True)]
+            each = [
+                getattr(rank, kept) / flight for rank, flight in zip(ranks, flights, strict=True)
+            ]
             assert each[1] == each[2] > 0
             assert each[3] == pytest.approx(each[2], rel=0.2)  # the head is counted apart
 
@@ -166,8 +226,26 @@ def test_passes_in_flight():
 
 def test_the_command_warns_before_a_run_that_will_not_fit(tmp_path, capsys):
     file = tmp_path / "run.toml"
-    file.write_text('[model]\nsize = "nano"\nresidual = "attnres-block"\n[train]\nbatch_size = 64\naccumulate = 8\n')
-    assert main(["plan", str(file), "--world", "4", "--pipeline", "2", "--chunks", "2", "--memory", "0.001"]) == 0
+    file.write_text(
+        '[model]\nsize = "nano"\nresidual = "attnres-block"\n[train]\nbatch_size = 64\naccumulate = 8\n'
+    )
+    assert (
+        main(
+            [
+                "plan",
+                str(file),
+                "--world",
+                "4",
+                "--pipeline",
+                "2",
+                "--chunks",
+                "2",
+                "--memory",
+                "0.001",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "bubble 5.9%" in out
     assert "WARNING: ranks 0, 1 need more than" in out

@@ -60,7 +60,9 @@ def test_one_that_does_not_start_is_told_in_a_line(control):
     assert "quit" in told.read_text()  # it may have started late
 
 
-@pytest.mark.parametrize("case", ["one process", "no control", "told by the environment", "in the default place"])
+@pytest.mark.parametrize(
+    "case", ["one process", "no control", "told by the environment", "in the default place"]
+)
 def test_where_it_is_not_needed_nothing_happens(control, case, tmp_path, monkeypatch):
     told = tmp_path / "told" if case == "no control" else control()
     if case == "told by the environment":
@@ -74,7 +76,9 @@ def test_where_it_is_not_needed_nothing_happens(control, case, tmp_path, monkeyp
 
 def test_runs_get_its_environment(tmp_path, monkeypatch):
     seen = {}
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: seen.update(env) or SimpleNamespace())
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *_, env, **__: seen.update(env) or SimpleNamespace()
+    )
     job = jobs.Job(label="a", folder=tmp_path / "run", arguments=(), steps=1)
     jobs.launch(job, 2, {"CUDA_MPS_PIPE_DIRECTORY": "here"})
     assert seen["CUDA_MPS_PIPE_DIRECTORY"] == "here"
@@ -94,15 +98,24 @@ sys.exit(1)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_runs_that_share_a_gpu_start_when_the_one_before_has_recorded_a_step(shared, tmp_path, monkeypatch):
+def test_runs_that_share_a_gpu_start_when_the_one_before_has_recorded_a_step(
+    shared, tmp_path, monkeypatch
+):
     runs = [jobs.Job(label=name, folder=tmp_path / name, arguments=(), steps=1) for name in "abc"]
     monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(jobs, "shared_gpu", lambda *_: nullcontext({"MPS": "on"} if shared else {}))
     monkeypatch.setattr(jobs, "launch", lambda job, *_: started(job.folder))
-    assert len(jobs.run_all(runs, 2, Console(quiet=True), go_on="")) == 3  # all fail, and end none of the others
-    a, b, c = ({name: float((job.folder / name).read_text()) for name in ("began", "recorded")} for job in runs)
+    assert (
+        len(jobs.run_all(runs, 2, Console(quiet=True), go_on="")) == 3
+    )  # all fail, and end none of the others
+    a, b, c = (
+        {name: float((job.folder / name).read_text()) for name in ("began", "recorded")}
+        for job in runs
+    )
     assert (b["began"] > a["recorded"]) is shared
-    assert b["began"] < a["recorded"] + 1.4 < c["began"]  # beside the first, and the third only when that has ended
+    assert (
+        b["began"] < a["recorded"] + 1.4 < c["began"]
+    )  # beside the first, and the third only when that has ended
 
 
 def test_of_four_that_share_a_gpu_two_may_be_starting(tmp_path, monkeypatch):
@@ -110,7 +123,9 @@ def test_of_four_that_share_a_gpu_two_may_be_starting(tmp_path, monkeypatch):
     starting = []
 
     def launch(job, *_):
-        starting.append(1 + sum(run.folder.exists() and not (run.folder / "recorded").exists() for run in runs))
+        starting.append(
+            1 + sum(run.folder.exists() and not (run.folder / "recorded").exists() for run in runs)
+        )
         return started(job.folder)
 
     monkeypatch.setattr(jobs, "POLL_SECONDS", 0.02)
@@ -128,7 +143,9 @@ def run_for(tmp_path, monkeypatch):
         """`runs`: work and seconds by label; `before`: seconds of their attempts before this one."""
         now, started, cut_off = [0.0], [], []
         listed = [
-            jobs.Job(label=label, folder=tmp_path / f"{whole}-{label}", arguments=(), steps=1, work=work)
+            jobs.Job(
+                label=label, folder=tmp_path / f"{whole}-{label}", arguments=(), steps=1, work=work
+            )
             for label, (work, _) in runs.items()
         ]
 
@@ -146,8 +163,12 @@ def run_for(tmp_path, monkeypatch):
         clock["sleep"] = lambda seconds: now.__setitem__(0, now[0] + seconds)
         monkeypatch.setattr(jobs, "time", SimpleNamespace(**clock))
         monkeypatch.setattr(jobs, "launch", launch)
-        monkeypatch.setattr(jobs.TrainResult, "read", lambda _: SimpleNamespace(seconds=before, bits_per_byte=1.0))
-        monkeypatch.setattr(jobs, "stop", lambda running: cut_off.extend(active.job.label for active in running))
+        monkeypatch.setattr(
+            jobs.TrainResult, "read", lambda _: SimpleNamespace(seconds=before, bits_per_byte=1.0)
+        )
+        monkeypatch.setattr(
+            jobs, "stop", lambda running: cut_off.extend(active.job.label for active in running)
+        )
         jobs.run_all(listed, 1, Console(quiet=True), go_on="", seconds=seconds, whole=whole)
         return started, cut_off
 
@@ -163,7 +184,10 @@ def test_no_run_is_started_that_would_not_end_in_time(run_for):
 
 def test_a_short_run_is_started_where_a_long_one_would_not_end_in_time(run_for):
     short, long = (1.0, 1.0), (8.0, 8.0)
-    assert run_for(12, {"a": short, "b": long, "c": long, "d": short, "e": short}) == (["a", "b", "d", "e"], [])
+    assert run_for(12, {"a": short, "b": long, "c": long, "d": short, "e": short}) == (
+        ["a", "b", "d", "e"],
+        [],
+    )
 
 
 def test_a_run_that_was_resumed_is_not_taken_for_a_short_one(run_for):
@@ -173,7 +197,10 @@ def test_a_run_that_was_resumed_is_not_taken_for_a_short_one(run_for):
 @pytest.mark.parametrize(
     ("work", "longest"),
     [
-        (2.0, 5.0),  # another residual of the size took longer than the one that has as many operations
+        (
+            2.0,
+            5.0,
+        ),  # another residual of the size took longer than the one that has as many operations
         (1.0, 5.0),  # of the smallest size that is as large
         (4.0, 60.0),
         (90.0, 180.0),  # in proportion to the largest

@@ -15,18 +15,42 @@ from headwater.residuals import build, names
 from headwater.residuals.two_phase import TwoPhase
 from headwater.train.config import Config, ParallelSettings, TrainSettings
 from headwater.train.distributed.pipeline import BlockCache, Stage
-from headwater.train.distributed.stages import States, cut, hops, prune, trace_states, windows_per_micro
+from headwater.train.distributed.stages import (
+    States,
+    cut,
+    hops,
+    prune,
+    trace_states,
+    windows_per_micro,
+)
 from headwater.train.run import distribute
 
 CPU = torch.device("cpu")
-WIDE = [f"ddl:width=2,compress={c},expand={e}" for c in ("channel", "token") for e in ("repeat", "token")]
-SPECS = [*names(), *WIDE, "attnres-full:window=2", "laurel:form=previous", "deepcrossattention:last=1"]
+WIDE = [
+    f"ddl:width=2,compress={c},expand={e}"
+    for c in ("channel", "token")
+    for e in ("repeat", "token")
+]
+SPECS = [
+    *names(),
+    *WIDE,
+    "attnres-full:window=2",
+    "laurel:form=previous",
+    "deepcrossattention:last=1",
+]
 SPECS += ["depth-window:maps=reader"]
 
 
 def shape(residual: str, layers: int = 6, **changes) -> ModelConfig:
     return ModelConfig(
-        vocab_size=32, dim=8, layers=layers, heads=2, kv_heads=1, mlp_dim=16, residual=residual, **changes
+        vocab_size=32,
+        dim=8,
+        layers=layers,
+        heads=2,
+        kv_heads=1,
+        mlp_dim=16,
+        residual=residual,
+        **changes,
     )
 
 
@@ -45,7 +69,9 @@ def test_cuts_are_even_or_as_asked():
     assert cut(depth(10), 4) == (0, 2, 5, 7, 10)
     assert cut(eight, 3, (1, 7)) == (0, 1, 7, 8)
     for cuts in ((1,), (4, 2), (0, 4), (4, 8)):
-        with pytest.raises(UserError, match=r"parallel\.cuts must name 2 sublayers, rising, from 1 to 7"):
+        with pytest.raises(
+            UserError, match=r"parallel\.cuts must name 2 sublayers, rising, from 1 to 7"
+        ):
             cut(eight, 3, cuts)
     with pytest.raises(UserError, match="divide into 8 stages at most, not 9"):
         cut(eight, 9)
@@ -54,7 +80,13 @@ def test_cuts_are_even_or_as_asked():
 @pytest.mark.parametrize(
     ("batch", "micros", "data", "layout", "message"),
     [
-        (2, 1, 3, {}, r"batch_size \(2\) must be .* the 3 ranks that share the batch: try --batch-size 3"),
+        (
+            2,
+            1,
+            3,
+            {},
+            r"batch_size \(2\) must be .* the 3 ranks that share the batch: try --batch-size 3",
+        ),
         (12, 2, 4, {}, "--batch-size 16"),
         (6, 1, 1, {"pipeline": 2}, r"pipeline \(2\) .*; got 1: try --accumulate 2"),
         (5, 5, 1, {"pipeline": 2, "chunks": 2}, "--accumulate 6"),
@@ -63,9 +95,14 @@ def test_cuts_are_even_or_as_asked():
         (6, 1, 1, {"pipeline": 2, "pipeline_schedule": "gpipe"}, None),
     ],
 )
-def test_a_batch_that_the_ranks_cannot_share_is_refused_before_anything_is_built(batch, micros, data, layout, message):
+def test_a_batch_that_the_ranks_cannot_share_is_refused_before_anything_is_built(
+    batch, micros, data, layout, message
+):
     """By any layout, with a number that would do; torch's own message names no flag."""
-    config = Config(train=TrainSettings(batch_size=batch, accumulate=micros), parallel=ParallelSettings(**layout))
+    config = Config(
+        train=TrainSettings(batch_size=batch, accumulate=micros),
+        parallel=ParallelSettings(**layout),
+    )
     if message is None:
         assert windows_per_micro(config, data) == batch // (micros * data)
     else:
@@ -78,7 +115,9 @@ def test_no_cut_falls_where_two_stages_would_share_a_parameter():
     wide = depth(48, "ddl:width=2,compress=channel")
     assert cut(wide, 5) == (0, 8, 18, 28, 38, 48)
     assert all(bound % 2 == 0 for bound in cut(wide, 24))
-    with pytest.raises(UserError, match=r"may not name 3: .* shares parameters .* Possible: 2, 4, 6"):
+    with pytest.raises(
+        UserError, match=r"may not name 3: .* shares parameters .* Possible: 2, 4, 6"
+    ):
         cut(wide, 2, (3,))
     with pytest.raises(UserError, match="divide into 24 stages at most, not 25"):
         cut(wide, 25)
@@ -115,14 +154,19 @@ def test_totals_in_closed_form(ranks, chunks):
     stages = ranks * chunks
     states = trace_states(shape("attnres-block:block=2", layers=stages), 1, 4, CPU)
     totals = {
-        cache: sum(len(hop.arrives) for hop in hops(states, cut(depth(2 * stages), stages), ranks, cache=cache))
+        cache: sum(
+            len(hop.arrives)
+            for hop in hops(states, cut(depth(2 * stages), stages), ranks, cache=cache)
+        )
         for cache in (True, False)
     }
     assert totals[False] == stages * (stages - 1) // 2 + stages - 1
     ours = ranks * (ranks - 1) // 2 + ranks - 1 + (chunks - 1) * ranks * (ranks - 1)
     paper = ranks * (ranks - 1) // 2 + (chunks - 1) * ranks**2
     assert totals[True] == ours
-    assert paper - (ours - (ranks - 1)) == (chunks - 1) * ranks  # a rank is not sent the block it made itself
+    assert (
+        paper - (ours - (ranks - 1)) == (chunks - 1) * ranks
+    )  # a rank is not sent the block it made itself
 
 
 def test_one_block_over_several_stages():
@@ -140,7 +184,11 @@ def test_stages_hold_each_parameter_once(residual, tied):
     model = Decoder(config)
     whole = {name for name, _ in model.named_parameters()}
     bounds = cut(model.residual, min(5, 1 + sum(map(model.residual.may_cut, range(1, 12)))))
-    held = [name for a, b in pairwise(bounds) for name, _ in prune(Decoder(config), a, b).named_parameters()]
+    held = [
+        name
+        for a, b in pairwise(bounds)
+        for name, _ in prune(Decoder(config), a, b).named_parameters()
+    ]
     assert set(held) == whole
     assert len(held) == len(whole) + tied  # the tied embedding lives at both ends
 
@@ -160,14 +208,18 @@ def stir(model: Decoder) -> Decoder:
     return model
 
 
-def staged(whole: Decoder, states: States, bounds: tuple[int, ...], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def staged(
+    whole: Decoder, states: States, bounds: tuple[int, ...], tokens: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The logits of stages on two ranks, one after the other here, and the gradients of their mean square."""
     plan = (*hops(states, bounds, 2, cache=True), None)
     caches, runs, arrived = (BlockCache(), BlockCache()), [], (tokens,)
     for s, span in enumerate(pairwise(bounds)):
         part = Decoder(whole.config)
         part.load_weights(whole.weights())
-        stage = Stage(prune(part, *span), span, tokens.shape[1], plan[s], plan[s + 1], caches[s % 2])
+        stage = Stage(
+            prune(part, *span), span, tokens.shape[1], plan[s], plan[s + 1], caches[s % 2]
+        )
         arrived = tuple(t.detach().requires_grad_() for t in arrived) if s else arrived
         out = stage(*arrived, micro=torch.tensor(0))
         runs.append((part, arrived, out))
@@ -182,7 +234,9 @@ def staged(whole: Decoder, states: States, bounds: tuple[int, ...], tokens: Tens
     return logits, gradients
 
 
-def assert_the_same(whole: Decoder, expected: Tensor, logits: Tensor, gradients: dict[str, Tensor]) -> None:
+def assert_the_same(
+    whole: Decoder, expected: Tensor, logits: Tensor, gradients: dict[str, Tensor]
+) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     assert gradients.keys() == dict(whole.named_parameters()).keys()
     for name, p in whole.named_parameters():
@@ -208,7 +262,9 @@ def test_stages_with_kernels_do_what_the_whole_does_in_two_phases(block, monkeyp
     scores them for the queries it has."""
     whole = stir(Decoder(shape(f"attnres-block:block={block},backend=triton", layers=3, context=2)))
     spans = []
-    monkeypatch.setattr(TwoPhase, "read", lambda self, *a, real=TwoPhase.read: (spans.append(1), real(self, *a))[1])
+    monkeypatch.setattr(
+        TwoPhase, "read", lambda self, *a, real=TwoPhase.read: (spans.append(1), real(self, *a))[1]
+    )
     expected = whole(torch.tensor([[3, 7]]))
     assert spans, "the whole runs in two phases"
     expected.square().mean().backward()

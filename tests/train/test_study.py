@@ -63,7 +63,8 @@ def recipe(tmp_path):
 
 def test_a_recipe_is_the_product_of_its_lists(recipe):
     text = (
-        recipe.read_text().replace("[0]", "[0, 1]") + '\n[[runs]]\n"optim.lr" = [0.1, 1]\ntokens_per_parameter = 20\n'
+        recipe.read_text().replace("[0]", "[0, 1]")
+        + '\n[[runs]]\n"optim.lr" = [0.1, 1]\ntokens_per_parameter = 20\n'
     )
     recipe.write_text(text)
     plan = read_recipe(recipe)
@@ -75,8 +76,15 @@ def test_a_recipe_is_the_product_of_its_lists(recipe):
         "residual-standard-seed-1",
         "residual-attnres-block_block=2-seed-1",
     ]
-    first, last = plan.runs["residual-attnres-block_block=2-seed-1"], plan.runs["lr-1-tokens_per_parameter-20"]
-    assert (first.model.residual, first.train.seed, first.train.steps) == ("attnres-block:block=2", 1, 4)
+    first, last = (
+        plan.runs["residual-attnres-block_block=2-seed-1"],
+        plan.runs["lr-1-tokens_per_parameter-20"],
+    )
+    assert (first.model.residual, first.train.seed, first.train.steps) == (
+        "attnres-block:block=2",
+        1,
+        4,
+    )
     inner = 2 * (16 * 16 * 3 + 3 * 16 * 32 + 2 * 16) + 16  # two layers, and the final norm
     assert (last.optim.lr, last.train.steps) == (1.0, -(-20 * inner // (4 * 32)))
     assert (plan.jobs, plan.keep_weights) == (2, False)
@@ -84,16 +92,21 @@ def test_a_recipe_is_the_product_of_its_lists(recipe):
 
 def test_all_residuals_of_a_size_see_the_same_tokens(recipe):
     recipe.write_text(
-        recipe.read_text() + '\n[[runs]]\n"model.residual" = ["standard", "mhc"]\ntokens_per_parameter = 20\n'
+        recipe.read_text()
+        + '\n[[runs]]\n"model.residual" = ["standard", "mhc"]\ntokens_per_parameter = 20\n'
     )
     runs = read_recipe(recipe).runs
-    steps = {runs[f"residual-{name}-tokens_per_parameter-20"].train.steps for name in ("standard", "mhc")}
+    steps = {
+        runs[f"residual-{name}-tokens_per_parameter-20"].train.steps for name in ("standard", "mhc")
+    }
     assert len(steps) == 1
 
 
 def test_a_run_that_two_tables_describe_is_one(recipe):
     """In another order, or with a setting that the file's own configuration has: a repetition would count as a seed."""
-    overlapping = '\n[[runs]]\n"train.seed" = [0, 1]\n"model.residual" = "standard"\n"train.steps" = 4\n'
+    overlapping = (
+        '\n[[runs]]\n"train.seed" = [0, 1]\n"model.residual" = "standard"\n"train.steps" = 4\n'
+    )
     recipe.write_text(recipe.read_text() + overlapping)
     plan = read_recipe(recipe)
     assert [(config.model.residual, config.train.seed) for config in plan.runs.values()] == [
@@ -104,8 +117,12 @@ def test_a_run_that_two_tables_describe_is_one(recipe):
 
 
 def test_two_runs_that_would_share_a_folder_are_refused(recipe):
-    recipe.write_text(recipe.read_text() + "\n[[runs]]\n'data.source' = [['a/b.txt'], ['a_b.txt']]\n")
-    with pytest.raises(UserError, match=r"share the folder source-_a_b.txt_:\n  data.source: \['a/b.txt'\] there"):
+    recipe.write_text(
+        recipe.read_text() + "\n[[runs]]\n'data.source' = [['a/b.txt'], ['a_b.txt']]\n"
+    )
+    with pytest.raises(
+        UserError, match=r"share the folder source-_a_b.txt_:\n  data.source: \['a/b.txt'\] there"
+    ):
         read_recipe(recipe)
 
 
@@ -114,27 +131,54 @@ def test_two_runs_that_would_share_a_folder_are_refused(recipe):
     [
         ("nmae = 1", "unknown key 'nmae'; did you mean 'name'"),
         ("name = 'x'", r"needs at least one table \[\[runs\]\]"),
-        ("plugins = ['mine']", "unknown key 'plugins'; a module .* is named to the command: --plugin MODULE"),
-        ("[model]\nlayers = 2", r"unknown key 'model'; what all runs share stands under \[config.model\]"),
+        (
+            "plugins = ['mine']",
+            "unknown key 'plugins'; a module .* is named to the command: --plugin MODULE",
+        ),
+        (
+            "[model]\nlayers = 2",
+            r"unknown key 'model'; what all runs share stands under \[config.model\]",
+        ),
         (
             "seeds = [0]",
             r"""unknown key 'seeds'; seed stands under \[config.train\], or as "train.seed" under \[\[runs""",
         ),
         ("[[runs]]\nlr = [1.0]", """'lr' must name its section, such as "optim.lr"; or be"""),
         ("[[runs]]\nseeds = [0]", """'seeds' must name its section, such as "train.seed"; or be"""),
-        ("[[runs]]\nresiduals = ['ddl']", """'residuals' must name its section, such as "model.residual"; or be"""),
+        (
+            "[[runs]]\nresiduals = ['ddl']",
+            """'residuals' must name its section, such as "model.residual"; or be""",
+        ),
         ("[[runs]]\nwhat = [0]", """'what' must name its section, as "optim.lr" does; or be"""),
         (
             "[config.train]\nsteps = [2, 4]\n[[runs]]\n'optim.lr' = 1.0",
             r'config: train: steps is one value .* with each, write "train.steps" = \[2, 4\] under \[\[runs\]\]$',
         ),
-        ("[config.train]\nstpes = [2]\n[[runs]]\n'optim.lr' = 1.0", "unknown key 'stpes'; did you mean 'steps'"),
-        ("[[runs]]\noptim.lr = [1.0]", 'write the section and the setting in quotes: "optim.lr" = '),
+        (
+            "[config.train]\nstpes = [2]\n[[runs]]\n'optim.lr' = 1.0",
+            "unknown key 'stpes'; did you mean 'steps'",
+        ),
+        (
+            "[[runs]]\noptim.lr = [1.0]",
+            'write the section and the setting in quotes: "optim.lr" = ',
+        ),
         ("[[runs]]\n'optim.lr' = []", "the list of optim.lr is empty"),
-        ("[[runs]]\ntokens_per_parameter = 'many'", "tokens_per_parameter must be a number above zero; got 'many'"),
-        ("[[runs]]\ntokens_per_parameter = [-1]", "tokens_per_parameter must be a number above zero; got -1"),
-        ("[[runs]]\ntokens_per_parameter = inf", "tokens_per_parameter must be a number above zero; got inf"),
-        ("[[runs]]\ntokens_per_parameter = 2\n'train.steps' = [3]", 'and so does "train.steps": give one$'),
+        (
+            "[[runs]]\ntokens_per_parameter = 'many'",
+            "tokens_per_parameter must be a number above zero; got 'many'",
+        ),
+        (
+            "[[runs]]\ntokens_per_parameter = [-1]",
+            "tokens_per_parameter must be a number above zero; got -1",
+        ),
+        (
+            "[[runs]]\ntokens_per_parameter = inf",
+            "tokens_per_parameter must be a number above zero; got inf",
+        ),
+        (
+            "[[runs]]\ntokens_per_parameter = 2\n'train.steps' = [3]",
+            'and so does "train.steps": give one$',
+        ),
         ("[runs]\n'optim.lr' = 1.0", r"write \[\[runs\]\], .* instead of \[runs\]$"),
         ("runs = [1, 2]", r"needs at least one table \[\[runs\]\]"),
         ("name = ['x']\n[[runs]]\n'optim.lr' = 1.0", r"name must be a word, .*; got \['x'\]"),
@@ -145,10 +189,16 @@ def test_two_runs_that_would_share_a_folder_are_refused(recipe):
             r"or \[\['a', 'b'\]\] for all of them in one run$",
         ),
         ("[[runs]]\n'data.source' = 'a'", r"is a list itself: write \[\['a'\]\]$"),
-        ("[[runs]]\n'parallel.cuts' = [2, 4]", r"""runs: "parallel.cuts" is a list itself: write \[\[2\], \[4\]\]"""),
+        (
+            "[[runs]]\n'parallel.cuts' = [2, 4]",
+            r"""runs: "parallel.cuts" is a list itself: write \[\[2\], \[4\]\]""",
+        ),
         ("[[runs]]\n'optim.lr' = ['fast']", "lr must be a number; got 'fast'"),
         ("jobs = 0\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a whole number from 1"),
-        ("jobs = 1.5\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a whole number from 1, .*; got 1.5, False"),
+        (
+            "jobs = 1.5\n[[runs]]\n'optim.lr' = 1.0",
+            "jobs must be a whole number from 1, .*; got 1.5, False",
+        ),
         ("[[runs]", "cannot read the recipe"),
     ],
 )
@@ -183,18 +233,29 @@ def test_a_study_runs_what_is_missing_and_nothing_twice(recipe, tmp_path, capsys
     assert study(recipe, out).finished.keys() == done.finished.keys()
     assert {path: path.stat().st_mtime_ns for path in before} == before
     recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 5"))
-    with pytest.raises(UserError, match=r"other settings, or on other text:\n  train.steps: 4 there, 5 asked for"):
+    with pytest.raises(
+        UserError, match=r"other settings, or on other text:\n  train.steps: 4 there, 5 asked for"
+    ):
         study(recipe, out)
-    recipe.write_text(recipe.read_text().replace("steps = 5", "steps = 4").replace("mlp_dim = 32", "mlp_dim = 48"))
+    recipe.write_text(
+        recipe.read_text().replace("steps = 5", "steps = 4").replace("mlp_dim = 32", "mlp_dim = 48")
+    )
     with pytest.raises(UserError, match=r"model.mlp_dim: 32 there, 48 asked for"):
         study(recipe, out)
-    assert json.loads((out / "settings" / "residual-standard-seed-0.json").read_text())["train"]["steps"] == 4
+    assert (
+        json.loads((out / "settings" / "residual-standard-seed-0.json").read_text())["train"][
+            "steps"
+        ]
+        == 4
+    )
     assert tiny(tmp_path).train.steps != 4, "the recipe's own settings were used"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
-def test_weights_go_when_their_run_is_finished_not_when_the_study_is(recipe, tmp_path, monkeypatch, keep):
+def test_weights_go_when_their_run_is_finished_not_when_the_study_is(
+    recipe, tmp_path, monkeypatch, keep
+):
     """Those of a long study fill a disk, and an interrupted one must not leave them."""
     out, there = tmp_path / "study", []
 
@@ -204,7 +265,9 @@ def test_weights_go_when_their_run_is_finished_not_when_the_study_is(recipe, tmp
             super().__init__(*arguments, **options)
 
     monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Watched)
-    recipe.write_text(recipe.read_text().replace("jobs = 2", f"jobs = 1\nkeep_weights = {str(keep).lower()}"))
+    recipe.write_text(
+        recipe.read_text().replace("jobs = 2", f"jobs = 1\nkeep_weights = {str(keep).lower()}")
+    )
     study(recipe, out)
     assert there == [[], ["residual-standard-seed-0"] if keep else []]
     assert len([*out.glob("runs/*/checkpoints")]) == 2 * keep
@@ -231,7 +294,9 @@ def test_a_run_that_was_cut_off_does_not_go_on_to_other_steps(recipe, tmp_path):
     begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0", upto=2)
     assert len(study(recipe, tmp_path / "study", minutes=0).left) == 2
     recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 8"))
-    with pytest.raises(UserError, match=r"other settings, or on other text:\n  train.steps: 4 there, 8 asked for"):
+    with pytest.raises(
+        UserError, match=r"other settings, or on other text:\n  train.steps: 4 there, 8 asked for"
+    ):
         study(recipe, tmp_path / "study", minutes=0)
 
 
@@ -246,7 +311,9 @@ def test_a_size_that_changes_the_model_is_noticed(recipe, tmp_path, old, new, to
     """What a run spells out comes from its size, where the recipe says nothing else."""
     if "size" in old:
         text = recipe.read_text().replace("context = 32\n", "")
-        recipe.write_text(text.replace("validation = 0.1", "validation = 0.5"))  # for the longer context too
+        recipe.write_text(
+            text.replace("validation = 0.1", "validation = 0.5")
+        )  # for the longer context too
     begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
     recipe.write_text(recipe.read_text().replace(old, new))
     with pytest.raises(UserError, match=rf"other settings, or on other text:\n  {told}"):
@@ -264,7 +331,11 @@ def test_a_run_keeps_its_folder_when_the_recipes_lists_change(recipe, tmp_path, 
     names = {*result.finished, *result.left}
     assert len(names) == 8
     assert name in (result.left if upto else result.finished)
-    assert names == {path.stem for path in (out / "settings").iterdir()} == read_json(out / "corpora.json").keys()
+    assert (
+        names
+        == {path.stem for path in (out / "settings").iterdir()}
+        == read_json(out / "corpora.json").keys()
+    )
     assert f"residual-standard-lr-{Config().optim.lr}-seed-0" not in names
     assert set(study(recipe, out, minutes=0).left) == set(result.left)
 
@@ -277,8 +348,12 @@ def test_a_factor_on_the_rate_of_no_queries_moves_no_folder(recipe, tmp_path, re
     config = read_json(folder / "config.json")
     config["optim"]["query_lr"] = 1.0
     write_json(folder / "config.json", config)
-    recipe.write_text(recipe.read_text().replace('"train.seed" = [0]', '"train.seed" = [0]\n"train.steps" = [4]'))
-    assert [*study(recipe, tmp_path / "study", minutes=0).finished] == ([name] if residual == "standard" else [])
+    recipe.write_text(
+        recipe.read_text().replace('"train.seed" = [0]', '"train.seed" = [0]\n"train.steps" = [4]')
+    )
+    assert [*study(recipe, tmp_path / "study", minutes=0).finished] == (
+        [name] if residual == "standard" else []
+    )
 
 
 def test_runs_that_differ_in_what_they_log_alone_have_a_folder_each(recipe, tmp_path):
@@ -292,17 +367,26 @@ def test_runs_that_differ_in_what_they_log_alone_have_a_folder_each(recipe, tmp_
     assert len(result.left) == 3
 
 
-def test_a_run_that_keeps_its_folder_is_given_settings_that_are_there(recipe, tmp_path, monkeypatch):
+def test_a_run_that_keeps_its_folder_is_given_settings_that_are_there(
+    recipe, tmp_path, monkeypatch
+):
     out, name, given = tmp_path / "study", "residual-standard-seed-0", {}
     begin_by_hand(recipe, out, name, upto=2)
-    recipe.write_text(recipe.read_text().replace('"train.seed" = [0]', '"train.seed" = [0]\n"train.steps" = [4]'))
+    recipe.write_text(
+        recipe.read_text().replace('"train.seed" = [0]', '"train.seed" = [0]\n"train.steps" = [4]')
+    )
     monkeypatch.setattr(
         "headwater.train.studies.run_all",
-        lambda jobs, *_, **__: given.update({job.label: load_file(job.arguments[1]) for job in jobs}) or {},
+        lambda jobs, *_, **__: (
+            given.update({job.label: load_file(job.arguments[1]) for job in jobs}) or {}
+        ),
     )
     study(recipe, out)
     assert name in given
-    assert sorted(config.model.residual for config in given.values()) == ["attnres-block:block=2", "standard"]
+    assert sorted(config.model.residual for config in given.values()) == [
+        "attnres-block:block=2",
+        "standard",
+    ]
     assert given[name].model.residual == "standard"
 
 
@@ -313,10 +397,16 @@ def test_folders_of_no_run_of_the_file_are_named(recipe, tmp_path, capsys):
     for foreign, text in (("another", "[1]"), ("damaged", "{")):
         (out / "runs" / foreign).mkdir()
         (out / "runs" / foreign / "config.json").write_text(text)
-    recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 5").replace("[0]", '[0]\n"optim.lr" = [1e-3]'))
+    recipe.write_text(
+        recipe.read_text()
+        .replace("steps = 4", "steps = 5")
+        .replace("[0]", '[0]\n"optim.lr" = [1e-3]')
+    )
     capsys.readouterr()
     assert len(study(recipe, out, minutes=0).left) == 2
-    assert f"of no run of this file: another, {name}, in {out / 'runs'}\n" in capsys.readouterr().out
+    assert (
+        f"of no run of this file: another, {name}, in {out / 'runs'}\n" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("upto", [2, None])
@@ -326,7 +416,9 @@ def test_text_that_has_changed_is_noticed(recipe, tmp_path, upto):
     begin_by_hand(recipe, out, "residual-standard-seed-0", upto=upto)
     study(recipe, out, minutes=0)
     (tmp_path / "corpus" / "0.txt").write_text("another river")
-    with pytest.raises(UserError, match=r"on other text:\n  corpus.source_hash: .* there, .* asked for"):
+    with pytest.raises(
+        UserError, match=r"on other text:\n  corpus.source_hash: .* there, .* asked for"
+    ):
         study(recipe, out, minutes=0)
     write_corpus(tmp_path)
     assert len(study(recipe, out, minutes=0).left) == (1 if upto is None else 2)
@@ -345,7 +437,9 @@ def test_runs_count_where_their_text_lies_now(recipe, tmp_path):
     assert len(study(recipe, out, minutes=0).finished) == 1
     recipe.write_text(text)
     (out / "corpora.json").unlink()
-    with pytest.raises(UserError, match=r"on other text:\n  data.source: .*corpus.* there, .*moved.* asked for"):
+    with pytest.raises(
+        UserError, match=r"on other text:\n  data.source: .*corpus.* there, .*moved.* asked for"
+    ):
         study(recipe, out, minutes=0)
 
 
@@ -354,14 +448,19 @@ def test_a_study_begins_in_a_folder_of_its_own(recipe, tmp_path, there):
     """In one of a comparison or a run it would write over their table, and reports would mix them."""
     (tmp_path / "study" / "runs").mkdir(parents=True)
     (tmp_path / "study" / there).write_text("{}")
-    with pytest.raises(UserError, match=rf"holds something else \({there}\), and a study needs a folder of its own"):
+    with pytest.raises(
+        UserError, match=rf"holds something else \({there}\), and a study needs a folder of its own"
+    ):
         study(recipe, tmp_path / "study", minutes=0)
     (tmp_path / "study" / there).unlink()
     study(recipe, tmp_path / "study", minutes=0)
     run = tmp_path / "study" / "runs" / "residual-standard-seed-0"
     run.mkdir()
     write_json(run / "config.json", {})
-    for page in ("report.html", "notes.txt"):  # beside runs, as where an archive of them is unpacked
+    for page in (
+        "report.html",
+        "notes.txt",
+    ):  # beside runs, as where an archive of them is unpacked
         (tmp_path / "study" / page).write_text("")
     assert len(study(recipe, tmp_path / "study", minutes=0).left) == 2
     (tmp_path / "study" / "compare.json").write_text("{}")
@@ -375,20 +474,34 @@ def test_text_that_has_changed_is_noticed_in_an_archive_too(recipe, tmp_path):
     assert len(study(recipe, tmp_path / "study", minutes=0).finished) == 1
     (tmp_path / "study" / "corpora.json").unlink()
     (tmp_path / "corpus" / "0.txt").write_text("another river")
-    with pytest.raises(UserError, match=r"on other text:\n  corpus.source_hash: .* there, .* asked for"):
+    with pytest.raises(
+        UserError, match=r"on other text:\n  corpus.source_hash: .* there, .* asked for"
+    ):
         study(recipe, tmp_path / "study", minutes=0)
     summary = read_json(folder / "summary.json")
-    write_json(folder / "summary.json", {key: value for key, value in summary.items() if key != "source_hash"})
-    assert len(study(recipe, tmp_path / "study", minutes=0).finished) == 1  # of before summaries had it
+    write_json(
+        folder / "summary.json",
+        {key: value for key, value in summary.items() if key != "source_hash"},
+    )
+    assert (
+        len(study(recipe, tmp_path / "study", minutes=0).finished) == 1
+    )  # of before summaries had it
 
 
 def test_a_finished_run_of_a_residual_from_elsewhere_counts(recipe, tmp_path):
     with without_plugins():
-        register("from-elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
+        register("from-elsewhere")(
+            type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"})
+        )
         recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere"'))
         folder = begin_by_hand(recipe, tmp_path / "study", "residual-from-elsewhere-seed-0")
-        assert json.loads((folder / "config.json").read_text())["model"]["residual"] == "from-elsewhere@elsewhere"
-        assert list(study(recipe, tmp_path / "study", minutes=0).finished) == ["residual-from-elsewhere-seed-0"]
+        assert (
+            json.loads((folder / "config.json").read_text())["model"]["residual"]
+            == "from-elsewhere@elsewhere"
+        )
+        assert list(study(recipe, tmp_path / "study", minutes=0).finished) == [
+            "residual-from-elsewhere-seed-0"
+        ]
 
 
 def test_a_class_that_has_changed_since_is_looked_at_again(recipe):
@@ -405,14 +518,20 @@ def test_a_class_that_has_changed_since_is_looked_at_again(recipe):
 
 def test_the_factor_of_queries_counts_where_there_are_some(recipe, tmp_path):
     """Runs of before its default changed are those that a recipe asks for, if they have no queries."""
-    recipe.write_text(recipe.read_text().replace("[config.train]", "[config.optim]\nquery_lr = 1.0\n[config.train]"))
+    recipe.write_text(
+        recipe.read_text().replace(
+            "[config.train]", "[config.optim]\nquery_lr = 1.0\n[config.train]"
+        )
+    )
     out = tmp_path / "study"
     begin_by_hand(recipe, out, "residual-standard-seed-0")
     recipe.write_text(recipe.read_text().replace("query_lr = 1.0", "query_lr = 0.1"))
     assert list(study(recipe, out, minutes=0).finished) == ["residual-standard-seed-0"]
     begin_by_hand(recipe, out, "residual-attnres-block_block=2-seed-0")
     recipe.write_text(recipe.read_text().replace("query_lr = 0.1", "query_lr = 0.2"))
-    with pytest.raises(UserError, match=r"block=2-seed-0 holds .*\n  optim.query_lr: 0.1 there, 0.2 asked for"):
+    with pytest.raises(
+        UserError, match=r"block=2-seed-0 holds .*\n  optim.query_lr: 0.1 there, 0.2 asked for"
+    ):
         study(recipe, out, minutes=0)
 
 
@@ -437,18 +556,28 @@ def test_an_option_that_no_residual_has_is_said_once(recipe, tmp_path):
     with pytest.raises(UserError, match=rf"^run residual-attnres-block_blokc=2-seed-0 {once}"):
         study(recipe, tmp_path / "study", minutes=0)
     with pytest.raises(UserError, match=rf"^{once.partition(': ')[2]}"):
-        compare(tiny(tmp_path), tmp_path / "compared", residuals=["attnres-block:blokc=2"], seeds=[0])
+        compare(
+            tiny(tmp_path), tmp_path / "compared", residuals=["attnres-block:blokc=2"], seeds=[0]
+        )
 
 
 def test_an_interrupted_study_names_the_command_that_goes_on(recipe, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, go_on, **__: said.append(go_on) or {})
+    monkeypatch.setattr(
+        "headwater.train.studies.run_all", lambda *_, go_on, **__: said.append(go_on) or {}
+    )
     study(recipe, tmp_path / "else where")
     assert main(shlex.split(said[0])[1:]) == 0
     assert said == [f"headwater study {recipe} --out '{tmp_path / 'else where'}'"] * 2
     with without_plugins():
-        register("from-elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
-        recipe.write_text(recipe.read_text().replace('"attnres-block:block=2"', '"from-elsewhere", "from-elsewhere"'))
+        register("from-elsewhere")(
+            type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"})
+        )
+        recipe.write_text(
+            recipe.read_text().replace(
+                '"attnres-block:block=2"', '"from-elsewhere", "from-elsewhere"'
+            )
+        )
         study(recipe, tmp_path / "other")
     assert said[-1] == f"headwater study {recipe} --out {tmp_path / 'other'} --plugin elsewhere"
 
@@ -462,7 +591,9 @@ def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch):
         return prepare(settings)
 
     monkeypatch.setattr("headwater.train.recipes.prepare", slow)
-    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, seconds, **__: given.append(seconds) or {})
+    monkeypatch.setattr(
+        "headwater.train.studies.run_all", lambda *_, seconds, **__: given.append(seconds) or {}
+    )
     for text in (
         recipe.read_text(),
         recipe.read_text() + "tokens_per_parameter = 20\n",
@@ -474,7 +605,9 @@ def test_minutes_count_from_the_call(recipe, tmp_path, monkeypatch):
     assert given[-1] == math.inf
 
 
-def test_a_study_whose_minutes_are_over_says_so_and_how_it_goes_on(recipe, tmp_path, monkeypatch, capsys):
+def test_a_study_whose_minutes_are_over_says_so_and_how_it_goes_on(
+    recipe, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, **__: {})
     for whole, why in ((False, "is begun after"), (True, "would end in")):
         study(recipe, tmp_path / "study", minutes=0.5, whole=whole)
@@ -485,7 +618,8 @@ def test_a_study_whose_minutes_are_over_says_so_and_how_it_goes_on(recipe, tmp_p
     assert "no other run" not in capsys.readouterr().out
     for minutes in (-1, math.nan):
         with pytest.raises(
-            UserError, match=f"minutes must be 0, to start nothing, or a positive number; got {minutes}"
+            UserError,
+            match=f"minutes must be 0, to start nothing, or a positive number; got {minutes}",
         ):
             study(recipe, tmp_path / "study", minutes=minutes)
 
@@ -498,20 +632,31 @@ def test_an_interrupted_study_has_a_table_of_what_is_done(recipe, tmp_path, monk
     monkeypatch.setattr("headwater.train.studies.run_all", interrupted)
     with pytest.raises(Interrupted):
         study(recipe, tmp_path / "study")
-    assert [row["run"] for row in read_json(tmp_path / "study" / "table.json")] == ["residual-standard-seed-0"]
+    assert [row["run"] for row in read_json(tmp_path / "study" / "table.json")] == [
+        "residual-standard-seed-0"
+    ]
 
 
-def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(recipe, tmp_path, monkeypatch):
+def test_what_a_run_says_of_its_flags_is_told_of_the_recipes_settings(
+    recipe, tmp_path, monkeypatch
+):
     """Whoever runs a study gives no flags of `headwater train`."""
     hot = recipe.read_text() + '\n[[runs]]\n"optim.lr" = [1e30]\n"optim.warmup" = 0\n'
     recipe.write_text(hot)
     with pytest.raises(UserError, match="--lr") as diverged:
         begin_by_hand(recipe, tmp_path / "alone", "lr-1e+30-warmup-0")
-    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, **__: {"lr-1e+30": str(diverged.value)})
-    with pytest.raises(UserError, match=f"Settings are those of {recipe}; the same command tries again") as told:
+    monkeypatch.setattr(
+        "headwater.train.studies.run_all", lambda *_, **__: {"lr-1e+30": str(diverged.value)}
+    )
+    with pytest.raises(
+        UserError, match=f"Settings are those of {recipe}; the same command tries again"
+    ) as told:
         study(recipe, tmp_path / "study")
     advice = "with the same command and train.skip_nonfinite = 1 (or more), or try a lower optim.lr, a longer "
-    assert f"{advice}optim.warmup, a smaller optim.clip or model.qk_norm = true, in another --out" in str(told.value)
+    assert (
+        f"{advice}optim.warmup, a smaller optim.clip or model.qk_norm = true, in another --out"
+        in str(told.value)
+    )
     recipe.write_text(hot.replace('source = ["', 'source = ["no'))
     with pytest.raises(UserError, match=r"no corpus at no.*: data\.source takes text"):
         study(recipe, tmp_path / "study")
@@ -538,7 +683,10 @@ def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, tmp_path, m
     said = capsys.readouterr().out
     assert said.count("with the same command and train.skip_nonfinite = 1") == 1
     assert said.count(f"0 of 3 runs finished, 1 diverged ({hot}; not run again") == 2
-    for changed in ("steps = 4\nskip_nonfinite = 1", "steps = 3"):  # the latter makes it another run, which begins anew
+    for changed in (
+        "steps = 4\nskip_nonfinite = 1",
+        "steps = 3",
+    ):  # the latter makes it another run, which begins anew
         saved = out / "runs" / hot / "checkpoints" / "step-00000002"
         saved.mkdir(parents=True, exist_ok=True)
         write_json(out / "runs" / hot / "diverged.json", {"why": "as before"})
@@ -548,7 +696,9 @@ def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, tmp_path, m
         assert saved.exists() == (changed != "steps = 3")
 
 
-def test_brackets_in_messages_and_folders_are_printed_as_they_are(recipe, tmp_path, monkeypatch, capsys):
+def test_brackets_in_messages_and_folders_are_printed_as_they_are(
+    recipe, tmp_path, monkeypatch, capsys
+):
     out, name = tmp_path / "[red]study", "residual-standard-seed-0"
     message = "the loss [1.5] of [bold]tokens[/bold] is not finite [/]"
 
@@ -565,7 +715,9 @@ def test_brackets_in_messages_and_folders_are_printed_as_they_are(recipe, tmp_pa
     assert after.startswith(f"{out}: 0 of 2 runs finished, 1 diverged")
 
 
-def test_a_study_names_each_warm_up_that_is_not_finished_once(recipe, tmp_path, monkeypatch, capsys):
+def test_a_study_names_each_warm_up_that_is_not_finished_once(
+    recipe, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, **__: {})
     recipe.write_text(recipe.read_text() + '\n[[runs]]\n"train.steps" = [10, 12, 20]\n')
     begin_by_hand(recipe, tmp_path / "study", "steps-10")
@@ -610,36 +762,55 @@ def test_what_is_left_is_never_said_to_take_no_time(tmp_path):
     assert said[0].endswith("; less than a minute for the 2 that are left")
     assert said[1].endswith("; about 3 minutes for the 2 that are left")
     assert describe(StudyResult(tmp_path, {}, ("a",), 20.0)).endswith(" for the one that is left")
-    assert describe(StudyResult(tmp_path, {}, ("a",), 80.0)).endswith("; about 1 minute for the one that is left")
+    assert describe(StudyResult(tmp_path, {}, ("a",), 80.0)).endswith(
+        "; about 1 minute for the one that is left"
+    )
 
 
 def test_the_time_that_is_left_counts_the_starts_of_processes(recipe, tmp_path):
-    recipe.write_text(recipe.read_text().replace("[0]", "[0, 1, 2]").replace("jobs = 2", "jobs = 4"))
+    recipe.write_text(
+        recipe.read_text().replace("[0]", "[0, 1, 2]").replace("jobs = 2", "jobs = 4")
+    )
     folder = begin_by_hand(recipe, tmp_path / "study", "residual-standard-seed-0")
     write_json(folder / "summary.json", {**read_json(folder / "summary.json"), "seconds": 10.0})
     runs = read_recipe(recipe).runs
-    work = [operations(config) / operations(runs["residual-standard-seed-0"]) for config in runs.values()]
-    assert study(recipe, tmp_path / "study", minutes=0).seconds == pytest.approx(10 * (sum(work) - 1) / 4)
+    work = [
+        operations(config) / operations(runs["residual-standard-seed-0"])
+        for config in runs.values()
+    ]
+    assert study(recipe, tmp_path / "study", minutes=0).seconds == pytest.approx(
+        10 * (sum(work) - 1) / 4
+    )
     (folder / "launch.json").touch()
     launched = (folder / "config.json").stat().st_mtime - 30
     os.utime(folder / "launch.json", (launched, launched))
-    assert study(recipe, tmp_path / "study", minutes=0).seconds == pytest.approx((5 * 30 + 10 * (sum(work) - 1)) / 4)
+    assert study(recipe, tmp_path / "study", minutes=0).seconds == pytest.approx(
+        (5 * 30 + 10 * (sum(work) - 1)) / 4
+    )
 
 
 def test_the_time_that_is_left_goes_by_the_arms_own_runs(recipe, tmp_path):
     """Residuals differ in how long an operation takes them, and so do sizes."""
     recipe.write_text(
-        recipe.read_text().replace("[0]", '[0, 1]\n"model.layers" = [2, 4]').replace("jobs = 2", "jobs = 1")
+        recipe.read_text()
+        .replace("[0]", '[0, 1]\n"model.layers" = [2, 4]')
+        .replace("jobs = 2", "jobs = 1")
     )
     runs = read_recipe(recipe).runs
 
     def finish(name, rate):
         folder = begin_by_hand(recipe, tmp_path / "study", name)
-        write_json(folder / "summary.json", {**read_json(folder / "summary.json"), "seconds": rate * work[name]})
+        write_json(
+            folder / "summary.json",
+            {**read_json(folder / "summary.json"), "seconds": rate * work[name]},
+        )
 
     def left(rates):
         found = study(recipe, tmp_path / "study", minutes=0)
-        expected = sum(work[name] * next(rate for part, rate in rates.items() if part in name) for name in found.left)
+        expected = sum(
+            work[name] * next(rate for part, rate in rates.items() if part in name)
+            for name in found.left
+        )
         assert found.seconds == pytest.approx(expected)
 
     work = {name: operations(config) for name, config in runs.items()}
@@ -655,5 +826,7 @@ def test_the_time_that_is_left_goes_by_the_arms_own_runs(recipe, tmp_path):
 def test_steps_for_tokens_a_parameter_leave_embedding_and_head_out(tmp_path, tied):
     config = tiny(tmp_path, residual="standard", batch_size=2)
     config = replace(config, model=replace(config.model, tie_embeddings=tied))
-    inner = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32) + 5 * 16  # two layers of attention and MLP, and norms
+    inner = (
+        2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32) + 5 * 16
+    )  # two layers of attention and MLP, and norms
     assert steps_for(config, 20.0) == math.ceil(20 * inner / (2 * 32))

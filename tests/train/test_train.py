@@ -89,7 +89,10 @@ def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
 
 @pytest.mark.parametrize("residual", names())
 def test_every_residual_trains_logs_and_resumes(tmp_path, residual):
-    config, out = tiny(tmp_path, residual=residual, steps=2, depth_every=2, save_every=1), tmp_path / "run"
+    config, out = (
+        tiny(tmp_path, residual=residual, steps=2, depth_every=2, save_every=1),
+        tmp_path / "run",
+    )
     train(config, out)
     whole = fingerprint(out)
     assert {"train", "eval", "depth"} == {record["kind"] for record in whole["metrics"]}
@@ -98,7 +101,9 @@ def test_every_residual_trains_logs_and_resumes(tmp_path, residual):
     train(config, out, resume=True)
     assert fingerprint(out) == whole
     model, _ = load_model(out)
-    assert model.config.residual == pinned(model.residual)  # options that follow from the network are written out
+    assert model.config.residual == pinned(
+        model.residual
+    )  # options that follow from the network are written out
 
 
 @pytest.mark.gpu
@@ -125,7 +130,9 @@ def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match="already holds a run: continue it with --resume"):
         train(config, tmp_path / "run")
 
-    (tmp_path / "run" / "summary.json").unlink()  # killed between the last checkpoint and the summary
+    (
+        tmp_path / "run" / "summary.json"
+    ).unlink()  # killed between the last checkpoint and the summary
     assert train(config, tmp_path / "run", resume=True).loss == summary.loss
 
 
@@ -144,8 +151,14 @@ def test_a_finished_run_without_its_weights_is_not_begun_anew(tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
     longer = replace(config, train=replace(config.train, steps=2 * STEPS))
-    for asked, resume in ((longer, True), (config, True), (longer, False)):  # nor told to --resume, which is refused
-        with pytest.raises(UserError, match=r"a finished run without its weights, .*its result is in summary\.json"):
+    for asked, resume in (
+        (longer, True),
+        (config, True),
+        (longer, False),
+    ):  # nor told to --resume, which is refused
+        with pytest.raises(
+            UserError, match=r"a finished run without its weights, .*its result is in summary\.json"
+        ):
             train(asked, tmp_path / "run", resume=resume)
     assert {path: path.read_bytes() for path in before} == before
 
@@ -160,7 +173,9 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(tmp_path, mon
     said = "to go on from (one is written every 4 steps): the run begins anew"
     capsys.readouterr()
     train(config, tmp_path / "gone", resume=True)
-    assert f"no checkpoint in {tmp_path / 'gone' / 'checkpoints'} {said}\n" in capsys.readouterr().out
+    assert (
+        f"no checkpoint in {tmp_path / 'gone' / 'checkpoints'} {said}\n" in capsys.readouterr().out
+    )
     train(config, out, resume=True)
     assert "anew" not in capsys.readouterr().out
 
@@ -177,15 +192,20 @@ def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
     capsys.readouterr()
     assert train(longer, grown, resume=True).steps == 24
     assert (
-        "goes to 24 steps, where 12 were planned: from step 12 on the learning rate is now" in capsys.readouterr().out
+        "goes to 24 steps, where 12 were planned: from step 12 on the learning rate is now"
+        in capsys.readouterr().out
     )
-    warm = SimpleNamespace(config=replace(longer, optim=replace(longer.optim, warmup=20)), planned=12, step=12)
+    warm = SimpleNamespace(
+        config=replace(longer, optim=replace(longer.optim, warmup=20)), planned=12, step=12
+    )
     assert loop.goes_further(warm) == "goes to 24 steps, where 12 were planned"  # at the same rate
     found, expected = fingerprint(grown), fingerprint(whole)
     assert found["files"] == expected["files"]
     assert json.loads((grown / "config.json").read_text())["train"]["steps"] == 24
     extended = [record for record in found["metrics"] if record["kind"] == "extend"]
-    assert [(record["step"], record["planned"], record["steps"]) for record in extended] == [(12, 12, 24)]
+    assert [(record["step"], record["planned"], record["steps"]) for record in extended] == [
+        (12, 12, 24)
+    ]
     assert "planned for 12 steps, and for 24 from step 12 on" in " ".join(read_run(grown).notes)
     assert train(longer, grown, resume=True).steps == 24
     assert fingerprint(grown) == found
@@ -213,7 +233,9 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
     trained = dict(load_run(first).model.named_parameters())
     for name in ("attnres-full", "standard"):
         begun = replace(
-            config, model=replace(config.model, residual=name), train=replace(config.train, init_from=str(first))
+            config,
+            model=replace(config.model, residual=name),
+            train=replace(config.train, init_from=str(first)),
         )
         model = begin(begun, tmp_path / name, resume=False).whole
         for key, parameter in model.named_parameters():
@@ -223,13 +245,17 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
     fresh = begin(replace(other, train=config.train), tmp_path / "fresh", resume=False).whole
     model = begin(other, tmp_path / "block", resume=False).whole
     for key, parameter in model.named_parameters():
-        expected = dict(fresh.named_parameters())[key] if key.startswith("residual.") else trained[key]
+        expected = (
+            dict(fresh.named_parameters())[key] if key.startswith("residual.") else trained[key]
+        )
         assert torch.equal(parameter, expected), key
     with pytest.raises(UserError, match=r"--init-from .*first: weights do not fit the model"):
         begin(replace(begun, model=replace(begun.model, layers=3)), tmp_path / "deep", resume=False)
     with pytest.raises(UserError, match=r"no checkpoint in .*absent"):
         begin(
-            replace(begun, train=replace(begun.train, init_from=str(tmp_path / "absent"))), tmp_path / "x", resume=False
+            replace(begun, train=replace(begun.train, init_from=str(tmp_path / "absent"))),
+            tmp_path / "x",
+            resume=False,
         )
     letters = replace(begun, data=replace(begun.data, tokenizer="bpe", bpe_vocab=300))
     with pytest.raises(UserError, match="was trained with another tokenizer"):
@@ -249,15 +275,31 @@ OTHER = {  # of every setting of a model another value: those of a shape, and th
 @pytest.mark.parametrize("name", [f.name for f in fields(ModelConfig)])
 def test_weights_that_fit_and_would_compute_something_else_are_refused(name, monkeypatch):
     """Whatever a new setting changes: what is loaded computes the same, or is not loaded."""
-    widths = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32, "expert_dim": 8, "kda_heads": 2, "kda_head_dim": 8}
+    widths = {
+        "dim": 16,
+        "heads": 2,
+        "kv_heads": 2,
+        "mlp_dim": 32,
+        "expert_dim": 8,
+        "kda_heads": 2,
+        "kda_head_dim": 8,
+    }
     widths |= {"mla_head_dim": 8, "mla_value_dim": 8, "mla_shared_dim": 4, "mla_latent": 16}
-    base = {"layers": 3, "pattern": "kda:shortswa:attention", "shortswa": 2, "experts": 4, "context": 16} | widths
+    base = {
+        "layers": 3,
+        "pattern": "kda:shortswa:attention",
+        "shortswa": 2,
+        "experts": 4,
+        "context": 16,
+    } | widths
     if name.startswith("mla"):
         base["pattern"] = "mla"
     there = Decoder(ModelConfig(vocab_size=32, **base)).eval()
     for parameter in there.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    with_it = {"kv_heads": OTHER["heads"]} if name == "heads" else {}  # alone it would show in the shapes of keys
+    with_it = (
+        {"kv_heads": OTHER["heads"]} if name == "heads" else {}
+    )  # alone it would show in the shapes of keys
     here = Decoder(ModelConfig(**{"vocab_size": 32, **base, name: OTHER[name], **with_it})).eval()
     tokenizer = ByteTokenizer()
     monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(there, tokenizer, None))
@@ -279,12 +321,32 @@ def test_weights_that_fit_and_would_compute_something_else_are_refused(name, mon
     [
         ({}, {"pattern": "attention:attention"}),
         ({"pattern": "kda*2", "rope_theta": 500.0}, {"pattern": "kda:kda"}),
-        ({}, {"kda_gate": "bounded", "kda_norm_eps": 0.1, "experts_per_token": 1, "expert_scale": 3.0}),
+        (
+            {},
+            {
+                "kda_gate": "bounded",
+                "kda_norm_eps": 0.1,
+                "experts_per_token": 1,
+                "expert_scale": 3.0,
+            },
+        ),
     ],
 )
-def test_weights_begin_a_model_whose_settings_differ_in_nothing_that_it_has(there, here, monkeypatch):
-    widths = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32, "kda_heads": 2, "kda_head_dim": 8}
-    made = [Decoder(ModelConfig(vocab_size=32, layers=2, **widths | more)).eval() for more in (there, here)]
+def test_weights_begin_a_model_whose_settings_differ_in_nothing_that_it_has(
+    there, here, monkeypatch
+):
+    widths = {
+        "dim": 16,
+        "heads": 2,
+        "kv_heads": 2,
+        "mlp_dim": 32,
+        "kda_heads": 2,
+        "kda_head_dim": 8,
+    }
+    made = [
+        Decoder(ModelConfig(vocab_size=32, layers=2, **widths | more)).eval()
+        for more in (there, here)
+    ]
     tokenizer = ByteTokenizer()
     monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(made[0], tokenizer, None))
     fill_from(made[1], tokenizer, "there")
@@ -314,7 +376,11 @@ def test_a_tilde_leads_home_from_python_too(tmp_path, monkeypatch):
     assert train(config, "~/run").folder == tmp_path / "run"
     model, tokenizer, _ = load_run("~/run")
     fill_from(model, tokenizer, "~/run")
-    assert read_settings("~/run") == read_settings("~/run/config.json") == read_settings(tmp_path / "run")
+    assert (
+        read_settings("~/run")
+        == read_settings("~/run/config.json")
+        == read_settings(tmp_path / "run")
+    )
     assert TrainResult.read("~/run").folder == tmp_path / "run"
     assert write_report(["~/run"], "~/page.html") == tmp_path / "page.html"
     with pytest.raises(UserError, match=f"no comparison at {tmp_path}/pair to resume"):
@@ -330,7 +396,11 @@ def test_a_tilde_leads_home_from_python_too(tmp_path, monkeypatch):
 
 def test_a_longer_context_may_bring_another_rope_base(monkeypatch):
     def decoder(**other):
-        return Decoder(ModelConfig(**{"vocab_size": 32, "layers": 1, "dim": 16, "heads": 2, "context": 16} | other))
+        return Decoder(
+            ModelConfig(
+                **{"vocab_size": 32, "layers": 1, "dim": 16, "heads": 2, "context": 16} | other
+            )
+        )
 
     there, tokenizer = decoder(), ByteTokenizer()
     monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(there, tokenizer, None))
@@ -353,7 +423,9 @@ def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
     text = {"source": (str(tmp_path / "other.txt"),), "cache": str(tmp_path / "cache")}
     own = DataSettings(**text, tokenizer="bpe", bpe_vocab=300)
     onward = replace(config, data=own, train=replace(config.train, init_from=str(first)))
-    with pytest.raises(UserError, match=rf"has as many, and not the same\).*with --tokenizer {first}$"):
+    with pytest.raises(
+        UserError, match=rf"has as many, and not the same\).*with --tokenizer {first}$"
+    ):
         begin(onward, second, resume=False)
     train(replace(onward, data=DataSettings(**text, tokenizer=str(first))), second)
     assert load_run(second).tokenizer.to_json() == load_run(first).tokenizer.to_json()
@@ -362,7 +434,9 @@ def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
     longer = replace(again, train=replace(again.train, steps=again.train.steps + 2))
     assert train(longer, second, resume=True).steps == config.train.steps + 2
     assert read_settings(second).data == again.data
-    with pytest.raises(UserError, match=rf"no tokenizer at {first}: .*; a run that took it before keeps it"):
+    with pytest.raises(
+        UserError, match=rf"no tokenizer at {first}: .*; a run that took it before keeps it"
+    ):
         train(replace(again, train=config.train), tmp_path / "third")
     third = replace(again, data=replace(again.data, tokenizer=str(second)), train=config.train)
     assert begin(third, tmp_path / "third", resume=False).identity["corpus"]["tokenizer_hash"]
@@ -371,7 +445,9 @@ def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
 def test_training_learns(tmp_path):
     config = tiny(tmp_path, steps=60, eval_every=20, log_every=60, depth_every=60, save_every=60)
     train(replace(config, optim=replace(config.optim, lr=0.02, query_lr=1.0)), tmp_path / "run")
-    evals = [r["bits_per_byte"] for r in fingerprint(tmp_path / "run")["metrics"] if r["kind"] == "eval"]
+    evals = [
+        r["bits_per_byte"] for r in fingerprint(tmp_path / "run")["metrics"] if r["kind"] == "eval"
+    ]
     assert len(evals) == 3
     assert evals[-1] < 0.7 * evals[0]
     assert (tmp_path / "run" / "config.json").exists()
@@ -385,7 +461,10 @@ def test_what_saves_memory_does_not_change_the_result(tmp_path, change):
     assert other.loss == pytest.approx(plain.loss, rel=1e-4)
     # Clipping and AdamW would hide a factor on all gradients; the log shows it.
     for key in ("loss", "grad_norm"):
-        one, two = ([r[key] for r in fingerprint(tmp_path / name)["metrics"] if r["kind"] == "train"] for name in runs)
+        one, two = (
+            [r[key] for r in fingerprint(tmp_path / name)["metrics"] if r["kind"] == "train"]
+            for name in runs
+        )
         assert one == pytest.approx(two, rel=1e-3)
 
 
@@ -409,7 +488,9 @@ def test_clipping_lowers_what_is_too_large_and_nothing_else(size):
 
 def test_every_update_has_the_rate_of_its_number_and_is_clipped_at_the_limit(tmp_path, monkeypatch):
     limits, real = [], loop.clip
-    monkeypatch.setattr(loop, "clip", lambda model, norm, limit: (limits.append(limit), real(model, norm, limit)))
+    monkeypatch.setattr(
+        loop, "clip", lambda model, norm, limit: (limits.append(limit), real(model, norm, limit))
+    )
     config = tiny(tmp_path)
     config = replace(config, optim=replace(config.optim, clip=0.25))
     train(config, tmp_path / "run")
@@ -471,15 +552,26 @@ def test_what_is_compiled_unless_one_says(tmp_path):
     )
     specs = fused + others
     models = {
-        spec: Decoder(ModelConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, residual=spec)) for spec in specs
+        spec: Decoder(
+            ModelConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, residual=spec)
+        )
+        for spec in specs
     }
     for settings, whole in ((short, ()), (replace(short, steps=2000), others)):
         config = replace(tiny(tmp_path), train=settings)
         modes = {spec: compile_mode(config, model, gpu) for spec, model in models.items()}
         assert modes == {spec: "model" if spec in whole else "layers" for spec in specs}
         assert {compile_mode(config, model, None) for model in models.values()} == {"none"}
-        assert {compile_mode(config, model, torch.device("cpu")) for model in models.values()} == {"none"}
-        for asked, mode in {"none": "none", "layers": "layers", "model": "model", True: "model", False: "none"}.items():
+        assert {compile_mode(config, model, torch.device("cpu")) for model in models.values()} == {
+            "none"
+        }
+        for asked, mode in {
+            "none": "none",
+            "layers": "layers",
+            "model": "model",
+            True: "model",
+            False: "none",
+        }.items():
             asking = replace(config, train=replace(settings, compile=asked))
             assert compile_mode(asking, models["mhc"], None) == mode
 
@@ -497,7 +589,9 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path, tokenizer):
     bits = evaluate(run)
     windows = run.validation.take(run.validation.spread(8))[:, 1:]
     num_bytes = len(prepare(config.data).tokenizer.decode(windows.flatten()).encode())
-    assert bits == pytest.approx(math.log2(run.model.config.vocab_size) * windows.size / num_bytes, rel=1e-5)
+    assert bits == pytest.approx(
+        math.log2(run.model.config.vocab_size) * windows.size / num_bytes, rel=1e-5
+    )
     assert run.evaluation["loss"] == pytest.approx(math.log(run.model.config.vocab_size), rel=1e-5)
 
 
@@ -510,7 +604,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path,
         return real(run, forward, windows) * (math.nan if calls["training"] > 7 else 1.0)
 
     monkeypatch.setattr(loop, "token_losses", token_losses)
-    with pytest.raises(UserError, match=r"not finite at step 8 .*last good checkpoint is .*step-00000005.*lower --lr"):
+    with pytest.raises(
+        UserError,
+        match=r"not finite at step 8 .*last good checkpoint is .*step-00000005.*lower --lr",
+    ):
         train(tiny(tmp_path), tmp_path / "run")
     saved = checkpoints(tmp_path / "run" / "checkpoints")
     assert [folder.name for folder in saved] == ["step-00000005"]
@@ -521,14 +618,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path,
 
 def test_one_rank_writes_that_a_run_diverged(tmp_path):
     for main in (False, True):
-        run = SimpleNamespace(folder=tmp_path, config=tiny(tmp_path), ranks=SimpleNamespace(main=main))
+        run = SimpleNamespace(
+            folder=tmp_path, config=tiny(tmp_path), ranks=SimpleNamespace(main=main)
+        )
         assert str(loop.diverged(run, "why")) == "why"  # raised by all of them
         assert (tmp_path / "diverged.json").exists() == main
 
 
 def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_path, monkeypatch):
     spikes(monkeypatch, 8, factor=math.nan)
-    with pytest.raises(UserError, match=r"loss or gradient is not finite at step 8 .*--resume and --skip-nonfinite 1"):
+    with pytest.raises(
+        UserError,
+        match=r"loss or gradient is not finite at step 8 .*--resume and --skip-nonfinite 1",
+    ):
         train(tiny(tmp_path), tmp_path / "run")
     assert "not finite at step 8" in (tmp_path / "run" / "diverged.json").read_text()
     assert train(tiny(tmp_path, skip_nonfinite=1), tmp_path / "run", resume=True).skipped_steps == 1
@@ -547,11 +649,16 @@ def test_what_is_known_of_a_bad_step_goes_when_the_step_is_taken_again(tmp_path,
     spikes(monkeypatch, 3, 8, 9, factor=math.nan)
     with pytest.raises(UserError, match=r"not finite at step 9"):
         train(tiny(tmp_path, skip_nonfinite=1), run)
-    assert {path.name for path in run.glob("*-step-*")} == {f"nonfinite-step-{step}.json" for step in (3, 8, 9)}
+    assert {path.name for path in run.glob("*-step-*")} == {
+        f"nonfinite-step-{step}.json" for step in (3, 8, 9)
+    }
     (run / "my-step-9.json").touch()
     spikes(monkeypatch)
     train(tiny(tmp_path, skip_nonfinite=1), run, resume=True)  # from step 5
-    assert {path.name for path in run.glob("*-step-*")} == {"nonfinite-step-3.json", "my-step-9.json"}
+    assert {path.name for path in run.glob("*-step-*")} == {
+        "nonfinite-step-3.json",
+        "my-step-9.json",
+    }
 
 
 def test_a_result_tells_by_which_code_it_was_made_and_on_which_text(tmp_path):
@@ -559,7 +666,10 @@ def test_a_result_tells_by_which_code_it_was_made_and_on_which_text(tmp_path):
     config = tiny(tmp_path, steps=1)
     result = train(config, tmp_path / "run")
     assert result == TrainResult.read(tmp_path / "run")
-    assert (result.code, result.source_hash) == (code_of(), prepare(config.data).identity["source_hash"])
+    assert (result.code, result.source_hash) == (
+        code_of(),
+        prepare(config.data).identity["source_hash"],
+    )
     package = tmp_path / "package"
     (package / "part").mkdir(parents=True)
     hashes = []
@@ -573,7 +683,9 @@ def test_a_result_tells_by_which_code_it_was_made_and_on_which_text(tmp_path):
 
 
 @pytest.mark.parametrize("loss", [9.01, 0.0])
-def test_a_run_that_no_longer_learns_stops_unless_it_has_learned_all_there_is(loss, tmp_path, monkeypatch):
+def test_a_run_that_no_longer_learns_stops_unless_it_has_learned_all_there_is(
+    loss, tmp_path, monkeypatch
+):
     """As where the stream has overflowed: a norm then makes zeros of it, and the loss is that of a guess."""
     real = loop.accumulate
 
@@ -589,7 +701,9 @@ def test_a_run_that_no_longer_learns_stops_unless_it_has_learned_all_there_is(lo
     if not loss:
         assert train(tiny(tmp_path), tmp_path / "run").steps == STEPS
         return
-    with pytest.raises(UserError, match=r"the gradient is zero at step 8 \(loss 9\.0100\).*lower --lr"):
+    with pytest.raises(
+        UserError, match=r"the gradient is zero at step 8 \(loss 9\.0100\).*lower --lr"
+    ):
         train(tiny(tmp_path, log_every=4), tmp_path / "run")
     assert "gradient is zero" in (tmp_path / "run" / "diverged.json").read_text()
 
@@ -598,10 +712,24 @@ def test_each_kind_of_bad_step_has_its_own_count():
     settings = TrainSettings(skip_nonfinite=2, skip_spikes=2, spike_window=2)
     skips = Skips(losses=[1.0, 1.1])
     counted = []
-    for loss, norm in ((99.0, 1.0), (99.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (99.0, 1.0), (1.0, 1.0)):
+    for loss, norm in (
+        (99.0, 1.0),
+        (99.0, 1.0),
+        (math.nan, 1.0),
+        (1.0, math.inf),
+        (99.0, 1.0),
+        (1.0, 1.0),
+    ):
         reason = skips.judge(loss, norm, settings)
         counted.append((reason and reason.kind, skips.in_a_row))
-    steps = [("spike", 1), ("spike", 2), ("nonfinite", 1), ("nonfinite", 2), ("spike", 1), (None, 0)]
+    steps = [
+        ("spike", 1),
+        ("spike", 2),
+        ("nonfinite", 1),
+        ("nonfinite", 2),
+        ("spike", 1),
+        (None, 0),
+    ]
     assert counted == steps
     assert skips.total == 5
 
@@ -609,7 +737,9 @@ def test_each_kind_of_bad_step_has_its_own_count():
 def test_after_equal_losses_a_small_rise_is_no_spike():
     settings = TrainSettings(skip_spikes=1, spike_window=3)
     assert Skips(losses=[2.0] * 3).judge(2.001, 1.0, settings) is None
-    assert Skips(losses=[2.0] * 3).judge(2.1, 1.0, settings).threshold == pytest.approx(2.0 + 6 * 0.002)
+    assert Skips(losses=[2.0] * 3).judge(2.1, 1.0, settings).threshold == pytest.approx(
+        2.0 + 6 * 0.002
+    )
 
 
 def spikes(monkeypatch, *numbers: int, factor: float = 100, real=loop.accumulate) -> None:
@@ -633,11 +763,16 @@ def test_a_loss_spike_is_left_out_and_a_resumed_run_decides_alike(tmp_path, monk
     whole = fingerprint(tmp_path / "whole")
     records = [r for r in whole["metrics"] if r["kind"] == "skip"]
     assert [(r["step"], r["reason"]) for r in records] == [(7, "spike"), (8, "spike")]
-    taken = [r["loss"] for r in whole["metrics"] if r["kind"] == "train" and r["step"] in (3, 4, 5, 6)]
+    taken = [
+        r["loss"] for r in whole["metrics"] if r["kind"] == "train" and r["step"] in (3, 4, 5, 6)
+    ]
     deviation = np.median(np.abs(taken - np.median(taken)))
     assert records[0]["threshold"] == pytest.approx(np.median(taken) + 6 * 1.4826 * deviation)
     assert records[0]["loss"] > records[0]["threshold"] == records[1]["threshold"]
-    saved = {int(f.name[5:]): load_file(f / "model.safetensors") for f in checkpoints(tmp_path / "whole/checkpoints")}
+    saved = {
+        int(f.name[5:]): load_file(f / "model.safetensors")
+        for f in checkpoints(tmp_path / "whole/checkpoints")
+    }
     for before, after, equal in ((6, 7, True), (7, 8, True), (2, 3, False), (8, 9, False)):
         same = all(torch.equal(value, saved[after][name]) for name, value in saved[before].items())
         assert same == equal, (before, after)
@@ -657,7 +792,9 @@ def test_too_many_spikes_in_a_row_stop_the_run_wherever_it_was_resumed(tmp_path,
     config = tiny(tmp_path, save_every=1, keep=99, skip_spikes=2, spike_window=4)
     spikes(monkeypatch, 7, 8, 9)
     for resume in (False, True):  # the second time from step 8, after two spikes
-        with pytest.raises(UserError, match=r"the loss is above .* at step 9 .*step-00000008.*spike-step-9"):
+        with pytest.raises(
+            UserError, match=r"the loss is above .* at step 9 .*step-00000008.*spike-step-9"
+        ):
             train(config, tmp_path / "run", resume=resume)
 
 
@@ -693,7 +830,9 @@ def test_saving_in_the_background_writes_what_saving_at_once_does(tmp_path, monk
     monkeypatch.setattr(loop, "log_update", log_update)
     train(replace(config, train=replace(config.train, async_save=True)), tmp_path / "async")
     assert any(overtaken)
-    for one, other in zip(*(checkpoints(tmp_path / name / "checkpoints") for name in ("sync", "async")), strict=True):
+    for one, other in zip(
+        *(checkpoints(tmp_path / name / "checkpoints") for name in ("sync", "async")), strict=True
+    ):
         assert damage(other) is None
         for file in ("model.safetensors", "optimizer.safetensors", "index.json"):
             assert (one / file).read_bytes() == (other / file).read_bytes(), (one.name, file)
@@ -707,21 +846,34 @@ def test_copies_for_the_background_keep_their_place(tmp_path):
     assert torch.equal(first, torch.arange(6.0))
     assert buffers.take({"weight": weight})["weight"].data_ptr() == first.data_ptr()
     assert torch.equal(first, weight)
-    more = buffers.take({"weight": weight, "later": weight})  # an optimizer has state after its first step
+    more = buffers.take(
+        {"weight": weight, "later": weight}
+    )  # an optimizer has state after its first step
     assert all(torch.equal(copy, weight) for copy in more.values())
 
 
 def test_copies_for_the_background_are_written_in_few_pieces(monkeypatch):
     monkeypatch.setattr(HostBuffers, "BLOCK", 100)
     count = torch.arange(3, dtype=torch.int64)
-    tensors = {"b": torch.randn(5), "half": torch.randn(3).bfloat16(), "a": torch.randn(2, 3), "count": count}
+    tensors = {
+        "b": torch.randn(5),
+        "half": torch.randn(3).bfloat16(),
+        "a": torch.randn(2, 3),
+        "count": count,
+    }
     tensors["large"] = torch.randn(40)
     copies = HostBuffers().take(tensors)
     parts = list(shards.encode(copies))
     assert b"".join(parts) == b"".join(shards.encode(tensors))
-    assert [len(part) for part in parts[1:]] == [24 + 24 + 20, 160, 6]  # count, a and b; large, by itself; half
+    assert [len(part) for part in parts[1:]] == [
+        24 + 24 + 20,
+        160,
+        6,
+    ]  # count, a and b; large, by itself; half
     assert len(list(shards.encode(tensors))) == 6
-    assert copies["half"].untyped_storage().data_ptr() == copies["count"].untyped_storage().data_ptr()
+    assert (
+        copies["half"].untyped_storage().data_ptr() == copies["count"].untyped_storage().data_ptr()
+    )
 
 
 def test_a_save_keeps_plans_and_no_tensors(tmp_path):
@@ -761,7 +913,9 @@ class LateBuffers(HostBuffers):
         assert self.happened.wait(10), "no update asked for the copies"
 
 
-def test_a_copy_that_takes_its_time_is_waited_for_by_the_next_update_and_by_the_file(tmp_path, monkeypatch):
+def test_a_copy_that_takes_its_time_is_waited_for_by_the_next_update_and_by_the_file(
+    tmp_path, monkeypatch
+):
     run = begin(tiny(tmp_path, async_save=True), tmp_path / "run", resume=False)
     run.saver.buffers = LateBuffers()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: run.saver.buffers)
@@ -775,15 +929,25 @@ def test_a_copy_that_takes_its_time_is_waited_for_by_the_next_update_and_by_the_
     run.log.close()
     written = read_all(tmp_path / "run" / "checkpoints" / "step-00000001", "model")
     assert all(torch.equal(written[name], tensor) for name, tensor in saved.items())
-    assert not all(torch.equal(tensor, saved[name]) for name, tensor in run.model.named_parameters())
+    assert not all(
+        torch.equal(tensor, saved[name]) for name, tensor in run.model.named_parameters()
+    )
 
 
-def test_a_failing_write_in_the_background_stops_the_run_at_one_of_the_next_steps(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=200, eval_every=200, depth_every=200, save_every=50, async_save=True)
+def test_a_failing_write_in_the_background_stops_the_run_at_one_of_the_next_steps(
+    tmp_path, monkeypatch
+):
+    config = tiny(
+        tmp_path, steps=200, eval_every=200, depth_every=200, save_every=50, async_save=True
+    )
     slow_writes(monkeypatch, failing=100)
-    with pytest.raises(UserError, match=r"could not write .*step-00000100: No space left.*good .*step-00000050"):
+    with pytest.raises(
+        UserError, match=r"could not write .*step-00000100: No space left.*good .*step-00000050"
+    ):
         train(config, tmp_path / "run")
-    assert fingerprint(tmp_path / "run")["metrics"][-1]["step"] < 150, "it was noticed by the next save only"
+    assert fingerprint(tmp_path / "run")["metrics"][-1]["step"] < 150, (
+        "it was noticed by the next save only"
+    )
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000050"]
 
 
@@ -819,7 +983,9 @@ def test_depth_records(tmp_path):
         assert records[-1]["read_norm"] == pytest.approx(sizes, rel=1e-4)
         for record in records:
             assert record["sublayers"] == ["attention", "mlp"] * 2
-            assert [len(record[key]) for key in ("output_norm", "gradient_norm", "read_norm", "entropy")] == [
+            assert [
+                len(record[key]) for key in ("output_norm", "gradient_norm", "read_norm", "entropy")
+            ] == [
                 4,
                 4,
                 5,
@@ -827,10 +993,16 @@ def test_depth_records(tmp_path):
             ]
             mixing = np.array(record["mixing"])
             assert np.allclose(mixing, np.tril(mixing))
-            assert all(value > 0 for key in ("output_norm", "gradient_norm", "read_norm") for value in record[key])
+            assert all(
+                value > 0
+                for key in ("output_norm", "gradient_norm", "read_norm")
+                for value in record[key]
+            )
             if residual == "standard":
                 assert np.allclose(mixing, np.tril(np.ones((5, 5))), atol=1e-4)
-                assert record["entropy"] == pytest.approx([math.log(row + 1) for row in range(5)], abs=1e-4)
+                assert record["entropy"] == pytest.approx(
+                    [math.log(row + 1) for row in range(5)], abs=1e-4
+                )
             else:
                 assert np.allclose(mixing.sum(1), 1, atol=1e-4)
                 assert all(e <= math.log(row + 1) + 1e-4 for row, e in enumerate(record["entropy"]))
@@ -840,7 +1012,11 @@ def test_gradients_by_depth_are_those_before_clipping(tmp_path):
     taken = {}
     for limit in (1e-3, 1e3):
         config = tiny(tmp_path, depth_every=1)
-        run = begin(replace(config, optim=replace(config.optim, clip=limit)), tmp_path / str(limit), resume=False)
+        run = begin(
+            replace(config, optim=replace(config.optim, clip=limit)),
+            tmp_path / str(limit),
+            resume=False,
+        )
         (taken[limit],) = loop.HostStep(run).take(1)
         run.log.close()
     assert taken[1e-3].depth == taken[1e3].depth
@@ -862,7 +1038,11 @@ def test_summary_and_resolved_configuration(tmp_path):
         "source_hash",
         "tokenizer_hash",
     }
-    assert {**saved, "folder": tmp_path / "run"} == asdict(summary) == asdict(TrainResult.read(tmp_path / "run"))
+    assert (
+        {**saved, "folder": tmp_path / "run"}
+        == asdict(summary)
+        == asdict(TrainResult.read(tmp_path / "run"))
+    )
     assert summary.tokens == STEPS * 4 * 32
     assert summary.peak_memory_bytes > 50 * 2**20
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -875,7 +1055,15 @@ def test_summary_and_resolved_configuration(tmp_path):
 def test_every_parameter_meets_its_optimizer_once(optimizer):
     for residual in names():
         model = Decoder(
-            ModelConfig(vocab_size=64, dim=16, layers=2, heads=2, mlp_dim=32, qk_norm=True, residual=residual)
+            ModelConfig(
+                vocab_size=64,
+                dim=16,
+                layers=2,
+                heads=2,
+                mlp_dim=32,
+                qk_norm=True,
+                residual=residual,
+            )
         )
         optimizers = build_optimizers(model, OptimSettings(optimizer=optimizer))
         homes = {}
@@ -897,7 +1085,11 @@ def test_the_optimizer_has_the_settings_that_were_asked_for(optimizer):
     built = build_optimizers(model, settings)
     for group in built["adamw"].param_groups:
         assert (group["lr"], group["betas"]) == (0.25, (0.7, 0.8))
-    decays = {group["name"]: group["weight_decay"] for kind in built.values() for group in kind.param_groups}
+    decays = {
+        group["name"]: group["weight_decay"]
+        for kind in built.values()
+        for group in kind.param_groups
+    }
     assert decays == {"matrices": 0.3, "rest": 0.0}
     if optimizer == "muon":
         (group,) = built["muon"].param_groups
@@ -925,11 +1117,17 @@ def test_a_step_sees_the_batch_of_its_seed_and_number(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_factor_of_the_queries_is_on_every_rate_of_the_schedule(optimizer):
-    model = Decoder(ModelConfig(vocab_size=64, dim=16, layers=2, heads=2, mlp_dim=32, residual="attnres-full"))
+    model = Decoder(
+        ModelConfig(vocab_size=64, dim=16, layers=2, heads=2, mlp_dim=32, residual="attnres-full")
+    )
     optimizers = build_optimizers(model, OptimSettings(optimizer=optimizer, query_lr=0.1))
     for rate in (0.5, 0.25):
         set_learning_rate(optimizers, rate)
-        rates = {group["name"]: group["lr"] for built in optimizers.values() for group in built.param_groups}
+        rates = {
+            group["name"]: group["lr"]
+            for built in optimizers.values()
+            for group in built.param_groups
+        }
         assert rates == {"matrices": rate, "rest": rate, "queries": rate * 0.1}
 
 
@@ -938,12 +1136,20 @@ def test_the_factor_of_the_queries_acts_on_queries_alone(tmp_path):
     moved = {}
     for factor in (1.0, 0.25):
         config = tiny(tmp_path, residual="attnres-full", steps=1)
-        run = begin(replace(config, optim=replace(config.optim, query_lr=factor)), tmp_path / str(factor), resume=False)
+        run = begin(
+            replace(config, optim=replace(config.optim, query_lr=factor)),
+            tmp_path / str(factor),
+            resume=False,
+        )
         before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
         update(run, 1, accumulate(run, 1))
         run.log.close()
-        moved[factor] = {name: value.detach() - before[name] for name, value in run.model.named_parameters()}
-    assert all(change.abs().max() > 0 for name, change in moved[1.0].items() if name.endswith(".query"))
+        moved[factor] = {
+            name: value.detach() - before[name] for name, value in run.model.named_parameters()
+        }
+    assert all(
+        change.abs().max() > 0 for name, change in moved[1.0].items() if name.endswith(".query")
+    )
     for name, change in moved[1.0].items():
         expected = change * 0.25 if name.endswith(".query") else change
         torch.testing.assert_close(moved[0.25][name], expected, rtol=1e-5, atol=1e-9, msg=name)
@@ -951,11 +1157,15 @@ def test_the_factor_of_the_queries_acts_on_queries_alone(tmp_path):
 
 def test_schedules():
     cosine = OptimSettings(lr=1.0, warmup=10, final_lr=0.1)
-    assert [learning_rate(s, 100, cosine) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert [learning_rate(s, 100, cosine) for s in (0, 4, 9, 10)] == pytest.approx(
+        [0.1, 0.5, 1.0, 1.0]
+    )
     assert learning_rate(55, 100, cosine) == pytest.approx(0.55)
     assert learning_rate(99, 100, cosine) == pytest.approx(0.1, abs=1e-3)
     wsd = replace(cosine, schedule="wsd", decay=0.2, final_lr=0.0)
-    assert [learning_rate(s, 100, wsd) for s in (9, 10, 50, 80, 90, 99)] == pytest.approx([1, 1, 1, 1, 0.5, 0.05])
+    assert [learning_rate(s, 100, wsd) for s in (9, 10, 50, 80, 90, 99)] == pytest.approx(
+        [1, 1, 1, 1, 0.5, 0.05]
+    )
 
 
 def test_a_second_process_is_kept_out_of_a_run_folder(tmp_path):
@@ -974,10 +1184,15 @@ def test_a_run_goes_on_where_its_text_lies_now(tmp_path, monkeypatch):
         with pytest.raises(PowerCut):
             train(config, tmp_path / "run")
     (tmp_path / "corpus").rename(tmp_path / "moved")
-    moved = replace(config, data=replace(config.data, source=(str(tmp_path / "moved"),), cache=str(tmp_path / "other")))
+    moved = replace(
+        config,
+        data=replace(config.data, source=(str(tmp_path / "moved"),), cache=str(tmp_path / "other")),
+    )
     assert train(moved, tmp_path / "run", resume=True).loss == whole.loss
     assert fingerprint(tmp_path / "run")["files"] == fingerprint(tmp_path / "whole")["files"]
-    assert read_json(tmp_path / "run" / "config.json")["data"]["source"] == [str(tmp_path / "moved")]
+    assert read_json(tmp_path / "run" / "config.json")["data"]["source"] == [
+        str(tmp_path / "moved")
+    ]
 
 
 def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):
@@ -988,6 +1203,7 @@ def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):
             train(config, tmp_path / "run")
     (write_corpus(tmp_path) / "more.txt").write_text("a text that was not there before " * 20)
     with pytest.raises(
-        UserError, match=r"(?s)on other text:\n  corpus.source_hash.*Put back the text.*--init-from .*step-"
+        UserError,
+        match=r"(?s)on other text:\n  corpus.source_hash.*Put back the text.*--init-from .*step-",
     ):
         train(config, tmp_path / "run", resume=True)

@@ -40,7 +40,11 @@ OPTIONS = [
     "delta-attnres:block=2",
     "depth-window:maps=reader",
 ]
-SMALLER = {"mhc": "mhc:streams=3", "mhc-lite": "mhc-lite:streams=3", "laurel": "laurel:rank=4"}  # fewer parameters
+SMALLER = {
+    "mhc": "mhc:streams=3",
+    "mhc-lite": "mhc-lite:streams=3",
+    "laurel": "laurel:rank=4",
+}  # fewer parameters
 
 
 def specs() -> list[str]:
@@ -79,7 +83,10 @@ def make(spec: str) -> dict[str, torch.Tensor]:
     given = {f"source.{i}": torch.randn(BATCH, TOKENS, DIM) for i in range(SUBLAYERS + 1)}
     names_of_reads = flat(replay(residual, [given[f"source.{i}"] for i in range(SUBLAYERS + 1)]))
     given |= {f"cotangent.{name}": torch.randn(BATCH, TOKENS, DIM) for name in names_of_reads}
-    given |= {f"parameter.{n}": (p + 0.3 * torch.randn(p.shape)).detach() for n, p in residual.named_parameters()}
+    given |= {
+        f"parameter.{n}": (p + 0.3 * torch.randn(p.shape)).detach()
+        for n, p in residual.named_parameters()
+    }
     return given | evaluate(spec, given)
 
 
@@ -90,7 +97,11 @@ def file_of(spec: str) -> Path:
 def main() -> None:
     for spec in sys.argv[1:] or specs():
         tensors = {name: x.detach().float().contiguous() for name, x in make(spec).items()}
-        layout = {"sublayers": SUBLAYERS, "kinds": ["attention", "mlp"] * (SUBLAYERS // 2), "dim": DIM}
+        layout = {
+            "sublayers": SUBLAYERS,
+            "kinds": ["attention", "mlp"] * (SUBLAYERS // 2),
+            "dim": DIM,
+        }
         save_file(tensors, file_of(spec), {"residual": spec, "layout": json.dumps(layout)})
 
 

@@ -48,7 +48,9 @@ def theirs_mhc(given, sources):
     """transformers' DeepSeek-V4: comb is the transpose of the paper's mixing matrix, so our logits are transposed."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
-    config = SimpleNamespace(hc_mult=STREAMS, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-20, hidden_size=DIM)
+    config = SimpleNamespace(
+        hc_mult=STREAMS, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-20, hidden_size=DIM
+    )
     transposed = torch.arange(STREAMS**2).view(STREAMS, STREAMS).T.flatten()
     order = torch.cat((torch.arange(2 * STREAMS), 2 * STREAMS + transposed))
     streams, reads = sources[0].unsqueeze(2).repeat(1, 1, STREAMS, 1), []
@@ -76,13 +78,18 @@ def theirs_x_attention(given, sources):
             for parameter in module.to_query[1].parameters():
                 parameter.zero_()
             module.to_keys.weight.copy_(given[f"parameter.reads.{i}.key_weight"])
-            module.norm.weight.copy_(given[f"parameter.reads.{i}.query"].diagonal() * DIM**0.5)  # its logits are scaled
+            module.norm.weight.copy_(
+                given[f"parameter.reads.{i}.query"].diagonal() * DIM**0.5
+            )  # its logits are scaled
         reads.append(module(sources[: i + 1]))
     return reads
 
 
 def diagonal_queries(given):
-    return {k: torch.diag(v.diagonal()) if ".reads." in k and k.endswith("query") else v for k, v in given.items()}
+    return {
+        k: torch.diag(v.diagonal()) if ".reads." in k and k.endswith("query") else v
+        for k, v in given.items()
+    }
 
 
 def theirs_x_layerscale(given, sources):
@@ -123,7 +130,9 @@ class Peer:
 
 
 PEERS = {
-    "hyper-connections": Peer(f"hyper-connections:streams={STREAMS}", theirs_hyper_connections, "hyper-connections"),
+    "hyper-connections": Peer(
+        f"hyper-connections:streams={STREAMS}", theirs_hyper_connections, "hyper-connections"
+    ),
     "mhc": Peer(f"mhc:streams={STREAMS}", theirs_mhc, "transformers"),
     "x-transformers-attnres": Peer(
         "attnres-full:query=projected", theirs_x_attention, "x-transformers", diagonal_queries
@@ -136,18 +145,28 @@ PEERS = {
 def record(name: str, peer: Peer) -> None:
     source = f"{peer.package} {version(peer.package)}"
     given = make(peer.spec)
-    inputs = {k: v.detach() for k, v in given.items() if k.split(".")[0] in ("source", "parameter", "cotangent")}
+    inputs = {
+        k: v.detach()
+        for k, v in given.items()
+        if k.split(".")[0] in ("source", "parameter", "cotangent")
+    }
     inputs = peer.change(inputs)
     sources = [inputs[f"source.{i}"].double().requires_grad_() for i in range(SUBLAYERS + 1)]
     reads = {f"read.{i}": read for i, read in enumerate(peer.theirs(inputs, sources))}
     total = sum((read * inputs[f"cotangent.{k}"].double()).sum() for k, read in reads.items())
-    gradients = {f"gradient.source.{i}": g for i, g in enumerate(torch.autograd.grad(total, sources))}
+    gradients = {
+        f"gradient.source.{i}": g for i, g in enumerate(torch.autograd.grad(total, sources))
+    }
     outputs = {k: v.detach() for k, v in (reads | gradients).items()}
     ours = evaluate(peer.spec, inputs)
     worst = max((outputs[k] - ours[k].detach()).abs().max().item() for k in outputs)
     print(f"{peer.spec}: largest difference to {source}: {worst:.2e}")
     tensors = {k: v.float().contiguous() for k, v in (inputs | outputs).items()}
-    save_file(tensors, FOLDER / "peers" / f"{name}.safetensors", {"residual": peer.spec, "made_by": source})
+    save_file(
+        tensors,
+        FOLDER / "peers" / f"{name}.safetensors",
+        {"residual": peer.spec, "made_by": source},
+    )
 
 
 def main() -> None:

@@ -50,12 +50,16 @@ class Inspection:
     texts: Mapping[int, str]  # of every token that stands anywhere here
     loss: Tensor  # (T - 1): nats, of the token after each position
     mixing: Tensor  # (R, S, T): the weight of a source in a read; zero above the diagonal
-    parts: Mapping[str, Tensor]  # the same for each head, or for query, key and value, where there are several
+    parts: Mapping[
+        str, Tensor
+    ]  # the same for each head, or for query, key and value, where there are several
     read_size: Tensor  # (R, T): root mean square over channels
     source_size: Tensor  # (S, T)
     reads: Top  # (R, T, k): what a read says, through the final norm and the output head
     sources: Top  # (S, T, k): what a source says
-    experts: Mapping[int, Top]  # by sublayer, where it has experts: those chosen, and their weights, (T, k)
+    experts: Mapping[
+        int, Top
+    ]  # by sublayer, where it has experts: those chosen, and their weights, (T, k)
     removed: Removal | None  # of each source, taken away at all reads: S places
     removed_at: Removal | None  # at one read: places are `pairs`
     notes: tuple[str, ...] = ()  # what a reader must know before the numbers
@@ -115,4 +119,8 @@ def _listed(value: Any) -> Any:
 
 
 def _rounded(values: Any) -> Any:
-    return [_rounded(value) for value in values] if isinstance(values, list) else float(f"{values:.7g}")
+    return (
+        [_rounded(value) for value in values]
+        if isinstance(values, list)
+        else float(f"{values:.7g}")
+    )

@@ -63,14 +63,22 @@ def inspect(
         says = [_lens(subject, norm, parts, top) for parts in (trace.reads, trace.sources)]
         chosen = _affordable(subject, rows.shape[1]) if removals == "auto" else removals
         places = _places(len(trace.sources), chosen)
-        effects = [remove(subject, rows, shares, p, loss, top, logits.shape[-1]) if p else None for p in places]
+        effects = [
+            remove(subject, rows, shares, p, loss, top, logits.shape[-1]) if p else None
+            for p in places
+        ]
     ids = tuple(rows[0].tolist())
-    texts = _texts(tokenizer, ids, [*says, *(effect.top for effect in effects if effect is not None)])
+    texts = _texts(
+        tokenizer, ids, [*says, *(effect.top for effect in effects if effect is not None)]
+    )
     return Inspection(
         name=name or subject.residual.spec,
         residual=subject.residual.spec,
         mixes=subject.residual.mixes,
-        kinds=tuple("moe" if i in experts and kind == "mlp" else kind for i, kind in enumerate(subject.kinds)),
+        kinds=tuple(
+            "moe" if i in experts and kind == "mlp" else kind
+            for i, kind in enumerate(subject.kinds)
+        ),
         tokens=tuple(texts[i] for i in ids),
         ids=ids,
         texts=texts,
@@ -94,7 +102,9 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
             "tokens are numbers, and this is a text: give tokenizer.encode(text), with the tokenizer beside it"
         )
     if isinstance(tokens, Mapping):
-        raise UserError(f"tokens are numbers, and this has them under a name: give ...['input_ids'], of {[*tokens]}")
+        raise UserError(
+            f"tokens are numbers, and this has them under a name: give ...['input_ids'], of {[*tokens]}"
+        )
     rows = torch.as_tensor(tokens, dtype=torch.long, device=next(model.parameters()).device)
     rows = rows[None] if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[0] != 1:
@@ -107,7 +117,9 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
     config: Any = model.config
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     if context is not None and rows.shape[1] > context:
-        raise UserError(f"{rows.shape[1]} tokens exceed the model's context of {context}: give a shorter prompt")
+        raise UserError(
+            f"{rows.shape[1]} tokens exceed the model's context of {context}: give a shorter prompt"
+        )
     if int(rows.min()) < 0 or int(rows.max()) >= config.vocab_size:
         raise UserError(
             f"tokens must lie between 0 and {config.vocab_size - 1}, got {int(rows.min())} to {int(rows.max())}"
@@ -120,7 +132,9 @@ def _lens(subject: Subject, norm: Norm, parts: Sequence[Any], count: int) -> Top
     """What each part says through the final norm and the head; of three inputs the first, which queries read."""
     first = [part[0] if isinstance(part, tuple) else part for part in parts]
     tops = [top_of(subject.head(norm(x))[0].float(), count) for x in first]
-    return Top(torch.stack([top.ids for top in tops]), torch.stack([top.probabilities for top in tops]))
+    return Top(
+        torch.stack([top.ids for top in tops]), torch.stack([top.probabilities for top in tops])
+    )
 
 
 def _sizes(parts: Sequence[Any]) -> Tensor:
@@ -146,10 +160,17 @@ def _affordable(subject: Subject, length: int) -> Removals:
     return "pairs" if cost < CHEAP.get(device, CHEAP["cpu"]) else "sources"
 
 
-def _places(sources: int, removals: Removals) -> tuple[list[tuple[int | None, int]], list[tuple[int | None, int]]]:
+def _places(
+    sources: int, removals: Removals
+) -> tuple[list[tuple[int | None, int]], list[tuple[int | None, int]]]:
     everywhere: list[tuple[int | None, int]] = [(None, source) for source in range(sources)]
-    pairs: list[tuple[int | None, int]] = [(read, source) for read in range(sources) for source in range(read + 1)]
-    return everywhere if removals in ("sources", "pairs") else [], pairs if removals == "pairs" else []
+    pairs: list[tuple[int | None, int]] = [
+        (read, source) for read in range(sources) for source in range(read + 1)
+    ]
+    return everywhere if removals in (
+        "sources",
+        "pairs",
+    ) else [], pairs if removals == "pairs" else []
 
 
 def _texts(tokenizer: Decodes | None, ids: Sequence[int], tops: Sequence[Top]) -> dict[int, str]:
@@ -185,5 +206,6 @@ def at_start(residual: Residual) -> bool:
     fixed = [name for name, start in fresh[0].items() if torch.equal(start, fresh[1][name])]
     now = dict(residual.named_parameters())
     return bool(fixed) and all(
-        torch.equal(now[name].detach().cpu(), fresh[0][name].detach().to(now[name].dtype)) for name in fixed
+        torch.equal(now[name].detach().cpu(), fresh[0][name].detach().to(now[name].dtype))
+        for name in fixed
     )

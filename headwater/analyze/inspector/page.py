@@ -108,17 +108,26 @@ def _model(inspection: "Inspection", place: dict[str, int], level: int) -> dict[
         "sourceSize": pack(inspection.source_size),
         "reads": top(inspection.reads),
         "sources": top(inspection.sources),
-        "experts": [{"sublayer": i, **packed(chosen, chosen.ids)} for i, chosen in inspection.experts.items()],
+        "experts": [
+            {"sublayer": i, **packed(chosen, chosen.ids)}
+            for i, chosen in inspection.experts.items()
+        ],
         "removed": _removal(inspection.removed, top, 0),
         "removedAt": _removal(inspection.removed_at, top, level),
     }
 
 
-def _removal(removal: "Removal | None", top: Callable[["Top"], Any], level: int) -> dict[str, Any] | None:
+def _removal(
+    removal: "Removal | None", top: Callable[["Top"], Any], level: int
+) -> dict[str, Any] | None:
     if removal is None:
         return None
     loss = removal.loss.mean(-1, keepdim=True) if level > 2 else removal.loss
-    kept = type(removal.top)(removal.top.ids[..., :1], removal.top.probabilities[..., :1]) if level else removal.top
+    kept = (
+        type(removal.top)(removal.top.ids[..., :1], removal.top.probabilities[..., :1])
+        if level
+        else removal.top
+    )
     return {"loss": pack(loss), "top": None if level > 1 else top(kept)}
 
 

@@ -16,7 +16,9 @@ from .shares import Shares
 from .subject import Subject
 
 Place = tuple[int | None, int]  # (read, source): at one read, or, None, at all
-NUMBERS = 2**25  # of the logits, and of all sources, of one batch of passes, at most: 128 MiB in fp32
+NUMBERS = (
+    2**25
+)  # of the logits, and of all sources, of one batch of passes, at most: 128 MiB in fp32
 
 
 class _Remover(Watcher):
@@ -25,7 +27,9 @@ class _Remover(Watcher):
     def __init__(self, shares: Shares, places: Sequence[Place]) -> None:
         self.shares, self.places = shares, places
 
-    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+    def read(
+        self, residual: Residual, state: State, i: int, norm: Norm | None
+    ) -> tuple[Read, State]:
         x, state = super().read(residual, state, i, None)
         if isinstance(x, tuple):
             query, key, value = (self._without(part, i, stream) for stream, part in enumerate(x))
@@ -35,7 +39,9 @@ class _Remover(Watcher):
         return apply_norm(norm, x), state
 
     def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
-        return apply_norm(norm, self._without(super().end(residual, state, None), residual.sublayers, 0))
+        return apply_norm(
+            norm, self._without(super().end(residual, state, None), residual.sublayers, 0)
+        )
 
     def _without(self, x: Tensor, read: int, stream: int) -> Tensor:
         x = x.clone()
@@ -48,18 +54,28 @@ class _Remover(Watcher):
 def less(x: Tensor, share: Tensor) -> Tensor:
     """x - share, (T, D). A token of which only rounding is left has nothing left: a norm would make that large."""
     rest = x - share
-    nothing = rest.norm(dim=-1, keepdim=True) <= 8 * torch.finfo(x.dtype).eps * x.norm(dim=-1, keepdim=True)
+    nothing = rest.norm(dim=-1, keepdim=True) <= 8 * torch.finfo(x.dtype).eps * x.norm(
+        dim=-1, keepdim=True
+    )
     return rest.masked_fill(nothing, 0)
 
 
 @torch.no_grad()
 def remove(
-    subject: Subject, tokens: Tensor, shares: Shares, places: Sequence[Place], loss: Tensor, top: int, vocabulary: int
+    subject: Subject,
+    tokens: Tensor,
+    shares: Shares,
+    places: Sequence[Place],
+    loss: Tensor,
+    top: int,
+    vocabulary: int,
 ) -> Removal:
     """The change of loss and the likeliest tokens without each of `places`. `tokens`: (1, T). `loss`: of the whole
     model, (T - 1)."""
     residual = subject.residual
-    batch = max(1, NUMBERS // (tokens.shape[1] * max(vocabulary, residual.dim * (residual.sublayers + 1))))
+    batch = max(
+        1, NUMBERS // (tokens.shape[1] * max(vocabulary, residual.dim * (residual.sublayers + 1)))
+    )
     changes, tops = [], []
     for start in range(0, len(places), batch):
         some = places[start : start + batch]
@@ -69,7 +85,8 @@ def remove(
         changes.append(losses(logits, rows) - loss)
         tops.append(top_of(logits, top))
     return Removal(
-        torch.cat(changes), Top(torch.cat([t.ids for t in tops]), torch.cat([t.probabilities for t in tops]))
+        torch.cat(changes),
+        Top(torch.cat([t.ids for t in tops]), torch.cat([t.probabilities for t in tops])),
     )
 
 

@@ -43,7 +43,9 @@ class InspectorServer(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
-            raise UserError(f"port {port} of 127.0.0.1 cannot be had ({error}): give another, or 0") from None
+            raise UserError(
+                f"port {port} of 127.0.0.1 cannot be had ({error}): give another, or 0"
+            ) from None
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
 
     @property

@@ -17,9 +17,13 @@ STREAMS = ("query", "key", "value")
 class Shares:
     """Of every source in every read of one pass, as `residual` mixed its `sources` into `reads`, (1, T, D) each."""
 
-    def __init__(self, residual: Residual, sources: Sequence[Tensor], reads: Sequence[Read]) -> None:
+    def __init__(
+        self, residual: Residual, sources: Sequence[Tensor], reads: Sequence[Read]
+    ) -> None:
         self.sources = [source[0].float() for source in sources]
-        self.inputs = max(len(read) if isinstance(read, tuple) else 1 for read in reads)  # one, or query, key and value
+        self.inputs = max(
+            len(read) if isinstance(read, tuple) else 1 for read in reads
+        )  # one, or query, key and value
         self._mixing = [mixing(residual, sources, stream)[:, :, 0] for stream in range(self.inputs)]
         self._columns = None if residual.mixes == "scalar" else shares_of(residual, sources)
 

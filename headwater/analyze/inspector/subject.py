@@ -22,8 +22,12 @@ class Subject:
         self.model = model
         self.converted = not isinstance(model, Decoder)
         residuals = [module for module in model.modules() if isinstance(module, Residual)]
-        parts = {part for residual in residuals for part in residual.modules() if part is not residual}
-        found = [residual for residual in residuals if residual not in parts]  # one may be made of others
+        parts = {
+            part for residual in residuals for part in residual.modules() if part is not residual
+        }
+        found = [
+            residual for residual in residuals if residual not in parts
+        ]  # one may be made of others
         if len(found) != 1:
             raise UserError(_refusal(model, len(found)))
         if not isinstance(model, Decoder) and not hasattr(model, "get_output_embeddings"):
@@ -44,8 +48,12 @@ class Subject:
             return self.model.head
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         if head is None:
-            raise UserError(f"this {type(self.model).__name__} has no output head to read its depth through")
-        before = getattr(self.model, "lm_head", head)  # ModernBERT's is no output embedding, and stands before it
+            raise UserError(
+                f"this {type(self.model).__name__} has no output head to read its depth through"
+            )
+        before = getattr(
+            self.model, "lm_head", head
+        )  # ModernBERT's is no output embedding, and stands before it
         body = head if before is head else nn.Sequential(before, head)
         config: Any = self.model.config
         return _scaled_head(body, config.get_text_config())
@@ -77,7 +85,11 @@ class Subject:
         within = 1e-3 if next(self.model.parameters()).dtype == torch.float32 else 1e-2
         if again.shape == logits.shape and torch.allclose(again, logits, rtol=within, atol=within):
             return
-        apart = f"{(again - logits).abs().max():.2g} apart" if again.shape == logits.shape else "of another size"
+        apart = (
+            f"{(again - logits).abs().max():.2g} apart"
+            if again.shape == logits.shape
+            else "of another size"
+        )
         raise UserError(
             f"what a part of this {type(self.model).__name__} says is its output head after the final norm, and on the "
             f"final read that must be the model's logits; they are {apart}, so the model does something between its "
@@ -92,7 +104,9 @@ class _Pass(Watcher):
     norm: Norm | None = None
     reading: int = 0
 
-    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+    def read(
+        self, residual: Residual, state: State, i: int, norm: Norm | None
+    ) -> tuple[Read, State]:
         self.reading = i
         return super().read(residual, state, i, norm)
 
@@ -108,8 +122,13 @@ def _scaled_head(head: nn.Module, config: Any) -> Callable[[Tensor], Tensor]:
     def setting(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None))), None)
 
-    cap, used = setting("final_logit_softcapping", "logits_soft_cap"), setting("unpadded_vocab_size")
-    scale = (setting("logit_scale") or 1.0) / (setting("logits_scaling", "logits_mup_width_multiplier") or 1.0)
+    cap, used = (
+        setting("final_logit_softcapping", "logits_soft_cap"),
+        setting("unpadded_vocab_size"),
+    )
+    scale = (setting("logit_scale") or 1.0) / (
+        setting("logits_scaling", "logits_mup_width_multiplier") or 1.0
+    )
 
     def apply(x: Tensor) -> Tensor:
         logits = head(x)[..., :used] * scale
@@ -146,9 +165,13 @@ def _routed(model: nn.Module, pass_: _Pass) -> Iterator[dict[int, Top]]:
             keep(*chosen)
 
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    named = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    named = [
+        module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"
+    ]
     handles = [router.register_forward_hook(of_router) for router in routers]
-    handles += [] if routers else [experts.register_forward_pre_hook(of_experts) for experts in named]
+    handles += (
+        [] if routers else [experts.register_forward_pre_hook(of_experts) for experts in named]
+    )
     try:
         yield found
     finally:
@@ -162,6 +185,10 @@ def _chosen(inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
     if len(inputs) != 3 or not all(isinstance(each, Tensor) and each.dim() == 2 for each in inputs):
         return None
     _, experts, weights = inputs
-    if experts.is_floating_point() or experts.dtype == torch.bool or not weights.is_floating_point():
+    if (
+        experts.is_floating_point()
+        or experts.dtype == torch.bool
+        or not weights.is_floating_point()
+    ):
         return None
     return experts, weights if weights.shape == experts.shape else weights.gather(-1, experts)

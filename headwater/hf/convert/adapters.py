@@ -41,7 +41,9 @@ def trainable(model: nn.Module, only: bool = False) -> int:
 def check_adapters(model: nn.Module) -> None:
     """PEFT writes of an adapter that is a prompt or a prefix the prompt alone, whatever else was trained."""
     configs = (getattr(module, "active_peft_config", None) for module in model.modules())
-    if prompt := next((config for config in configs if config is not None and config.is_prompt_learning), None):
+    if prompt := next(
+        (config for config in configs if config is not None and config.is_prompt_learning), None
+    ):
         raise UserError(
             f"the folder of a {type(prompt).__name__} adapter holds its prompt alone, and a residual trained beside it "
             "would be lost: give model.base_model, and keep the residual by headwater.hf.save_delta(model, FILE)"
@@ -57,7 +59,14 @@ def keep_in_adapters(model: nn.Module) -> None:
 
 def _peft_configs(model: nn.Module) -> dict[str, Any]:
     """By adapter; PEFT leaves them on the model inside too."""
-    return next((module.__dict__["peft_config"] for module in model.modules() if "peft_config" in module.__dict__), {})
+    return next(
+        (
+            module.__dict__["peft_config"]
+            for module in model.modules()
+            if "peft_config" in module.__dict__
+        ),
+        {},
+    )
 
 
 def _active_adapters(model: nn.Module, configs: Mapping[str, Any]) -> list[str]:

@@ -46,7 +46,11 @@ def unknown(module: nn.Module, layer: nn.Module) -> list[str]:
     if _takes_any(layer):
         return []  # it may come among those
     known = _parameters(layer)
-    return [n for n in list(_parameters(module))[1:] if n not in NOTHING and _of_layer(n, known) not in known]
+    return [
+        n
+        for n in list(_parameters(module))[1:]
+        if n not in NOTHING and _of_layer(n, known) not in known
+    ]
 
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:

@@ -25,10 +25,17 @@ def decoded(model: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> 
     name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
     if name is None or parts[0].shape[1] != cut:
         return None
-    per_token = {name: value for name, value in inputs.items() if _is_per_token(value, inputs["input_ids"].shape)}
+    per_token = {
+        name: value
+        for name, value in inputs.items()
+        if _is_per_token(value, inputs["input_ids"].shape)
+    }
     for end in range(cut + 1, length + 1):
         until = _until(per_token, end)
-        step = {each: value if each == "attention_mask" else value[:, -1:] for each, value in until.items()}
+        step = {
+            each: value if each == "attention_mask" else value[:, -1:]
+            for each, value in until.items()
+        }
         out = model(**step, **{name: getattr(out, name)}, use_cache=True)
         parts.append(_result(out))
     return torch.cat(parts, dim=1)
@@ -59,7 +66,10 @@ def parts_of(mask: Tensor, steps: int = STEPS) -> dict[str, Tensor]:
 
 def _until(inputs: Mapping[str, Any], end: int) -> dict[str, Any]:
     shape = inputs["input_ids"].shape
-    return {name: value[:, :end] if _is_per_token(value, shape) else value for name, value in inputs.items()}
+    return {
+        name: value[:, :end] if _is_per_token(value, shape) else value
+        for name, value in inputs.items()
+    }
 
 
 def _is_per_token(value: Any, shape: torch.Size) -> bool:

@@ -22,7 +22,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 from headwater.errors import UserError
 
@@ -49,15 +52,25 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     if base in _configs:
         return _configs[base]
     model_type = PREFIX + base.model_type
-    members: dict[str, Any] = {"model_type": model_type, "__module__": __name__, **remakable(config_class, base)}
+    members: dict[str, Any] = {
+        "model_type": model_type,
+        "__module__": __name__,
+        **remakable(config_class, base),
+    }
 
     def get_config_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """A plain folder may be read as this type, as PEFT does when it saves an adapter: without a warning."""
         found, rest = super(made, cls).get_config_dict(*args, **kwargs)  # type: ignore[arg-type]
-        return (found | {"model_type": model_type} if found.get("model_type") == base.model_type else found), rest
+        return (
+            found | {"model_type": model_type}
+            if found.get("model_type") == base.model_type
+            else found
+        ), rest
 
     members["get_config_dict"] = classmethod(get_config_dict)
-    if base.__module__.partition(".")[0] != "transformers":  # which gives a class without an __init__ one of fields
+    if (
+        base.__module__.partition(".")[0] != "transformers"
+    ):  # which gives a class without an __init__ one of fields
         members["__init__"] = base.__init__
     made = type(f"Headwater{base.__name__}", (base,), members)
     _configs[base] = made
@@ -104,7 +117,9 @@ class Converted:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         _undo_inside(self)  # type: ignore[arg-type]
         plan = saved_plan(self, saved_settings(config))  # type: ignore[arg-type]
-        install(plan, head=type(self), config=type(config), unchecked="it was built from its config")
+        install(
+            plan, head=type(self), config=type(config), unchecked="it was built from its config"
+        )
 
     def initialize_weights(self) -> None:
         """Parameters that a checkpoint did not bring get their start values: the added ones from their residual."""
@@ -118,7 +133,11 @@ def _undo_inside(model: nn.Module) -> None:
     converted as a whole."""
     inside = next((module for module in model.modules() if "_conversion" in module.__dict__), None)
     if inside is not None:
-        configs = [(module, module.__dict__["config"]) for module in inside.modules() if "config" in module.__dict__]
+        configs = [
+            (module, module.__dict__["config"])
+            for module in inside.modules()
+            if "config" in module.__dict__
+        ]
         revert(inside)
         for module, config in configs:
             module.__dict__["config"] = config
@@ -144,7 +163,12 @@ def head_class(base: type[Any]) -> type[PreTrainedModel]:
 
     forward.__signature__ = _with_flag(inspect.signature(base.forward), "output_depth_weights")  # type: ignore[attr-defined]
     # transformers reads the file of a class's module to learn which kernels of attention and experts it may set.
-    members = {"plain": base, "forward": forward, "__module__": base.__module__, **remakable(head_class, base)}
+    members = {
+        "plain": base,
+        "forward": forward,
+        "__module__": base.__module__,
+        **remakable(head_class, base),
+    }
     _heads[base] = type(f"Headwater{base.__name__}", (Converted, base), members)
     _share_mapping(base.__name__, _heads[base].__name__)
     return _heads[base]

@@ -94,10 +94,17 @@ def _install(plan: Plan, unchecked: str = "it was not asked for") -> Report:
     """A model that was reverted after it was loaded has a plain config again."""
     config = type(plan.found.head.config)
     assert not config.model_type.startswith(PREFIX)
-    return install(plan, head=head_class(type(plan.found.head)), config=config_class(config), unchecked=unchecked)
+    return install(
+        plan,
+        head=head_class(type(plan.found.head)),
+        config=config_class(config),
+        unchecked=unchecked,
+    )
 
 
-def load_added(model: nn.Module, module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
+def load_added(
+    model: nn.Module, module: nn.Module, weights: Mapping[str, Tensor], what: str
+) -> None:
     """Load `module` of a model just converted; weights that do not fit leave the model as it was before."""
     try:
         check_weights(module, weights, what)
@@ -110,5 +117,7 @@ def load_added(model: nn.Module, module: nn.Module, weights: Mapping[str, Tensor
 def check_weights(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
     """Every tensor of `module` is among `weights` in its shape, and nothing else is."""
     with user_values():
-        expected, found = ({name: tuple(t.shape) for name, t in x.items()} for x in (module.state_dict(), weights))
+        expected, found = (
+            {name: tuple(t.shape) for name, t in x.items()} for x in (module.state_dict(), weights)
+        )
         check_fit(expected, found, what)

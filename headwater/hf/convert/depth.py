@@ -56,9 +56,20 @@ class DepthState:
     __slots__ = ("at", "reads", "record", "tensors", "weights")
 
     def __init__(
-        self, tensors: State, at: int, record: Record | None = None, weights: State = (), reads: State = ()
+        self,
+        tensors: State,
+        at: int,
+        record: Record | None = None,
+        weights: State = (),
+        reads: State = (),
     ) -> None:
-        self.tensors, self.at, self.record, self.weights, self.reads = tensors, at, record, weights, reads
+        self.tensors, self.at, self.record, self.weights, self.reads = (
+            tensors,
+            at,
+            record,
+            weights,
+            reads,
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -66,9 +77,13 @@ class DepthState:
             "changes its stream there, by image features perhaps, and a conversion does not cover that"
         )
 
-    def after(self, tensors: State, at: int, weights: State = (), reads: State = ()) -> "DepthState":
+    def after(
+        self, tensors: State, at: int, weights: State = (), reads: State = ()
+    ) -> "DepthState":
         """The state one step on; `weights` and `reads` are what was seen in that step."""
-        return DepthState(tensors, at, self.record, (*self.weights, *weights), (*self.reads, *reads))
+        return DepthState(
+            tensors, at, self.record, (*self.weights, *weights), (*self.reads, *reads)
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> "DepthState":
         """Device maps move what enters a module."""
@@ -86,7 +101,9 @@ class Depth:
     owner: nn.Module  # the model that owns the loop over layers
     kinds: tuple[str, ...]
     scales: tuple[float, ...]
-    norms: dict[int, ScaledNorm] = field(default_factory=dict)  # of the reads whose norm a kernel can fold in
+    norms: dict[int, ScaledNorm] = field(
+        default_factory=dict
+    )  # of the reads whose norm a kernel can fold in
 
     @property
     def residual(self) -> Residual:
@@ -107,7 +124,9 @@ class Depth:
             return DepthState(call_on(x.device, self.residual, 0, "begin", x), 0, record)
         return DepthState(self.residual.begin(x), 0, record)
 
-    def call(self, site: nn.Module, verb: str, state: State, i: int, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, site: nn.Module, verb: str, state: State, i: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """`read`, `write` or `weights` of sublayer i for `site`, the module that asks: hooks may have moved it."""
         if hooked(site):
             return call_on(state[0].device, self.residual, i, verb, state, i, *args, **kwargs)
@@ -129,7 +148,10 @@ class Depth:
         that is what the next layer would have read."""
         last = self.residual.sublayers
         if state.record is not None:
-            state.record.weights = (*state.weights, self.call(site, "weights", state.tensors, state.at))
+            state.record.weights = (
+                *state.weights,
+                self.call(site, "weights", state.tensors, state.at),
+            )
             state.record.reads = state.reads
         if state.at < last:
             read, _ = self.read(site, state.tensors, state.at, norm)
@@ -140,7 +162,9 @@ class Depth:
         else:
             scaled = prepared
         if hooked(site):
-            return call_on(state.tensors[0].device, self.residual, last, "end", state.tensors, norm=scaled)
+            return call_on(
+                state.tensors[0].device, self.residual, last, "end", state.tensors, norm=scaled
+            )
         return self.residual.end(state.tensors, norm=scaled)
 
 
@@ -148,7 +172,11 @@ def unwrapped(module: Any) -> Residual:
     """The residual that computes: where PEFT has wrapped it, that of the adapter in use, or the original."""
     if isinstance(module, Residual):
         return module
-    names = [] if module.disable_adapters else [n for n in module.active_adapters if n in module.modules_to_save]
+    names = (
+        []
+        if module.disable_adapters
+        else [n for n in module.active_adapters if n in module.modules_to_save]
+    )
     return module.modules_to_save[names[0]] if names else module.original_module
 
 
@@ -168,7 +196,11 @@ def fill(depth: Depth) -> None:
     """Start values for what no checkpoint brought."""
     residual = depth.residual
     tensors = dict(residual.named_parameters()) | dict(residual.named_buffers())
-    empty = {name: t for name, t in tensors.items() if not getattr(t, "_is_hf_initialized", False) and not t.is_meta}
+    empty = {
+        name: t
+        for name, t in tensors.items()
+        if not getattr(t, "_is_hf_initialized", False) and not t.is_meta
+    }
     if not empty:
         return
     with torch.device("cpu"):

@@ -26,7 +26,9 @@ class Verbs(nn.Module):
         return getattr(self.residual, verb)(*args, **kwargs)
 
 
-def call_on(device: torch.device, residual: Residual, i: int, verb: str, *args: Any, **kwargs: Any) -> Any:
+def call_on(
+    device: torch.device, residual: Residual, i: int, verb: str, *args: Any, **kwargs: Any
+) -> Any:
     """A method of the residual with the tensors that sublayer `i` needs on `device`."""
     moved = {
         f"residual.{name}": tensor.to(device)
@@ -34,7 +36,11 @@ def call_on(device: torch.device, residual: Residual, i: int, verb: str, *args: 
         if tensor.device != device and belongs(name, i)
     }
     verbs = Verbs(residual)
-    return torch.func.functional_call(verbs, moved, (verb, *args), kwargs) if moved else verbs(verb, *args, **kwargs)
+    return (
+        torch.func.functional_call(verbs, moved, (verb, *args), kwargs)
+        if moved
+        else verbs(verb, *args, **kwargs)
+    )
 
 
 def belongs(name: str, i: int) -> bool:
@@ -64,7 +70,11 @@ def execution_device(module: nn.Module, default: torch.device) -> torch.device:
     if hook is not None and hook.execution_device is not None:
         place = hook.execution_device
         # `cuda` is not equal to the `cuda:0` of the tensors on it; a tensor knows its device by the whole name.
-        return torch.device("cuda", place) if isinstance(place, int) else torch.empty(0, device=place).device
+        return (
+            torch.device("cuda", place)
+            if isinstance(place, int)
+            else torch.empty(0, device=place).device
+        )
     tensor = next(module.parameters(), None)
     return default if tensor is None else tensor.device
 
@@ -87,7 +97,9 @@ def bring_back(residual: Residual) -> None:
         from accelerate.hooks import remove_hook_from_module
 
         hook = _align_hook(module)
-        remove_hook_from_module(module)  # it restores what was offloaded from memory, and leaves out what is on disk
+        remove_hook_from_module(
+            module
+        )  # it restores what was offloaded from memory, and leaves out what is on disk
         for name, tensor in _tensors(module, recurse=False):
             if tensor.is_meta and hook is not None and hook.offload and name in hook.weights_map:
                 _put(module, name, hook.weights_map[name].to(hook.execution_device, tensor.dtype))
@@ -98,7 +110,11 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     old = getattr(owner, leaf)
-    setattr(owner, leaf, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
+    setattr(
+        owner,
+        leaf,
+        nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value,
+    )
 
 
 def _tensors(module: nn.Module, recurse: bool = True) -> list[tuple[str, Tensor]]:

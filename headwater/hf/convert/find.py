@@ -26,7 +26,9 @@ class Found:
     layout: Layout
     head: PreTrainedModel  # the outermost transformers model
     body: PreTrainedModel  # the one that loops over layers
-    prefix: str  # the body's path inside the head, with a dot at its end; empty where they are the same
+    prefix: (
+        str  # the body's path inside the head, with a dot at its end; empty where they are the same
+    )
     layers: list[nn.Module]
     norm: nn.Module
 
@@ -44,12 +46,18 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
     for module in head.modules():
         if "_conversion" in module.__dict__:
             spec = module.__dict__["_conversion"].depth.residual.spec
-            raise UserError(f"this model is already converted, to '{spec}'; headwater.revert it first")
+            raise UserError(
+                f"this model is already converted, to '{spec}'; headwater.revert it first"
+            )
     _check_loaded(head)
     _check_unshared(model)
     if layout is None and head.config.model_type in REFUSED:
         layout_of(head.config.model_type)  # whatever parts it has that would fit
-    inside = [(name, module) for name, module in head.named_modules() if isinstance(module, PreTrainedModel)]
+    inside = [
+        (name, module)
+        for name, module in head.named_modules()
+        if isinstance(module, PreTrainedModel)
+    ]
     for name, body in inside:
         model_type = body.config.model_type.removeprefix(PREFIX)
         known = LAYOUTS.get(model_type) if layout is None else layout
@@ -58,7 +66,9 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
         layers, norm = getattr(body, known.layers, None), getattr(body, known.final_norm, None)
         if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, nn.Module):
             _check_body(body, model_type, layers)
-            return Found(model_type, known, head, body, f"{name}." if name else "", list(layers), norm)
+            return Found(
+                model_type, known, head, body, f"{name}." if name else "", list(layers), norm
+            )
     model_type = head.config.model_type.removeprefix(PREFIX)
     known = layout_of(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if layout is None else layout
     raise UserError(
@@ -70,7 +80,9 @@ def find(model: nn.Module, layout: Layout | None) -> Found:
 def _check_loaded(head: PreTrainedModel) -> None:
     """A plain class that reads a converted folder leaves out what its weights were trained with, and says so in a
     table of unexpected keys."""
-    if head.config.model_type.startswith(PREFIX) and not type(head.config).model_type.startswith(PREFIX):
+    if head.config.model_type.startswith(PREFIX) and not type(head.config).model_type.startswith(
+        PREFIX
+    ):
         spec = getattr(head.config, "headwater", {}).get("residual")
         raise UserError(
             f"{type(head).__name__}, a plain class, was loaded from a folder that is converted, to '{spec}', and "
@@ -83,9 +95,14 @@ def _check_unshared(model: nn.Module) -> None:
     """What is added after ranks share a model is averaged by nobody: each rank would train a residual of its own."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
-    from torch.distributed.fsdp import FSDPModule  # which takes a second to import, and is of no use to one process
+    from torch.distributed.fsdp import (
+        FSDPModule,
+    )  # which takes a second to import, and is of no use to one process
 
-    shared = next((type(m) for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule)), None)
+    shared = next(
+        (type(m) for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule)),
+        None,
+    )
     if shared is not None:
         raise UserError(
             f"the model is shared by ranks already, as a {shared.__name__}, and each would train what is added by "
@@ -99,7 +116,9 @@ def _check_body(body: PreTrainedModel, model_type: str, layers: nn.ModuleList) -
             f"{type(body).__name__} already has a module named 'residual'; '{model_type}' cannot be converted"
         )
     if len({*layers}) < len(layers):
-        raise UserError(f"{type(body).__name__} runs a layer more than once, and a residual reads them by their place")
+        raise UserError(
+            f"{type(body).__name__} runs a layer more than once, and a residual reads them by their place"
+        )
     if dropped := getattr(body, "layerdrop", 0):
         raise UserError(
             f"{type(body).__name__} skips layers at random while it trains (layerdrop={dropped}), and a residual reads "
@@ -142,7 +161,9 @@ def _misfit(layer: nn.Module, layout: Layout) -> str | None:
     numbers = (*layout.attention_out, *layout.mlp_out, *layout.output)
     for name in sorted(names):
         part = part_of(layer, name)
-        if not isinstance(part, nn.Module) and not (name in numbers and isinstance(part, int | float)):
+        if not isinstance(part, nn.Module) and not (
+            name in numbers and isinstance(part, int | float)
+        ):
             return f"{what} has no module '{name}'"
     surplus = sorted(_unused(layer, names, ""))
     if surplus:
@@ -176,7 +197,11 @@ def _check_arguments(layer: nn.Module, group: Sequence[Site], found: Found) -> N
 def check_parallel(spec: str, found: Found, groups: Sequence[Sequence[Site]]) -> None:
     kinds = {site.kind for group in groups for site in group} - {"attention", "mlp"}
     if entry(parse(spec)[0]).takes_kinds and kinds:
-        how = "runs both at once on one read" if kinds == {"parallel"} else "has layers of one sublayer"
+        how = (
+            "runs both at once on one read"
+            if kinds == {"parallel"}
+            else "has layers of one sublayer"
+        )
         raise UserError(
             f"residual '{spec}' tells attention from MLP sublayers, and '{found.model_type}' {how}: choose a residual "
             "that treats all sublayers alike, such as attnres-block"

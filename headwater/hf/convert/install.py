@@ -37,12 +37,18 @@ class Conversion:
     depth: Depth
     layout: Layout  # of the whole model
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
-    attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # instance attributes replaced
+    attributes: list[tuple[nn.Module, dict[str, Any]]] = field(
+        default_factory=list
+    )  # instance attributes replaced
     hooks: list[RemovableHandle] = field(default_factory=list)
-    configs: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = field(default_factory=dict)  # converted, plain
+    configs: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = field(
+        default_factory=dict
+    )  # converted, plain
 
 
-def install(plan: Plan, *, head: type[Any], config: type[PreTrainedConfig], unchecked: str) -> Report:
+def install(
+    plan: Plan, *, head: type[Any], config: type[PreTrainedConfig], unchecked: str
+) -> Report:
     """From here on the model changes. `head` and `config` are the classes that the whole model and its config get;
     `unchecked` says why nobody has compared it with what it was before."""
     found = plan.found
@@ -66,7 +72,9 @@ def install(plan: Plan, *, head: type[Any], config: type[PreTrainedConfig], unch
     replace_class(conversion, found.norm, type(found.norm), converted_norm(type(found.norm)))
     if found.body is not found.head:
         replace_class(conversion, found.body, type(found.body), converted_model(type(found.body)))
-    replace_class(conversion, found.head, head.plain, head, {"_depth_loops": found.body is found.head})
+    replace_class(
+        conversion, found.head, head.plain, head, {"_depth_loops": found.body is found.head}
+    )
     for which, projection in plan.split:
         conversion.hooks.append(projection.register_forward_pre_hook(partial(take_input, which)))
     found.body.__dict__["_conversion"] = conversion
@@ -78,14 +86,18 @@ def _residual(plan: Plan) -> Residual:
     found = plan.found
     like = next(found.norm.parameters(), next(found.body.parameters()))
     device = execution_device(found.layers[0], like.device)
-    drawn = device if device.type == "meta" else torch.device("cpu")  # from one seed the same start on any device
+    drawn = (
+        device if device.type == "meta" else torch.device("cpu")
+    )  # from one seed the same start on any device
     with drawn:
         kinds, dim = plan.kinds, found.body.config.hidden_size
         residual = new_residual(plan.settings["residual"], dim, len(kinds), kinds)
     residual = residual.to(device, like.dtype)
     residual.spec = pinned(residual)
     layers = zip(found.layers, plan.groups, strict=True)
-    devices = {site.sublayer: execution_device(layer, device) for layer, group in layers for site in group}
+    devices = {
+        site.sublayer: execution_device(layer, device) for layer, group in layers for site in group
+    }
     place(residual, {**devices, len(plan.kinds): execution_device(found.norm, device)})
     if device.type != "meta":
         mark_filled(residual)
@@ -102,7 +114,9 @@ def takes_of(layer: nn.Module, group: Sequence[Site]) -> dict[str, Takes]:
     }
 
 
-def _foldable_norms(found: Found, groups: list[tuple[Site, ...]], scales: Sequence[float]) -> dict[int, ScaledNorm]:
+def _foldable_norms(
+    found: Found, groups: list[tuple[Site, ...]], scales: Sequence[float]
+) -> dict[int, ScaledNorm]:
     norms = {
         site.sublayer: part_of(layer, site.norm)
         for layer, group in zip(found.layers, groups, strict=True)
@@ -137,7 +151,9 @@ def conversion_of(model: nn.Module) -> tuple[Conversion, PreTrainedModel]:
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel) and "_conversion" in module.__dict__:
             return module.__dict__["_conversion"], module
-    raise UserError(f"this {type(model).__name__} is not a model that headwater.convert has converted")
+    raise UserError(
+        f"this {type(model).__name__} is not a model that headwater.convert has converted"
+    )
 
 
 def replace_class(
@@ -151,7 +167,10 @@ def replace_class(
     conversion.classes.append((module, original))
     module.__class__ = made
     module.__dict__.update({"_depth": conversion.depth, **(marks or {})})
-    for name in ("_old_forward", "forward"):  # accelerate keeps the bound forward it wraps, and puts it back
+    for name in (
+        "_old_forward",
+        "forward",
+    ):  # accelerate keeps the bound forward it wraps, and puts it back
         bound = module.__dict__.get(name)
         if isinstance(bound, MethodType) and bound.__func__ is original.forward:
             conversion.attributes.append((module, {name: bound}))
@@ -181,22 +200,30 @@ def replace_config(
             conversion.configs[id(new)] = (new, plain)
             module.__dict__["config"] = new
     if not conversion.depth.residual.token_local:
-        found.body.config.use_cache = False  # it looks at earlier tokens of the stream, which a KV cache does not keep
+        found.body.config.use_cache = (
+            False  # it looks at earlier tokens of the stream, which a KV cache does not keep
+        )
 
 
 def restore_configs(conversion: Conversion, head: PreTrainedModel) -> None:
     """The plain configs come back, with what was changed since in the converted ones (a vocabulary was resized)."""
     restored: dict[int, PreTrainedConfig] = {}
     for number, (new, plain) in conversion.configs.items():
-        changed = _changed(new, plain, () if conversion.depth.residual.token_local else ("use_cache",))
+        changed = _changed(
+            new, plain, () if conversion.depth.residual.token_local else ("use_cache",)
+        )
         restored[number] = plain
         if changed:
             restored[number] = copy.copy(plain)
             restored[number].__dict__.update(changed)
     for number, (new, plain) in conversion.configs.items():
         for name, inner in new.__dict__.items():
-            if restored.get(id(inner)) is not None and restored[id(inner)] is not plain.__dict__.get(name):
-                restored[number] = copy.copy(plain) if restored[number] is plain else restored[number]
+            if restored.get(id(inner)) is not None and restored[
+                id(inner)
+            ] is not plain.__dict__.get(name):
+                restored[number] = (
+                    copy.copy(plain) if restored[number] is plain else restored[number]
+                )
                 restored[number].__dict__[name] = restored[id(inner)]
     for module in head.modules():
         config = module.__dict__.get("config")
@@ -210,10 +237,14 @@ def _changed(new: PreTrainedConfig, plain: PreTrainedConfig, ours: Sequence[str]
     return {
         name: value
         for name, value in new.__dict__.items()
-        if name not in skipped and not isinstance(value, PreTrainedConfig) and value != plain.__dict__.get(name)
+        if name not in skipped
+        and not isinstance(value, PreTrainedConfig)
+        and value != plain.__dict__.get(name)
     }
 
 
 def _retype(config: PreTrainedConfig, cls: type[PreTrainedConfig]) -> None:
     config.__class__ = cls
-    config.__dict__.pop("model_type", None)  # a config read from a file has the type on the instance too
+    config.__dict__.pop(
+        "model_type", None
+    )  # a config read from a file has the type on the instance too

@@ -48,7 +48,10 @@ class Site:
     @property
     def bodies(self) -> tuple[str, ...]:
         """What is called after a norm."""
-        return tuple(name for part in self.parts for name in (part.body, *part.out, *part.beside)) + self.output
+        return (
+            tuple(name for part in self.parts for name in (part.body, *part.out, *part.beside))
+            + self.output
+        )
 
     @property
     def names(self) -> set[str]:
@@ -57,16 +60,26 @@ class Site:
 
 def sites_of(layer: nn.Module, layout: Layout, first: int) -> tuple[Site, ...]:
     """The sublayers of a layer; `first` is the index of the first."""
-    parallel = getattr(layer, layout.parallel) if isinstance(layout.parallel, str) else layout.parallel
+    parallel = (
+        getattr(layer, layout.parallel) if isinstance(layout.parallel, str) else layout.parallel
+    )
     kind = "attention" if layout.mlp else "mixer"
-    attention = Site(first, kind, layout.attention_norm, present(layer, layout.attention), layout.attention_out)
+    attention = Site(
+        first, kind, layout.attention_norm, present(layer, layout.attention), layout.attention_out
+    )
     if not layout.mlp:
         return (replace(attention, output=layout.output),)
     body = present(layer, layout.mlp)
-    beside = tuple(name for name in layout.mlp_beside if name != body and isinstance(part_of(layer, name), nn.Module))
+    beside = tuple(
+        name
+        for name in layout.mlp_beside
+        if name != body and isinstance(part_of(layer, name), nn.Module)
+    )
     mlp = Site(first, "mlp", layout.mlp_norm, body, layout.mlp_out, beside)
     if not parallel:
-        return replace(attention, output=layout.output), replace(mlp, sublayer=first + 1, output=layout.output)
+        return replace(attention, output=layout.output), replace(
+            mlp, sublayer=first + 1, output=layout.output
+        )
     second = replace(mlp, norm=layout.parallel_norm)
     return (replace(attention, kind="parallel", second=second, output=layout.output),)
 
@@ -91,19 +104,31 @@ class ConvertedLayer(nn.Module):
 
     _depth: Depth
     _depth_sites: tuple[Site, ...]
-    _depth_arguments: tuple[str, ...]  # names of the layer's positional arguments after the hidden state
+    _depth_arguments: tuple[
+        str, ...
+    ]  # names of the layer's positional arguments after the hidden state
     _depth_multiplier: str | None
-    _depth_takes: Mapping[str, Takes]  # by the name of a module, which of the layer's arguments it gets
-    _depth_returns: tuple[int | None, ...]  # which of attention's results are returned beside the hidden state
+    _depth_takes: Mapping[
+        str, Takes
+    ]  # by the name of a module, which of the layer's arguments it gets
+    _depth_returns: tuple[
+        int | None, ...
+    ]  # which of attention's results are returned beside the hidden state
     _depth_fp32: bool  # whether the stream is kept in fp32, beside modules of half precision
 
     def __call__(self, hidden_states: DepthState | Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(self._depth_arguments, args, strict=False))
-        state = hidden_states if isinstance(hidden_states, DepthState) else self._begin(hidden_states, kwargs)
+        state = (
+            hidden_states
+            if isinstance(hidden_states, DepthState)
+            else self._begin(hidden_states, kwargs)
+        )
         # The state goes in and out as flat positional tensors: re-entrant checkpointing sees gradients of nothing else.
         # What is wanted goes along: a recomputation in the backward pass must do what the forward pass did.
         watched = state.record is not None
-        tensors = before_hop(self, self._depth.residual, state.tensors, self._depth_sites[0].sublayer)
+        tensors = before_hop(
+            self, self._depth.residual, state.tensors, self._depth_sites[0].sublayer
+        )
         flat = super().__call__(*tensors, _depth_watched=watched, **kwargs)
         flat, returned = _cut(flat, len(self._depth_returns))
         at = self._depth_sites[-1].sublayer + 1
@@ -114,7 +139,9 @@ class ConvertedLayer(nn.Module):
         *after, read = flat[: -len(self._depth_sites)]
         return state.after(tuple(after), at, weights=flat[-len(self._depth_sites) :], reads=(read,))
 
-    def forward(self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(
+        self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any
+    ) -> tuple[Any, ...]:
         """The state; what was watched; and what is returned beside the state."""
         state: State = tensors
         returned: list[Any] = []
@@ -145,7 +172,9 @@ class ConvertedLayer(nn.Module):
             )
         return self._depth.begin(x.float() if self._depth_fp32 else x, self)
 
-    def _run(self, site: Site, state: State, kwargs: Mapping[str, Any], returned: list[Any]) -> State:
+    def _run(
+        self, site: Site, state: State, kwargs: Mapping[str, Any], returned: list[Any]
+    ) -> State:
         norm = None if site.norm is None or site.second is not None else part_of(self, site.norm)
         norm = partial(_in_its_dtype, norm) if self._depth_fp32 and norm is not None else norm
         x, state = self._depth.read(self, state, site.sublayer, norm)
@@ -155,12 +184,16 @@ class ConvertedLayer(nn.Module):
             assert isinstance(x, Tensor)
             normed = x if site.norm is None else part_of(self, site.norm)(x)
             second = normed if site.second.norm is None else part_of(self, site.second.norm)(x)
-            y = self._body(site, normed, kwargs, returned) + self._body(site.second, second, kwargs, [])
+            y = self._body(site, normed, kwargs, returned) + self._body(
+                site.second, second, kwargs, []
+            )
         for name in site.output:
             y = self._step(name, y, kwargs)
         if self._depth_multiplier is not None:
             y = y * getattr(self, self._depth_multiplier)
-        return self._depth.call(self, "write", state, site.sublayer, y.float() if self._depth_fp32 else y)
+        return self._depth.call(
+            self, "write", state, site.sublayer, y.float() if self._depth_fp32 else y
+        )
 
     def _body(self, site: Site, x: Read, kwargs: Mapping[str, Any], returned: list[Any]) -> Tensor:
         """The sublayer's output; what attention gives besides is added to `returned` where the layer returns it."""
@@ -170,7 +203,9 @@ class ConvertedLayer(nn.Module):
             several = isinstance(out, tuple)
             returned += [out[i] if several and i is not None else None for i in self._depth_returns]
         y = _first(out)
-        y = y if y.dim() == x.dim() else y.view(*x.shape[:-1], -1)  # Llama 4's experts give (B * T, D)
+        y = (
+            y if y.dim() == x.dim() else y.view(*x.shape[:-1], -1)
+        )  # Llama 4's experts give (B * T, D)
         for name in site.out:
             y = self._step(name, y, kwargs)
         for name in site.beside:
@@ -217,7 +252,9 @@ def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
     def call(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
         if isinstance(hidden_states, DepthState):
             at = hidden_states.at
-            hidden_states = hidden_states.after(before_hop(self, self._depth.residual, hidden_states.tensors, at), at)
+            hidden_states = hidden_states.after(
+                before_hop(self, self._depth.residual, hidden_states.tensors, at), at
+            )
         return base.__call__(self, hidden_states)
 
     def forward(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
@@ -238,17 +275,23 @@ def converted_model(base: type[nn.Module]) -> type[nn.Module]:
     return _subclass(base, forward=forward, **remakable(converted_model, base))
 
 
-def run_loop(body: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_loop(
+    body: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """The forward of the model that owns the loop; the last of its hidden states is what the head sees."""
     asked = kwargs.get("output_hidden_states")
     asked = body.config.output_hidden_states if asked is None else asked
     if not asked:
         return forward(*args, **kwargs)
     if asked is not True:
-        raise ValueError(f"a converted model returns all hidden states or none: output_hidden_states={asked!r}")
+        raise ValueError(
+            f"a converted model returns all hidden states or none: output_hidden_states={asked!r}"
+        )
     by_name = kwargs.get("return_dict")
     by_name = body.config.return_dict if by_name is None else by_name
-    outputs, record = watch(partial(forward, *args, **kwargs if by_name else {**kwargs, "return_dict": True}))
+    outputs, record = watch(
+        partial(forward, *args, **kwargs if by_name else {**kwargs, "return_dict": True})
+    )
     outputs["hidden_states"] = (*record.reads, outputs["hidden_states"][-1])
     return outputs if by_name else outputs.to_tuple()
 
@@ -256,7 +299,9 @@ def run_loop(body: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwar
 def _subclass(*bases: type, **members: Any) -> type[nn.Module]:
     """A class that prints, and is looked up in transformers' tables, as the one it stands for; made once."""
     if bases not in _made:
-        names = {name: getattr(bases[-1], name) for name in ("__module__", "__qualname__", "__doc__")}
+        names = {
+            name: getattr(bases[-1], name) for name in ("__module__", "__qualname__", "__doc__")
+        }
         _made[bases] = type(bases[-1].__name__, bases, {**names, **members})
     return _made[bases]
 

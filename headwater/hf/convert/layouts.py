@@ -24,17 +24,29 @@ class Layout:
     layers: str = "layers"  # of the model that owns the loop over layers
     final_norm: str = "norm"
     attention: tuple[str, ...] = ("self_attn",)  # the first of these that a layer has
-    attention_norm: str | None = "input_layernorm"  # None: attention sees the read as it is (post-norm models)
+    attention_norm: str | None = (
+        "input_layernorm"  # None: attention sees the read as it is (post-norm models)
+    )
     attention_out: tuple[str, ...] = ()  # norms and dropouts between a body and the residual
     mlp: tuple[str, ...] = ("mlp",)  # (): a layer is one sublayer
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_out: tuple[str, ...] = ()
-    mlp_beside: tuple[str, ...] = ()  # those of these that a layer has get what the MLP gets, and are added to it
+    mlp_beside: tuple[
+        str, ...
+    ] = ()  # those of these that a layer has get what the MLP gets, and are added to it
     output: tuple[str, ...] = ()  # of every sublayer, after the sum of its bodies
     multiplier: str | None = None  # attribute of the layer: a number on every sublayer's output
-    parallel: bool | str = False  # attention and MLP read the same; or the attribute of the layer that says so
-    parallel_norm: str | None = None  # the MLP's norm in a parallel layer; None: the attention's, computed once
-    inputs: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")  # of attention, for residuals that route them apart
+    parallel: bool | str = (
+        False  # attention and MLP read the same; or the attribute of the layer that says so
+    )
+    parallel_norm: str | None = (
+        None  # the MLP's norm in a parallel layer; None: the attention's, computed once
+    )
+    inputs: tuple[str, str, str] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+    )  # of attention, for residuals that route them apart
     # Beside the hidden state the layer returns these of attention's results, by their number; None is None.
     returns: int | tuple[int | None, ...] | None = None
     fp32: str | None = None  # attribute of the layer: whether the stream is kept in fp32
@@ -43,7 +55,11 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """What is not the default, for a config."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        found = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
         return found if self.otherwise is None else {**found, "otherwise": self.otherwise.to_dict()}
 
     @classmethod
@@ -51,8 +67,12 @@ class Layout:
         known = [field.name for field in fields(cls)]
         surplus = sorted(set(saved) - set(known))
         if surplus:
-            raise UserError(f"a layout has no field {', '.join(surplus)}. It has: {', '.join(known)}")
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
+            raise UserError(
+                f"a layout has no field {', '.join(surplus)}. It has: {', '.join(known)}"
+            )
+        values: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()
+        }
         if isinstance(values.get("otherwise"), Mapping):
             values["otherwise"] = cls.from_dict(values["otherwise"])
         return cls(**values)
@@ -61,10 +81,14 @@ class Layout:
     def from_text(cls, given: str) -> "Layout":
         """From JSON, or from a file of it."""
         try:
-            text = given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
+            text = (
+                given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
+            )
             saved = json.loads(text)
         except (OSError, ValueError) as error:
-            raise UserError(f"a layout is JSON or a file of it, such as {EXAMPLE}: {error}") from None
+            raise UserError(
+                f"a layout is JSON or a file of it, such as {EXAMPLE}: {error}"
+            ) from None
         if not isinstance(saved, dict):
             raise UserError(f"a layout is a JSON object, such as {EXAMPLE}, got {given!r}")
         return cls.from_dict(saved)
@@ -98,12 +122,19 @@ GLM4 = Layout(attention_out=("post_self_attn_layernorm",), mlp_out=("post_mlp_la
 GRANITE = Layout(multiplier="residual_multiplier")
 GRANITE_MOE = replace(GRANITE, mlp=("block_sparse_moe",))
 PARALLEL = Layout(parallel=True, mlp_norm=None)
-PHI = replace(PARALLEL, final_norm="final_layernorm", attention_out=("resid_dropout",), mlp_out=("resid_dropout",))
+PHI = replace(
+    PARALLEL,
+    final_norm="final_layernorm",
+    attention_out=("resid_dropout",),
+    mlp_out=("resid_dropout",),
+)
 PHI3 = replace(PRE_NORM, attention_out=("resid_attn_dropout",), mlp_out=("resid_mlp_dropout",))
 STABLELM = Layout(mlp_out=("dropout",), parallel="use_parallel_residual")
 PERSIMMON = Layout(final_norm="final_layernorm", mlp_out=("dropout",))
 APERTUS = Layout(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
-GPT2 = Layout(layers="h", final_norm="ln_f", attention=("attn",), attention_norm="ln_1", mlp_norm="ln_2")
+GPT2 = Layout(
+    layers="h", final_norm="ln_f", attention=("attn",), attention_norm="ln_1", mlp_norm="ln_2"
+)
 GPT_NEOX = Layout(
     final_norm="final_layer_norm",
     attention=("attention",),
@@ -121,12 +152,17 @@ LFM2 = Layout(
 )
 
 LINEAR = Layout(attention=("self_attn", "linear_attn"))
-MAMBA_HYBRID = Layout(attention=("self_attn", "mamba"), mlp=("feed_forward",), mlp_norm="pre_ff_layernorm")
+MAMBA_HYBRID = Layout(
+    attention=("self_attn", "mamba"), mlp=("feed_forward",), mlp_norm="pre_ff_layernorm"
+)
 JAMBA = replace(MAMBA_HYBRID, final_norm="final_layernorm")
 BAMBA = replace(JAMBA, returns=1)
 GRANITE_SHARED = replace(GRANITE_MOE, mlp_beside=("shared_mlp",))
 GRANITE_HYBRID = replace(
-    GRANITE_SHARED, attention=("self_attn", "mamba"), mlp=("block_sparse_moe", "shared_mlp"), mlp_beside=("shared_mlp",)
+    GRANITE_SHARED,
+    attention=("self_attn", "mamba"),
+    mlp=("block_sparse_moe", "shared_mlp"),
+    mlp_beside=("shared_mlp",),
 )
 MINICPM = Layout(multiplier="residual_scale")
 HYPERCLOVA = replace(GRANITE, attention_out=("post_norm1",), mlp_out=("post_norm2",))
@@ -134,7 +170,9 @@ LLAMA4 = Layout(mlp=("feed_forward",))
 VAULTGEMMA = Layout(mlp_norm="pre_feedforward_layernorm")
 BEAM = replace(SANDWICH, shrinking=True)
 EMU3 = Layout(attention_out=("dropout",), mlp_out=("dropout",))
-MODERNBERT = Layout(final_norm="final_norm", attention=("attn",), attention_norm="attn_norm", mlp_norm="mlp_norm")
+MODERNBERT = Layout(
+    final_norm="final_norm", attention=("attn",), attention_norm="attn_norm", mlp_norm="mlp_norm"
+)
 INKLING = Layout(attention_out=("attn_sconv",), mlp_out=("mlp_sconv",))
 JETMOE = Layout(attention=("self_attention",))
 RECURRENT_GEMMA = Layout(
@@ -150,7 +188,9 @@ GLM_DSA = Layout(returns=2)
 GPT_NEO = replace(GPT2, returns=1)
 GPTJ = replace(GPT_NEO, mlp_norm=None, parallel=True)
 BLOOM = Layout(layers="h", final_norm="ln_f", attention=("self_attention",), returns=1)
-FALCON_SEQUENTIAL = replace(BLOOM, attention_out=("config.attention_dropout",), mlp_out=("hidden_dropout",))
+FALCON_SEQUENTIAL = replace(
+    BLOOM, attention_out=("config.attention_dropout",), mlp_out=("hidden_dropout",)
+)
 FALCON_TWO_NORMS = replace(
     BLOOM,
     parallel=True,
@@ -160,7 +200,9 @@ FALCON_TWO_NORMS = replace(
     output=("hidden_dropout",),
     otherwise=FALCON_SEQUENTIAL,
 )
-FALCON = replace(BLOOM, parallel=True, mlp_norm=None, output=("hidden_dropout",), otherwise=FALCON_TWO_NORMS)
+FALCON = replace(
+    BLOOM, parallel=True, mlp_norm=None, output=("hidden_dropout",), otherwise=FALCON_TWO_NORMS
+)
 MPT = Layout(
     layers="blocks",
     final_norm="norm_f",
@@ -192,17 +234,31 @@ OPT = replace(FAIRSEQ, final_norm="final_layer_norm", mlp_out=("activation_fn", 
 MIXERS = Layout(final_norm="norm_f", attention=("mixer",), attention_norm="norm", mlp=())
 MAMBA = replace(MIXERS, fp32="residual_in_fp32")
 # Of flash-linear-attention: attention weights, the cache, and the bank of Attention Residuals, which is not there.
-FLA = Layout(attention=("attn",), attention_norm="attn_norm", mlp_norm="mlp_norm", returns=(1, 2, None))
+FLA = Layout(
+    attention=("attn",), attention_norm="attn_norm", mlp_norm="mlp_norm", returns=(1, 2, None)
+)
 FLA_MOM = replace(FLA, returns=(1, 2, 3, None))
 FLA_MIXER = replace(FLA, final_norm="norm_f", attention=("mixer",), attention_norm="mixer_norm")
 
 # Layout, then every `model_type` whose decoder layer has it. `python -m benchmarks.architectures` tries each.
 ROWS: tuple[tuple[Layout, str], ...] = (
-    (PRE_NORM, "llama mistral ministral ministral3 qwen2 qwen3 gemma glm smollm3 starcoder2 seed_oss helium nemotron"),
+    (
+        PRE_NORM,
+        "llama mistral ministral ministral3 qwen2 qwen3 gemma glm smollm3 starcoder2 seed_oss helium nemotron",
+    ),
     (PRE_NORM, "arcee bitnet cwm diffllama ernie4_5 hunyuan_v1_dense jais2 nanochat olmo youtu"),
-    (PRE_NORM, "mixtral qwen2_moe qwen3_moe olmoe phimoe gpt_oss glm4_moe ernie4_5_moe deepseek_v2 deepseek_v3 dots1"),
-    (PRE_NORM, "hunyuan_v1_moe minimax_m2 mimo_v2_flash aria_text exaone_moe solar_open axk1 axk2 flint hy_v3 laguna"),
-    (PRE_NORM, "mellum minimax_m3_vl_text glm4_moe_lite deepseek_v32 kimi_linear bailing_hybrid moshi"),
+    (
+        PRE_NORM,
+        "mixtral qwen2_moe qwen3_moe olmoe phimoe gpt_oss glm4_moe ernie4_5_moe deepseek_v2 deepseek_v3 dots1",
+    ),
+    (
+        PRE_NORM,
+        "hunyuan_v1_moe minimax_m2 mimo_v2_flash aria_text exaone_moe solar_open axk1 axk2 flint hy_v3 laguna",
+    ),
+    (
+        PRE_NORM,
+        "mellum minimax_m3_vl_text glm4_moe_lite deepseek_v32 kimi_linear bailing_hybrid moshi",
+    ),
     (LINEAR, "qwen3_next qwen3_5_text qwen3_5_moe_text"),
     (POST_NORM, "olmo2 olmo3 flex_olmo exaone4"),
     (OLMO_HYBRID, "olmo_hybrid"),
@@ -252,8 +308,14 @@ TEXT_PARTS: tuple[tuple[Layout, str], ...] = (
 )
 # Types that flash-linear-attention adds to transformers when it is imported, its models with Attention Residuals.
 FLA_ROWS: tuple[tuple[Layout, str], ...] = (
-    (FLA, "abc comba delta_net deltaformer forgetting_transformer gated_deltanet gated_deltaproduct gla gsa hgrn"),
-    (FLA, "hgrn2 kda lightnet linear_attn mesa_net mla moba nsa parallax path_attn raven retnet transformer"),
+    (
+        FLA,
+        "abc comba delta_net deltaformer forgetting_transformer gated_deltanet gated_deltaproduct gla gsa hgrn",
+    ),
+    (
+        FLA,
+        "hgrn2 kda lightnet linear_attn mesa_net mla moba nsa parallax path_attn raven retnet transformer",
+    ),
     (FLA, "wall_transformer"),
     (FLA_MOM, "mom"),
     (FLA_MIXER, "log_linear_mamba2 samba"),

@@ -67,7 +67,12 @@ def _is_kernel(norm: nn.Module) -> bool:
 def _offset(norm: nn.Module) -> float | None:
     """What the norm adds to its weight, 0 or 1 (Gemma); None: it is not an RMSNorm."""
     parameters = dict(norm.named_parameters())
-    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or list(norm.buffers()) or eps_of(norm) == 0.0:
+    if (
+        set(parameters) != {"weight"}
+        or parameters["weight"].dim() != 1
+        or list(norm.buffers())
+        or eps_of(norm) == 0.0
+    ):
         return None
     if _is_kernel(norm):
         return 0.0
@@ -75,11 +80,15 @@ def _offset(norm: nn.Module) -> float | None:
     width = parameters["weight"].shape[0]
     generator = torch.Generator().manual_seed(0)
     # The dtype is said: while a model is loaded, its own is the default.
-    weight, x = torch.randn(2, width, generator=generator, device="cpu", dtype=torch.float32).unbind(0)
+    weight, x = torch.randn(
+        2, width, generator=generator, device="cpu", dtype=torch.float32
+    ).unbind(0)
     cast(Tensor, trial.weight).copy_(weight)
     x = 1e-3 * x  # small, so that the eps counts
     normed = x * torch.rsqrt(x.square().mean() + eps_of(norm))
-    result = type(trial).forward(trial, x)  # without the hooks of accelerate, which move it to another device
+    result = type(trial).forward(
+        trial, x
+    )  # without the hooks of accelerate, which move it to another device
     for offset in (0.0, 1.0):
         if torch.allclose(result, normed * (weight + offset), rtol=1e-4, atol=1e-5):
             return offset

@@ -27,7 +27,9 @@ class Plan:
     groups: list[tuple[Site, ...]]  # the sublayers of each layer
     settings: dict[str, Any]
     start: Start
-    split: list[tuple[int, nn.Module]]  # projections that take the query, key or value input of their own
+    split: list[
+        tuple[int, nn.Module]
+    ]  # projections that take the query, key or value input of their own
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -44,7 +46,9 @@ class Plan:
         return Plan(self.found, self.groups, settings, Start(scales, 0.0, ()), [])
 
 
-def new_plan(model: nn.Module, residual: str, layout: Layout | None, exact: bool, options: Mapping[str, Any]) -> Plan:
+def new_plan(
+    model: nn.Module, residual: str, layout: Layout | None, exact: bool, options: Mapping[str, Any]
+) -> Plan:
     found = find(model, layout)
     groups = find_sites(found)
     with user_values():
@@ -65,7 +69,9 @@ def saved_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
     found = find(model, None if given is None else Layout.from_dict(given))
     groups = find_sites(found)
     if settings.get("architecture", found.model_type) != found.model_type:
-        raise UserError(f"made for the architecture '{settings['architecture']}', and this is '{found.model_type}'")
+        raise UserError(
+            f"made for the architecture '{settings['architecture']}', and this is '{found.model_type}'"
+        )
     count = sum(len(group) for group in groups)
     if len(settings["scales"]) != count + 1:
         raise UserError(
@@ -75,7 +81,9 @@ def saved_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
     with user_values():
         start = _start(settings["residual"], found, groups)
     _check_start(settings, start)
-    return _plan(found, groups, {name: settings[name] for name in SETTINGS if name in settings}, start)
+    return _plan(
+        found, groups, {name: settings[name] for name in SETTINGS if name in settings}, start
+    )
 
 
 def _check_start(settings: Mapping[str, Any], start: Start) -> None:
@@ -94,11 +102,22 @@ def _check_start(settings: Mapping[str, Any], start: Start) -> None:
 def _start(spec: str, found: Found, groups: list[tuple[Site, ...]]) -> Start:
     kinds = tuple(site.kind for group in groups for site in group)
     start = measure_start(spec, found.body.config.hidden_size, len(kinds), kinds)
-    return replace(start, scales=tuple(scale * found.layout.scale(read) for read, scale in enumerate(start.scales)))
+    return replace(
+        start,
+        scales=tuple(scale * found.layout.scale(read) for read, scale in enumerate(start.scales)),
+    )
 
 
-def _plan(found: Found, groups: list[tuple[Site, ...]], settings: dict[str, Any], start: Start) -> Plan:
-    return Plan(found, groups, settings, start, split_inputs(found, groups, start.triples, settings["residual"]))
+def _plan(
+    found: Found, groups: list[tuple[Site, ...]], settings: dict[str, Any], start: Start
+) -> Plan:
+    return Plan(
+        found,
+        groups,
+        settings,
+        start,
+        split_inputs(found, groups, start.triples, settings["residual"]),
+    )
 
 
 def spell(residual: str, options: Mapping[str, Any]) -> str:

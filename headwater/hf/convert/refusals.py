@@ -10,11 +10,19 @@ from .layouts import LAYOUTS, Layout
 PAGE = "docs/reference/architectures.md"
 NO_DECODER = "it is not a decoder: its language model is an encoder, or no language model at all"
 CROSS = "it is the decoder of a pair: its layers attend to an encoder too, which a residual here would leave out"
-NORM_ON_STREAM = "its norms stand on the stream itself (post-norm), so there is no plain residual to replace"
+NORM_ON_STREAM = (
+    "its norms stand on the stream itself (post-norm), so there is no plain residual to replace"
+)
 OWN_RESIDUAL = "its residual is not the plain one already"
 REASONS: tuple[tuple[str, str], ...] = (
-    (NO_DECODER, "bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta xlnet xlm xmod"),
-    (NO_DECODER, "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl bert-generation"),
+    (
+        NO_DECODER,
+        "bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta xlnet xlm xmod",
+    ),
+    (
+        NO_DECODER,
+        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl bert-generation",
+    ),
     (
         CROSS,
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper",
@@ -24,16 +32,31 @@ REASONS: tuple[tuple[str, str], ...] = (
     (f"{OWN_RESIDUAL}: hyper-connections", "deepseek_v4 hy_v4 qwen4_exp qwen4_exp_text"),
     (f"{OWN_RESIDUAL}: it mixes several streams", "glm5_next muse_spark gemma3n gemma3n_text"),
     (f"{OWN_RESIDUAL}: it is scaled by learned weights", "zaya doge"),
-    ("each layer adds a per-layer embedding as a third branch", "gemma4 gemma4_text gemma4_assistant"),
-    ("image features are added to its stream between layers", "qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text"),
+    (
+        "each layer adds a per-layer embedding as a third branch",
+        "gemma4 gemma4_text gemma4_assistant",
+    ),
+    (
+        "image features are added to its stream between layers",
+        "qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text",
+    ),
     ("it reads the keys and values of another model", "gemma4_unified_assistant"),
     ("its blocks run several times, each time from a new sum", "hrm_text"),
     ("its experts read in one sublayer and write in a later one", "longcat_flash"),
-    ("one attention block serves many layers and reads the embedding beside the stream", "zamba zamba2"),
-    ("attention and a state-space layer run side by side with multipliers of their own", "falcon_h1"),
+    (
+        "one attention block serves many layers and reads the embedding beside the stream",
+        "zamba zamba2",
+    ),
+    (
+        "attention and a state-space layer run side by side with multipliers of their own",
+        "falcon_h1",
+    ),
     ("its layers hand a bias on beside the output of attention", "gpt_neox_japanese"),
     ("its attention takes query, key and value inputs as three arguments", "ctrl cpmant"),
-    ("its layers hand on a recurrent state of their own, or chunk the sequence", "rwkv xlstm reformer"),
+    (
+        "its layers hand on a recurrent state of their own, or chunk the sequence",
+        "rwkv xlstm reformer",
+    ),
 )
 REFUSED: Mapping[str, str] = {name: reason for reason, names in REASONS for name in names.split()}
 

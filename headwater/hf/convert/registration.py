@@ -46,5 +46,9 @@ def stub(model_type: str) -> type[PreTrainedConfig]:
     def from_dict(cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         return config_class(own_config(model_type)).from_dict(config_dict, **kwargs)
 
-    members = {"model_type": PREFIX + model_type, "from_dict": classmethod(from_dict), "__module__": __name__}
+    members = {
+        "model_type": PREFIX + model_type,
+        "from_dict": classmethod(from_dict),
+        "__module__": __name__,
+    }
     return type("HeadwaterConfig", (PreTrainedConfig,), members)

@@ -74,7 +74,9 @@ def describe(plan: Plan, residual: Residual, unchecked: str) -> Report:
         for site in group
     ]
     sites.append(f"{found.prefix}{found.layout.final_norm}: final read{_times(scales[-1])}")
-    added = {f"{found.prefix}residual.{name}": tuple(p.shape) for name, p in residual.named_parameters()}
+    added = {
+        f"{found.prefix}residual.{name}": tuple(p.shape) for name, p in residual.named_parameters()
+    }
     return Report(
         architecture=found.model_type,
         residual=residual.spec,

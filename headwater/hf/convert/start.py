@@ -36,10 +36,14 @@ def measure_start(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | No
     name, options = parse(spec)
     words = [word for word in spec.partition(":")[2].split(",") if not word.startswith("backend=")]
     spec = ":".join((name, ",".join(words)))  # kernels have no fp64
-    dim = min(dim, 256 * options.get("heads", 1))  # a start does not depend on the width; heads must divide it
+    dim = min(
+        dim, 256 * options.get("heads", 1)
+    )  # a start does not depend on the width; heads must divide it
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        torch.default_generator.manual_seed(0)  # what a residual draws at random must not change what is said of it
+        torch.default_generator.manual_seed(
+            0
+        )  # what a residual draws at random must not change what is said of it
         sources = torch.randn(sublayers + 1, 2, dim, generator=generator, dtype=torch.float64)
         reads = replay(new_residual(spec, dim, sublayers, kinds).double(), list(sources))
     scales: list[float] = []

@@ -26,7 +26,15 @@ STIR = 0.1  # standard deviation of what is added to the parameters of the resid
 # root of the number of sublayers (bf16, 8 of them, every architecture of the table: 0.013 at most; fp32: 8e-7).
 LEAST, MOST = 1e-3, 0.25
 # What a layout that does not fit may raise in the middle of somebody else's code.
-ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, UnboundLocalError)
+ERRORS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    UnboundLocalError,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ def try_plain(found: Found) -> Trial:
     try:
         trial = _run(found, with_gap=True)
     except ERRORS as error:
-        raise NotTried(f"as it is, it does not run on tokens alone ({type(error).__name__}: {error})") from None
+        raise NotTried(
+            f"as it is, it does not run on tokens alone ({type(error).__name__}: {error})"
+        ) from None
     if any(hidden.is_meta for hidden in trial.parts.values()):
         raise NotTried("it is on the meta device")
     return trial
@@ -105,9 +115,13 @@ def _limit(found: Found, dtype: torch.dtype) -> float:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """Of (tokens, D) from (tokens, D). In half precision a token may go to another expert."""
-    sizes = other.double().norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)  # zeros, as padding's, equal zeros
+    sizes = (
+        other.double().norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    )  # zeros, as padding's, equal zeros
     distances = (one.double() - other.double()).norm(dim=-1) / sizes
-    return float(distances.median() if other.dtype.itemsize < torch.float32.itemsize else distances.max())
+    return float(
+        distances.median() if other.dtype.itemsize < torch.float32.itemsize else distances.max()
+    )
 
 
 @contextmanager
@@ -116,7 +130,9 @@ def _stirred(residual: Residual) -> Iterator[None]:
     before = {name: parameter.detach().clone() for name, parameter in residual.named_parameters()}
     with torch.no_grad():
         for parameter in residual.parameters():
-            parameter.add_(STIR * torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter))
+            parameter.add_(
+                STIR * torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter)
+            )
     try:
         yield
     finally:
@@ -138,9 +154,14 @@ def _unrunnable(found: Found) -> str | None:
 def _divided(found: Found) -> bool:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
-    from torch.distributed.tensor import DTensor  # which takes a second to import, and is of no use to one process
+    from torch.distributed.tensor import (
+        DTensor,
+    )  # which takes a second to import, and is of no use to one process
 
-    return any(isinstance(parameter, DTensor) or parameter.numel() == 0 for parameter in found.body.parameters())
+    return any(
+        isinstance(parameter, DTensor) or parameter.numel() == 0
+        for parameter in found.body.parameters()
+    )
 
 
 def _run_converted(found: Found, with_gap: bool) -> Trial:
@@ -152,7 +173,9 @@ def _run_converted(found: Found, with_gap: bool) -> Trial:
 
 def _run(found: Found, with_gap: bool) -> Trial:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, found.body.config.vocab_size, (ROWS, TOKENS), generator=generator, device="cpu")
+    ids = torch.randint(
+        0, found.body.config.vocab_size, (ROWS, TOKENS), generator=generator, device="cpu"
+    )
     device = execution_device(found.body.get_input_embeddings(), ids.device)
     inputs = pad_left({"input_ids": ids.to("cpu" if device.type == "meta" else device)})
     mask = inputs["attention_mask"]

@@ -89,7 +89,9 @@ def convert_folder(
         raise UserError(f"{source} is converted already, to '{spec}': {take_back} first")
     loads = _fits(source) if check is None else check
     if not loads and dtype is not None:
-        raise UserError("--dtype writes all weights again, for which the model must be loaded: leave --check no out")
+        raise UserError(
+            "--dtype writes all weights again, for which the model must be loaded: leave --check no out"
+        )
     model = load(source, dtype or "auto", device) if loads else _empty(source)
     report = convert(model, chosen, layout=layout)
     with made_whole(out) as folder:
@@ -100,7 +102,9 @@ def convert_folder(
         elif loads:
             model.save_pretrained(folder)
         else:
-            raise UserError(f"the tensors of {source} have other names than the model's: convert it with --check yes")
+            raise UserError(
+                f"the tensors of {source} have other names than the model's: convert it with --check yes"
+            )
         copy_companions(source, folder)
         _write_note(folder, model)
         if remote_code:
@@ -132,7 +136,9 @@ def revert_folder(source: Path, out: Path) -> str:
         if not weight_map(source):
             raise UserError(f"{source} holds no safetensors files")
         unlink_weights(source, folder, f"{_path(model, body)}{RESIDUAL}.")
-        plain = {name: value for name, value in config.items() if name not in ("headwater", "auto_map")}
+        plain = {
+            name: value for name, value in config.items() if name not in ("headwater", "auto_map")
+        }
         plain["model_type"] = config["model_type"].removeprefix(PREFIX)
         plain["architectures"] = [type(model).plain.__name__]  # type: ignore[attr-defined]
         copy_companions(source, folder)
@@ -140,7 +146,10 @@ def revert_folder(source: Path, out: Path) -> str:
         _write_config(folder, plain)
         readme = folder / "README.md"
         if readme.is_file():
-            readme.write_text(readme.read_text(encoding="utf-8").partition(NOTE.splitlines()[1])[0], encoding="utf-8")
+            readme.write_text(
+                readme.read_text(encoding="utf-8").partition(NOTE.splitlines()[1])[0],
+                encoding="utf-8",
+            )
     return str(config["headwater"]["residual"])
 
 
@@ -165,7 +174,9 @@ def _convert_fla(source: Path, out: Path, residual: str | None) -> Report:
     model = load(source)
     report = conversion_of(model)[0].report
     if residual is not None:
-        raise UserError(f"{source} has Attention Residuals already, '{report.residual}': leave --residual out")
+        raise UserError(
+            f"{source} has Attention Residuals already, '{report.residual}': leave --residual out"
+        )
     with made_whole(out) as folder:
         model.save_pretrained(folder)
         copy_companions(source, folder)
@@ -211,7 +222,10 @@ def _added(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
         dtype = file.get_tensor(name).dtype
     prefix = f"{_path(model, body)}{RESIDUAL}."
     tensors = residual.state_dict().items()
-    return {prefix + key: (t.to(dtype) if t.is_floating_point() else t).cpu().contiguous() for key, t in tensors}
+    return {
+        prefix + key: (t.to(dtype) if t.is_floating_point() else t).cpu().contiguous()
+        for key, t in tensors
+    }
 
 
 def _fits(source: Path) -> bool:
@@ -227,5 +241,7 @@ def _write_note(folder: Path, model: PreTrainedModel) -> None:
     """What somebody who opens the folder needs to know, at the end of its README."""
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    note = NOTE.format(residual=model.config.headwater["residual"], model_type=model.config.model_type)
+    note = NOTE.format(
+        residual=model.config.headwater["residual"], model_type=model.config.model_type
+    )
     readme.write_text((text + note).lstrip(), encoding="utf-8")

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from headwater.models import Decoder, ModelConfig
@@ -27,7 +33,9 @@ class DecoderConfig(PreTrainedConfig):
         self.num_hidden_layers = self.settings["layers"]
         self.num_attention_heads = self.settings["heads"]
         self.max_position_embeddings = self.settings["context"]
-        super().__init__(**{"use_cache": False, **kwargs, "tie_word_embeddings": self.settings["tie_embeddings"]})
+        super().__init__(
+            **{"use_cache": False, **kwargs, "tie_word_embeddings": self.settings["tie_embeddings"]}
+        )
 
     @property
     def headwater(self) -> dict[str, Any]:
@@ -45,10 +53,14 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        with torch.device("cpu"):  # from_pretrained builds on meta, where the tables would have no values
+        with torch.device(
+            "cpu"
+        ):  # from_pretrained builds on meta, where the tables would have no values
             self.decoder = Decoder(ModelConfig.from_dict(config.settings))
         saved = self.decoder.state_dict().keys()
-        self._tables = {name: table.clone() for name, table in self.decoder.named_buffers() if name not in saved}
+        self._tables = {
+            name: table.clone() for name, table in self.decoder.named_buffers() if name not in saved
+        }
         self.post_init()
 
     def initialize_weights(self) -> None:
@@ -65,7 +77,9 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.decoder.head
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *_: Any, **given: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *_: Any, **given: Any
+    ) -> dict[str, Any]:
         """The whole text for each new token: there is no cache."""
         return {"input_ids": input_ids, "attention_mask": given.get("attention_mask")}
 
@@ -85,11 +99,15 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.decoder(input_ids)
         loss = None
         if labels is not None:
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+            )
         return CausalLMOutputWithPast(loss=loss, logits=logits)  # type: ignore[arg-type]  # typed as FloatTensor there
 
 
-def export_decoder(settings: dict[str, Any], weights: dict[str, Tensor], end_of_text: int | None) -> PreTrainedModel:
+def export_decoder(
+    settings: dict[str, Any], weights: dict[str, Tensor], end_of_text: int | None
+) -> PreTrainedModel:
     """The decoder of these settings and weights, as a model of transformers."""
     config = DecoderConfig(settings=settings, bos_token_id=end_of_text, eos_token_id=end_of_text)
     with torch.random.fork_rng(devices=[]):

@@ -20,7 +20,10 @@ def save_delta(model: nn.Module, path: str | Path) -> None:
     """Write what the conversion added to `model`, and how, to one safetensors file at `path`: kilobytes, without the
     body's weights. Raises `headwater.errors.UserError` if the model is not converted."""
     conversion, body = conversion_of(model)
-    weights = {name: p.detach().cpu().contiguous() for name, p in conversion.depth.residual.state_dict().items()}
+    weights = {
+        name: p.detach().cpu().contiguous()
+        for name, p in conversion.depth.residual.state_dict().items()
+    }
     about = {"architecture": conversion.report.architecture, **saved_settings(body.config)}
     save_file(weights, path, metadata={"headwater": json.dumps(about)})
 
@@ -45,11 +48,15 @@ def load_delta(model: nn.Module, path: str | Path) -> Report:
 
 def _read_about(metadata: dict[str, str] | None, path: str | Path) -> dict[str, Any]:
     if not metadata or "headwater" not in metadata:
-        raise UserError(f"{path} is not a delta file of headwater: its header has no field 'headwater'")
+        raise UserError(
+            f"{path} is not a delta file of headwater: its header has no field 'headwater'"
+        )
     try:
         about = json.loads(metadata["headwater"])
     except ValueError as error:
-        raise UserError(f"{path}: the field 'headwater' of its header is damaged: {error}") from None
+        raise UserError(
+            f"{path}: the field 'headwater' of its header is damaged: {error}"
+        ) from None
     if not isinstance(about, dict) or not {"residual", "scales"} <= about.keys():
         raise UserError(f"{path}: the field 'headwater' of its header names no residual and scales")
     return about

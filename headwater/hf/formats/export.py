@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from headwater.errors import UserError
 from headwater.hf.convert.conversion import check_weights, convert
@@ -79,7 +85,11 @@ def _plain(settings: Mapping[str, Any], end_of_text: int | None) -> PreTrainedMo
         "eos_token_id": end_of_text,
     }
     with torch.random.fork_rng(devices=[]):
-        return Qwen3ForCausalLM(Qwen3Config(**shape)) if settings["qk_norm"] else LlamaForCausalLM(LlamaConfig(**shape))
+        return (
+            Qwen3ForCausalLM(Qwen3Config(**shape))
+            if settings["qk_norm"]
+            else LlamaForCausalLM(LlamaConfig(**shape))
+        )
 
 
 def _name(name: str) -> str:
@@ -90,7 +100,9 @@ def _name(name: str) -> str:
         return f"model.{name}"
     index, _, inner = rest.partition(".")
     path, _, leaf = inner.rpartition(".")
-    parts = (MLP if int(index) % 2 else ATTENTION) if head == "sublayers" and index.isdigit() else {}
+    parts = (
+        (MLP if int(index) % 2 else ATTENTION) if head == "sublayers" and index.isdigit() else {}
+    )
     if path not in parts:
         raise UserError(f"'{name}' is not a tensor of headwater's decoder")
     return f"model.layers.{int(index) // 2}.{parts[path]}.{leaf}"

@@ -44,7 +44,9 @@ DEFAULTS = {  # of its config class, for a config.json that leaves them out
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-HEAD_NORM_EPS = 1e-5  # of fla's query and key norms, whatever its config says; Qwen3 has one eps for all norms
+HEAD_NORM_EPS = (
+    1e-5  # of fla's query and key norms, whatever its config says; Qwen3 has one eps for all norms
+)
 
 
 def is_fla(config: Mapping[str, Any]) -> bool:
@@ -84,9 +86,13 @@ def read_fla(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> PreTra
         config = {**plain.to_dict(), FLA.block_field: config[FLA.block_field]}
     model = AutoModelForCausalLM.from_config(plain)
     ours = dict(weights)
-    embedding = next((tensor for name, tensor in ours.items() if name.endswith(".embeddings.weight")), None)
+    embedding = next(
+        (tensor for name, tensor in ours.items() if name.endswith(".embeddings.weight")), None
+    )
     if embedding is None:
-        raise UserError(f"the weights do not fit a '{model_type}': they have no '*.embeddings.weight'")
+        raise UserError(
+            f"the weights do not fit a '{model_type}': they have no '*.embeddings.weight'"
+        )
     if config["tie_word_embeddings"]:  # then files hold it once
         ours.setdefault("lm_head.weight", embedding)
     model.to(embedding.dtype)
@@ -94,13 +100,17 @@ def read_fla(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> PreTra
     return model.eval()
 
 
-def plain_config(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> LlamaConfig | Qwen2Config | Qwen3Config:
+def plain_config(
+    weights: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> LlamaConfig | Qwen2Config | Qwen3Config:
     _check(config)
     heads = config["num_heads"]
     shape = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
-        "intermediate_size": weights["model.layers.0.mlp.gate_proj.weight"].shape[0],  # the config may leave it out
+        "intermediate_size": weights["model.layers.0.mlp.gate_proj.weight"].shape[
+            0
+        ],  # the config may leave it out
         "num_hidden_layers": config["num_hidden_layers"],
         "num_attention_heads": heads,
         "num_key_value_heads": config["num_kv_heads"] or heads,
@@ -108,7 +118,10 @@ def plain_config(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Ll
         "max_position_embeddings": config["max_position_embeddings"],
         "rms_norm_eps": config["norm_eps"],
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
-        **{name: config[name] for name in ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")},
+        **{
+            name: config[name]
+            for name in ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+        },
     }
     if config["qkv_bias"]:
         return Qwen2Config(**shape)
@@ -127,5 +140,9 @@ def _check(config: Mapping[str, Any]) -> None:
         if refused:
             raise UserError(
                 f"a model of fla with {name}={config[name]} has no counterpart in transformers"
-                + (f" unless norm_eps is {HEAD_NORM_EPS}, as in its query and key norms" if name == "qk_norm" else "")
+                + (
+                    f" unless norm_eps is {HEAD_NORM_EPS}, as in its query and key norms"
+                    if name == "qk_norm"
+                    else ""
+                )
             )

@@ -57,10 +57,17 @@ def load(folder: Path, dtype: str = "auto", device: str = "cpu") -> PreTrainedMo
         model: Any = load_fla(folder, config)
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype))
     known = load_config(folder)
-    if class_of(known) is AutoModelForCausalLM and type(known) not in AutoModelForCausalLM._model_mapping:
-        layout_of(known.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # which says why not, in a line
+    if (
+        class_of(known) is AutoModelForCausalLM
+        and type(known) not in AutoModelForCausalLM._model_mapping
+    ):
+        layout_of(
+            known.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        )  # which says why not, in a line
     try:
-        loaded = class_of(known).from_pretrained(folder, config=known, dtype=dtype, local_files_only=True)
+        loaded = class_of(known).from_pretrained(
+            folder, config=known, dtype=dtype, local_files_only=True
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"transformers cannot load {folder}: {error}") from None
     return loaded.to(torch.device(device)).eval()
@@ -69,7 +76,9 @@ def load(folder: Path, dtype: str = "auto", device: str = "cpu") -> PreTrainedMo
 def load_config(folder: Path) -> PreTrainedConfig:
     config = read_config(folder)
     if config.get("model_type") not in CONFIG_MAPPING:
-        raise UserError(f"{folder}: transformers {__version__} has no architecture '{config.get('model_type')}'")
+        raise UserError(
+            f"{folder}: transformers {__version__} has no architecture '{config.get('model_type')}'"
+        )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
@@ -78,15 +87,21 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab.*")):
-        raise UserError(f"{folder} holds no tokenizer: copy its files (tokenizer.json, tokenizer_config.json) there")
-    return _runnable(load(folder), folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        raise UserError(
+            f"{folder} holds no tokenizer: copy its files (tokenizer.json, tokenizer_config.json) there"
+        )
+    return _runnable(load(folder), folder), AutoTokenizer.from_pretrained(
+        folder, local_files_only=True
+    )
 
 
 def _runnable(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Raises UserError for a model whose mixers are kernels for a GPU, on a CPU."""
     kernels = type(model).__module__.partition(".")[0] == "fla"
     if kernels and model.device.type == "cpu":
-        raise UserError(f"{folder} is a model of flash-linear-attention, which runs on a GPU alone, and this is a CPU")
+        raise UserError(
+            f"{folder} is a model of flash-linear-attention, which runs on a GPU alone, and this is a CPU"
+        )
     return model
 
 
@@ -95,7 +110,9 @@ def verify_folders(
 ) -> Verification:
     """Both models on the same random tokens, four rows of them."""
     if tokens < 2:
-        raise UserError(f"--tokens must be at least 2, got {tokens}: the last ones of a row are decoded from a cache")
+        raise UserError(
+            f"--tokens must be at least 2, got {tokens}: the last ones of a row are decoded from a cache"
+        )
     one, two = (_runnable(load(folder, dtype, device), folder) for folder in (first, second))
     vocabulary = min(model.config.get_text_config().vocab_size for model in (one, two))
     rows = torch.randint(0, vocabulary, (4, tokens), generator=torch.Generator().manual_seed(seed))
@@ -128,7 +145,9 @@ def fast_tokenizer(text: str, context: int) -> Any:
         inner.decoder = decoders.ByteLevel()
     else:
         inner = Tokenizer.from_str(text)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=end, pad_token=end, model_max_length=context)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=end, pad_token=end, model_max_length=context
+    )
 
 
 def _byte_letter(byte: int) -> str:
@@ -137,4 +156,8 @@ def _byte_letter(byte: int) -> str:
     def printable(value: int) -> bool:
         return 33 <= value <= 126 or 161 <= value <= 172 or 174 <= value <= 255
 
-    return chr(byte) if printable(byte) else chr(256 + sum(not printable(value) for value in range(byte)))
+    return (
+        chr(byte)
+        if printable(byte)
+        else chr(256 + sum(not printable(value) for value in range(byte)))
+    )

@@ -62,7 +62,12 @@ PARTS = {  # ours to transformers', of each kind of body; what is joined or stac
 }
 # transformers' tensor to ours, which it holds behind one another along an axis
 JOINED: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
-    "kda": {"self_attn.conv1d.weight": (0, ("query_conv.weight", "key_conv.weight", "value_conv.weight"))},
+    "kda": {
+        "self_attn.conv1d.weight": (
+            0,
+            ("query_conv.weight", "key_conv.weight", "value_conv.weight"),
+        )
+    },
     "moe": {"mlp.experts.gate_up_proj": (1, ("experts.gate", "experts.up"))},
 }
 RELEASED = (  # a part of transformers' names and of the released ones
@@ -89,11 +94,18 @@ def load_kimi(folder: str | Path, residual: str = "standard") -> Decoder:
     """
     folder = at_home(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} must hold config.json and .safetensors files of a Kimi Linear model")
-    settings = {**kimi_settings(json.loads((folder / "config.json").read_text())), "residual": residual}
+        raise UserError(
+            f"{folder} must hold config.json and .safetensors files of a Kimi Linear model"
+        )
+    settings = {
+        **kimi_settings(json.loads((folder / "config.json").read_text())),
+        "residual": residual,
+    }
     model = Decoder(ModelConfig.from_dict(settings))
     weights = read_kimi(dict(_tensors(folder)), settings)
-    weights |= {name: tensor for name, tensor in model.weights().items() if name.startswith("residual.")}
+    weights |= {
+        name: tensor for name, tensor in model.weights().items() if name.startswith("residual.")
+    }
     try:
         model.load_weights(weights)
     except ValueError as error:
@@ -115,7 +127,10 @@ def save_kimi(model: Decoder, folder: str | Path, *, released: bool = False) -> 
         AutoModelForCausalLM.from_pretrained("mine")
     """
     folder, settings = at_home(folder), model.config.to_dict()
-    config, weights = kimi_config(settings), write_kimi(model.weights(), settings, released=released)
+    config, weights = (
+        kimi_config(settings),
+        write_kimi(model.weights(), settings, released=released),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -152,7 +167,9 @@ def kimi_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "mla_shared_dim": config.get("qk_rope_head_dim", 64),
         "mla_value_dim": config.get("v_head_dim", 128),
         "experts": _named(config, "num_experts", "num_local_experts", default=256),
-        "experts_per_token": _named(config, "num_experts_per_token", "num_experts_per_tok", default=8),
+        "experts_per_token": _named(
+            config, "num_experts_per_token", "num_experts_per_tok", default=8
+        ),
         "expert_dim": config.get("moe_intermediate_size", 1024),
         "shared_experts": _named(config, "num_shared_experts", "n_shared_experts", default=1),
         "expert_scale": config.get("routed_scaling_factor", 2.446),
@@ -189,7 +206,9 @@ def _refuse(config: Mapping[str, Any]) -> None:
     }
     for name, values in allowed.items():
         if config.get(name) not in values:
-            raise UserError(f"{name} must be {values[0]} in a Kimi Linear that the decoder takes, got {config[name]}")
+            raise UserError(
+                f"{name} must be {values[0]} in a Kimi Linear that the decoder takes, got {config[name]}"
+            )
 
 
 def _mixers(config: Mapping[str, Any], linear: Mapping[str, Any]) -> list[str]:
@@ -222,7 +241,9 @@ def _dense(config: Mapping[str, Any], layers: int) -> list[bool]:
         first = config.get("first_k_dense_replace", 1)
         return [i < first for i in range(layers)]
     if len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
-        raise UserError(f"mlp_layer_types must name dense or sparse for each of {layers} layers, got {kinds}")
+        raise UserError(
+            f"mlp_layer_types must name dense or sparse for each of {layers} layers, got {kinds}"
+        )
     return [kind == "dense" for kind in kinds]
 
 
@@ -242,7 +263,9 @@ def kimi_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     elif "moe" in config.kinds and config.shared_experts == 0:
         problem = "shared_experts 0"
     if problem is not None:
-        raise UserError(f"a decoder with {problem} has no counterpart in Kimi Linear; it cannot be saved as one")
+        raise UserError(
+            f"a decoder with {problem} has no counterpart in Kimi Linear; it cannot be saved as one"
+        )
     head = config.dim // config.heads
     return {
         "model_type": "kimi_linear",
@@ -257,7 +280,9 @@ def kimi_config(settings: Mapping[str, Any]) -> dict[str, Any]:
         "model_max_length": config.context,
         "tie_word_embeddings": config.tie_embeddings,
         "rms_norm_eps": config.norm_eps,
-        "layer_types": ["full_attention" if layer[0] == "mla" else "linear_attention" for layer in layers],
+        "layer_types": [
+            "full_attention" if layer[0] == "mla" else "linear_attention" for layer in layers
+        ],
         "mlp_layer_types": ["sparse" if layer[1] == "moe" else "dense" for layer in layers],
         "linear_num_heads": config.kda_heads or config.heads,
         "linear_head_dim": config.kda_width,
@@ -288,7 +313,9 @@ def read_kimi(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dic
     expected = [*outer.values(), *(theirs for *_, theirs in _places(config))]
     try:
         check_fit(
-            dict.fromkeys(expected, ()), dict.fromkeys(found, ()), "the weights are not those of the layers named"
+            dict.fromkeys(expected, ()),
+            dict.fromkeys(found, ()),
+            "the weights are not those of the layers named",
         )
     except ValueError as error:
         raise UserError(f"{error} (layers: {config.pattern})") from None
@@ -296,7 +323,9 @@ def read_kimi(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dic
     for prefix, names, axis, theirs in _places(config):
         parts = found[theirs].chunk(len(names), axis) if len(names) > 1 else (found[theirs],)
         for name, tensor in zip(names, parts):
-            ours[prefix + name] = (tensor.reshape(-1) if name == "decay.rate" else tensor).contiguous()
+            ours[prefix + name] = (
+                tensor.reshape(-1) if name == "decay.rate" else tensor
+            ).contiguous()
     return ours
 
 
@@ -318,7 +347,10 @@ def _places(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int, st
     """For each tensor of transformers' layers: our prefix, our names behind it, the axis along which they are joined
     there, and its name."""
     for i, kind in enumerate(config.kinds):
-        layer, norm = f"model.layers.{i // 2}.", "post_attention_layernorm" if i % 2 else "input_layernorm"
+        layer, norm = (
+            f"model.layers.{i // 2}.",
+            "post_attention_layernorm" if i % 2 else "input_layernorm",
+        )
         yield f"sublayers.{i}.", ("norm.weight",), 0, f"{layer}{norm}.weight"
         for name, theirs in PARTS[kind].items():
             yield f"sublayers.{i}.body.", (name,), 0, layer + theirs
@@ -334,15 +366,23 @@ def _stacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := experts.fullmatch(name):
             stacks.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
             continue
-        name = name.replace(".block_sparse_moe.", ".mlp.")  # transformers writes dense layers so, too
-        name = re.sub(r"self_attn\.(f_a_proj|f_b_proj|A_log|dt_bias)", r"self_attn.forget_gate.\1", name)
+        name = name.replace(
+            ".block_sparse_moe.", ".mlp."
+        )  # transformers writes dense layers so, too
+        name = re.sub(
+            r"self_attn\.(f_a_proj|f_b_proj|A_log|dt_bias)", r"self_attn.forget_gate.\1", name
+        )
         found[name] = tensor
     for layer, parts in stacks.items():
-        gate, down, up = (torch.stack([parts[w][e] for e in sorted(parts[w])]) for w in ("w1", "w2", "w3"))
+        gate, down, up = (
+            torch.stack([parts[w][e] for e in sorted(parts[w])]) for w in ("w1", "w2", "w3")
+        )
         found[f"{layer}mlp.experts.gate_up_proj"] = torch.cat((gate, up), 1)
         found[f"{layer}mlp.experts.down_proj"] = down
     for name in [name for name in found if f".{CONVOLUTIONS[0]}." in name]:
-        three = [found.pop(name.replace(CONVOLUTIONS[0], convolution)) for convolution in CONVOLUTIONS]
+        three = [
+            found.pop(name.replace(CONVOLUTIONS[0], convolution)) for convolution in CONVOLUTIONS
+        ]
         found[name.replace(CONVOLUTIONS[0], "conv1d")] = torch.cat(three)
     return found
 
@@ -354,7 +394,9 @@ def _released(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("conv1d", convolution), part
     elif ".mlp.experts." in name:
         layer, _, kind = name.partition("mlp.experts.")
-        parts = zip(("w1", "w3"), tensor.chunk(2, 1)) if kind == "gate_up_proj" else (("w2", tensor),)
+        parts = (
+            zip(("w1", "w3"), tensor.chunk(2, 1)) if kind == "gate_up_proj" else (("w2", tensor),)
+        )
         for which, stack in parts:
             for e, matrix in enumerate(stack):
                 yield f"{layer}block_sparse_moe.experts.{e}.{which}.weight", matrix

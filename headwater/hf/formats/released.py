@@ -32,7 +32,9 @@ class Release:
     block_field: str  # of its config
     block_unit: int  # sublayers in one unit of that field
     eps_fields: tuple[str, ...]
-    renames: Mapping[str, str] = field(default_factory=dict)  # parts of the other names, theirs to transformers'
+    renames: Mapping[str, str] = field(
+        default_factory=dict
+    )  # parts of the other names, theirs to transformers'
 
     def block(self, config: Mapping[str, Any]) -> int:
         """Sublayers in a block."""
@@ -48,7 +50,12 @@ FLA = Release(
      ".mlp_norm.": ".post_attention_layernorm."},
 )  # fmt: skip
 KIMI_K3 = Release(
-    "self_attention_res", "mlp_res", "output_attn_res", "attn_res_block_size", 2, ("rms_norm_eps", "norm_eps")
+    "self_attention_res",
+    "mlp_res",
+    "output_attn_res",
+    "attn_res_block_size",
+    2,
+    ("rms_norm_eps", "norm_eps"),
 )
 
 
@@ -59,7 +66,9 @@ def release_of(config: Mapping[str, Any]) -> Release:
     raise UserError(f"the config has neither '{FLA.block_field}' nor '{KIMI_K3.block_field}'")
 
 
-def from_release(weights: Mapping[str, Tensor], release: Release, prefix: str = "model.") -> dict[str, Tensor]:
+def from_release(
+    weights: Mapping[str, Tensor], release: Release, prefix: str = "model."
+) -> dict[str, Tensor]:
     """Returns the `weights` of a `release`, which says their names, under ours; `prefix` is the body's in the model."""
     ours: dict[str, Tensor] = {}
     reads = _read_numbers(weights, release, prefix)
@@ -75,7 +84,9 @@ def from_release(weights: Mapping[str, Tensor], release: Release, prefix: str = 
     return ours
 
 
-def to_release(weights: Mapping[str, Tensor], release: Release, prefix: str = "model.") -> dict[str, Tensor]:
+def to_release(
+    weights: Mapping[str, Tensor], release: Release, prefix: str = "model."
+) -> dict[str, Tensor]:
     """Returns our `weights` under the names of a `release`; `prefix` is the body's in the model.
 
     Queries are taken as they are, which is right for `scale=one`, the default: a release has no other.
@@ -86,11 +97,15 @@ def to_release(weights: Mapping[str, Tensor], release: Release, prefix: str = "m
     pattern = re.compile(re.escape(f"{prefix}residual.reads.") + r"(\d+)\.(query|key_weight)")
     numbers = [int(match[1]) for name in weights if (match := pattern.fullmatch(name))]
     if not numbers:
-        raise UserError(f"no parameters '{prefix}residual.reads.*' of Attention Residuals among the weights")
+        raise UserError(
+            f"no parameters '{prefix}residual.reads.*' of Attention Residuals among the weights"
+        )
     last = max(numbers)
     for name, tensor in weights.items():
         if match := pattern.fullmatch(name):
-            theirs[_their_name(int(match[1]), match[2], last, release, prefix)] = _their_shape(tensor, match[2])
+            theirs[_their_name(int(match[1]), match[2], last, release, prefix)] = _their_shape(
+                tensor, match[2]
+            )
             continue
         for their_part, plain in release.renames.items():
             name = name.replace(plain, their_part)
@@ -102,7 +117,10 @@ def to_release(weights: Mapping[str, Tensor], release: Release, prefix: str = "m
 
 
 def load_released(
-    model: nn.Module, weights: Mapping[str, Tensor], config: Mapping[str, Any], layout: Layout | None = None
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    layout: Layout | None = None,
 ) -> Report:
     """Convert a plain `model` as a release's config says, and load the release's weights, all of them.
 
@@ -124,11 +142,15 @@ def load_released(
     block, eps = release.block(config), release.eps(config)
     prefix = _prefix(weights, release)
     own = model.state_dict().keys() & weights.keys()
-    if any(part in name for name in own for part in release.renames):  # its own class, with its own names
+    if any(
+        part in name for name in own for part in release.renames
+    ):  # its own class, with its own names
         release = replace(release, renames={})
     ours = from_release(weights, release, prefix)
     sublayers = len(_read_numbers(weights, release, prefix)) // 2 - 1
-    report = convert(model, "attnres-block", layout=layout, exact=False, block=min(block, sublayers), eps=eps)
+    report = convert(
+        model, "attnres-block", layout=layout, exact=False, block=min(block, sublayers), eps=eps
+    )
     load_added(model, model, ours, f"the weights do not fit {report.architecture}")
     conversion = conversion_of(model)[0]
     conversion.report = replace(report, loaded=True)
@@ -138,14 +160,19 @@ def load_released(
 def _prefix(weights: Mapping[str, Tensor], release: Release) -> str:
     """Of the body in the model, by the parameters of the final read."""
     last = f"{release.output}_proj.weight"
-    found = (name.removesuffix(last) for name in weights if name == last or name.endswith(f".{last}"))
+    found = (
+        name.removesuffix(last) for name in weights if name == last or name.endswith(f".{last}")
+    )
     return next(found, "model.")
 
 
-def _read_numbers(weights: Mapping[str, Tensor], release: Release, prefix: str) -> dict[str, tuple[int, str]]:
+def _read_numbers(
+    weights: Mapping[str, Tensor], release: Release, prefix: str
+) -> dict[str, tuple[int, str]]:
     """Their name to the number of the read, and which of its two parameters."""
     site = re.compile(
-        re.escape(f"{prefix}layers.") + rf"(\d+)\.({release.attention}|{release.mlp})_(proj|norm)\.weight"
+        re.escape(f"{prefix}layers.")
+        + rf"(\d+)\.({release.attention}|{release.mlp})_(proj|norm)\.weight"
     )
     matches = {name: match for name in weights if (match := site.fullmatch(name))}
     numbers = {name: 2 * int(m[1]) + (m[2] == release.mlp) for name, m in matches.items()}
@@ -154,7 +181,9 @@ def _read_numbers(weights: Mapping[str, Tensor], release: Release, prefix: str) 
     for kind in ("proj", "norm"):
         name = f"{prefix}{release.output}_{kind}.weight"
         if name not in weights:
-            raise UserError(f"the weights have no '{name}': without the final read a model of this kind is broken")
+            raise UserError(
+                f"the weights have no '{name}': without the final read a model of this kind is broken"
+            )
         found[name] = (last, _part(kind))
     return found
 
@@ -167,7 +196,9 @@ def _their_name(read: int, part: str, last: int, release: Release, prefix: str) 
     kind = "proj" if part == "query" else "norm"
     if read == last:
         return f"{prefix}{release.output}_{kind}.weight"
-    return f"{prefix}layers.{read // 2}.{release.mlp if read % 2 else release.attention}_{kind}.weight"
+    return (
+        f"{prefix}layers.{read // 2}.{release.mlp if read % 2 else release.attention}_{kind}.weight"
+    )
 
 
 def _their_shape(tensor: Tensor, part: str) -> Tensor:

@@ -15,7 +15,10 @@ from headwater.residuals.attention import AttentionResidual
 
 FILE = "modeling_headwater.py"
 TEMPLATE = Path(__file__).with_name("modeling.txt")  # no module: the names of classes are filled in
-HEADS = {"ForCausalLM": "AutoModelForCausalLM", "ForSequenceClassification": "AutoModelForSequenceClassification"}
+HEADS = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+}
 
 
 def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
@@ -29,7 +32,9 @@ def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     plain: Any = type(model).plain  # type: ignore[attr-defined]
     auto = next((auto for end, auto in HEADS.items() if plain.__name__.endswith(end)), None)
     if auto is None:
-        raise UserError(f"--remote-code writes language models and classifiers, and this is a {plain.__name__}")
+        raise UserError(
+            f"--remote-code writes language models and classifiers, and this is a {plain.__name__}"
+        )
     if plain.__module__.partition(".")[0] != "transformers":
         package = plain.__module__.partition(".")[0]
         raise UserError(
@@ -70,16 +75,34 @@ def _about(model: PreTrainedModel) -> dict[str, Any]:
             kinds.append(kind)
         layer_kinds.append(kinds.index(kind))
     path = next(name for name, module in model.named_modules() if module is body)
-    parts = {"body": path, "layers": layout.layers, "norm": layout.final_norm, "width": residual.dim}
-    return {**parts, "block": residual.block, "eps": residual.eps, "kinds": kinds, "layer_kinds": layer_kinds}
+    parts = {
+        "body": path,
+        "layers": layout.layers,
+        "norm": layout.final_norm,
+        "width": residual.dim,
+    }
+    return {
+        **parts,
+        "block": residual.block,
+        "eps": residual.eps,
+        "kinds": kinds,
+        "layer_kinds": layer_kinds,
+    }
 
 
 def _kind(layer: Any) -> dict[str, Any]:
     parts = parts_of_layer(layer)
     if parts.pop("fp32"):
-        raise UserError(f"--remote-code does not cover the stream in fp32 of a {type(layer).__name__}")
+        raise UserError(
+            f"--remote-code does not cover the stream in fp32 of a {type(layer).__name__}"
+        )
     takes = {name: asdict(each) for name, each in parts["takes"].items()}
     for each in takes.values():
         each["without"] = None if each["without"] is None else sorted(each["without"])
-    sites = [{key: value for key, value in asdict(site).items() if key != "sublayer"} for site in parts["sites"]]
-    return json.loads(json.dumps({**parts, "sites": sites, "takes": takes}))  # with lists, as a config has them
+    sites = [
+        {key: value for key, value in asdict(site).items() if key != "sublayer"}
+        for site in parts["sites"]
+    ]
+    return json.loads(
+        json.dumps({**parts, "sites": sites, "takes": takes})
+    )  # with lists, as a config has them

@@ -30,7 +30,9 @@ def export_run(folder: str | Path, out: str | Path | None = None) -> tuple[PreTr
         model, tokenizer = headwater.hf.export_run("runs/train", out="exported")
         print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"))[0]))
     """
-    from headwater.train.load import load_run  # converting a model of transformers' own needs none of it
+    from headwater.train.load import (
+        load_run,
+    )  # converting a model of transformers' own needs none of it
 
     out = None if out is None else at_home(out)
     if out is not None:

@@ -21,7 +21,11 @@ SINGLE = "model.safetensors"
 ADDED = "headwater.safetensors"
 LINKED = "plain-"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", "*.gguf")
-ABOUT = ("report.html", "matrix.html", "eval.json")  # written by headwater about the model beside it, and no other
+ABOUT = (
+    "report.html",
+    "matrix.html",
+    "eval.json",
+)  # written by headwater about the model beside it, and no other
 NOT_COPIED = (*WEIGHTS, *ABOUT, "config.json")
 
 
@@ -51,11 +55,20 @@ def size_of(folder: Path) -> int:
 def link_weights(source: Path, out: Path, added: Mapping[str, Tensor]) -> None:
     """The weights of `source` and those of a conversion, as a checkpoint in `out`."""
     listed = weight_map(source)
-    names = {name: name if name.startswith(LINKED) else LINKED + name for name in sorted(set(listed.values()))}
+    names = {
+        name: name if name.startswith(LINKED) else LINKED + name
+        for name in sorted(set(listed.values()))
+    }
     for name, linked in names.items():
         link(source / name, out / linked)
-    save_file({name: tensor.contiguous() for name, tensor in added.items()}, out / ADDED, metadata={"format": "pt"})
-    write_index(out, {name: names[file] for name, file in listed.items()} | dict.fromkeys(added, ADDED))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in added.items()},
+        out / ADDED,
+        metadata={"format": "pt"},
+    )
+    write_index(
+        out, {name: names[file] for name, file in listed.items()} | dict.fromkeys(added, ADDED)
+    )
 
 
 def unlink_weights(source: Path, out: Path, prefix: str | tuple[()]) -> None:
@@ -64,10 +77,17 @@ def unlink_weights(source: Path, out: Path, prefix: str | tuple[()]) -> None:
     listed = weight_map(source)
     mixed = {file for name, file in listed.items() if name.startswith(prefix)}
     kept = {name: file for name, file in listed.items() if not name.startswith(prefix)}
-    names = {file: file if file in mixed or file.startswith(LINKED) else LINKED + file for file in set(kept.values())}
+    names = {
+        file: file if file in mixed or file.startswith(LINKED) else LINKED + file
+        for file in set(kept.values())
+    }
     for file, name in sorted(names.items()):
         if file in mixed:
-            tensors = {key: value for key, value in load_file(source / file).items() if not key.startswith(prefix)}
+            tensors = {
+                key: value
+                for key, value in load_file(source / file).items()
+                if not key.startswith(prefix)
+            }
             save_file(tensors, out / name, metadata={"format": "pt"})
         else:
             link(source / file, out / name)
@@ -77,7 +97,9 @@ def unlink_weights(source: Path, out: Path, prefix: str | tuple[()]) -> None:
 
 def write_index(out: Path, listed: Mapping[str, str]) -> None:
     total = sum((out / name).stat().st_size for name in set(listed.values()))
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}, indent=1)
+    text = json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}, indent=1
+    )
     (out / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
@@ -92,5 +114,9 @@ def link(source: Path, target: Path) -> None:
 def copy_companions(source: Path, out: Path) -> None:
     """All files besides weights, config and what is about that model alone: tokenizer, processor, chat template."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and not any(path.match(each) for each in NOT_COPIED):
+        if (
+            path.is_file()
+            and not path.name.startswith(".")
+            and not any(path.match(each) for each in NOT_COPIED)
+        ):
             shutil.copy2(path, out / path.name)

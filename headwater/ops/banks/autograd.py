@@ -42,7 +42,9 @@ class _Mix(torch.autograd.Function):
         return dweights, None, *map(own, made)
 
 
-def mix_bank(bank: Sequence[Tensor], weights: Tensor, thread: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def mix_bank(
+    bank: Sequence[Tensor], weights: Tensor, thread: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     ways = weights.shape[-2]
     made = apply(_Mix, weights.float().contiguous(), thread, *(x.contiguous() for x in bank))
     return made[:ways], made[ways:] or tuple(bank)

@@ -25,13 +25,19 @@ def _of_weights(bank: Sequence[Tensor], weights: Tensor) -> Tensor:
     return weights.new_empty(*bank[0].shape[:-1], *weights.shape[-2:])
 
 
-def _gradients(bank: Sequence[Tensor], weights: Tensor, douts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _gradients(
+    bank: Sequence[Tensor], weights: Tensor, douts: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     return _of_weights(bank, weights), [torch.empty_like(x) for x in bank]
 
 
 @writer(_gradients)
 def mix_bank_backward(
-    bank: Sequence[Tensor], weights: Tensor, douts: Sequence[Tensor], dweights: Tensor, gradients: Sequence[Tensor]
+    bank: Sequence[Tensor],
+    weights: Tensor,
+    douts: Sequence[Tensor],
+    dweights: Tensor,
+    gradients: Sequence[Tensor],
 ) -> None:
     """The gradients of weights, (..., C, N) by token whichever they are, and of the bank."""
     launches["mix_bank_backward"] += 1
@@ -46,7 +52,11 @@ def _gradient_besides(
 
 @writer(_gradient_besides, adds_to=("gradients",))
 def mix_bank_backward_(
-    bank: Sequence[Tensor], weights: Tensor, douts: Sequence[Tensor], gradients: Sequence[Tensor], dweights: Tensor
+    bank: Sequence[Tensor],
+    weights: Tensor,
+    douts: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    dweights: Tensor,
 ) -> None:
     """As `mix_bank_backward`, adding into `gradients` in place."""
     launches["mix_bank_backward"] += 1

@@ -38,15 +38,22 @@ def _cross_entropy(z, targets, losses, V, scale, GRADIENT: tl.constexpr, BV: tl.
     behind = highest + tl.log(total_all) - own
     ratio = tl.exp(-tl.abs(behind))
     one = 1.0 + ratio  # log(one) alone would have the digits of a ratio that was rounded beside 1
-    loss = tl.maximum(behind, 0.0) + tl.where(one == 1.0, ratio, tl.log(one) * (ratio / tl.maximum(one - 1.0, 1e-8)))
-    loss = tl.where(own < float("inf"), loss, float("nan"))  # not zero: a logit that has overflowed is no certainty
+    loss = tl.maximum(behind, 0.0) + tl.where(
+        one == 1.0, ratio, tl.log(one) * (ratio / tl.maximum(one - 1.0, 1e-8))
+    )
+    loss = tl.where(
+        own < float("inf"), loss, float("nan")
+    )  # not zero: a logit that has overflowed is no certainty
     tl.store(losses + row, loss)
     if GRADIENT:
         tl.debug_barrier()
         for start in range(0, V, BV):
             m = start + o_v < V
             b_z = tl.load(p_z + start + o_v, mask=m, other=float("-inf")).to(tl.float32)
-            b_g = tl.where(start + o_v == target, -tl.sigmoid(behind), tl.exp(b_z - (own + loss))) * scale
+            b_g = (
+                tl.where(start + o_v == target, -tl.sigmoid(behind), tl.exp(b_z - (own + loss)))
+                * scale
+            )
             tl.store(p_z + start + o_v, b_g.to(z.dtype.element_ty), mask=m)
 
 

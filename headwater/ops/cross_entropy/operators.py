@@ -23,7 +23,12 @@ CHUNK_BYTES = 128 * 2**20
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, chunk: int | None = None, backend: Backend = "auto"
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk: int | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """The mean cross entropy of `x @ weight.T`, without the logits of all tokens in memory at once.
 
@@ -46,7 +51,12 @@ def linear_cross_entropy(
 
 
 def token_losses(
-    x: Tensor, weight: Tensor, targets: Tensor, *, chunk: int | None = None, backend: Backend = "auto"
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk: int | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """The cross entropy of each token, (...) in fp32, in chunks and without gradients: for evaluation.
 
@@ -56,12 +66,20 @@ def token_losses(
     size, triton = chunk or _chunk(rows, weight), use_triton(backend, rows)
     low = weight.detach().to(rows.dtype)
     with full_precision(rows):
-        losses = [_losses(rows[part] @ low.T, flat[part], None, triton) for part in _parts(len(rows), size)]
+        losses = [
+            _losses(rows[part] @ low.T, flat[part], None, triton)
+            for part in _parts(len(rows), size)
+        ]
     return torch.cat(losses).view(targets.shape)
 
 
 def _rows(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.shape[:-1] != targets.shape or not targets.numel():
+    if (
+        weight.dim() != 2
+        or x.shape[-1] != weight.shape[1]
+        or x.shape[:-1] != targets.shape
+        or not targets.numel()
+    ):
         raise ValueError(
             "cross entropy takes x (..., D), weight (V, D) and targets (...) of at least one token; got "
             f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
@@ -93,11 +111,15 @@ def _losses(logits: Tensor, targets: Tensor, scale: float | None, triton: bool) 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, triton: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, triton: bool
+    ) -> Tensor:
         low, scale = weight.to(x.dtype), 1.0 / len(x)
         wanted = any(ctx.needs_input_grad[:2])
         dx = torch.empty_like(x) if wanted else None
-        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
+        dw = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
+        )
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         with full_precision(x):
             for part in _parts(len(x), chunk):
@@ -113,6 +135,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("linear_cross_entropy has no second derivative: take the logits and F.cross_entropy")
+            raise RuntimeError(
+                "linear_cross_entropy has no second derivative: take the logits and F.cross_entropy"
+            )
         dx, dw = ctx.saved_tensors
         return dx * gradient.to(dx.dtype), (dw * gradient).to(ctx.dtype), None, None, None

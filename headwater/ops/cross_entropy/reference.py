@@ -14,7 +14,9 @@ def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None) -> Tens
     z, at = logits.float(), targets.unsqueeze(-1)
     own = z.gather(-1, at)
     behind = z.scatter_(-1, at, float("-inf")).logsumexp(-1, keepdim=True) - own
-    losses = F.softplus(behind).where(own < float("inf"), float("nan"))  # not zero: an overflow is no certainty
+    losses = F.softplus(behind).where(
+        own < float("inf"), float("nan")
+    )  # not zero: an overflow is no certainty
     if scale is not None:
         gradient = (z - (own + losses)).exp_().scatter_(-1, at, -behind.sigmoid())
         logits.copy_(gradient.mul_(scale))

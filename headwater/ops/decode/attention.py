@@ -44,7 +44,11 @@ def _tokens(
 ):  # fmt: skip
     """Keys, in two halves, and values of tokens n to n + BN, or to `end`."""
     H: tl.constexpr = (D + 1) // 2
-    o_h, o_v, place = tl.arange(0, BH)[None, :], tl.arange(0, BV)[None, :], (n + tl.arange(0, BN))[:, None]
+    o_h, o_v, place = (
+        tl.arange(0, BH)[None, :],
+        tl.arange(0, BV)[None, :],
+        (n + tl.arange(0, BN))[:, None],
+    )
     at, m_n = (b * room + place) * KV + h, place < end
     left = tl.load(keys + at * D + o_h, mask=m_n & (o_h < H), other=0.0)
     right = tl.load(keys + at * D + H + o_h, mask=m_n & (o_h < D - H), other=0.0)
@@ -77,7 +81,9 @@ def _combine(
             top = new
         o_q, o_y = (start + o_c)[:, None], tl.arange(0, BV)[None, :]
         b_y = acc / tl.maximum(total, 1e-30)[:, None]
-        tl.store(y + (one * G + o_q) * DV + o_y, b_y.to(y.dtype.element_ty), mask=(o_q < G) & (o_y < DV))
+        tl.store(
+            y + (one * G + o_q) * DV + o_y, b_y.to(y.dtype.element_ty), mask=(o_q < G) & (o_y < DV)
+        )
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -130,18 +136,24 @@ def _attend(
         kr = tl.load(p_k + H, mask=m_r, other=0.0).to(tl.float32)
         kl, kr = _turned(kl, kr, kgl, kgr, c, s, D, eps_k, NORM, ROTATE)
         kl, kr = kl.to(keys.dtype.element_ty), kr.to(keys.dtype.element_ty)
-        b_v = tl.load(v + b * s_v + h * DV + o_v[None, :], mask=m_v, other=0.0).to(values.dtype.element_ty)
+        b_v = tl.load(v + b * s_v + h * DV + o_v[None, :], mask=m_v, other=0.0).to(
+            values.dtype.element_ty
+        )
         place = (b * room + length) * KV + h
         tl.store(keys + place * D + o_h[None, :], kl, mask=m_h)
         tl.store(keys + place * D + H + o_h[None, :], kr, mask=m_r)
         tl.store(values + place * SV + o_v[None, :], b_v, mask=m_v)
-        top = tl.sum(ql.to(tl.float32) * kl.to(tl.float32) + qr.to(tl.float32) * kr.to(tl.float32), 1)
+        top = tl.sum(
+            ql.to(tl.float32) * kl.to(tl.float32) + qr.to(tl.float32) * kr.to(tl.float32), 1
+        )
         total += 1.0
         acc += b_v.to(tl.float32)
     for n in range(begin, end, BN):
         if AHEAD:
             a_l, a_r, a_w = b_l, b_r, b_w
-            b_l, b_r, b_w = _tokens(keys, values, b, h, n + BN, end, room, KV, D, DV, SV, BH, BV, BN)
+            b_l, b_r, b_w = _tokens(
+                keys, values, b, h, n + BN, end, room, KV, D, DV, SV, BH, BV, BN
+            )
         else:
             a_l, a_r, a_w = _tokens(keys, values, b, h, n, end, room, KV, D, DV, SV, BH, BV, BN)
         z = tl.dot(ql, tl.trans(a_l), input_precision="ieee")
@@ -155,7 +167,11 @@ def _attend(
     m_y = m_g & m_v
     p_y = o_g[:, None] * DV + o_v[None, :]
     if used == 1:
-        tl.store(y + one.to(tl.int64) * G * DV + p_y, (acc / total[:, None]).to(y.dtype.element_ty), mask=m_y)
+        tl.store(
+            y + one.to(tl.int64) * G * DV + p_y,
+            (acc / total[:, None]).to(y.dtype.element_ty),
+            mask=m_y,
+        )
     else:
         mine = (one * SPLITS + split).to(tl.int64)
         tl.store(parts + mine * G * DV + p_y, acc, mask=m_y)
@@ -216,4 +232,6 @@ def attend(
         "AHEAD": short and half <= 64 and keys.dtype != torch.float32,  # what is ahead stays in registers
     }  # fmt: skip
     warps = 4 if half <= 64 else 8
-    launch(_attend, (batch * heads, splits), tensors, numbers, constants, num_warps=warps, num_stages=2)
+    launch(
+        _attend, (batch * heads, splits), tensors, numbers, constants, num_warps=warps, num_stages=2
+    )

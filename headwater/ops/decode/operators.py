@@ -93,7 +93,13 @@ def attend(
 
 
 def open_span(
-    sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: Tensor, *, backend: Backend = "auto"
+    sources: Tensor,
+    folded: Tensor,
+    eps: float,
+    outs: Tensor,
+    lses: Tensor,
+    *,
+    backend: Backend = "auto",
 ) -> None:
     """Phase 1 of Block Attention Residuals: each of S queries reads all sources.
 

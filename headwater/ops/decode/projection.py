@@ -39,7 +39,9 @@ class Tile(NamedTuple):
     under_way: int = 1
 
 
-def tile_for(rows: int, read: bool, gated: bool, channels: int, width: int, device: torch.device) -> Tile:
+def tile_for(
+    rows: int, read: bool, gated: bool, channels: int, width: int, device: torch.device
+) -> Tile:
     """What was fastest on an H200 for weights of width 2048 (`benchmarks.projections`).
 
     `read`: there is a norm, and nothing is added; `channels`: of the output.
@@ -48,8 +50,12 @@ def tile_for(rows: int, read: bool, gated: bool, channels: int, width: int, devi
         if gated:
             return Tile("stream", 1, power_of_2(width), 4, 8)  # 13.4 us; with 4 programs 14.1
         if channels > LONG:
-            return Tile("stream", 4, power_of_2(width), 4, 4)  # 33.6 us; with two channels 34.6 to 35.8
-        return Tile("stream", 2, power_of_2(width), 4, 6)  # queries, keys and values: 6.7 us; with four channels 6.8
+            return Tile(
+                "stream", 4, power_of_2(width), 4, 4
+            )  # 33.6 us; with two channels 34.6 to 35.8
+        return Tile(
+            "stream", 2, power_of_2(width), 4, 6
+        )  # queries, keys and values: 6.7 us; with four channels 6.8
     if rows == 1:
         if gated or width > STREAM_WIDTH:
             return Tile("one", 4, 1024)  # 8.6 us down; with two channels 9.9
@@ -140,7 +146,9 @@ def _one(
                 acc_uo += b_u * b_o
     b_y, b_u = tl.sum(acc, 1), tl.sum(acc_u, 1)
     if MERGE:
-        a, b, hh, cancels = _share(tl.sum(pp), tl.sum(pf), tl.sum(oo), tl.sum(op), tl.load(lse), K, key_eps)
+        a, b, hh, cancels = _share(
+            tl.sum(pp), tl.sum(pf), tl.sum(oo), tl.sum(op), tl.load(lse), K, key_eps
+        )
         if cancels:
             squares = tl.zeros([1, BK], tl.float32)
             for c in tl.static_range(0, K, BK):
@@ -194,7 +202,9 @@ def _stream(
         b_o = tl.load(out + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_f = tl.load(f + o_k, mask=m_k, other=0.0)
         b_l = tl.load(lse)  # before the sum, which it would wait for
-        pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4)  # at once: the warps meet once
+        pp, pf, oo, op = tl.reduce(
+            (h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4
+        )  # at once: the warps meet once
         a, b, hh, cancels = _share(pp, pf, oo, op, b_l, K, key_eps)
         h = a[:, None] * b_o + b[:, None] * h
         if tl.max(cancels.to(tl.int32), 0) > 0:
@@ -202,7 +212,9 @@ def _stream(
         h = h / tl.sqrt(hh / K + eps)[:, None]
     else:
         h = h / tl.sqrt(tl.sum(h * h) / K + eps)
-    h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(tl.float32)  # here: registers are what is scarce
+    h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(
+        tl.float32
+    )  # here: registers are what is scarce
     for now in range(block, tl.cdiv(total, BN), programs):
         b_w, b_u = ahead.to(tl.float32), ahead_u.to(tl.float32)
         n = (now + programs) * BN
@@ -269,7 +281,9 @@ def _normed(
     o_d = tl.arange(0, BD)
     m = o_d < D
     h = tl.load(x + t * D + o_d, mask=m, other=0.0).to(tl.float32)
-    b_g = tl.load(g + o_d, mask=m, other=0.0).to(tl.float32)  # nothing is fetched after a sum, which it would wait for
+    b_g = tl.load(g + o_d, mask=m, other=0.0).to(
+        tl.float32
+    )  # nothing is fetched after a sum, which it would wait for
     if MERGE:
         b_o = tl.load(out + t * D + o_d, mask=m, other=0.0).to(tl.float32)
         b_f = tl.load(f + o_d, mask=m, other=0.0)
@@ -307,7 +321,9 @@ def project(
     if norm is not None and len(x) > 1:
         x, norm, merge = read(x, norm, merge), None, None
     streams = norm is not None and add is None
-    tile = _fitting(tile_for(len(x), streams, gated, y.shape[1], x.shape[1], x.device), weights, gated)
+    tile = _fitting(
+        tile_for(len(x), streams, gated, y.shape[1], x.shape[1], x.device), weights, gated
+    )
     if tile.kernel == "library":
         _many(x if norm is None else read(x, norm, merge), weights, add, gated, y)
         return
@@ -321,7 +337,13 @@ def project(
         constants |= {"ADD": add is not None, "BM": max(16, power_of_2(len(x))), "BK": deep}
         tensors = (x, *three, added, y)
         launch(
-            _few, (programs,), tensors, (len(x), *numbers), constants, num_warps=tile.warps, num_stages=tile.under_way
+            _few,
+            (programs,),
+            tensors,
+            (len(x), *numbers),
+            constants,
+            num_warps=tile.warps,
+            num_stages=tile.under_way,
         )
         return
     first, eps = (x, 0.0) if norm is None else norm
@@ -331,7 +353,14 @@ def project(
     if tile.kernel == "stream":
         rounds = ceil_div(programs, tile.under_way * processors(x.device))
         tensors = (x, first, out, lse, folded, *three, y)
-        launch(_stream, (ceil_div(programs, rounds),), tensors, scalars, constants, num_warps=tile.warps)
+        launch(
+            _stream,
+            (ceil_div(programs, rounds),),
+            tensors,
+            scalars,
+            constants,
+            num_warps=tile.warps,
+        )
         return
     tensors = (x, first, out, lse, folded, *three, added, y)
     constants |= {"NORM": norm is not None, "ADD": add is not None}
@@ -354,7 +383,9 @@ def _many(x, weights, add, gated, y) -> None:
     if gated:
         gate, up = (x @ weight.T for weight in weights)
         count = y.numel()
-        launch(_gate, (ceil_div(count, 1024),), (gate, up, y), (count,), {"BLOCK": 1024}, num_warps=4)
+        launch(
+            _gate, (ceil_div(count, 1024),), (gate, up, y), (count,), {"BLOCK": 1024}, num_warps=4
+        )
         return
     if add is not None:
         torch.addmm(add, x, weights[0].T, out=y)

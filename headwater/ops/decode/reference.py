@@ -25,7 +25,12 @@ def read(x: Tensor, norm: Norm | None, merge: Merge | None) -> Tensor:
 
 
 def project(
-    x: Tensor, weights: Sequence[Tensor], norm: Norm | None, merge: Merge | None, add: Tensor | None, gated: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    norm: Norm | None,
+    merge: Merge | None,
+    add: Tensor | None,
+    gated: bool,
 ) -> Tensor:
     x = read(x, norm, merge)
     parts = [F.linear(x, weight.to(x.dtype)) for weight in weights]

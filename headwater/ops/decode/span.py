@@ -32,7 +32,9 @@ def _open(sources, folded, outs, lses, N, B, s_l, D, eps, BN: tl.constexpr, BD: 
     acc = tl.zeros([BD], tl.float32)
     for n in range(0, N, BN):
         m = (n + o_n < N)[:, None] & m_d[None, :]
-        b_v = tl.load(sources + ((n + o_n)[:, None] * B + b) * D + o_d[None, :], mask=m, other=0.0).to(tl.float32)
+        b_v = tl.load(
+            sources + ((n + o_n)[:, None] * B + b) * D + o_d[None, :], mask=m, other=0.0
+        ).to(tl.float32)
         z = tl.sum(b_v * b_f[None, :], 1) / tl.sqrt(tl.sum(b_v * b_v, 1) / D + eps)
         z = tl.where(n + o_n < N, z, float("-inf"))
         new = tl.maximum(top, tl.max(z, 0))

@@ -33,7 +33,9 @@ def _likeliest(logits, chosen, V: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.zeros([BLOCK], tl.int32) + V - 1
     bad = tl.zeros([BLOCK], tl.int32)
     for start in tl.static_range(0, V, BLOCK):
-        z = tl.load(logits + row * V + start + o_v, mask=start + o_v < V, other=float("-inf")).to(tl.float32)
+        z = tl.load(logits + row * V + start + o_v, mask=start + o_v < V, other=float("-inf")).to(
+            tl.float32
+        )
         bad |= (z != z).to(tl.int32)
         at = tl.where(z > top, start + o_v, at)
         top = tl.where(z > top, z, top)
@@ -65,14 +67,28 @@ def take(weight: Tensor, tokens: Tensor, y: Tensor) -> None:
     launches["take"] += 1
     wide = power_of_2(weight.shape[1])
     warps = max(1, min(16, wide // 256))
-    launch(_take, (len(tokens),), (weight, tokens, y), (weight.shape[1],), {"BD": wide}, num_warps=warps)
+    launch(
+        _take,
+        (len(tokens),),
+        (weight, tokens, y),
+        (weight.shape[1],),
+        {"BD": wide},
+        num_warps=warps,
+    )
 
 
 def likeliest(logits: Tensor, tokens: Tensor) -> None:
     launches["likeliest"] += 1
     block = min(LOGITS, power_of_2(logits.shape[1]))
     constants = {"V": logits.shape[1], "BLOCK": block}
-    launch(_likeliest, (len(logits),), (logits, tokens), (), constants, num_warps=max(1, min(16, block // 256)))
+    launch(
+        _likeliest,
+        (len(logits),),
+        (logits, tokens),
+        (),
+        constants,
+        num_warps=max(1, min(16, block // 256)),
+    )
 
 
 def exponentials(seeds: Tensor, step: Tensor, noise: Tensor) -> None:

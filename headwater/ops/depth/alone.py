@@ -61,7 +61,12 @@ class _Attend(torch.autograd.Function):
 
 
 def _norm_backward(
-    dx: Tensor, rstd: Tensor, weight: Tensor, eps: float, sources: Sequence[Tensor], scores: Sequence[Tensor]
+    dx: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    eps: float,
+    sources: Sequence[Tensor],
+    scores: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """dh and the weight's gradient. h is mixed again in fp32: undoing the norm would bring its output's rounding in."""
     h = mix_op(sources, (torch.stack([z[..., :1] for z in scores], -2),), None, eps, True)[2][0]
@@ -75,7 +80,9 @@ def attend_blocks(
     sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     contiguous = [source.contiguous() for source in sources]
-    return _Attend.apply(fold(queries, key_weights, torch.float32).contiguous(), None, eps, *contiguous)[1:3]
+    return _Attend.apply(
+        fold(queries, key_weights, torch.float32).contiguous(), None, eps, *contiguous
+    )[1:3]
 
 
 def depth_attention(
@@ -87,10 +94,15 @@ def depth_attention(
     return_weights: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     query, contiguous = vector("query", query), [source.contiguous() for source in sources]
-    key_weight, norm_weight = optional("key weight", key_weight), optional("norm weight", norm_weight)
+    key_weight, norm_weight = (
+        optional("key weight", key_weight),
+        optional("norm weight", norm_weight),
+    )
     inputs = [*sources, query, *(t for t in (key_weight, norm_weight) if t is not None)]
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        x, _, weights = read_op(contiguous, None, query, key_weight, norm_weight, eps, eps, return_weights)
+        x, _, weights = read_op(
+            contiguous, None, query, key_weight, norm_weight, eps, eps, return_weights
+        )
         return (x, weights.unsqueeze(-1)) if return_weights else x
     folded = fold(query, key_weight, torch.float32).unsqueeze(0)
     x, out, _, z = _Attend.apply(folded, norm_weight, eps, *contiguous)
@@ -109,10 +121,17 @@ def decode_read(
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*sources, y, query)):
-        raise ValueError("decode_read has no backward: call it under torch.no_grad(), or use depth_attention")
+        raise ValueError(
+            "decode_read has no backward: call it under torch.no_grad(), or use depth_attention"
+        )
     query, contiguous = vector("query", query), [source.contiguous() for source in sources]
-    key_weight, norm_weight = optional("key weight", key_weight), optional("norm weight", norm_weight)
-    x, summed, _ = read_op(contiguous, y.contiguous(), query, key_weight, norm_weight, eps, norm_eps, False)
+    key_weight, norm_weight = (
+        optional("key weight", key_weight),
+        optional("norm weight", norm_weight),
+    )
+    x, summed, _ = read_op(
+        contiguous, y.contiguous(), query, key_weight, norm_weight, eps, norm_eps, False
+    )
     return x, summed
 
 
@@ -135,7 +154,10 @@ class _Weigh(torch.autograd.Function):
         nothing = (None,) * 5
         if dx is None:  # this read was not used
             return None, *nothing, *(later or [None] * len(sources))
-        given, made = (sources, folded, *ctx.options, largest, dx.contiguous()), gathered(later, sources)
+        given, made = (
+            (sources, folded, *ctx.options, largest, dx.contiguous()),
+            gathered(later, sources),
+        )
         if made is None:
             made, df = weigh_backward(*given)
         else:

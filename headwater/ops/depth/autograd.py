@@ -68,7 +68,9 @@ def _owned(gradient: Tensor) -> bool:
 def _to_add_to(gradient: Tensor) -> Tensor:
     if not _owned(gradient):
         return gradient.clone(memory_format=torch.contiguous_format)
-    setattr(gradient, _MARK, False)  # it may be another source's of this read, where a later one took the sum of both
+    setattr(
+        gradient, _MARK, False
+    )  # it may be another source's of this read, where a later one took the sum of both
     return gradient
 
 
@@ -82,13 +84,17 @@ def gathered(later: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[
 def first_order() -> None:
     """Raise where a backward is to be differentiated: the kernels would leave the second derivative out in silence."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("the kernels have no second derivative: pass backend='reference' for create_graph=True")
+        raise RuntimeError(
+            "the kernels have no second derivative: pass backend='reference' for create_graph=True"
+        )
 
 
 def vector(name: str, value: Tensor) -> Tensor:
     """Kernels take queries and weights by address: one vector for all tokens, its numbers side by side."""
     if value.dim() != 1:
-        raise ValueError(f"backend='triton' takes one {name} for all tokens, (D,), got {tuple(value.shape)}")
+        raise ValueError(
+            f"backend='triton' takes one {name} for all tokens, (D,), got {tuple(value.shape)}"
+        )
     return value.contiguous()
 
 
@@ -108,12 +114,16 @@ class _Score(torch.autograd.Function):
         return (source.view_as(source), folded.view_as(folded), *z.unsqueeze(-2).split(sizes, -1))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, df: Tensor | None, *pieces: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, gradient: Tensor | None, df: Tensor | None, *pieces: Tensor | None
+    ) -> tuple[Any, ...]:
         first_order()
         if all(piece is None for piece in pieces):
             return gradient, df, None, None, None
         source, folded, z, rstd = ctx.saved_tensors
-        gradient, df = _score_into(source, folded, z, rstd, ctx.start, ctx.sizes, pieces, gradient, df)
+        gradient, df = _score_into(
+            source, folded, z, rstd, ctx.start, ctx.sizes, pieces, gradient, df
+        )
         return gradient, df, None, None, None
 
 
@@ -152,7 +162,12 @@ def _score_into(
 
 
 def score(
-    source: Tensor, folded: Tensor, eps: float, *, start: int = 0, sizes: Sequence[int] | None = None
+    source: Tensor,
+    folded: Tensor,
+    eps: float,
+    *,
+    start: int = 0,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """The source and the fp32 queries `folded` (R, D), to be read in their place; and the source's logits for the
     queries from `start` on, in pieces (..., 1, size), one by default.
@@ -184,10 +199,16 @@ class _Mix(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         first_order()
         queries, nothing = ctx.queries, (None,) * 5
-        douts, dlses, later = gradients[:queries], gradients[queries : 2 * queries], gradients[2 * queries :]
+        douts, dlses, later = (
+            gradients[:queries],
+            gradients[queries : 2 * queries],
+            gradients[2 * queries :],
+        )
         if ctx.rebuild and douts[0] is None:  # this read was not used
             return (None, *nothing, *(None for _ in ctx.sizes), None, *later)
-        dg, dz, dsources = _mix_into(ctx.saved_tensors, ctx.normed, ctx.norm_eps, ctx.rebuild, douts, dlses, later)
+        dg, dz, dsources = _mix_into(
+            ctx.saved_tensors, ctx.normed, ctx.norm_eps, ctx.rebuild, douts, dlses, later
+        )
         return (dg, *nothing, *dz.split(ctx.sizes, -2), *dsources)
 
 
@@ -206,7 +227,9 @@ def _mix_into(
     dg, along, sources = None, None, saved[3:] if normed else saved
     if normed and douts[0] is not None:
         x, rstd, norm_weight = saved[:3]
-        exact = len(douts) == 1  # as plain PyTorch: a read by itself takes its shares from dh in fp32
+        exact = (
+            len(douts) == 1
+        )  # as plain PyTorch: a read by itself takes its shares from dh in fp32
         dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, norm_eps, exact)
         douts = (dh, *douts[1:])
     filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
@@ -285,7 +308,9 @@ def _mix(
 
 
 # fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it unrounded.
-def _inside(norm_weight: Tensor | None, dtype: torch.dtype, queries: int) -> tuple[Tensor | None, bool]:
+def _inside(
+    norm_weight: Tensor | None, dtype: torch.dtype, queries: int
+) -> tuple[Tensor | None, bool]:
     """The weight of a norm that the kernel applies, and whether outputs are to leave it in fp32."""
     if norm_weight is None or dtype != torch.float16:
         return norm_weight, False
@@ -306,7 +331,20 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        y, partial, folded, norm_weight, eps, norm_eps, exact, thread, start, sizes, count, *tensors = args  # see _Mix
+        (
+            y,
+            partial,
+            folded,
+            norm_weight,
+            eps,
+            norm_eps,
+            exact,
+            thread,
+            start,
+            sizes,
+            count,
+            *tensors,
+        ) = args  # see _Mix
         source = y if partial is None else partial + y
         z, scale = score_op(source, folded[start:] if start else folded, eps)
         own, *later = z.unsqueeze(-2).split(sizes, -1)
@@ -314,14 +352,23 @@ class _Open(torch.autograd.Function):
         x, rstd, out, lse, p = mix_op(sources, pieces, norm_weight, norm_eps, exact)
         ctx.normed, ctx.norm_eps, ctx.opens = norm_weight is not None, norm_eps, partial is None
         ctx.start, ctx.sizes, ctx.shares = start, sizes, [piece.shape[-2] for piece in pieces]
-        ctx.save_for_backward(folded, z, scale, p, *((x, rstd, norm_weight) if ctx.normed else ()), *sources)
+        ctx.save_for_backward(
+            folded, z, scale, p, *((x, rstd, norm_weight) if ctx.normed else ()), *sources
+        )
         ctx.set_materialize_grads(False)
         outs = ((x,) if ctx.normed else ()) + out.unbind(0)
         if not thread:
             return outs
         asked = folded[start + 1 : start + sizes[0]].unbind(0)
         again = [v.view_as(v) for v in (folded, *tensors[count:])]
-        return (*outs, *lse.unbind(0)[1:], *asked, *again, y.view_as(y) if partial is None else source, *later)
+        return (
+            *outs,
+            *lse.unbind(0)[1:],
+            *asked,
+            *again,
+            y.view_as(y) if partial is None else source,
+            *later,
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -330,10 +377,14 @@ class _Open(torch.autograd.Function):
         reads, count = ctx.sizes[0], sum(ctx.shares)
         douts, dlses, asked, rest = _cut(gradients, reads, reads - 1, reads - 1)
         df, *later = rest or (None,) * (1 + count)
-        dg, dz, dsources = _mix_into(saved, ctx.normed, ctx.norm_eps, False, douts, (None, *dlses), later[:count])
+        dg, dz, dsources = _mix_into(
+            saved, ctx.normed, ctx.norm_eps, False, douts, (None, *dlses), later[:count]
+        )
         *given, own = dz.split(ctx.shares, -2)
         pieces, (*again, gradient) = (own, *later[count:]), dsources
-        gradient, df = _score_into(saved[-1], folded, z, scale, ctx.start, ctx.sizes, pieces, gradient, df, asked)
+        gradient, df = _score_into(
+            saved[-1], folded, z, scale, ctx.start, ctx.sizes, pieces, gradient, df, asked
+        )
         return (gradient, None if ctx.opens else gradient, df, dg, *[None] * 7, *given, *again)
 
 
@@ -371,7 +422,9 @@ def open_block(
     made = (_outside(first, weight, norm_weight, norm_eps, y.dtype), *rest)
     if not thread:
         return made, (), (), folded, (), ()
-    outs, lses, queries, (folded,), again, scores = _cut(made, reads, reads - 1, reads - 1, 1, len(sources) + 1)
+    outs, lses, queries, (folded,), again, scores = _cut(
+        made, reads, reads - 1, reads - 1, 1, len(sources) + 1
+    )
     return outs, lses, queries, folded, again, scores
 
 
@@ -390,7 +443,9 @@ class _Merge(torch.autograd.Function):
         norm_eps: float,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        x, total, stats = merge_op(y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps)
+        x, total, stats = merge_op(
+            y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps
+        )
         if partial is None:
             total = y.view_as(y)
         # Without a norm only a rounded h comes back from x, and fp16 has too small a range to undo a norm.
@@ -432,5 +487,8 @@ def merge(
     """
     partial = None if partial is None else partial.contiguous()
     y, out, lse, query = y.contiguous(), out.contiguous(), lse.contiguous(), vector("query", query)
-    key_weight, norm_weight = optional("key weight", key_weight), optional("norm weight", norm_weight)
+    key_weight, norm_weight = (
+        optional("key weight", key_weight),
+        optional("norm weight", norm_weight),
+    )
     return apply(_Merge, y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)

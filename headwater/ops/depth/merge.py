@@ -179,7 +179,9 @@ def _gather(
 
 
 @functools.lru_cache(1024)
-def _forward(shape: torch.Size, eps: float, norm_eps: float, opens: bool, key: bool, norm: bool) -> Launch:
+def _forward(
+    shape: torch.Size, eps: float, norm_eps: float, opens: bool, key: bool, norm: bool
+) -> Launch:
     """One program a token."""
     *tokens, width = shape
     wide = power_of_2(width)
@@ -190,7 +192,14 @@ def _forward(shape: torch.Size, eps: float, norm_eps: float, opens: bool, key: b
 
 @functools.lru_cache(1024)
 def _backward(
-    shape: torch.Size, device: torch.device, eps: float, given: bool, out: bool, merge: bool, key: bool, norm: bool
+    shape: torch.Size,
+    device: torch.device,
+    eps: float,
+    given: bool,
+    out: bool,
+    merge: bool,
+    key: bool,
+    norm: bool,
 ) -> tuple[int, Launch, Launch]:
     """The pass over tokens on a fixed number of programs, that number, and the sum of their partials."""
     *tokens, width = shape
@@ -201,7 +210,11 @@ def _backward(
     options = {"num_warps": max(1, min(16, wide // PER_WARP)), "num_stages": STAGES}
     over_tokens = Launch(_merge_backward, (programs,), (rows, width, eps), constants, **options)
     of_sum = flags | {"BD": 16, "BP": 256}
-    return programs, over_tokens, Launch(_gather, (ceil_div(width, 16),), (programs, width), of_sum, num_warps=8)
+    return (
+        programs,
+        over_tokens,
+        Launch(_gather, (ceil_div(width, 16),), (programs, width), of_sum, num_warps=8),
+    )
 
 
 def _launch_backward(args, gather, norm_eps, *flags: bool) -> None:
@@ -244,7 +257,14 @@ def merge(
 def _gradients(dx, dtotal, x, total, out, lse, query, key_weight, norm_weight, stats, norm_eps):
     dkey = None if key_weight is None else torch.empty_like(key_weight)
     dg = None if norm_weight is None else torch.empty_like(norm_weight)
-    return torch.empty_like(dx), torch.empty_like(dx), torch.empty_like(lse), torch.empty_like(query), dkey, dg
+    return (
+        torch.empty_like(dx),
+        torch.empty_like(dx),
+        torch.empty_like(lse),
+        torch.empty_like(query),
+        dkey,
+        dg,
+    )
 
 
 @writer(_gradients)
@@ -275,7 +295,13 @@ def merge_backward(
         query if norm_weight is None else norm_weight, stats, stats, dp, dout, dlse,
     )  # fmt: skip
     gather = (query, key, dquery, dquery if dkey is None else dkey, dquery if dg is None else dg)
-    flags = (dtotal is not None, out is not None, True, key_weight is not None, norm_weight is not None)
+    flags = (
+        dtotal is not None,
+        out is not None,
+        True,
+        key_weight is not None,
+        norm_weight is not None,
+    )
     _launch_backward(args, gather, norm_eps, *flags)
 
 

@@ -26,7 +26,10 @@ from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import ceil_div, power_of_2, row_pointer, rows_of, vectorised
 
 GROUP = 4  # sources that a program of the backward takes at once (at most)
-MAX_QUERIES, MAX_QUERIES_BACKWARD = 16, 8  # per launch, since a token's sums stay in registers; more read again
+MAX_QUERIES, MAX_QUERIES_BACKWARD = (
+    16,
+    8,
+)  # per launch, since a token's sums stay in registers; more read again
 
 
 @triton.jit
@@ -35,7 +38,11 @@ def _scores(table, n, o_t, o_s, m, N, like):
     after those where its second token's do, which tells the distance between tokens."""
     start = tl.load(table + N + n)
     address = start + o_t * (tl.load(table + 2 * N + n) - start)
-    return tl.load(address.to(tl.pointer_type(like.dtype.element_ty))[:, None] + o_s[None, :], mask=m, other=0.0)
+    return tl.load(
+        address.to(tl.pointer_type(like.dtype.element_ty))[:, None] + o_s[None, :],
+        mask=m,
+        other=0.0,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "N", "S"])
@@ -63,7 +70,20 @@ def _place(n, s, N, PS, GIVEN: tl.constexpr):
 
 
 @triton.jit
-def _sums(table, p, t, o_d, m_d, N, PS, D, like, S: tl.constexpr, VECTOR: tl.constexpr, GIVEN: tl.constexpr):
+def _sums(
+    table,
+    p,
+    t,
+    o_d,
+    m_d,
+    N,
+    PS,
+    D,
+    like,
+    S: tl.constexpr,
+    VECTOR: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
     """S sums over the sources of token t, for channels o_d. The next source is under way while one is used."""
     sums = ()
     for _ in tl.static_range(S):
@@ -101,7 +121,9 @@ def _mix(
             first = sums[0]
             squares += first * first
         for s in tl.static_range(NORM, S):
-            tl.store(out + ((s - NORM) * M + t) * D + o_d, sums[s].to(out.dtype.element_ty), mask=m_d)
+            tl.store(
+                out + ((s - NORM) * M + t) * D + o_d, sums[s].to(out.dtype.element_ty), mask=m_d
+            )
     if NORM:
         r = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + eps)
         tl.store(rstd + t, r)
@@ -191,10 +213,14 @@ def _mix_backward(
                 d = tl.load(douts[s] + o_d, mask=o_d < D, other=0.0).to(tl.float32)
                 if REBUILD:
                     first = row_pointer(table, 2 * N + 1, t, D, grad, VECTOR)
-                    tl.store(first + o_d, (w_0 * d).to(grad.dtype.element_ty), mask=(o_d < D) & (n0 == 0))
+                    tl.store(
+                        first + o_d, (w_0 * d).to(grad.dtype.element_ty), mask=(o_d < D) & (n0 == 0)
+                    )
                 shared = ()
                 for k in tl.static_range(GROUP):
-                    product = tl.reshape(d * v[k].to(tl.float32), (BD // 8, 8))  # eight neighbours lie in one thread
+                    product = tl.reshape(
+                        d * v[k].to(tl.float32), (BD // 8, 8)
+                    )  # eight neighbours lie in one thread
                     grown = grown + (dots[s * GROUP + k] + tl.sum(product, 1),)
                     shared = shared + (g[k] + weights[k * S + s] * d,)
                 g = shared
@@ -217,7 +243,9 @@ def _mix_backward(
         delta = given
     if HAS_LSE:
         m = (o_s < S) & (s0 + o_s >= unasked)
-        dlse = tl.load(table + 2 * N + PS + s0 + o_s - unasked, mask=m, other=0).to(tl.pointer_type(tl.float32))
+        dlse = tl.load(table + 2 * N + PS + s0 + o_s - unasked, mask=m, other=0).to(
+            tl.pointer_type(tl.float32)
+        )
         delta -= tl.load(dlse + t, mask=m, other=0.0)
     if not GIVEN:
         tl.debug_barrier()
@@ -243,7 +271,15 @@ def _normalise(rows: int, count: int, queries: int) -> Launch:
 
 @functools.lru_cache(1024)
 def _forward(
-    rows: int, width: int, count: int, queries: int, step: int, eps: float, norm: bool, vector: bool, given: bool
+    rows: int,
+    width: int,
+    count: int,
+    queries: int,
+    step: int,
+    eps: float,
+    norm: bool,
+    vector: bool,
+    given: bool,
 ):
     """The sums, with the first of the queries that each launch of them serves."""
     numbers, sums = (rows, count, queries, step, width, eps), []
@@ -278,7 +314,13 @@ def _outputs(sources, scores, norm_weight, eps, exact):
     x = torch.empty_like(source) if normed else None
     rstd = score.new_empty(tokens) if normed else None
     out = (score if exact else source).new_empty(queries - normed, *source.shape)
-    return x, rstd, out, score.new_empty(queries, *tokens), score.new_empty(*tokens, len(sources), queries)
+    return (
+        x,
+        rstd,
+        out,
+        score.new_empty(queries, *tokens),
+        score.new_empty(*tokens, len(sources), queries),
+    )
 
 
 @writer(_outputs)
@@ -306,7 +348,9 @@ def mix(
     rows, width = rows_of(sources[0])
     _normalise(rows, count, queries)(table, p, lse)
     first = p if x is None else x
-    for s, mixed in _forward(rows, width, count, queries, count * queries, eps, norm, vector, False):
+    for s, mixed in _forward(
+        rows, width, count, queries, count * queries, eps, norm, vector, False
+    ):
         shift = s - (norm and s > 0)
         mixed(
             table,
@@ -358,10 +402,14 @@ def _backward(
     return made
 
 
-def launch_mix_backward(sources, p, douts, dlses, gradients, whole, dz, first, *, fresh: bool) -> None:
+def launch_mix_backward(
+    sources, p, douts, dlses, gradients, whole, dz, first, *, fresh: bool
+) -> None:
     """Adds dv to `gradients` (fresh: writes it there), and writes dz (..., N, S) and, with `whole`, the gradient
     `first` of the source that was not kept."""
-    assert whole is None or (not dlses and p.shape[-1] == 1)  # what is rebuilt has one query and no log-sum-exp
+    assert whole is None or (
+        not dlses and p.shape[-1] == 1
+    )  # what is rebuilt has one query and no log-sum-exp
     launches["mix_backward"] += 1
     made = [] if whole is None else [first]
     addresses = addresses_of([*sources, *gradients, *douts, *made])

@@ -108,11 +108,15 @@ def weigh_sources(
     (*tokens, width), keys = sources[0].shape, query.shape[-1]
     check_sources([sources[0][..., -keys:]], query, heads, key_weight=key_weight)
     if query.dim() > 1 and query.shape[:-1] != sources[0].shape[:-1]:
-        raise ValueError(f"queries must be ({keys},) or {(*tokens, keys)}, got {tuple(query.shape)}")
+        raise ValueError(
+            f"queries must be ({keys},) or {(*tokens, keys)}, got {tuple(query.shape)}"
+        )
     if use_triton(backend, *sources, heads=1 if keys == width else heads):
         from . import alone
 
-        return alone.weigh_sources(sources, query, key_weight, eps, heads, softmax, key_norm, thread)
+        return alone.weigh_sources(
+            sources, query, key_weight, eps, heads, softmax, key_norm, thread
+        )
     mixed = reference.weigh_sources(sources, query, key_weight, eps, heads, softmax, key_norm)
     return mixed, tuple(sources)
 
@@ -169,7 +173,9 @@ def merge_partial(
         from . import autograd
 
         weights = (query, key_weight, norm_weight)
-        return autograd.merge(partial, None, out, lse, *weights, eps=eps, norm_eps=eps, keep=True)[0]
+        return autograd.merge(partial, None, out, lse, *weights, eps=eps, norm_eps=eps, keep=True)[
+            0
+        ]
     return reference.merge_partial(partial, query, out, lse, key_weight, norm_weight, eps)
 
 
@@ -197,17 +203,23 @@ def decode_read(
 
         return alone.decode_read(sources, y, query, key_weight, norm_weight, eps=eps, norm_eps=eps)
     last = sources[-1] + y
-    return reference.depth_attention((*sources[:-1], last), query, key_weight, norm_weight, eps)[0], last
+    return reference.depth_attention((*sources[:-1], last), query, key_weight, norm_weight, eps)[
+        0
+    ], last
 
 
-def check_sources(sources: Sequence[Tensor], query: Tensor, heads: int, **weights: Tensor | None) -> None:
+def check_sources(
+    sources: Sequence[Tensor], query: Tensor, heads: int, **weights: Tensor | None
+) -> None:
     """Raise ValueError unless sources, query and weights agree in shape and device; the message names what differs."""
     if len(sources) == 0:
         raise ValueError("depth_attention needs at least one source, and got none")
     check_shapes(sources)
     shape = sources[0].shape
     if query.shape[-1] != shape[-1]:
-        raise ValueError(f"the query's last axis must be the sources' width {shape[-1]}, got {tuple(query.shape)}")
+        raise ValueError(
+            f"the query's last axis must be the sources' width {shape[-1]}, got {tuple(query.shape)}"
+        )
     if heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}")
     if shape[-1] % heads:

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from headwater.ops.triton.launch import address_table, addresses_of, launch, launches
 from headwater.ops.triton.registration import writer
-from headwater.ops.triton.tiles import INTERPRETED, add2, power_of_2, processors, row_pointer, rows_of, vectorised
+from headwater.ops.triton.tiles import (
+    INTERPRETED,
+    add2,
+    power_of_2,
+    processors,
+    row_pointer,
+    rows_of,
+    vectorised,
+)
 
 
 @triton.jit
@@ -112,5 +120,14 @@ def read(
         "PENDING": y is not None, "KEY": key_weight is not None, "NORM": norm_weight is not None,
         "WEIGHTS": with_weights, "BD": block, "VECTOR": vectorised(x, addresses), "TOGETHER": not INTERPRETED,
     }  # fmt: skip
-    few = rows < 4 * processors(x.device)  # too few programs to fill the device: spread each over more warps
-    launch(_read, (rows,), args, numbers, constants, num_warps=max(1, min(16, block // (512 if few else 2048))))
+    few = rows < 4 * processors(
+        x.device
+    )  # too few programs to fill the device: spread each over more warps
+    launch(
+        _read,
+        (rows,),
+        args,
+        numbers,
+        constants,
+        num_warps=max(1, min(16, block // (512 if few else 2048))),
+    )

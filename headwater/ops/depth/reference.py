@@ -41,7 +41,13 @@ def stack_wide(sources: Sequence[Tensor]) -> Tensor:
 
 
 def depth_logits(
-    stack: Tensor, query: Tensor, key_weight: Tensor | None, *, eps: float, heads: int = 1, key_norm: bool = True
+    stack: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None,
+    *,
+    eps: float,
+    heads: int = 1,
+    key_norm: bool = True,
 ) -> Tensor:
     """The logits of a read, <query, key_n> per head, in the dtype of the stack.
 
@@ -78,7 +84,9 @@ def depth_weights(
     """The weights of a read, (N, ..., H): softmax over N, or sigmoid, of the logits of keys, which are the last so many
     channels of a source in `stack` (N, ..., D) as `query` has."""
     width = query.shape[-1]
-    keys = stack if width == stack.shape[-1] else stack[..., -width:]  # a slice's gradient is padded with zeros
+    keys = (
+        stack if width == stack.shape[-1] else stack[..., -width:]
+    )  # a slice's gradient is padded with zeros
     logits = depth_logits(keys, query, key_weight, eps=eps, heads=heads, key_norm=key_norm)
     return logits.softmax(0) if softmax else logits.sigmoid()
 
@@ -120,7 +128,9 @@ def weigh_sources(
 ) -> Tensor:
     """One read (..., D) with weights that are a softmax or sigmoids, of keys that are normed or not."""
     stack = stack_wide(sources)
-    weights = depth_weights(stack, query, key_weight, eps=eps, heads=heads, softmax=softmax, key_norm=key_norm)
+    weights = depth_weights(
+        stack, query, key_weight, eps=eps, heads=heads, softmax=softmax, key_norm=key_norm
+    )
     return mix_sources(stack, weights).to(sources[0].dtype)
 
 
@@ -159,14 +169,23 @@ def merge_partial(
 
 
 def score(
-    source: Tensor, folded: Tensor, eps: float, *, start: int = 0, sizes: Sequence[int] | None = None
+    source: Tensor,
+    folded: Tensor,
+    eps: float,
+    *,
+    start: int = 0,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """The source and the fp32 queries `folded` (R, D), to be read in their place; and the source's logits for the
     queries from `start` on, in pieces (..., 1, size), one by default."""
     v, queries = source.to(accumulation_dtype(source.dtype)), folded[start:]
     with full_precision(v):
         z = (v @ queries.to(v.dtype).T) * rms_scale(v, eps)
-    return source, folded, z.unsqueeze(-2).split([len(queries)] if sizes is None else list(sizes), -1)
+    return (
+        source,
+        folded,
+        z.unsqueeze(-2).split([len(queries)] if sizes is None else list(sizes), -1),
+    )
 
 
 def mix(
@@ -222,8 +241,12 @@ def open_block(
 ) -> tuple[Tensors, Tensors, Tensors, Tensor, Tensors, Tensors]:
     """`score` of the block that `y` ends, then `mix` for the next one's sizes[0] reads: outputs; of the reads after the
     first log-sum-exps and queries; the queries and, to `thread` them, the sources again; scores for later blocks."""
-    source, folded, scores = score(y if partial is None else partial + y, folded, eps, start=start, sizes=sizes)
-    outs, lses, again = mix((*sources, source), (*pieces, scores[0]), norm_weight, norm_eps, thread=thread)
+    source, folded, scores = score(
+        y if partial is None else partial + y, folded, eps, start=start, sizes=sizes
+    )
+    outs, lses, again = mix(
+        (*sources, source), (*pieces, scores[0]), norm_weight, norm_eps, thread=thread
+    )
     return outs, lses[1:], folded[start + 1 : start + sizes[0]].unbind(0), folded, again, scores[1:]
 
 
@@ -254,5 +277,7 @@ def merge(
     total = y if partial is None else partial + y
     read = merge_partial(total, query, out, lse, key_weight, None, eps)
     if norm_weight is not None:
-        read = rms_norm(read.to(accumulation_dtype(read.dtype)), norm_weight, norm_eps).to(read.dtype)
+        read = rms_norm(read.to(accumulation_dtype(read.dtype)), norm_weight, norm_eps).to(
+            read.dtype
+        )
     return read, total

@@ -26,8 +26,17 @@ from headwater.ops.triton.tiles import ceil_div, half, power_of_2, processors, r
 
 # Tokens and channels of a tile, warps, stages, tiles summed by the matrix units; in bf16, and otherwise.
 FORWARD, FORWARD_WIDE = (128, 64, 4, 3, 2), (64, 128, 4, 3, 1)
-BACKWARD = (64, 128, 4, 3, 2)  # tokens and channels of a tile, warps, stages, programs a multiprocessor
-STREAMS_BACKWARD, STREAMS_BACKWARD_WIDE = (64, 64, 4, 3, 2), (32, 32, 4, 3, 2)  # with a read besides
+BACKWARD = (
+    64,
+    128,
+    4,
+    3,
+    2,
+)  # tokens and channels of a tile, warps, stages, programs a multiprocessor
+STREAMS_BACKWARD, STREAMS_BACKWARD_WIDE = (
+    (64, 64, 4, 3, 2),
+    (32, 32, 4, 3, 2),
+)  # with a read besides
 LEAST_TOKENS = 32  # of a tile, down to which it shrinks for a GPU to have work everywhere
 MAX_QUERIES = 64  # per launch; more queries read the source again
 
@@ -60,7 +69,9 @@ def _score(
         for k in tl.static_range(RUN):
             o_d = c + k * BD + tl.arange(0, BD)
             m_d = o_d < D
-            b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
+            b_v = tl.load(
+                v + o_t[:, None] * D + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0
+            )
             p_f = f + o_q[:, None] * D + o_d[None, :]
             m_f = (o_q < Q)[:, None] & m_d[None, :]
             b_f = tl.load(p_f, mask=m_f, other=0.0)
@@ -71,15 +82,23 @@ def _score(
             b_v = b_v.to(tl.float32)
             if not HALF:
                 part = tl.dot(b_f, tl.trans(b_v), part, input_precision="tf32x3")
-            squares += tl.sum(tl.reshape(b_v * b_v, (T, BD // 8, 8)), 2)  # eight neighbours lie in one thread
+            squares += tl.sum(
+                tl.reshape(b_v * b_v, (T, BD // 8, 8)), 2
+            )  # eight neighbours lie in one thread
         acc += part
     r = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
     tl.store(rstd + o_t, r, mask=m_t)
-    tl.store(z + o_t[None, :] * ZQ + o_q[:, None], acc * r[None, :], mask=m_t[None, :] & (o_q < Q)[:, None])
+    tl.store(
+        z + o_t[None, :] * ZQ + o_q[:, None],
+        acc * r[None, :],
+        mask=m_t[None, :] & (o_q < Q)[:, None],
+    )
 
 
 @triton.jit(do_not_specialize=["M", "Q", "ZQ"])
-def _prepare(z, dz, rstd, high, low, pull, M, D, Q, ZQ, T: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr):
+def _prepare(
+    z, dz, rstd, high, low, pull, M, D, Q, ZQ, T: tl.constexpr, QP: tl.constexpr, HALF: tl.constexpr
+):
     """dz r as high + low, (M, QP), ready for the matrix units, and the pull towards each token's own direction."""
     o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     o_q = tl.arange(0, QP)
@@ -115,7 +134,9 @@ def _score_backward(
     if HALF:
         b_f = b_f.to(v.dtype.element_ty)
     acc = tl.zeros([QP, BD], tl.float32)
-    start = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64) * tokens  # backwards: a gradient is just written
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)).to(
+        tl.int64
+    ) * tokens  # backwards: a gradient is just written
     for i in range(0, tokens, T):
         o_t = start + i + tl.arange(0, T)
         m_t = o_t < M
@@ -124,9 +145,13 @@ def _score_backward(
         b_v = tl.load(v + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0)
         g = -tl.load(pull + o_t, mask=m_t, other=0.0)[:, None] * b_v.to(tl.float32)
         if HAS_G:
-            g += tl.load(g_in + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
+            g += tl.load(g_in + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(
+                tl.float32
+            )
         if HAS_H:
-            b_dh = tl.load(dh + (o_t // SHARED)[:, None] * W + o_w[None, :], mask=m_td, other=0.0).to(tl.float32)
+            b_dh = tl.load(
+                dh + (o_t // SHARED)[:, None] * W + o_w[None, :], mask=m_td, other=0.0
+            ).to(tl.float32)
             g += tl.load(p + o_t * STREAMS + stream, mask=m_t, other=0.0)[:, None] * b_dh
         if HALF:
             b_low = tl.load(low + o_t[:, None] * QP + o_q[None, :], mask=m_t[:, None], other=0.0)
@@ -164,7 +189,11 @@ def _forward(rows: int, width: int, count: int, eps: float, halves: bool, device
     while tile > LEAST_TOKENS and 2 * ceil_div(rows, tile) < processors(device):
         tile //= 2  # 8192 tokens in tiles of 128 would leave half of an H200 idle
     numbers, made = count * width, []
-    splits = Launch(_split, (ceil_div(numbers, 1024),), (numbers,), {"B": 1024}, num_warps=4) if halves else None
+    splits = (
+        Launch(_split, (ceil_div(numbers, 1024),), (numbers,), {"B": 1024}, num_warps=4)
+        if halves
+        else None
+    )
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
         constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": halves}
@@ -194,7 +223,14 @@ def score(source: Tensor, folded: Tensor, eps: float, z: Tensor, rstd: Tensor) -
 
 @functools.lru_cache(1024)
 def _backward(
-    rows: int, width: int, count: int, given: bool, halves: bool, streams: int, shared: int, device: torch.device
+    rows: int,
+    width: int,
+    count: int,
+    given: bool,
+    halves: bool,
+    streams: int,
+    shared: int,
+    device: torch.device,
 ):
     """Ranges of tokens, and of every so many queries the first, how many, those padded, and what is launched. Where a
     row has `streams`, or several rows are streams of one (`shared`), their read's gradient is added."""
@@ -207,7 +243,13 @@ def _backward(
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
         both = {"QP": _padded(now), "HALF": halves}
-        prepare = Launch(_prepare, (ceil_div(rows, 32),), (rows, width, now, count), {"T": 32} | both, num_warps=4)
+        prepare = Launch(
+            _prepare,
+            (ceil_div(rows, 32),),
+            (rows, width, now, count),
+            {"T": 32} | both,
+            num_warps=4,
+        )
         read = {"STREAMS": streams, "SHARED": max(1, shared), "HAS_H": shared > 0 and q == 0}
         constants = {"HAS_G": given or q > 0, "T": tile, "BD": channels} | both | read
         options = {"num_warps": warps, "num_stages": stages}
@@ -225,15 +267,30 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df, read=N
     dh, p = (source, rstd) if read is None else read
     streams = width // dh.shape[-1]
     shared = 0 if read is None else p.shape[-1] // streams
-    ranges, made = _backward(rows, width, count, gradient is not None, halves, streams, shared, source.device)
+    ranges, made = _backward(
+        rows, width, count, gradient is not None, halves, streams, shared, source.device
+    )
     pull = rstd.new_empty(rows)
     for q, now, wide, prepare, spread in made:
-        high = torch.empty(rows, wide, dtype=source.dtype if halves else torch.float32, device=source.device)
+        high = torch.empty(
+            rows, wide, dtype=source.dtype if halves else torch.float32, device=source.device
+        )
         low = torch.empty_like(high) if halves else high
         prepare(_columns(z, q), _columns(dz, q), rstd, high, low, pull)
         parts = rstd.new_empty(ranges, now, width)
         given = gradient if q == 0 else out
-        spread(source, _rows(folded, q), high, low, pull, source if given is None else given, out, parts, dh, p)
+        spread(
+            source,
+            _rows(folded, q),
+            high,
+            low,
+            pull,
+            source if given is None else given,
+            out,
+            parts,
+            dh,
+            p,
+        )
         torch.sum(parts, 0, out=df if now == count else df[q : q + now])
 
 
@@ -262,7 +319,13 @@ def _gradient_of_queries(source, folded, z, rstd, dz, gradient):
 
 @writer(_gradient_of_queries, adds_to=("gradient",))
 def score_backward_(
-    source: Tensor, folded: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor, df: Tensor
+    source: Tensor,
+    folded: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    dz: Tensor,
+    gradient: Tensor,
+    df: Tensor,
 ) -> None:
     """As `score_backward`, adding into `gradient` in place."""
     launch_score_backward(source, folded, z, rstd, dz, gradient, gradient, df)

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from headwater.ops.triton.launch import Launch, address_table, addresses_of, launches
 from headwater.ops.triton.registration import writer
-from headwater.ops.triton.tiles import ceil_div, power_of_2, processors, row_pointer, rows_of, vectorised
+from headwater.ops.triton.tiles import (
+    ceil_div,
+    power_of_2,
+    processors,
+    row_pointer,
+    rows_of,
+    vectorised,
+)
 
 MAX_GROUP = 8  # sources that a program takes at once (at most)
 WARPS = 64  # of all programs of the backward on a multiprocessor; more would leave more parts of df to sum
@@ -75,7 +82,9 @@ def _weigh(
     m_k = m_d & (o_d >= D - K)
     b_f = _query(f, t, o_d, m_k, D, K, EACH)
     top = tl.full([HP], float("-inf"), tl.float32)
-    total = tl.zeros([G, HP], tl.float32)  # of every G-th source: threads exchange theirs at the end
+    total = tl.zeros(
+        [G, HP], tl.float32
+    )  # of every G-th source: threads exchange theirs at the end
     acc = tl.zeros([G, HP, CP], tl.float32)
     for n0 in range(0, N, G):
         _, m_n, v = _rows(table, n0, N, t, o_d, m_d, D, x, G, VECTOR)
@@ -157,13 +166,20 @@ def _weigh_backward(
         tl.store(df + tl.program_id(0).to(tl.int64) * K + o_d - (D - K), tl.sum(acc, 0), mask=m_k)
 
 
-def _constants(width: int, keys: int, heads: int, softmax: bool, norm: bool, each: bool, vector: bool):
+def _constants(
+    width: int, keys: int, heads: int, softmax: bool, norm: bool, each: bool, vector: bool
+):
     """Of both kernels, and warps for them: a thread has at most 16 numbers of a source, of rows up to 8192."""
     tile = {"HP": power_of_2(heads), "CP": power_of_2(width // heads)}
     block = tile["HP"] * tile["CP"]
     warps = max(1, min(16, block // 256))
     kind = {"D": width, "H": heads, "K": keys, "SOFTMAX": softmax, "NORM": norm, "EACH": each}
-    return {**kind, **tile, "G": max(1, min(MAX_GROUP, 512 * warps // block)), "VECTOR": vector}, warps
+    return {
+        **kind,
+        **tile,
+        "G": max(1, min(MAX_GROUP, 512 * warps // block)),
+        "VECTOR": vector,
+    }, warps
 
 
 @functools.lru_cache(1024)
@@ -173,12 +189,16 @@ def _forward(rows: int, width: int, count: int, eps: float, *kind) -> Launch:
 
 
 @functools.lru_cache(1024)
-def _backward(rows: int, width: int, count: int, eps: float, fresh: bool, device: torch.device, *kind):
+def _backward(
+    rows: int, width: int, count: int, eps: float, fresh: bool, device: torch.device, *kind
+):
     """The ranges of tokens, and what is launched."""
     constants, warps = _constants(width, *kind)
     tokens = ceil_div(rows, processors(device) * max(1, WARPS // warps))
     ranges, numbers = ceil_div(rows, tokens), (rows, count, eps, tokens)
-    return ranges, Launch(_weigh_backward, (ranges,), numbers, constants | {"FRESH": fresh}, num_warps=warps)
+    return ranges, Launch(
+        _weigh_backward, (ranges,), numbers, constants | {"FRESH": fresh}, num_warps=warps
+    )
 
 
 def _outputs(sources, folded, eps, heads, softmax, norm):
@@ -205,7 +225,9 @@ def weigh(
     _forward(*rows_of(x), len(sources), eps, *kind)(table, folded, x, largest)
 
 
-def _launch_backward(sources, folded, eps, heads, softmax, norm, largest, dx, gradients, df, *, fresh: bool) -> None:
+def _launch_backward(
+    sources, folded, eps, heads, softmax, norm, largest, dx, gradients, df, *, fresh: bool
+) -> None:
     launches["weigh_backward"] += 1
     addresses, each = addresses_of([*sources, *gradients]), folded.dim() > 1
     kind = (folded.shape[-1], heads, softmax, norm, each, vectorised(dx, addresses))
@@ -226,7 +248,9 @@ def weigh_backward(
     dx: Tensor, gradients: Sequence[Tensor], df: Tensor,
 ) -> None:  # fmt: skip
     """The gradients of the sources and of `folded`."""
-    _launch_backward(sources, folded, eps, heads, softmax, norm, largest, dx, gradients, df, fresh=True)
+    _launch_backward(
+        sources, folded, eps, heads, softmax, norm, largest, dx, gradients, df, fresh=True
+    )
 
 
 def _gradient_besides(sources, folded, eps, heads, softmax, norm, largest, dx, gradients):
@@ -239,4 +263,6 @@ def weigh_backward_(
     dx: Tensor, gradients: Sequence[Tensor], df: Tensor,
 ) -> None:  # fmt: skip
     """As `weigh_backward`, adding into `gradients` in place."""
-    _launch_backward(sources, folded, eps, heads, softmax, norm, largest, dx, gradients, df, fresh=False)
+    _launch_backward(
+        sources, folded, eps, heads, softmax, norm, largest, dx, gradients, df, fresh=False
+    )

@@ -39,20 +39,31 @@ def grouped_linear(
 
         y = grouped_linear(torch.randn(5, 8), torch.randn(2, 4, 8), torch.tensor([3, 5], dtype=torch.int32))
     """
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or ends.shape != weight.shape[:1]:
+    if (
+        x.dim() != 2
+        or weight.dim() != 3
+        or x.shape[1] != weight.shape[2]
+        or ends.shape != weight.shape[:1]
+    ):
         raise ValueError(
             f"grouped_linear takes rows (N, D), weights (E, F, D) and ends (E,), got {tuple(x.shape)}, "
             f"{tuple(weight.shape)} and {tuple(ends.shape)}"
         )
     if x.dtype != weight.dtype or ends.dtype != torch.int32:
-        raise ValueError(f"grouped_linear: dtypes {x.dtype} and {weight.dtype} must agree, and ends be int32")
+        raise ValueError(
+            f"grouped_linear: dtypes {x.dtype} and {weight.dtype} must agree, and ends be int32"
+        )
     if backend not in ("auto", "loop", "grouped", "copied"):
         raise ValueError(f"backend must be 'auto', 'loop', 'grouped' or 'copied', got '{backend}'")
-    return _GroupedLinear.apply(x, weight, ends, rest, _fastest(x, weight) if backend == "auto" else backend)
+    return _GroupedLinear.apply(
+        x, weight, ends, rest, _fastest(x, weight) if backend == "auto" else backend
+    )
 
 
 def _fastest(x: Tensor, weight: Tensor) -> str:
-    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])  # the grouped kernels copy 16 bytes
+    aligned = all(
+        size * x.element_size() % 16 == 0 for size in weight.shape[1:]
+    )  # the grouped kernels copy 16 bytes
     if aligned and x.is_cuda and x.dtype == torch.bfloat16:
         return "grouped"
     return "copied" if x.is_cuda and len(x) <= FEW and not torch.is_grad_enabled() else "loop"
@@ -66,7 +77,11 @@ def _fake_product(x: Tensor, weight: Tensor, ends: Tensor, rest: bool, backend: 
 def experts_product(x: Tensor, weight: Tensor, ends: Tensor, rest: bool, backend: str) -> Tensor:
     """x (N, D), weight (E, F, D) of any strides to (N, F)."""
     if backend != "loop":
-        y = F.grouped_mm(x, weight.mT, offs=ends) if backend == "grouped" else _by_copies(x, weight, ends)
+        y = (
+            F.grouped_mm(x, weight.mT, offs=ends)
+            if backend == "grouped"
+            else _by_copies(x, weight, ends)
+        )
         return y.where(torch.arange(len(y), device=y.device)[:, None] < ends[-1], 0) if rest else y
     y = (x.new_zeros if rest else x.new_empty)(x.shape[0], weight.shape[1])
     for e, rows in enumerate(spans(ends)):
@@ -76,7 +91,9 @@ def experts_product(x: Tensor, weight: Tensor, ends: Tensor, rest: bool, backend
 
 def _by_copies(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows of nobody take the last expert's."""
-    expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True).clamp_max(len(weight) - 1)
+    expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True).clamp_max(
+        len(weight) - 1
+    )
     return torch.bmm(weight[expert], x[:, :, None])[:, :, 0]
 
 
@@ -103,17 +120,29 @@ def spans(ends: Tensor) -> list[slice]:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, rest: bool, backend: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, rest: bool, backend: str
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.rest, ctx.backend = rest, backend if backend == "grouped" else "loop"
         return experts_product(x, weight, ends, rest, backend)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph: what follows would count as a constant, without a word
-            raise RuntimeError("grouped_linear has no second derivatives: take its gradients without create_graph")
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph: what follows would count as a constant, without a word
+            raise RuntimeError(
+                "grouped_linear has no second derivatives: take its gradients without create_graph"
+            )
         x, weight, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        d_x = experts_product(gradient, weight.mT, ends, ctx.rest, ctx.backend) if ctx.needs_input_grad[0] else None
-        d_weight = experts_outer(gradient, x, ends, ctx.backend) if ctx.needs_input_grad[1] else None
+        d_x = (
+            experts_product(gradient, weight.mT, ends, ctx.rest, ctx.backend)
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        d_weight = (
+            experts_outer(gradient, x, ends, ctx.backend) if ctx.needs_input_grad[1] else None
+        )
         return d_x, d_weight, None, None, None

@@ -18,7 +18,9 @@ GATES = ("softplus", "bounded")
 LOWER_BOUND = -5.0
 
 
-def kda_gate(x: Tensor, rate: Tensor, bias: Tensor, form: Literal["softplus", "bounded"] = "softplus") -> Tensor:
+def kda_gate(
+    x: Tensor, rate: Tensor, bias: Tensor, form: Literal["softplus", "bounded"] = "softplus"
+) -> Tensor:
     """The log decay of each channel.
 
     Arguments:
@@ -39,4 +41,6 @@ def kda_gate(x: Tensor, rate: Tensor, bias: Tensor, form: Literal["softplus", "b
     with full_precision(x):
         x = x.to(dtype) + bias.to(dtype)
         speed = rate.to(dtype).exp()[:, None]  # (H, 1)
-        return -speed * F.softplus(x) if form == "softplus" else LOWER_BOUND * torch.sigmoid(speed * x)
+        return (
+            -speed * F.softplus(x) if form == "softplus" else LOWER_BOUND * torch.sigmoid(speed * x)
+        )

@@ -61,7 +61,9 @@ def kda(
         return run_fla(q, k, v, g, beta, state)
     dtype = accumulation_dtype(v.dtype)
     if state is None:
-        state = torch.zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype, device=v.device)
+        state = torch.zeros(
+            len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype, device=v.device
+        )
     with full_precision(v):
         if v.device.type == "cpu" and not traced():
             return compute(q, k, v, g, beta, state, chunk)
@@ -95,14 +97,33 @@ def kda_forward(
 
 
 def _fake_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, d_o: Tensor, d_last: Tensor, chunk: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    d_o: Tensor,
+    d_last: Tensor,
+    chunk: int,
 ) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta, state)]
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (q, k, v, g, beta, state)
+    ]
 
 
 @operator(_fake_backward)
 def kda_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, d_o: Tensor, d_last: Tensor, chunk: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    d_o: Tensor,
+    d_last: Tensor,
+    chunk: int,
 ) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta, state)]
     with torch.enable_grad():
@@ -120,12 +141,18 @@ class _KDA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph: what follows would count as a constant, without a word
-            raise RuntimeError("kda has no second derivatives: take its gradients without create_graph")
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph: what follows would count as a constant, without a word
+            raise RuntimeError(
+                "kda has no second derivatives: take its gradients without create_graph"
+            )
         return *kda_backward(*ctx.saved_tensors, *gradients, ctx.chunk), None
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, chunk: int) -> None:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, chunk: int
+) -> None:
     batch, length, heads, width = q.shape if q.dim() == 4 else (0, 0, 0, 0)
     expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {
         "k": (k, (batch, length, heads, width)),
@@ -136,12 +163,18 @@ def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tenso
     if state is not None:
         expected["state"] = (state, (batch, heads, width, v.shape[-1]))
     if q.dim() != 4 or length < 1:
-        raise ValueError(f"kda takes q as (batch, tokens, heads, width) with at least one token, got {tuple(q.shape)}")
+        raise ValueError(
+            f"kda takes q as (batch, tokens, heads, width) with at least one token, got {tuple(q.shape)}"
+        )
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"kda: with q {tuple(q.shape)}, {name} must be {shape}, got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"kda: with q {tuple(q.shape)}, {name} must be {shape}, got {tuple(tensor.shape)}"
+            )
     if chunk < reference.ROW or chunk & (chunk - 1):
-        raise ValueError(f"kda's chunk must be a power of two from {reference.ROW} tokens on, got {chunk}")
+        raise ValueError(
+            f"kda's chunk must be a power of two from {reference.ROW} tokens on, got {chunk}"
+        )
 
 
 def uses_fla(backend: KDABackend, q: Tensor, v: Tensor, chunk: int) -> bool:
@@ -150,13 +183,17 @@ def uses_fla(backend: KDABackend, q: Tensor, v: Tensor, chunk: int) -> bool:
         raise ValueError(f"backend must be 'auto', 'reference' or 'fla', got '{backend}'")
     if backend == "reference" or (backend == "auto" and not q.is_cuda):
         return False
-    if traced() and not torch.compiler.is_compiling():  # tensors without data, which its kernels cannot take
+    if (
+        traced() and not torch.compiler.is_compiling()
+    ):  # tensors without data, which its kernels cannot take
         return False
     reason = obstacle(q, v, chunk)
     if reason is None:
         return True
     if backend == "fla":
-        raise ValueError(f"backend='fla' cannot take q {tuple(q.shape)}, v {tuple(v.shape)}: {reason}")
+        raise ValueError(
+            f"backend='fla' cannot take q {tuple(q.shape)}, v {tuple(v.shape)}: {reason}"
+        )
     say_once(f"kda runs in plain PyTorch, many times slower than fla's kernels: {reason}")
     return False
 
@@ -181,11 +218,15 @@ def say_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def run_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def run_fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Its chunk kernels, which have a backward; a few tokens without gradients by its recurrent one."""
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
     short = q.shape[1] <= CHUNK and not torch.is_grad_enabled()
     run = fused_recurrent_kda if short else chunk_kda
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    return run(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), **options)
+    return run(
+        q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), **options
+    )

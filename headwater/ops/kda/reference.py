@@ -39,7 +39,9 @@ def prepare(
     return unit(q) * q.shape[-1] ** -0.5, unit(k), v, g, beta, state.to(dtype)
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Token by token: q, k, g (B, H, T, K), v (B, H, T, V), beta (B, H, T), state (B, H, K, V). Returns o (B, H, T, V)
     and the state after the last token."""
     outputs = []
@@ -61,7 +63,9 @@ def chunkwise(
     length = q.shape[2]
     size = min(chunk, max(ROW, 1 << (length - 1).bit_length()))
     spare = -length % size
-    q, k, v, g, beta = (_chunks(x, size, spare) for x in (q, k, v, g, beta[..., None]))  # (B, H, N, C, K)
+    q, k, v, g, beta = (
+        _chunks(x, size, spare) for x in (q, k, v, g, beta[..., None])
+    )  # (B, H, N, C, K)
     total = g.double().cumsum(-2)
     inside, across = decayed_products(torch.stack((k, q)), k, g, total)
     decay = total.to(q.dtype).exp()
@@ -89,13 +93,18 @@ def decayed_products(left: Tensor, right: Tensor, g: Tensor, total: Tensor) -> T
     products = products_in_rows(left, right, g)  # (2, ..., R, 8, 8)
     while products.shape[-3] > 1:  # two neighbours become one of twice the size
         halves = (-1, 2, products.shape[-1])
-        later, earlier, sums = (x.unflatten(-2, halves) for x in (left, right, total))  # (..., R / 2, 2, S, K)
+        later, earlier, sums = (
+            x.unflatten(-2, halves) for x in (left, right, total)
+        )  # (..., R / 2, 2, S, K)
         between = sums[..., 1, :1, :]  # of the two tokens of every pair: neither factor can grow
         near = later[..., 1, :, :] * (sums[..., 1, :, :] - between).to(left.dtype).exp()
         far = earlier[..., 0, :, :] * (between - sums[..., 0, :, :]).to(left.dtype).exp()
         corner = (torch.cat(tuple(near), -2) @ far.mT).split(halves[-1], -2)  # both in one product
         first, second = products.unflatten(-3, (-1, 2)).unbind(-3)
-        rows = torch.cat((first, torch.zeros_like(first)), -1), torch.cat((torch.stack(corner), second), -1)
+        rows = (
+            torch.cat((first, torch.zeros_like(first)), -1),
+            torch.cat((torch.stack(corner), second), -1),
+        )
         products = torch.cat(rows, -2)  # (2, ..., R / 2, 2 S, 2 S)
     return products.squeeze(-3)
 
@@ -105,7 +114,9 @@ def products_in_rows(left: Tensor, right: Tensor, g: Tensor) -> Tensor:
     left, right, decay = (x.unflatten(-2, (-1, ROW)) for x in (left, right, g.exp()))
     decayed, found = right[..., :0, :], []
     for i in range(ROW):
-        decayed = torch.cat((decayed * decay[..., i : i + 1, :], right[..., i : i + 1, :]), -2)  # (..., R, i + 1, K)
+        decayed = torch.cat(
+            (decayed * decay[..., i : i + 1, :], right[..., i : i + 1, :]), -2
+        )  # (..., R, i + 1, K)
         products = (left[..., i : i + 1, :] * decayed).sum(-1)  # (2, ..., R, i + 1)
         found.append(torch.nn.functional.pad(products, (0, ROW - i - 1)))
     return torch.stack(found, -2)

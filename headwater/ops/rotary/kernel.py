@@ -9,7 +9,9 @@ from torch import Tensor
 from headwater.ops.triton.launch import launch, launches
 from headwater.ops.triton.tiles import ceil_div, power_of_2
 
-TOKENS = 16  # of a program: as few as still fill a warp's loads of 16 bytes, for heads of 64 channels
+TOKENS = (
+    16  # of a program: as few as still fill a warp's loads of 16 bytes, for heads of 64 channels
+)
 WARPS = 2
 
 
@@ -26,7 +28,9 @@ def _angles(cos, sin, M, T, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr)
 
 
 @triton.jit
-def _turn(source, target, m, b_cos, b_sin, COUNT: tl.constexpr, P: tl.constexpr, TURNS: tl.constexpr):
+def _turn(
+    source, target, m, b_cos, b_sin, COUNT: tl.constexpr, P: tl.constexpr, TURNS: tl.constexpr
+):
     """So many heads from a pointer to another's places; each to the first head's left half."""
     for h in range(COUNT):
         b_l = tl.load(source + h * 2 * P, mask=m, other=0.0)
@@ -44,7 +48,16 @@ def _rotary(
     joined, cos, sin, out, M, T, ALL: tl.constexpr, H: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
     o_r, o_p, m, b_cos, b_sin = _angles(cos, sin, M, T, P, BP, BT)
-    _turn(joined + o_r * (ALL * 2 * P) + o_p, out + o_r * (H * 2 * P) + o_p, m, b_cos, b_sin, H, P, True)
+    _turn(
+        joined + o_r * (ALL * 2 * P) + o_p,
+        out + o_r * (H * 2 * P) + o_p,
+        m,
+        b_cos,
+        b_sin,
+        H,
+        P,
+        True,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "T"])
@@ -68,7 +81,9 @@ def forward(joined: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     out = joined.new_empty(batch, tokens, heads, 2 * pairs)
     constants = {"ALL": channels // (2 * pairs), "H": heads, **_tile(pairs)}
     grid = (ceil_div(batch * tokens, TOKENS),)
-    launch(_rotary, grid, (joined, cos, sin, out), (batch * tokens, tokens), constants, num_warps=WARPS)
+    launch(
+        _rotary, grid, (joined, cos, sin, out), (batch * tokens, tokens), constants, num_warps=WARPS
+    )
     return out
 
 

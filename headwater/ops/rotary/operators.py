@@ -20,7 +20,12 @@ from . import reference
 
 
 def rotate_joined(
-    joined: Tensor, rotary: tuple[Tensor, Tensor], heads: int, kv_heads: int, *, backend: Backend = "auto"
+    joined: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    heads: int,
+    kv_heads: int,
+    *,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys turned by their positions, and values, from one projection of all three.
 
@@ -69,20 +74,32 @@ def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor
     """(B, heads, T, d) each, to (B, T, C)."""
     from . import kernel
 
-    dq, dk, dv = (gradient.transpose(1, 2).contiguous() for gradient in (dq, dk, dv))  # attention's are so already
+    dq, dk, dv = (
+        gradient.transpose(1, 2).contiguous() for gradient in (dq, dk, dv)
+    )  # attention's are so already
     return kernel.backward(dq, dk, dv, cos.contiguous(), sin.contiguous())
 
 
 class _RotateJoined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, joined: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, joined: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         turned = rotary_forward(joined, cos, sin, heads + kv_heads).transpose(1, 2)  # (B, H, T, d)
-        values = joined.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)[:, heads + kv_heads :]
+        values = joined.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)[
+            :, heads + kv_heads :
+        ]
         return turned[:, :heads], turned[:, heads:], values
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None, None]:
-        if torch.is_grad_enabled():  # create_graph: what follows would count as a constant, without a word
-            raise RuntimeError("the kernel has no second derivative: pass backend='reference' for create_graph=True")
+    def backward(
+        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph: what follows would count as a constant, without a word
+            raise RuntimeError(
+                "the kernel has no second derivative: pass backend='reference' for create_graph=True"
+            )
         return rotary_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None, None

@@ -20,7 +20,9 @@ def split_heads(parts: tuple[Tensor, ...], counts: tuple[int, ...]) -> tuple[Ten
     if len(parts) == 1:
         width = parts[0].shape[-1] // sum(counts)
         parts = Split.apply(parts[0], [count * width for count in counts])
-    return tuple(part.unflatten(-1, (count, -1)).transpose(1, 2) for part, count in zip(parts, counts))
+    return tuple(
+        part.unflatten(-1, (count, -1)).transpose(1, 2) for part, count in zip(parts, counts)
+    )
 
 
 def rotate_joined(

@@ -61,7 +61,9 @@ def _backward(
     b_c = tl.load(history + o_v + (2 * ITERATIONS - 2) * n, mask=m_v, other=0.0)
     b_r = tl.load(history + o_v + (2 * ITERATIONS - 1) * n, mask=m_v, other=0.0)
     b_g = tl.load(gradient + offset, mask=m, other=0.0)
-    b_g -= (tl.sum(b_g * b_k * b_c[:, None, :], 2) * b_r)[:, :, None]  # see `centred` of the reference
+    b_g -= (tl.sum(b_g * b_k * b_c[:, None, :], 2) * b_r)[
+        :, :, None
+    ]  # see `centred` of the reference
     b_dk = b_r[:, :, None] * b_g * b_c[:, None, :]
     b_dr = tl.sum(b_g * b_k * b_c[:, None, :], 2)
     b_dc = tl.sum(b_g * b_k * b_r[:, :, None], 1)
@@ -69,7 +71,9 @@ def _backward(
         t = ITERATIONS - 1 - back
         b_c = tl.load(history + o_v + 2 * t * n, mask=m_v, other=0.0)
         b_r = tl.load(history + o_v + (2 * t + 1) * n, mask=m_v, other=0.0)
-        b_before = tl.load(history + o_v + (2 * t - 1) * n, mask=m_v & (t > 0), other=1.0)  # r starts at one
+        b_before = tl.load(
+            history + o_v + (2 * t - 1) * n, mask=m_v & (t > 0), other=1.0
+        )  # r starts at one
         b_da = -b_dr * b_r * b_r
         b_dc += tl.sum(b_k * b_da[:, :, None], 1)
         b_db = -b_dc * b_c * b_c
@@ -98,7 +102,22 @@ def backward(logits: Tensor, gradient: Tensor, iterations: int) -> Tensor:
     return out
 
 
-def _launch_forward(logits: Tensor, out: Tensor, history: Tensor, iterations: int, *, keep: bool) -> None:
+def _launch_forward(
+    logits: Tensor, out: Tensor, history: Tensor, iterations: int, *, keep: bool
+) -> None:
     rows, n = logits.numel() // logits.shape[-1] ** 2, logits.shape[-1]
-    constants = {"ITERATIONS": iterations, "KEEP": keep, "FLOOR": FLOOR, "N": power_of_2(n), "BT": TOKENS}
-    launch(_forward, (ceil_div(rows, TOKENS),), (logits, out, history), (rows, n), constants, num_warps=1)
+    constants = {
+        "ITERATIONS": iterations,
+        "KEEP": keep,
+        "FLOOR": FLOOR,
+        "N": power_of_2(n),
+        "BT": TOKENS,
+    }
+    launch(
+        _forward,
+        (ceil_div(rows, TOKENS),),
+        (logits, out, history),
+        (rows, n),
+        constants,
+        num_warps=1,
+    )

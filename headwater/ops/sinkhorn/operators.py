@@ -62,15 +62,21 @@ def _keep(ctx: Any, inputs: tuple[Tensor, int, bool], output: Tensor) -> None:
 
 class _Sinkhorn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:  # a `setup_context` would make a call 100 us longer
+    def forward(
+        ctx: Any, *inputs: Any
+    ) -> Tensor:  # a `setup_context` would make a call 100 us longer
         output = sinkhorn_forward(*inputs)
         _keep(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if torch.is_grad_enabled():  # create_graph: what follows would count as a constant, without a word
-            raise RuntimeError("sinkhorn has no second derivatives: take its gradients without create_graph")
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph: what follows would count as a constant, without a word
+            raise RuntimeError(
+                "sinkhorn has no second derivatives: take its gradients without create_graph"
+            )
         (logits,) = ctx.saved_tensors
         return sinkhorn_backward(logits, gradient, ctx.iterations, ctx.triton), None, None
 
@@ -96,8 +102,12 @@ def sinkhorn(logits: Tensor, iterations: int, *, backend: Backend = "auto") -> T
     wide = logits.to(accumulation_dtype(logits.dtype))
     fits = logits.shape[-1] <= MAX_SIZE
     if backend == "triton" and not fits:
-        raise ValueError(f"backend='triton' takes matrices of up to {MAX_SIZE} rows, got {tuple(logits.shape)}")
+        raise ValueError(
+            f"backend='triton' takes matrices of up to {MAX_SIZE} rows, got {tuple(logits.shape)}"
+        )
     triton = fits and use_triton(backend, wide)
     if transformed():
         return reference.by_division(wide, iterations)
-    return _Sinkhorn.apply(wide.reshape(-1, *wide.shape[-2:]), iterations, triton).view(logits.shape)
+    return _Sinkhorn.apply(wide.reshape(-1, *wide.shape[-2:]), iterations, triton).view(
+        logits.shape
+    )

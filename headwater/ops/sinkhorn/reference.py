@@ -65,7 +65,12 @@ def backward(logits: Tensor, gradient: Tensor, iterations: int) -> Tensor:
         total.addcmul_(to_sums, history[t])
         to_columns = to_columns + torch.mul(kernel, to_sums, out=product).sum(0)
         to_sums = to_columns * slopes[t]
-        total.addcmul_(history[t - 1].unsqueeze(1), to_sums) if t else total.add_(to_sums)  # r starts at one
-        to_rows, to_columns = torch.mul(kernel, to_sums, out=product).sum(1), torch.zeros_like(to_sums)
+        total.addcmul_(history[t - 1].unsqueeze(1), to_sums) if t else total.add_(
+            to_sums
+        )  # r starts at one
+        to_rows, to_columns = (
+            torch.mul(kernel, to_sums, out=product).sum(1),
+            torch.zeros_like(to_sums),
+        )
     total.mul_(kernel).masked_fill_(kernel <= FLOOR, 0)
     return total.permute(2, 0, 1).contiguous()

@@ -126,7 +126,11 @@ def _scalings(k, history, o_t, m, M, ITERATIONS: tl.constexpr, N: tl.constexpr):
         r = _reciprocals(_across(k, c, N), N)
         if history is not None:
             for i in tl.static_range(N):
-                tl.store(history + o_t + (t * N + i) * M.to(tl.int64), r[i], mask=m & (t < ITERATIONS - 1))
+                tl.store(
+                    history + o_t + (t * N + i) * M.to(tl.int64),
+                    r[i],
+                    mask=m & (t < ITERATIONS - 1),
+                )
     return c, r
 
 
@@ -135,7 +139,9 @@ def _load_scalings(history, t, o_t, m, M, N: tl.constexpr):
     """r after iteration t; before the first it is one."""
     r = ()
     for i in tl.static_range(N):
-        r = r + (tl.load(history + o_t + (t * N + i) * M.to(tl.int64), mask=m & (t >= 0), other=1.0),)
+        r = r + (
+            tl.load(history + o_t + (t * N + i) * M.to(tl.int64), mask=m & (t >= 0), other=1.0),
+        )
     return r
 
 
@@ -192,7 +198,9 @@ def balance_backward(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _balance(logits, out, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, T: tl.constexpr):
+def _balance(
+    logits, out, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, T: tl.constexpr
+):
     o_t, m = tokens(M, T)
     given = load_numbers(logits + o_t * (N * N), m, N * N)
     found = balance(given, o_t, m, M, ITERATIONS, FLOOR, N)

@@ -19,7 +19,9 @@ from .kernel import by_row
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         z, rstd = score(by_row(x, weight), weight, eps)
         ctx.save_for_backward(x, weight, z, rstd)
         ctx.set_materialize_grads(False)
@@ -52,7 +54,9 @@ def _added(dx: Tensor | None, dh: Tensor | None, pre: Tensor | None) -> Tensor |
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, z: Tensor, bias: Tensor, scale: Tensor, iterations: int) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, z: Tensor, bias: Tensor, scale: Tensor, iterations: int
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(z, bias, scale)
         ctx.iterations = iterations
         return gates.gate_streams(z, bias, scale, iterations)
@@ -66,7 +70,9 @@ class _Gate(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pre: Tensor, dh: Tensor | None, factor: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, pre: Tensor, dh: Tensor | None, factor: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, pre)
         ctx.by_factors = dh is not None
         return kernel.read_streams(x, pre)[0]
@@ -77,7 +83,9 @@ class _Read(torch.autograd.Function):
         x, pre = ctx.saved_tensors
         dh = dh.contiguous()
         dpre = kernel.read_streams_backward(x, dh)[0] if ctx.needs_input_grad[1] else None
-        return (None, dpre, dh, pre) if ctx.by_factors else (_added(None, dh, pre), dpre, None, None)
+        return (
+            (None, dpre, dh, pre) if ctx.by_factors else (_added(None, dh, pre), dpre, None, None)
+        )
 
 
 class _Write(torch.autograd.Function):
@@ -92,12 +100,16 @@ class _Write(torch.autograd.Function):
         return kernel.write_streams_backward(gradient.contiguous(), *ctx.saved_tensors)
 
 
-def project_streams(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+def project_streams(
+    x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     z, x, dh, pre = apply(_Project, x.contiguous(), weight.float().contiguous(), eps)
     return z, x, (dh, pre)
 
 
-def gate_streams(z: Tensor, bias: Tensor, scale: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+def gate_streams(
+    z: Tensor, bias: Tensor, scale: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
     return apply(_Gate, z.float().contiguous(), bias.contiguous(), scale.contiguous(), iterations)
 
 

@@ -142,7 +142,9 @@ def _launches(rows: int, n: int, iterations: int) -> tuple[int, Launch, Launch, 
     return programs, forward, backward, sums
 
 
-def _gating(z: Tensor, bias: Tensor, scale: Tensor, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gating(
+    z: Tensor, bias: Tensor, scale: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
     lead, n = z.shape[:-1], streams_of(bias)
     return z.new_empty(*lead, n), z.new_empty(*lead, n), z.new_empty(*lead, n, n)
 
@@ -158,7 +160,13 @@ def gate_streams(
 
 
 def _gating_backward(
-    z: Tensor, bias: Tensor, scale: Tensor, dpre: Tensor, dpost: Tensor, dres: Tensor, iterations: int
+    z: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    dpre: Tensor,
+    dpost: Tensor,
+    dres: Tensor,
+    iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(z), torch.empty_like(bias), torch.empty_like(scale)
 

@@ -19,7 +19,10 @@ from headwater.ops.triton.tiles import ceil_div, power_of_2
 
 # Numbers of a stream in a tile, channels of a tile at most, warps.
 READ, WRITE = (512, 512, 2), (512, 512, 2)
-READ_BACKWARD, WRITE_BACKWARD = (512, 512, 1), (256, 128, 1)  # a token's sums are one warp's: they wait for no other
+READ_BACKWARD, WRITE_BACKWARD = (
+    (512, 512, 1),
+    (256, 128, 1),
+)  # a token's sums are one warp's: they wait for no other
 
 
 @triton.jit
@@ -122,7 +125,9 @@ def _write_backward(
             more = more + (sums[N * N + i] + tl.sum(gradients[i] * b_y, 1),)
         sums = more
         for j in tl.static_range(N):
-            column = _load_numbers(res + o_t * (N * N) + j, m_t, N, N)  # here: registers hold none of them for long
+            column = _load_numbers(
+                res + o_t * (N * N) + j, m_t, N, N
+            )  # here: registers hold none of them for long
             b_dx = _combine(column, gradients, N)
             tl.store(dx + o_x + j * D, b_dx.to(dx.dtype.element_ty), mask=m)
         b_dy = _combine(_load_numbers(post + o_t * N, m_t, N, 1), gradients, N)
@@ -134,13 +139,17 @@ def _write_backward(
 
 
 @functools.lru_cache(1024)
-def _launch(kernel, tile: tuple[int, int, int], tokens: int, streams: int, width: int, whole: bool) -> Launch:
+def _launch(
+    kernel, tile: tuple[int, int, int], tokens: int, streams: int, width: int, whole: bool
+) -> Launch:
     """`whole`: a program takes all channels of its tokens; otherwise each tile is one's. Above four streams a tile has
     half as many numbers, and so on, for its streams to stay in registers."""
     numbers, channels, warps = tile
     channels = min(channels, max(16, power_of_2(width)))
     rows = max(1, numbers // channels * 4 // max(4, power_of_2(streams)))
-    grid = (ceil_div(tokens, rows),) if whole else (ceil_div(tokens, rows), ceil_div(width, channels))
+    grid = (
+        (ceil_div(tokens, rows),) if whole else (ceil_div(tokens, rows), ceil_div(width, channels))
+    )
     constants = {"N": streams, "T": rows, "BD": channels}
     return Launch(kernel, grid, (tokens, width), constants, num_warps=warps)
 
@@ -183,7 +192,9 @@ def write_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor, out: Tensor) 
     _launch(_write, WRITE, *_sizes(x), False)(x, y, post, res, out)
 
 
-def _writing_backward(gradient: Tensor, x: Tensor, y: Tensor, post: Tensor, res: Tensor) -> tuple[Tensor, ...]:
+def _writing_backward(
+    gradient: Tensor, x: Tensor, y: Tensor, post: Tensor, res: Tensor
+) -> tuple[Tensor, ...]:
     return torch.empty_like(x), torch.empty_like(y), torch.empty_like(post), torch.empty_like(res)
 
 
@@ -206,7 +217,14 @@ def write_streams_backward(
 
 
 def _projecting_backward(
-    x: Tensor, weight: Tensor, z: Tensor, rstd: Tensor, dz: Tensor, gradient: Tensor | None, dh: Tensor, pre: Tensor
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    rstd: Tensor,
+    dz: Tensor,
+    gradient: Tensor | None,
+    dh: Tensor,
+    pre: Tensor,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
 

@@ -31,14 +31,18 @@ from . import reference
 MAX_STREAMS = 8  # a program of the kernels has a tile of each in registers
 
 
-Factors = tuple[Tensor, Tensor]  # stand-ins, whose gradients are dh (..., D) and pre (..., n): see `autograd`
+Factors = tuple[
+    Tensor, Tensor
+]  # stand-ins, whose gradients are dh (..., D) and pre (..., n): see `autograd`
 
 
 def takes_streams(x: Tensor, backend: Backend) -> bool:
     """Whether kernels take these streams (..., n, D). Raises ValueError where they are asked for and cannot."""
     fits = x.shape[-2] <= MAX_STREAMS
     if backend == "triton" and not fits:
-        raise ValueError(f"backend='triton' takes up to {MAX_STREAMS} streams, got {tuple(x.shape)}")
+        raise ValueError(
+            f"backend='triton' takes up to {MAX_STREAMS} streams, got {tuple(x.shape)}"
+        )
     return fits and use_triton(backend, x)
 
 
@@ -90,7 +94,9 @@ def gate_streams(
     return reference.gate_streams(z, bias, scale, iterations, backend)
 
 
-def read_streams(x: Tensor, pre: Tensor, factors: Factors | None = None, *, backend: Backend = "auto") -> Tensor:
+def read_streams(
+    x: Tensor, pre: Tensor, factors: Factors | None = None, *, backend: Backend = "auto"
+) -> Tensor:
     """h = sum_j pre_j X_j, (..., D) in the dtype of `x` (..., n, D); `pre` (..., n) in fp32.
 
     `factors`: of the projection that gave these streams; None where there was none.
@@ -102,7 +108,9 @@ def read_streams(x: Tensor, pre: Tensor, factors: Factors | None = None, *, back
     return reference.read_streams(x, pre)
 
 
-def write_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor, *, backend: Backend = "auto") -> Tensor:
+def write_streams(
+    x: Tensor, y: Tensor, post: Tensor, res: Tensor, *, backend: Backend = "auto"
+) -> Tensor:
     """X'_i = sum_j res_ij X_j + post_i y, (..., n, D) in the dtype of `x`.
 
     Arguments: `x` (..., n, D), `y` (..., D), `post` (..., n) and `res` (..., n, n) in fp32; `backend` as above.

@@ -25,7 +25,10 @@ def mix_streams(weights: Tensor, x: Tensor) -> Tensor:
     if x.is_cuda and not torch.compiler.is_compiling():
         with full_precision(x):
             return weights @ x
-    columns, streams = weights.unsqueeze(-1).unbind(-2), x.unsqueeze(-3).unbind(-2)  # (..., m, 1), (..., 1, D)
+    columns, streams = (
+        weights.unsqueeze(-1).unbind(-2),
+        x.unsqueeze(-3).unbind(-2),
+    )  # (..., m, 1), (..., 1, D)
     total = columns[0] * streams[0]
     for column, stream in zip(columns[1:], streams[1:], strict=True):
         total = torch.addcmul(total, column, stream)
@@ -33,7 +36,9 @@ def mix_streams(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def project_streams(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return project_normed(x if weight.shape[-1] == x.shape[-1] else wide(x).flatten(-2), weight, eps)
+    return project_normed(
+        x if weight.shape[-1] == x.shape[-1] else wide(x).flatten(-2), weight, eps
+    )
 
 
 def gate_logits(z: Tensor, bias: Tensor, scale: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -33,10 +33,14 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: Backend = "auto")
     """
     if up is not None:
         if backend == "triton":
-            raise ValueError("backend='triton' takes gate and up side by side in one tensor, got two")
+            raise ValueError(
+                "backend='triton' takes gate and up side by side in one tensor, got two"
+            )
         return reference.swiglu(gate, up)
     if gate.shape[-1] % 2:
-        raise ValueError(f"swiglu takes gate and up side by side, (..., 2 W), got {tuple(gate.shape)}")
+        raise ValueError(
+            f"swiglu takes gate and up side by side, (..., 2 W), got {tuple(gate.shape)}"
+        )
     if use_triton(backend, gate[..., :1]):  # rows may be wider than those of other operators
         return _SwiGLU.apply(gate)
     return reference.swiglu(*gate.chunk(2, -1))
@@ -72,7 +76,11 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # create_graph: what follows would count as a constant, without a word
-            raise RuntimeError("the kernel has no second derivative: pass backend='reference' for create_graph=True")
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph: what follows would count as a constant, without a word
+            raise RuntimeError(
+                "the kernel has no second derivative: pass backend='reference' for create_graph=True"
+            )
         (joined,) = ctx.saved_tensors
         return swiglu_backward(joined, gradient)

@@ -17,7 +17,9 @@ from headwater._torch import current_device, current_stream
 
 from .tiles import INTERPRETED, ceil_div
 
-launches: Counter[str] = Counter()  # how often each operator ran its kernels; the routing tests read it
+launches: Counter[str] = (
+    Counter()
+)  # how often each operator ran its kernels; the routing tests read it
 
 CHUNK = 32  # addresses written by one launch
 MAX_INT32 = 2**31 - 1
@@ -107,18 +109,32 @@ def launch(
         return None
     addresses, name = [*map(_address, tensors)], id(kernel)  # to hash a kernel takes a lock
     _, own = _numbers_fixed.get(name) or _find_fixed(kernel, len(tensors))
-    key = (name, index, num_warps, num_stages, own(numbers), *constants.values(), *map(_dtype, tensors))
+    key = (
+        name,
+        index,
+        num_warps,
+        num_stages,
+        own(numbers),
+        *constants.values(),
+        *map(_dtype, tensors),
+    )
     if math.gcd(16, *addresses) != 16:
         key += tuple(address & 15 == 0 for address in addresses)
     if numbers and max(numbers) > MAX_INT32:  # which are passed as int64
         key += tuple([number > MAX_INT32 for number in numbers])
     found = _compiled.get(key)
     if found is None:
-        compiled, constants = launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
+        compiled, constants = launch_that_fits(
+            kernel, grid, tensors, numbers, constants, num_warps, num_stages
+        )
         rest = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
         if len(_compiled) >= MOST:
             _compiled.clear()
-        parts = (compiled.run, compiled.function, compiled.packed_metadata) if DIRECT else (None, None, None)
+        parts = (
+            (compiled.run, compiled.function, compiled.packed_metadata)
+            if DIRECT
+            else (None, None, None)
+        )
         _compiled[key] = (constants, rest, *parts)
         return None
     fitting, rest, run, function, metadata = found
@@ -126,14 +142,28 @@ def launch(
         kernel[grid](*tensors, *numbers, **fitting, num_warps=num_warps)
         return None
     ones = (1,) * (3 - len(grid))
-    run(*grid, *ones, current_stream(index), function, metadata, None, None, None, *addresses, *numbers, *rest)
+    run(
+        *grid,
+        *ones,
+        current_stream(index),
+        function,
+        metadata,
+        None,
+        None,
+        None,
+        *addresses,
+        *numbers,
+        *rest,
+    )
     return found
 
 
 def _hooked(kernel) -> bool:
     """Whether someone wants to see launches: a profiler, by a chain of hooks, or a hook before runs of this kernel."""
     before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    return bool(getattr(before, "calls", before) or getattr(after, "calls", after) or kernel.pre_run_hooks)
+    return bool(
+        getattr(before, "calls", before) or getattr(after, "calls", after) or kernel.pre_run_hooks
+    )
 
 
 class Launch:
@@ -142,17 +172,23 @@ class Launch:
     Operators keep one for each shape they meet, which spares the host a third of a launch.
     """
 
-    def __init__(self, kernel, grid, numbers, constants, *, num_warps: int, num_stages: int = 1) -> None:
+    def __init__(
+        self, kernel, grid, numbers, constants, *, num_warps: int, num_stages: int = 1
+    ) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
-        self.kept: dict[tuple, tuple] = {}  # by device and types, for addresses that are multiples of 16
+        self.kept: dict[
+            tuple, tuple
+        ] = {}  # by device and types, for addresses that are multiples of 16
 
     def __call__(self, *tensors: Tensor) -> None:
         index, addresses = tensors[0].get_device(), [*map(_address, tensors)]
         key, aligned = (index, *map(_dtype, tensors)), math.gcd(16, *addresses) == 16
         found = self.kept.get(key)
         if found is None or not aligned or index != current_device() or _hooked(self.kernel):
-            compiled = launch(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
+            compiled = launch(
+                self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options
+            )
             if compiled is not None and aligned:
                 _, rest, run, function, metadata = compiled
                 grid = (*self.grid, *(1,) * (3 - len(self.grid)))
@@ -162,13 +198,17 @@ class Launch:
         run(*grid, current_stream(index), function, metadata, None, None, None, *addresses, *rest)
 
 
-def _launch_elsewhere(kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int) -> None:
+def _launch_elsewhere(
+    kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int
+) -> None:
     """On another device than the current one, or by Triton's interpreter."""
     if INTERPRETED:
         launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
         return
     with torch.cuda.device(tensors[0].get_device()):
-        launch(kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages)
+        launch(
+            kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages
+        )
 
 
 def _find_fixed(kernel, tensors: int) -> tuple:
@@ -180,7 +220,9 @@ def _find_fixed(kernel, tensors: int) -> tuple:
     return _numbers_fixed.setdefault(id(kernel), (kernel, own))
 
 
-def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int) -> tuple[Any, dict]:
+def launch_that_fits(
+    kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int
+) -> tuple[Any, dict]:
     """Compile and run with `num_stages` rows or tiles under way, or as many fewer as the GPU's shared memory holds.
 
     A kernel that pipelines a loop of its own takes the number as the constant STAGES.
@@ -214,5 +256,12 @@ def address_table(addresses: Sequence[int], device: torch.device) -> Tensor:
     table = torch.empty(whole, dtype=torch.int64, device=device)
     padded = [*addresses] + [addresses[0]] * (whole - count)
     for start in range(0, whole, CHUNK):
-        launch(_write_addresses, (1,), (table,), (*padded[start : start + CHUNK], start), {}, num_warps=1)
+        launch(
+            _write_addresses,
+            (1,),
+            (table,),
+            (*padded[start : start + CHUNK], start),
+            {},
+            num_warps=1,
+        )
     return table

@@ -44,7 +44,9 @@ class Writer(Operator):
     """
 
     def __init__(self, function: Callable, allocate: Callable, adds_to: Sequence[str]) -> None:
-        written = list(inspect.signature(function).parameters)[len(inspect.signature(allocate).parameters) :]
+        written = list(inspect.signature(function).parameters)[
+            len(inspect.signature(allocate).parameters) :
+        ]
         super().__init__(function, lambda *_: None, [*adds_to, *written])
         self.allocate = allocate
 

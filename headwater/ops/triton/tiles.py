@@ -77,4 +77,8 @@ def vectorised(like: Tensor, addresses: Iterable[int]) -> bool:
 
 @functools.cache  # which CUDA's own does not: 5 us a call
 def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )

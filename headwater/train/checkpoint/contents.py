@@ -20,7 +20,11 @@ def contents(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
     left out."""
     elsewhere = counted_elsewhere(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {f"model/{name}": value.detach() for name, value in saved_parts(model).items() if name not in elsewhere}
+    found = {
+        f"model/{name}": value.detach()
+        for name, value in saved_parts(model).items()
+        if name not in elsewhere
+    }
     for kind, optimizer in optimizers.items():
         for parameter, slots in optimizer.state.items():
             name = names[id(parameter)]
@@ -36,17 +40,28 @@ def fill_model(reader: Reader, model: nn.Module) -> None:
 
 def fill(reader: Reader, model: nn.Module, optimizers: Optimizers, *, alone: bool) -> None:
     """Model and optimizers, divided in any way; alone, the model has all names."""
-    slots = {kind: empty_slots(reader, kind, model, optimizer) for kind, optimizer in optimizers.items()}
+    slots = {
+        kind: empty_slots(reader, kind, model, optimizer) for kind, optimizer in optimizers.items()
+    }
     targets = model_targets(reader, model, whole=alone)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for kind, parameters in slots.items():
         for parameter, found in parameters.items():
-            targets |= {f"optimizer/{kind}/{names[id(parameter)]}/{slot}": value for slot, value in found.items()}
+            targets |= {
+                f"optimizer/{kind}/{names[id(parameter)]}/{slot}": value
+                for slot, value in found.items()
+            }
     read(reader, targets, alone=alone)
     for kind, optimizer in optimizers.items():
         order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {i: slots[kind][parameter] for i, parameter in enumerate(order) if slots[kind].get(parameter)}
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        state = {
+            i: slots[kind][parameter]
+            for i, parameter in enumerate(order)
+            if slots[kind].get(parameter)
+        }
+        optimizer.load_state_dict(
+            {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+        )
 
 
 def model_targets(reader: Reader, model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
@@ -54,7 +69,11 @@ def model_targets(reader: Reader, model: nn.Module, *, whole: bool) -> dict[str,
     mine = saved_parts(model)
     there = {name: shape for name, shape in reader.shapes("model").items() if whole or name in mine}
     with user_values():
-        check_fit({name: tensor.shape for name, tensor in mine.items()}, there, "weights do not fit the model")
+        check_fit(
+            {name: tensor.shape for name, tensor in mine.items()},
+            there,
+            "weights do not fit the model",
+        )
     return {f"model/{name}": tensor.detach() for name, tensor in mine.items()}
 
 

@@ -73,7 +73,9 @@ def save(
     writer = shards.Writer(scratch, "" if ranks.alone else f"-{ranks.rank:05d}", prepare, commit)
     values = values or {name: local(tensor) for name, tensor in tensors.items()}
     try:
-        shards.write(tensors, values, writer, planner or shards.Planner(), alone=ranks.alone, group=group)
+        shards.write(
+            tensors, values, writer, planner or shards.Planner(), alone=ranks.alone, group=group
+        )
     except OSError as error:
         if ranks.main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -91,7 +93,9 @@ def place(root: Path, step: int) -> Path:
 def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes: Hashes) -> None:
     """The manifest is written last and the rename follows it: a checkpoint has both, or it is none."""
     hashes = hashes | {
-        name: shards.write_file(scratch / name, [encode_json(text, indent=None if name == shards.INDEX else 1)])
+        name: shards.write_file(
+            scratch / name, [encode_json(text, indent=None if name == shards.INDEX else 1)]
+        )
         for name, text in texts.items()
     }
     shards.write_file(scratch / MANIFEST, [seal({"step": step, "sha256": hashes})])
@@ -99,7 +103,9 @@ def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes
     _put_in_place(scratch, final)
 
 
-def load(folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | None = None) -> dict[str, Any]:
+def load(
+    folder: Path, model: nn.Module, optimizers: Optimizers, ranks: Ranks | None = None
+) -> dict[str, Any]:
     """Fill model and optimizers from a checkpoint that has passed `verify`, whatever the layout it was saved under;
     returns its state.json. Each rank reads what it holds."""
     fill(_reader(folder), model, optimizers, alone=ranks is None or ranks.alone)
@@ -123,12 +129,18 @@ def _instead(folder: Path) -> str:
 
 def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     """The model of a run (its newest checkpoint), of one checkpoint, or of a folder that `Decoder.save` wrote."""
-    chosen = folder if (folder / MODEL).is_file() or (folder / MANIFEST).is_file() else newest(folder / "checkpoints")
+    chosen = (
+        folder
+        if (folder / MODEL).is_file() or (folder / MANIFEST).is_file()
+        else newest(folder / "checkpoints")
+    )
     if chosen is None:
         raise UserError(f"no checkpoint in {folder}: {_instead(folder)}")
     if chosen == folder and not any((folder / name).is_file() for name in (STATE, MANIFEST)):
         with user_values():
-            return Decoder.load(folder, device), load_tokenizer(folder)  # a model saved by itself, with its tokenizer
+            return Decoder.load(folder, device), load_tokenizer(
+                folder
+            )  # a model saved by itself, with its tokenizer
     verify(chosen)
     settings = read_json(chosen / CONFIG)
     try:
@@ -144,14 +156,18 @@ def _reader(folder: Path) -> shards.Reader:
     reader = shards.Reader(folder)
     hashed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
     if unknown := set(reader.metadata.storage_data.values()) - set(hashed):
-        raise UserError(f"{folder / shards.INDEX} names {sorted(unknown)[0]}, of which {MANIFEST} has no hash")
+        raise UserError(
+            f"{folder / shards.INDEX} names {sorted(unknown)[0]}, of which {MANIFEST} has no hash"
+        )
     return reader
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     state = read_json(folder / STATE)
     if not isinstance(state, dict) or any(key not in state for key in STATE_KEYS):
-        raise UserError(f"{folder / STATE} is not the state of a run, which has {', '.join(STATE_KEYS)}")
+        raise UserError(
+            f"{folder / STATE} is not the state of a run, which has {', '.join(STATE_KEYS)}"
+        )
     return state
 
 
@@ -160,7 +176,9 @@ def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
     before = {**BEFORE, "model.fp32_stream": True}  # it was so before there was a choice
     differing = differences(read_state(folder)["config"], asked, before=before)
     if differing:
-        if all(line.startswith("corpus.") for line in differing):  # a file that has changed keeps its name
+        if all(
+            line.startswith("corpus.") for line in differing
+        ):  # a file that has changed keeps its name
             other, cure = "was trained on other text", "Put back the text that it began with"
         elif all(line.startswith(("corpus.", "data.source:")) for line in differing):
             other = "was trained on other text"
@@ -222,7 +240,9 @@ def verify(folder: Path, ranks: Ranks | None = None) -> None:
         advice = "Start again in another --out"
         if known:
             remove = f"rm -r {quote(str(folder))}"
-            advice = f"To go on from there, delete the damaged folder ({remove}) and go on with --resume"
+            advice = (
+                f"To go on from there, delete the damaged folder ({remove}) and go on with --resume"
+            )
         raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(known)} {advice}")
 
 

@@ -32,17 +32,36 @@ class Saver:
     next `save` or `wait`, the same on every rank."""
 
     def __init__(
-        self, root: Path, model: nn.Module, optimizers: Optimizers, config: ModelConfig, ranks: Ranks, *, timeout: int
+        self,
+        root: Path,
+        model: nn.Module,
+        optimizers: Optimizers,
+        config: ModelConfig,
+        ranks: Ranks,
+        *,
+        timeout: int,
     ) -> None:
         """`timeout`: seconds that ranks wait for one another in the background."""
-        self.root, self.model, self.optimizers, self.config, self.ranks = root, model, optimizers, config, ranks
+        self.root, self.model, self.optimizers, self.config, self.ranks = (
+            root,
+            model,
+            optimizers,
+            config,
+            ranks,
+        )
         self.timeout = timeout
         self.buffers, self.planner = HostBuffers(), Planner()
         self.group: Any = None
         self.thread: BackgroundSave | None = None
 
     def save(
-        self, step: int, state: dict[str, Any], *, keep: int, before: Callable[[], None], background: bool = False
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        keep: int,
+        before: Callable[[], None],
+        background: bool = False,
     ) -> Path:
         self.wait()
         tensors = contents(self.model, self.optimizers)
@@ -160,7 +179,10 @@ class HostBuffers:
                 room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             else:
                 if used + size > len(shared):
-                    shared, used = torch.empty(min(self.BLOCK, left), dtype=torch.uint8, pin_memory=pinned), 0
+                    shared, used = (
+                        torch.empty(min(self.BLOCK, left), dtype=torch.uint8, pin_memory=pinned),
+                        0,
+                    )
                 room = shared[used : used + size]
                 used, left = used + size, left - size
             rooms[name] = room.view(tensor.dtype).view(tensor.shape)

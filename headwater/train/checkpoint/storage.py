@@ -54,7 +54,9 @@ DTYPES = {
 Tensors = Mapping[str, Tensor]  # by "model/parameter" and "optimizer/kind/parameter/slot"
 Hashes = dict[str, str]  # sha256 by file
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,11 @@ class Planner(DefaultSavePlanner):
         """A rank that holds no rows of a small tensor has nothing to write."""
         if self.own is None:
             plan = super().create_local_plan()
-            items = [item for item in plan.items if item.tensor_data and math.prod(item.tensor_data.chunk.sizes)]
+            items = [
+                item
+                for item in plan.items
+                if item.tensor_data and math.prod(item.tensor_data.chunk.sizes)
+            ]
             self.own = dataclasses.replace(plan, items=items)
         return self.own
 
@@ -123,7 +129,10 @@ class Targets(DefaultLoadPlanner):
         self.targets = targets
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(dict(self.targets), metadata, is_coordinator)
 
@@ -132,7 +141,11 @@ class Writer(dcp.StorageWriter):
     """Every rank writes its files into `scratch`; the main one makes it before them, and commits it after them."""
 
     def __init__(
-        self, scratch: Path, suffix: str, prepare: Callable[[], None], commit: Callable[[dict[str, Any], Hashes], None]
+        self,
+        scratch: Path,
+        suffix: str,
+        prepare: Callable[[], None],
+        commit: Callable[[dict[str, Any], Hashes], None],
     ) -> None:
         self.scratch, self.suffix, self.prepare, self.commit = scratch, suffix, prepare, commit
 
@@ -151,16 +164,23 @@ class Writer(dcp.StorageWriter):
         results = []
         for kind, items in groupby(plan.items, key=lambda item: item.index.fqn.partition("/")[0]):
             chosen, file = list(items), f"{kind}{self.suffix}.safetensors"
-            tensors = {item.index.fqn.partition("/")[2]: cast(Tensor, planner.resolve_data(item)) for item in chosen}
+            tensors = {
+                item.index.fqn.partition("/")[2]: cast(Tensor, planner.resolve_data(item))
+                for item in chosen
+            }
             piece = Piece(file, write_file(self.scratch / file, encode(tensors)))
-            results += [WriteResult(item.index, item.tensor_storage_size() or 0, piece) for item in chosen]
+            results += [
+                WriteResult(item.index, item.tensor_storage_size() or 0, piece) for item in chosen
+            ]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pieces = {result.index: result.storage_data for rank in results for result in rank}
-        self.commit(to_json(metadata, pieces), {piece.file: piece.sha256 for piece in pieces.values()})
+        self.commit(
+            to_json(metadata, pieces), {piece.file: piece.sha256 for piece in pieces.values()}
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -175,21 +195,31 @@ class Reader(dcp.StorageReader):
         try:
             self.metadata = from_json(json.loads((folder / INDEX).read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{folder / INDEX} does not describe a checkpoint ({error}): it is not read") from None
+            raise UserError(
+                f"{folder / INDEX} does not describe a checkpoint ({error}): it is not read"
+            ) from None
         self.opened: dict[str, Any] = {}
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """By name, of all tensors of a kind."""
         found = self.metadata.state_dict_metadata.items()
-        wanted = {name.removeprefix(f"{kind}/"): entry for name, entry in found if name.startswith(f"{kind}/")}
-        return {name: tuple(cast(TensorStorageMetadata, entry).size) for name, entry in wanted.items()}
+        wanted = {
+            name.removeprefix(f"{kind}/"): entry
+            for name, entry in found
+            if name.startswith(f"{kind}/")
+        }
+        return {
+            name: tuple(cast(TensorStorageMetadata, entry).size) for name, entry in wanted.items()
+        }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
     def read_metadata(self, *args: Any) -> Metadata:
         return self.metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None: ...
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any
+    ) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -199,11 +229,16 @@ class Reader(dcp.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            file, name = self.metadata.storage_data[item.storage_index], item.storage_index.fqn.partition("/")[2]
+            file, name = (
+                self.metadata.storage_data[item.storage_index],
+                item.storage_index.fqn.partition("/")[2],
+            )
             target = planner.resolve_tensor(item)
             found = self._read(file, name, item.storage_offsets, item.lengths)
             if found.shape != target.shape:  # copy_ would stretch it
-                raise UserError(f"{self.folder / file} has less of {name} than {INDEX} says: it is not read")
+                raise UserError(
+                    f"{self.folder / file} has less of {name} than {INDEX} says: it is not read"
+                )
             target.copy_(found)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -233,10 +268,18 @@ def to_json(metadata: Metadata, pieces: Mapping[MetadataIndex, Piece]) -> dict[s
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), name
         found = [
-            [pieces[MetadataIndex(name, chunk.offsets)].file, list(chunk.offsets), list(chunk.sizes)]
+            [
+                pieces[MetadataIndex(name, chunk.offsets)].file,
+                list(chunk.offsets),
+                list(chunk.sizes),
+            ]
             for chunk in entry.chunks
         ]
-        tensors[name] = {"dtype": DTYPES[entry.properties.dtype], "shape": list(entry.size), "pieces": found}
+        tensors[name] = {
+            "dtype": DTYPES[entry.properties.dtype],
+            "shape": list(entry.size),
+            "pieces": found,
+        }
     return {"tensors": tensors}
 
 
@@ -252,14 +295,18 @@ def from_json(index: dict[str, Any]) -> Metadata:
             chunks.append(ChunkStorageMetadata(counts(corner), counts(shape)))
             files[MetadataIndex(name, corner)] = file
         if not make_up(size, chunks):
-            raise ValueError(f"{INDEX} has pieces of {name} that do not make up its shape {tuple(size)}")
+            raise ValueError(
+                f"{INDEX} has pieces of {name} that do not make up its shape {tuple(size)}"
+            )
         properties = TensorProperties(dtype=dtypes[entry["dtype"]])
         entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
     return Metadata(cast(Any, entries), storage_data=files)
 
 
 def counts(values: Any) -> torch.Size:
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+    if not isinstance(values, list) or not all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    ):
         raise ValueError(f"{INDEX} has {values!r} where a list of counts should be")
     return torch.Size(values)
 
@@ -271,7 +318,9 @@ def make_up(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
             return False
         if not all(n > 0 and at + n <= end for at, n, end in zip(chunk.offsets, chunk.sizes, size)):
             return False
-    return sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size) and not overlap(chunks)
+    return sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size) and not overlap(
+        chunks
+    )
 
 
 def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
@@ -287,7 +336,13 @@ def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
 
 
 def write(
-    tensors: Tensors, values: Tensors, writer: Writer, planner: Planner, *, alone: bool, group: Any = None
+    tensors: Tensors,
+    values: Tensors,
+    writer: Writer,
+    planner: Planner,
+    *,
+    alone: bool,
+    group: Any = None,
 ) -> None:
     """Save on all ranks of the group together; an error on one of them is raised on all."""
     planner.bring(tensors, values)
@@ -325,7 +380,11 @@ def encode(tensors: Tensors) -> Iterator[bytes | memoryview]:
     header, end = {}, 0
     for name, tensor in ordered.items():
         start, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
@@ -349,4 +408,6 @@ def neighbours_joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
 
 def follows(tensor: Tensor, region: Tensor) -> bool:
     together = tensor.untyped_storage().data_ptr() == region.untyped_storage().data_ptr()
-    return together and tensor.storage_offset() * tensor.itemsize == region.storage_offset() + len(region)
+    return together and tensor.storage_offset() * tensor.itemsize == region.storage_offset() + len(
+        region
+    )

@@ -34,7 +34,15 @@ KINDS = 5  # of files that are left out, which a line names
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 COMPRESSED = (".gz", ".xz", ".zst")
 # Tests are as large as the rest together and repeat themselves; `encodings` is tables of numbers.
-STDLIB_SKIPS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
+STDLIB_SKIPS = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,9 @@ def left_out(sources: tuple[str, ...], files: list[TextFile]) -> list[str]:
             others = [path for path in there if os.path.realpath(path) not in read]
             kinds = Counter(_kind(path) for path in others)
             if kinds:
-                listing = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.most_common(KINDS)))
+                listing = ", ".join(
+                    f"{kind} {count}" for kind, count in sorted(kinds.most_common(KINDS))
+                )
                 listing += ", and others" if len(kinds) > KINDS else ""
                 lines.append(
                     f"{source}: {len(others)} of {len(there)} files are left out ({listing}): from a folder only "
@@ -105,7 +115,9 @@ def documents(files: list[TextFile]) -> Iterator[Document]:
             kept = ((number, text) for number, text in enumerate(texts) if text.strip())
             yield from (Document(f"{file.name}#{number}", text) for number, text in kept)
         except UnicodeDecodeError as error:
-            raise UserError(f"{lines.place} is not UTF-8 text ({error}): convert it or leave it out") from None
+            raise UserError(
+                f"{lines.place} is not UTF-8 text ({error}): convert it or leave it out"
+            ) from None
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise UserError(f"cannot read {lines.place}: {error}") from None
 
@@ -131,11 +143,17 @@ def _stdlib_files() -> list[TextFile]:
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in STDLIB_SKIPS]  # never walk into site-packages
+        inside[:] = [
+            name for name in inside if name not in STDLIB_SKIPS
+        ]  # never walk into site-packages
         found += [Path(folder, name) for name in names if name.endswith((".py", ".txt", ".rst"))]
     if not found:
-        raise UserError(f"this Python keeps no standard library sources under {root}: name a corpus with --source")
-    return [TextFile(path.relative_to(root).as_posix(), path, strict=False) for path in sorted(found)]
+        raise UserError(
+            f"this Python keeps no standard library sources under {root}: name a corpus with --source"
+        )
+    return [
+        TextFile(path.relative_to(root).as_posix(), path, strict=False) for path in sorted(found)
+    ]
 
 
 def _user_files(source: Path, field: str) -> list[TextFile]:
@@ -159,7 +177,11 @@ def _visible(source: Path) -> Iterator[Path]:
     """The files of a folder and of those inside of it, of which each is entered once, by its own name before links to
     it, and never what the folder lies in; and what may not be entered, or is a run of headwater. What is hidden is a
     program's own, such as an editor's copies of texts."""
-    folders, links, entered = [source], list[Path](), {str(folder) for folder in source.resolve().parents}
+    folders, links, entered = (
+        [source],
+        list[Path](),
+        {str(folder) for folder in source.resolve().parents},
+    )
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         if (place := os.path.realpath(folder)) in entered:
@@ -217,7 +239,9 @@ class _Zstd(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise UserError(f"{path}: to read .zst, Python needs a package: pip install 'headwater[zst]'") from None
+            raise UserError(
+                f"{path}: to read .zst, Python needs a package: pip install 'headwater[zst]'"
+            ) from None
         self.frame, self.error = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
         self.file, self.now, self.ready = path.open("rb"), self.frame(), b""
 
@@ -254,7 +278,9 @@ def _open(file: TextFile) -> IO[str]:
     errors = "strict" if file.strict else "replace"
     suffix = file.path.suffix.lower()
     if suffix == ".zst":
-        return io.TextIOWrapper(io.BufferedReader(_Zstd(file.path)), encoding=encoding, errors=errors, newline="")
+        return io.TextIOWrapper(
+            io.BufferedReader(_Zstd(file.path)), encoding=encoding, errors=errors, newline=""
+        )
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(suffix, open)
     return opener(file.path, "rt", encoding=encoding, errors=errors, newline="")  # type: ignore[operator]
 
@@ -310,6 +336,9 @@ def _not_a_document(found: Any, field: str) -> str:
     """Why this has no text, and which of its fields do."""
     if not isinstance(found, dict):
         return "expected a JSON object on a line of its own, or in the array of a .json file"
-    texts = sorted((key for key, value in found.items() if isinstance(value, str)), key=lambda key: -len(found[key]))
+    texts = sorted(
+        (key for key, value in found.items() if isinstance(value, str)),
+        key=lambda key: -len(found[key]),
+    )
     choice = f"choose one with --text-field {texts[0]}" if texts else "none of them is a string"
     return f"expected a string under {field!r}; found {', '.join(map(repr, found)) or 'no field'}: {choice}"

@@ -29,9 +29,22 @@ import numpy as np
 from headwater.errors import UserError
 from headwater.folders import at_home
 from headwater.train.config import TOKENIZERS, DataSettings
-from headwater.train.data.corpus import Document, TextFile, documents, find_files, is_compressed, left_out
+from headwater.train.data.corpus import (
+    Document,
+    TextFile,
+    documents,
+    find_files,
+    is_compressed,
+    left_out,
+)
 from headwater.train.data.tokenizer import FILE as TOKENIZER
-from headwater.train.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, find_tokenizer, load_tokenizer
+from headwater.train.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    find_tokenizer,
+    load_tokenizer,
+)
 from headwater.train.differences import CORPUS
 from headwater.train.files import hash_file, seal, taking_turns, unseal, write_json
 
@@ -70,7 +83,9 @@ def prepare(settings: DataSettings) -> Dataset:
 def _tokens_of(settings: DataSettings) -> Dataset:
     """Tokens that were made before; what made them is in their manifest, and the other settings have no say."""
     if len(settings.source) > 1:
-        raise UserError(f"a folder of tokens must be the only source, got {', '.join(settings.source)}")
+        raise UserError(
+            f"a folder of tokens must be the only source, got {', '.join(settings.source)}"
+        )
     folder = at_home(settings.source[0])
     if not _is_known(folder):
         if problem := damage(folder):
@@ -124,7 +139,9 @@ class Windows:
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str, context: int) -> None:
         shards = manifest[split]["shards"]
         self.context = context
-        self.shards = [np.memmap(folder / shard["file"], dtype=manifest["dtype"], mode="r") for shard in shards]
+        self.shards = [
+            np.memmap(folder / shard["file"], dtype=manifest["dtype"], mode="r") for shard in shards
+        ]
         self.ends = np.cumsum([(len(shard) - 1) // context for shard in self.shards])
         if len(self) == 0:
             raise UserError(
@@ -151,11 +168,21 @@ class Windows:
         return np.arange(count) * len(self) // count
 
     def batch(
-        self, *, seed: int, step: int, size: int, micro: int = 0, micros: int = 1, rank: int = 0, world: int = 1
+        self,
+        *,
+        seed: int,
+        step: int,
+        size: int,
+        micro: int = 0,
+        micros: int = 1,
+        rank: int = 0,
+        world: int = 1,
     ) -> np.ndarray:
         """This rank's share of micro-batch `micro` of the global batch that (seed, step) stands for."""
         if size % (micros * world):
-            raise UserError(f"a batch of {size} windows does not divide into {micros} micro-batches on {world} ranks")
+            raise UserError(
+                f"a batch of {size} windows does not divide into {micros} micro-batches on {world} ranks"
+            )
         share = size // (micros * world)
         first = step * size + (micro * world + rank) * share
         places = np.arange(first, first + share)
@@ -200,9 +227,12 @@ def _cache_key(settings: DataSettings, files: list[TextFile]) -> str:
     size and time of modification still changes the time of change, which nobody can set. Of a tokenizer that is taken
     as it is, it matters what it is, not where."""
     stats = [(file.name, file.path.stat()) for file in files]
-    parts = {key: value for key, value in asdict(settings).items() if key not in ("cache", "source")}
+    parts = {
+        key: value for key, value in asdict(settings).items() if key not in ("cache", "source")
+    }
     parts["files"] = [
-        (name, str(file.path), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for (name, s), file in zip(stats, files)
+        (name, str(file.path), s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        for (name, s), file in zip(stats, files)
     ]
     if settings.tokenizer not in TOKENIZERS:
         parts |= {"tokenizer": _hash(find_tokenizer(settings.tokenizer)), "bpe_vocab": None}
@@ -214,7 +244,10 @@ def _repair(settings: DataSettings, files: list[TextFile], folder: Path) -> None
     problem = damage(folder)
     if problem:
         if folder.exists():
-            print(f"headwater: the token cache {folder} is damaged ({problem}): it is made anew", file=sys.stderr)
+            print(
+                f"headwater: the token cache {folder} is damaged ({problem}): it is made anew",
+                file=sys.stderr,
+            )
         _build(settings, files, folder)
     write_json(folder / CHECKED, _stats(folder))
 
@@ -224,7 +257,11 @@ def _bear_read_only(folder: Path, error: OSError) -> None:
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         raise error
     if problem := damage(folder):
-        broken = f" and what is there is damaged ({problem}): have it deleted, or" if folder.exists() else ":"
+        broken = (
+            f" and what is there is damaged ({problem}): have it deleted, or"
+            if folder.exists()
+            else ":"
+        )
         raise UserError(
             f"the token cache {folder} cannot be written ({error.strerror}){broken} choose another folder with --cache "
             "or $HEADWATER_CACHE"
@@ -258,7 +295,11 @@ def _is_known(folder: Path) -> bool:
 def _stats(folder: Path) -> dict[str, list[int]]:
     """Size and times of everything in a cache."""
     found = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.name != CHECKED)
-    return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in found if name[0] != "."}
+    return {
+        name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        for name, stat in found
+        if name[0] != "."
+    }
 
 
 def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
@@ -294,7 +335,9 @@ def _summary(settings: DataSettings, files: list[TextFile], manifest: dict[str, 
     some = "" if again == len(counts) else f"{again:,} of them "
     told = number(len(counts), "file") + (f" ({some}named more than once)" if again else "")
     train, held_out = (manifest[name]["tokens"] for name in SPLITS)
-    pieces = {name: manifest[name]["documents"] for name in SPLITS}  # where documents are cut, each has one held out
+    pieces = {
+        name: manifest[name]["documents"] for name in SPLITS
+    }  # where documents are cut, each has one held out
     found = pieces["validation"] + (pieces["train"] if manifest["split"] == "by_document" else 0)
     told += f", {number(found, 'document')}; {number(train, 'token')} to train on, {held_out:,} held out"
     if settings.tokenizer not in TOKENIZERS:
@@ -307,7 +350,12 @@ def _tokenise(settings: DataSettings, files: list[TextFile], scratch: Path) -> d
     if settings.tokenizer == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()
     elif settings.tokenizer == "bpe":
-        texts = (text for document in documents(files) for name, text in divide(document) if name == "train")
+        texts = (
+            text
+            for document in documents(files)
+            for name, text in divide(document)
+            if name == "train"
+        )
         tokenizer = BPETokenizer.train(islice(texts, BPE_DOCUMENTS), settings.bpe_vocab)
     else:
         tokenizer = find_tokenizer(settings.tokenizer)
@@ -319,7 +367,12 @@ def _tokenise(settings: DataSettings, files: list[TextFile], scratch: Path) -> d
             f"the corpus {', '.join(settings.source)} is empty or too short to hold out a validation split: "
             f"{sum(manifest[name]['documents'] for name in SPLITS)} pieces of text were found in {len(files)} files"
         )
-    return {**manifest, "source": list(settings.source), "tokenizer": settings.tokenizer, "split": split}
+    return {
+        **manifest,
+        "source": list(settings.source),
+        "tokenizer": settings.tokenizer,
+        "split": split,
+    }
 
 
 def _choose_split(files: list[TextFile], share: float) -> tuple[str, Divide]:
@@ -352,10 +405,16 @@ def _by_document(document: Document, cutoff: float) -> Iterator[tuple[str, str]]
 
 def _by_cutting(document: Document, share: float) -> Iterator[tuple[str, str]]:
     cut = int(len(document.text) * (1 - share))
-    yield from (pair for pair in (("train", document.text[:cut]), ("validation", document.text[cut:])) if pair[1])
+    yield from (
+        pair
+        for pair in (("train", document.text[:cut]), ("validation", document.text[cut:]))
+        if pair[1]
+    )
 
 
-def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scratch: Path, taken: str) -> dict[str, Any]:
+def _write_shards(
+    pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scratch: Path, taken: str
+) -> dict[str, Any]:
     """`taken`: where the tokenizer is from, if it is one that others may have made."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: _ShardWriter(scratch, name, dtype) for name in SPLITS}
@@ -365,7 +424,9 @@ def _write_shards(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scrat
         content.update(f"{name}/{len(raw)}/".encode() + raw)
         ids = tokenizer.encode(text)
         if taken and tokenizer.token_bytes[ids].sum() != len(raw):
-            raise UserError(f"{taken} is a tokenizer that changes text: --tokenizer takes one that headwater made")
+            raise UserError(
+                f"{taken} is a tokenizer that changes text: --tokenizer takes one that headwater made"
+            )
         writers[name].add(np.append(ids, tokenizer.end_of_text).astype(dtype), raw)
     _tell_copies(writers["train"], writers["validation"])
     tokenizer.save(scratch)
@@ -413,7 +474,10 @@ class _ShardWriter:
         if not self.shards or self.shards[-1]["tokens"] >= SHARD_TOKENS:
             self._end_shard()
             self.shards.append({"file": f"{self.split}-{len(self.shards):05d}.bin", "tokens": 0})
-            self.file, self.digest = (self.folder / self.shards[-1]["file"]).open("wb"), hashlib.sha256()
+            self.file, self.digest = (
+                (self.folder / self.shards[-1]["file"]).open("wb"),
+                hashlib.sha256(),
+            )
         raw = tokens.tobytes()
         self.file.write(raw)
         self.digest.update(raw)
@@ -431,4 +495,9 @@ class _ShardWriter:
     def close(self) -> dict[str, Any]:
         self._end_shard()
         tokens = sum(shard["tokens"] for shard in self.shards)
-        return {"tokens": tokens, "bytes": self.bytes, "documents": self.documents, "shards": self.shards}
+        return {
+            "tokens": tokens,
+            "bytes": self.bytes,
+            "documents": self.documents,
+            "shards": self.shards,
+        }

@@ -67,7 +67,9 @@ class ByteTokenizer(Tokenizer):
         return bytes(i if i < 256 else 0xFF for i in kept).decode(errors="replace")
 
     def to_json(self) -> str:
-        return json.dumps({"type": "bytes", "vocab_size": self.vocab_size, "end_of_text": self.end_of_text})
+        return json.dumps(
+            {"type": "bytes", "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
+        )
 
 
 class BPETokenizer(Tokenizer):
@@ -86,7 +88,9 @@ class BPETokenizer(Tokenizer):
         tokenizers = _tokenizers()
         byte_level = tokenizers.pre_tokenizers.ByteLevel
         if vocab_size < 257:
-            raise UserError(f"a BPE vocabulary holds 256 bytes and end-of-text, at least 257 entries; got {vocab_size}")
+            raise UserError(
+                f"a BPE vocabulary holds 256 bytes and end-of-text, at least 257 entries; got {vocab_size}"
+            )
         inner = tokenizers.Tokenizer(tokenizers.models.BPE())
         inner.pre_tokenizer = byte_level(add_prefix_space=False)
         inner.decoder = tokenizers.decoders.ByteLevel()
@@ -110,7 +114,9 @@ class BPETokenizer(Tokenizer):
     @cached_property
     def token_bytes(self) -> np.ndarray:
         # The byte-level alphabet writes each byte as one character, so a token's length is its number of bytes.
-        lengths = np.array([len(self.inner.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64)
+        lengths = np.array(
+            [len(self.inner.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64
+        )
         lengths[self.end_of_text] = 0
         return lengths
 
@@ -151,7 +157,11 @@ def find_tokenizer(place: str) -> Tokenizer:
 def kept_tokenizer(settings: DataSettings, folder: Path) -> DataSettings:
     """A run or a comparison keeps the tokenizer that it took: in its folder, where the other place may be gone."""
     taken = settings.tokenizer not in TOKENIZERS and not at_home(settings.tokenizer).exists()
-    return replace(settings, tokenizer=str(folder)) if taken and (folder / FILE).is_file() else settings
+    return (
+        replace(settings, tokenizer=str(folder))
+        if taken and (folder / FILE).is_file()
+        else settings
+    )
 
 
 def expected_vocabulary(settings: DataSettings) -> int:
@@ -164,7 +174,9 @@ def _is_exact(tokenizer: Tokenizer) -> bool:
     if tokenizer.end_of_text is None:  # one that another program has made
         return False
     ids = tokenizer.encode(SAMPLE)
-    return tokenizer.decode(ids) == SAMPLE and tokenizer.token_bytes[ids].sum() == len(SAMPLE.encode())
+    return tokenizer.decode(ids) == SAMPLE and tokenizer.token_bytes[ids].sum() == len(
+        SAMPLE.encode()
+    )
 
 
 def _read(path: Path) -> Tokenizer:
@@ -172,23 +184,31 @@ def _read(path: Path) -> Tokenizer:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text)
     except FileNotFoundError:
-        raise UserError(f"no tokenizer at {path}: give the folder of a run, which holds {FILE}") from None
+        raise UserError(
+            f"no tokenizer at {path}: give the folder of a run, which holds {FILE}"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{path} is not a tokenizer file ({error}); restore it or build the run again") from None
+        raise UserError(
+            f"{path} is not a tokenizer file ({error}); restore it or build the run again"
+        ) from None
     if isinstance(found, dict) and found.get("type") == "bytes":
         return ByteTokenizer()
     read = _tokenizers().Tokenizer.from_str
     try:
         return BPETokenizer(read(text))
     except Exception as error:  # the package raises nothing narrower
-        raise UserError(f"{path} is not a tokenizer file ({error}); restore it or build the run again") from None
+        raise UserError(
+            f"{path} is not a tokenizer file ({error}); restore it or build the run again"
+        ) from None
 
 
 def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise UserError("BPE needs the package `tokenizers`: pip install 'headwater[bpe]'") from None
+        raise UserError(
+            "BPE needs the package `tokenizers`: pip install 'headwater[bpe]'"
+        ) from None
     return tokenizers

@@ -27,7 +27,9 @@ from headwater.train.distributed.ranks import Ranks
 from headwater.train.distributed.tensor_parallel import fsdp_placement
 
 
-def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks, *, recompute: bool) -> None:
+def shard(
+    module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks, *, recompute: bool
+) -> None:
     """FSDP2 from outside: one group per layer, one for all that is left (norms, residual, embedding, head).
 
     The rest stays whole while a pass runs, since a residual may read its parameters at any depth. On a GPU the bodies
@@ -36,17 +38,27 @@ def shard(module: nn.Module, sublayers: Iterable[Sublayer], ranks: Ranks, *, rec
     gradients are averaged over them.
     """
     assert ranks.mesh is not None
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    half = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     policy = half if ranks.mesh.device_type == "cuda" else MixedPrecisionPolicy()
     # FSDP warns that a body returns a view, which an in-place operation would break; the decoder has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = sharded_over(ranks, ranks.mesh, "shard")
     groups = fetched_together(sublayers, recompute)
-    for exact in (part for bodies in groups for body in bodies for part in body.modules() if computes_in_fp32(part)):
+    for exact in (
+        part
+        for bodies in groups
+        for body in bodies
+        for part in body.modules()
+        if computes_in_fp32(part)
+    ):
         fully_shard(exact, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     for bodies in groups:
         fully_shard(bodies, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
-    fully_shard(module, mesh=mesh if ranks.tensor == 1 else sharded_over(ranks, ranks.tokens_mesh, "tokens"))
+    fully_shard(
+        module, mesh=mesh if ranks.tensor == 1 else sharded_over(ranks, ranks.tokens_mesh, "tokens")
+    )
 
 
 def computes_in_fp32(module: nn.Module) -> bool:
@@ -88,7 +100,9 @@ def defer_reduction(module: nn.Module, deferred: bool) -> None:
 
 def clip(model: nn.Module, norm: float, limit: float) -> None:
     """Scale gradients of a known norm down to `limit`, as torch.nn.utils.clip_grad_norm_ does."""
-    scale = (torch.tensor(limit) / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()  # in fp32, as there
+    scale = (
+        (torch.tensor(limit) / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()
+    )  # in fp32, as there
     scale_all_([local(p.grad) for p in model.parameters() if p.grad is not None], scale)
 
 
@@ -110,13 +124,17 @@ def fill(model: nn.Module, source: Decoder | None) -> None:
         names = [[(name, tuple(value.shape), value.dtype) for name, value in whole.items()]]
     dist.broadcast_object_list(names, 0)
     for name, shape, dtype in names[0]:
-        value = torch.empty(shape, dtype=dtype) if source is None else whole[name].detach().contiguous()
+        value = (
+            torch.empty(shape, dtype=dtype) if source is None else whole[name].detach().contiguous()
+        )
         dist.broadcast(value, 0)
         for target in targets[name]:
             local(target.data).copy_(part_of(value, target))
 
 
-def gather(model: nn.Module, like: Decoder, ranks: Ranks, *, gradients: bool = False) -> dict[str, Tensor]:
+def gather(
+    model: nn.Module, like: Decoder, ranks: Ranks, *, gradients: bool = False
+) -> dict[str, Tensor]:
     """Whole fp32 parameters, or their gradients, on the CPU of the main rank, one after the other; nothing elsewhere.
     All ranks call it; `like` has the shapes."""
     if gradients:

@@ -33,7 +33,12 @@ from headwater.models.sampling import Portion
 from headwater.train.config import ParallelSettings
 from headwater.train.data.tokenizer import Tokenizer
 from headwater.train.distributed.ranks import gathered
-from headwater.train.distributed.tensor_parallel import Exchange, divide_parameters, refuse_undivided, route
+from headwater.train.distributed.tensor_parallel import (
+    Exchange,
+    divide_parameters,
+    refuse_undivided,
+    route,
+)
 from headwater.train.load import load_run
 
 
@@ -56,7 +61,11 @@ class TensorParallelEngine(DecoderEngine):
         refuse_undivided(model.config, size, 1)
 
         def own(parameter: Tensor, placement: Placement) -> Tensor:
-            return parameter.chunk(size, placement.dim)[rank].clone() if isinstance(placement, Shard) else parameter
+            return (
+                parameter.chunk(size, placement.dim)[rank].clone()
+                if isinstance(placement, Shard)
+                else parameter
+            )
 
         divide_parameters(model, own)
         self.group = mesh.get_group()
@@ -64,7 +73,9 @@ class TensorParallelEngine(DecoderEngine):
         self.exchange.divides = False
         route(model, self.exchange)
 
-    def reader(self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
+    def reader(
+        self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool
+    ) -> Reader:
         reader = ReadAnew(self.model, rows, self.device)
         if use_cache:
             reader = _ReadInShares(self.model, rows, new, chunk, self.exchange, self.group)
@@ -72,7 +83,9 @@ class TensorParallelEngine(DecoderEngine):
 
 
 @contextmanager
-def divided_run(folder: Path, device: str, tensor: int) -> Iterator[tuple[TensorParallelEngine, Tokenizer]]:
+def divided_run(
+    folder: Path, device: str, tensor: int
+) -> Iterator[tuple[TensorParallelEngine, Tokenizer]]:
     """A run's decoder on the `tensor` ranks that torchrun has started, and its tokenizer; connections end with it."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != tensor or tensor < 1:
@@ -129,7 +142,9 @@ class _ReadInShares(ReadOnce):
 
     def read(self, texts: Tensor, cache: Cache) -> Tensor:
         size, rank = self.exchange.size, self.exchange.rank
-        divided = (texts.shape[1] - 1) // size * size  # the rest, at least the last token, is on all ranks
+        divided = (
+            (texts.shape[1] - 1) // size * size
+        )  # the rest, at least the last token, is on all ranks
         portion = max(1, (self.chunk or divided) // size) * size
         if divided:
             with dividing(self.exchange):

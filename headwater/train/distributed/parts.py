@@ -21,7 +21,9 @@ class Parts(nn.Module):
     `shared`: parameters that another rank has too and accounts for, in norms and in checkpoints.
     """
 
-    def __init__(self, stages: Iterable[nn.Module], decoders: Iterable[Decoder], shared: frozenset[str]) -> None:
+    def __init__(
+        self, stages: Iterable[nn.Module], decoders: Iterable[Decoder], shared: frozenset[str]
+    ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self.decoders = tuple(decoders)
@@ -44,11 +46,17 @@ def decoders_of(model: nn.Module) -> tuple[Decoder, ...]:
 
 def saved_parts(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint keeps of the part of a model that is here, by the names of the whole."""
-    return {name: value for decoder in decoders_of(model) for name, value in saved_tensors(decoder).items()}
+    return {
+        name: value
+        for decoder in decoders_of(model)
+        for name, value in saved_tensors(decoder).items()
+    }
 
 
 def routers_of(model: nn.Module) -> dict[str, Router]:
-    return {name: router for decoder in decoders_of(model) for name, router in routers(decoder).items()}
+    return {
+        name: router for decoder in decoders_of(model) for name, router in routers(decoder).items()
+    }
 
 
 def counted_elsewhere(model: nn.Module) -> frozenset[str]:
@@ -66,7 +74,11 @@ def copies(value: Tensor) -> tuple[int, bool]:
     """How many ranks of its stage hold the same part of a tensor, and whether this one is the first of them."""
     if not isinstance(value, DTensor):
         return 1, True
-    place = zip(value.placements, value.device_mesh.shape, cast(list[int], value.device_mesh.get_coordinate()))
+    place = zip(
+        value.placements,
+        value.device_mesh.shape,
+        cast(list[int], value.device_mesh.get_coordinate()),
+    )
     same = [(size, at) for placement, size, at in place if isinstance(placement, Replicate)]
     return math.prod(size for size, _ in same), not any(at for _, at in same)
 
@@ -77,4 +89,8 @@ def local(value: Tensor) -> Tensor:
 
 def squared_norm(gradient: Tensor | None) -> float:
     """This rank's share of it: over all ranks of a stage the shares add up."""
-    return 0.0 if gradient is None else local(gradient).double().square().sum().item() / copies(gradient)[0]
+    return (
+        0.0
+        if gradient is None
+        else local(gradient).double().square().sum().item() / copies(gradient)[0]
+    )

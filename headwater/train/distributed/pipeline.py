@@ -82,7 +82,9 @@ class Settle(torch.autograd.Function):
     then gets zeros. Alone it would get None: nothing would fetch its deposit, and torch 2.10 refuses to send it."""
 
     @staticmethod
-    def forward(ctx: Any, cache: BlockCache, micro: int, keys: tuple[int, ...], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, cache: BlockCache, micro: int, keys: tuple[int, ...], *tensors: Tensor
+    ) -> Any:
         ctx.cache, ctx.micro, ctx.keys = cache, micro, keys
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -96,7 +98,13 @@ class Stage(nn.Module):
     """Sublayers [start, stop) of a pruned decoder: tensors in, tensors out, the cache beside them."""
 
     def __init__(
-        self, model: Decoder, span: tuple[int, int], context: int, hop: Hop, following: Hop | None, cache: BlockCache
+        self,
+        model: Decoder,
+        span: tuple[int, int],
+        context: int,
+        hop: Hop,
+        following: Hop | None,
+        cache: BlockCache,
     ) -> None:
         super().__init__()
         self.model = model
@@ -133,12 +141,16 @@ class Stage(nn.Module):
         tensors = tuple(state[j].contiguous() for j in self.following.arrives)
         return self._share(keys, tensors, micro)
 
-    def _share(self, keys: tuple[int, ...], tensors: tuple[Tensor, ...], micro: int) -> tuple[Tensor, ...]:
+    def _share(
+        self, keys: tuple[int, ...], tensors: tuple[Tensor, ...], micro: int
+    ) -> tuple[Tensor, ...]:
         """Leave in the cache what this stage has first and a later one needs."""
         for key, tensor in zip(keys, tensors):
             if key in self.hop.keeps:
                 self.cache.keep(micro, key, tensor)
-        return Settle.apply(self.cache, micro, keys, *tensors) if torch.is_grad_enabled() else tensors
+        return (
+            Settle.apply(self.cache, micro, keys, *tensors) if torch.is_grad_enabled() else tensors
+        )
 
 
 class CountedStage(PipelineStage):
@@ -161,13 +173,19 @@ class CountedStage(PipelineStage):
 class Pipeline:
     """A rank's stages under a schedule: one call does the micro-batches of a step."""
 
-    def __init__(self, stages: list[CountedStage], schedule: str, micros: int, tied: nn.Parameter | None) -> None:
+    def __init__(
+        self, stages: list[CountedStage], schedule: str, micros: int, tied: nn.Parameter | None
+    ) -> None:
         self.stages, self.micros, self.tied = stages, micros, tied
         self.first, self.last = stages[0].is_first, stages[-1].is_last
         kind = SCHEDULES[schedule, len(stages) > 1]
         held = stages if len(stages) > 1 else stages[0]
-        self.schedule = kind(held, n_microbatches=micros, loss_fn=lambda x, y: nats_per_token(x, y).mean())
-        self.numbers = torch.arange(micros)  # split like a batch, it tells each stage which micro-batch it sees
+        self.schedule = kind(
+            held, n_microbatches=micros, loss_fn=lambda x, y: nats_per_token(x, y).mean()
+        )
+        self.numbers = torch.arange(
+            micros
+        )  # split like a batch, it tells each stage which micro-batch it sees
 
     def accumulate(self, windows: Tensor) -> float:
         """Gradients of the mean loss over the windows (B, T + 1); the loss on the last rank, 0 on the others."""
@@ -184,7 +202,10 @@ class Pipeline:
         group = cast(dist.ProcessGroup, self.stages[0].group)
         members = dist.get_process_group_ranks(group)
         other, received = members[-1] if self.first else members[0], torch.empty_like(gradient)
-        ops = [dist.P2POp(dist.isend, gradient, other, group), dist.P2POp(dist.irecv, received, other, group)]
+        ops = [
+            dist.P2POp(dist.isend, gradient, other, group),
+            dist.P2POp(dist.irecv, received, other, group),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         gradient.copy_(gradient + received if self.first else received + gradient)
@@ -192,7 +213,9 @@ class Pipeline:
     def logits(self, windows: Tensor) -> Tensor | None:
         """(B, T, vocab) on the last rank. The schedule computes a loss there even if nobody asks for it."""
         inputs = (windows[:, :-1],) if self.first else ()
-        out = self.schedule.eval(*inputs, micro=self.numbers, target=windows[:, 1:] if self.last else None)
+        out = self.schedule.eval(
+            *inputs, micro=self.numbers, target=windows[:, 1:] if self.last else None
+        )
         return out if self.last else None
 
 
@@ -211,7 +234,9 @@ def assemble(
     lets the backward repeat forwards if `recompute`."""
     assert ranks.mesh is not None
     count, tied = settings.pipeline * settings.chunks, config.tie_embeddings
-    context = config.context // ranks.tensor  # tokens of a window that one rank has between sublayers
+    context = (
+        config.context // ranks.tensor
+    )  # tokens of a window that one rank has between sublayers
     with torch.device("meta"):
         blank = Decoder(config)
     bounds = cut(blank.residual, count, settings.cuts)
@@ -232,7 +257,9 @@ def assemble(
             held = [cast(Sublayer, model.sublayers[i]) for i in range(bounds[s], bounds[s + 1])]
             shard(stage, held, ranks, recompute=recompute)
         stage.to_empty(device=device)
-        if tied and following is None and ranks.token_world == 1:  # FSDP2 keeps the tie, to_empty alone does not
+        if (
+            tied and following is None and ranks.token_world == 1
+        ):  # FSDP2 keeps the tie, to_empty alone does not
             model.head.weight = model.embedding.weight
         inputs = travellers(hop) if s else (tokens,)
         outputs = travellers(following) if following else (logits.requires_grad_(),)
@@ -249,4 +276,7 @@ def assemble(
 def travellers(hop: Hop) -> tuple[Tensor, ...]:
     """What a hop carries, without data."""
     slots = [hop.state[j] for j in hop.arrives]
-    return tuple(torch.empty(slot.shape, dtype=slot.dtype, device="meta", requires_grad=True) for slot in slots)
+    return tuple(
+        torch.empty(slot.shape, dtype=slot.dtype, device="meta", requires_grad=True)
+        for slot in slots
+    )

@@ -26,7 +26,14 @@ from headwater.residuals import Norm, Read, Residual, State, Watcher, build, wat
 from headwater.residuals.base import sublayer_of
 from headwater.train.config import Config
 from headwater.train.distributed.ranks import shards_of
-from headwater.train.distributed.stages import States, cut, hops, name_states, one_pass, windows_per_micro
+from headwater.train.distributed.stages import (
+    States,
+    cut,
+    hops,
+    name_states,
+    one_pass,
+    windows_per_micro,
+)
 from headwater.train.distributed.tensor_parallel import (
     Exchange,
     bodies,
@@ -75,14 +82,18 @@ class Pretended(Exchange):
         return y.chunk(self.size, 1)[0].clone()
 
 
-def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tensor: int = 1) -> Footprint:
+def footprint(
+    config: ModelConfig, batch: int, *, half: bool, fused: bool, tensor: int = 1
+) -> Footprint:
     """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels; else they
     are made as a step on a CPU makes them. `tensor`: ranks that share a window, of which one is traced."""
     with without_data(), torch.autocast("cpu", torch.bfloat16, enabled=half):
         model = Decoder(one_pass(config) if fused else config)
         exchange = Pretended(tensor)
         if tensor > 1:
-            divide_parameters(model, lambda parameter, placement: share(parameter, tensor, placement))
+            divide_parameters(
+                model, lambda parameter, placement: share(parameter, tensor, placement)
+            )
             route(model, exchange)
         owned = {storage_key(p) for p in model.parameters()}
         tokens = torch.zeros(batch, config.context // tensor, dtype=torch.long)
@@ -90,7 +101,10 @@ def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tenso
         sent: list[int] = []
         states = [model.begin(tokens)]
         for i in range(len(model.sublayers)):
-            with keeping(owned) as found, watched(model.residual, FusedReads()) if fused else nullcontext():
+            with (
+                keeping(owned) as found,
+                watched(model.residual, FusedReads()) if fused else nullcontext(),
+            ):
                 states.append(model.run(states[-1], i, i + 1, rotary))
             kept.append(found)
             sent.append(exchange.sent - sum(sent))
@@ -99,7 +113,9 @@ def footprint(config: ModelConfig, batch: int, *, half: bool, fused: bool, tenso
         kept.append(found)
         counts = _parameters(model)
         del loss
-        held = tuple({storage_key(t): t.untyped_storage().nbytes() for t in state} for state in states)
+        held = tuple(
+            {storage_key(t): t.untyped_storage().nbytes() for t in state} for state in states
+        )
         inside = (*(sum(p.numel() for p in body.parameters()) for body in bodies(model)), 0)
     sizes = model.embedding.weight.numel(), tokens.numel()
     return Footprint(name_states(states), held, tuple(kept), counts, inside, *sizes, tuple(sent))
@@ -122,7 +138,9 @@ def keeping(owned: set[int]) -> Iterator[Kept]:
 class FusedReads(Watcher):
     """Reads that keep nothing, as the kernels': the state that they read is counted with the hops instead."""
 
-    def read(self, residual: Residual, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
+    def read(
+        self, residual: Residual, state: State, i: int, norm: Norm | None
+    ) -> tuple[Read, State]:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
             return super().read(residual, state, i, norm)
 
@@ -159,7 +177,12 @@ class RankPlan:
 
     def peak(self, checkpointing: bool) -> int:
         """At the head, or, where activations are recomputed, in a sublayer's backward if that is more."""
-        at_head = self.static - self.late + (self.checkpointed if checkpointing else self.activations) + self.head
+        at_head = (
+            self.static
+            - self.late
+            + (self.checkpointed if checkpointing else self.activations)
+            + self.head
+        )
         in_sublayer = self.static + self.sublayer + self.checkpointed * checkpointing
         return max(at_head, in_sublayer)
 
@@ -177,7 +200,9 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     """The ranks of one pipeline row: the others do the same."""
     settings, micros = config.parallel, config.train.accumulate
     pipeline, tensor = settings.pipeline, settings.tensor
-    chunks, cuts = (settings.chunks, settings.cuts) if pipeline > 1 else (1, ())  # as a run without a row has it
+    chunks, cuts = (
+        (settings.chunks, settings.cuts) if pipeline > 1 else (1, ())
+    )  # as a run without a row has it
     data, left = divmod(world, pipeline * tensor)
     if left or data < 1:
         raise UserError(
@@ -203,7 +228,9 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
         sends = micros * sum(plan[s + 1].bytes for s in stages if s + 1 < len(plan))
         flight = in_flight(settings.pipeline_schedule, pipeline, chunks, micros, rank) / chunks
         repeated = micros > 1 or chunks > 1  # a backward finds the gradients of another one
-        ranks.append(_rank_plan(found, model, rank, places, ends, (shards, tensor), flight, sends, repeated))
+        ranks.append(
+            _rank_plan(found, model, rank, places, ends, (shards, tensor), flight, sends, repeated)
+        )
     bubble = 0.0 if pipeline == 1 else (pipeline - 1) / (micros * chunks + pipeline - 1)
     naive = hops(crossing, bounds, pipeline, cache=False)
     return Plan(tuple(ranks), bubble, *(tuple(h.bytes for h in p[1:]) for p in (plan, naive)))
@@ -234,7 +261,9 @@ def _rank_plan(
     largest = max(sum((found.kept[i] | found.held[i]).values()) for i in places)
     logits = 4 * found.tokens * model.vocab_size
     inside = sum(found.bodies[i] for i in places)
-    outside = parameters - inside  # embedding, norms, residual, head: divided over all ranks with other tokens
+    outside = (
+        parameters - inside
+    )  # embedding, norms, residual, head: divided over all ranks with other tokens
     held = inside / shards + outside / (shards * tensor)
     # While a pass runs, what is sharded becomes whole: at most a layer at a time, and the outside, with gradients.
     layers = Counter[int]()
@@ -258,7 +287,9 @@ def _rank_plan(
 def describe(plan: Plan, memory: float, checkpointing: bool) -> str:
     """A table of the ranks, the hops, and a warning for each rank that will not fit into `memory` GiB."""
     gib = 2**30
-    lines = ["rank   parameters   weights+optimizer   activations   with checkpointing   peak      sends a step"]
+    lines = [
+        "rank   parameters   weights+optimizer   activations   with checkpointing   peak      sends a step"
+    ]
     for r in plan.ranks:
         sizes = (r.static, r.activations, r.checkpointed, r.peak(checkpointing), r.sends)
         static, activations, checkpointed, peak, sends = (size / gib for size in sizes)

@@ -42,7 +42,9 @@ class Ranks:
         self.pipeline_rank, replica, part, self.tensor_rank = coordinate
         _, self.replicas, self.shards, self.tensor = (1, 1, 1, 1) if mesh is None else mesh.shape
         self.data_rank, self.data_world = replica * self.shards + part, self.replicas * self.shards
-        self.token_world = self.data_world * self.tensor  # ranks of one stage, each with tokens of its own
+        self.token_world = (
+            self.data_world * self.tensor
+        )  # ranks of one stage, each with tokens of its own
 
     @property
     def alone(self) -> bool:
@@ -108,14 +110,27 @@ class Ranks:
     def gradient_norm(self, model: nn.Module) -> float:
         """Over the whole model, the same bits on every rank."""
         if self.alone:
-            return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+            return torch.nn.utils.get_total_norm(
+                [p.grad for p in model.parameters() if p.grad is not None]
+            ).item()
         skipped = counted_elsewhere(model)
-        gradients = [p.grad for name, p in model.named_parameters() if name not in skipped and p.grad is not None]
-        held = [(local(g), copies(g)[0]) for g in gradients if local(g).numel()]  # of a small one, a rank may have none
+        gradients = [
+            p.grad
+            for name, p in model.named_parameters()
+            if name not in skipped and p.grad is not None
+        ]
+        held = [
+            (local(g), copies(g)[0]) for g in gradients if local(g).numel()
+        ]  # of a small one, a rank may have none
         if not held:
             return self.sum(0.0) ** 0.5
-        norms = torch.stack(norms_of([part for part, _ in held])).double().cpu()  # one wait for the GPU
-        return self.sum((norms.square() / torch.tensor([count for _, count in held])).sum().item()) ** 0.5
+        norms = (
+            torch.stack(norms_of([part for part, _ in held])).double().cpu()
+        )  # one wait for the GPU
+        return (
+            self.sum((norms.square() / torch.tensor([count for _, count in held])).sum().item())
+            ** 0.5
+        )
 
 
 @contextmanager
@@ -151,14 +166,18 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     mesh = init_device_mesh(device.type, (*outer, *inner), mesh_dim_names=GRID)
     if settings.tensor == 1:
         return Ranks(mesh)
-    return Ranks(mesh, init_device_mesh(device.type, (*outer, math.prod(inner)), mesh_dim_names=TOKENS))
+    return Ranks(
+        mesh, init_device_mesh(device.type, (*outer, math.prod(inner)), mesh_dim_names=TOKENS)
+    )
 
 
 def shards_of(settings: ParallelSettings, data: int) -> int:
     """Ranks that divide each parameter, among the `data` that share the batch in each stage."""
     shards = settings.shard or data
     if data % shards:
-        raise UserError(f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage")
+        raise UserError(
+            f"parallel.shard ({shards}) must divide the {data} ranks that share the batch in each stage"
+        )
     return shards
 
 
@@ -167,4 +186,6 @@ def connect(backend: str) -> None:
     patience: the main rank may tokenize for hours. A step that hangs is the watchdog's."""
     store, rank, world = next(dist.rendezvous("env://"))
     store = attempts.rendezvous(store, rank, world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(days=7))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(days=7)
+    )

@@ -30,7 +30,11 @@ def launch() -> str:
 def began(out: Path, launch: str) -> bool:
     """Whether an earlier attempt of this launch began the run in this folder."""
     mark = out / MARK
-    return bool(launch) and mark.is_file() and mark.read_text(encoding="ascii", errors="replace") == launch
+    return (
+        bool(launch)
+        and mark.is_file()
+        and mark.read_text(encoding="ascii", errors="replace") == launch
+    )
 
 
 def claim(out: Path, launch: str) -> None:
@@ -55,7 +59,9 @@ def rendezvous(store: dist.Store, rank: int, world: int, patience: float = PATIE
     corner, answered, deadline = f"attempt-{number}", 0, time.monotonic() + patience
     while (came := store.add(f"came-to-{corner}", 0)) < world - 1:
         if time.monotonic() > deadline:
-            raise UserError(f"only {came + 1} of {world} ranks came within {patience:g} seconds: look at the others")
+            raise UserError(
+                f"only {came + 1} of {world} ranks came within {patience:g} seconds: look at the others"
+            )
         drawn = store.add("numbers", 0)
         for other in range(answered + 1, drawn + 1):
             store.set(f"corner-for-{other}", corner)

@@ -143,14 +143,21 @@ def hops(states: States, bounds: Sequence[int], ranks: int, *, cache: bool) -> t
         before = () if s == 0 else states[bounds[s]]
         after = () if s == stages - 1 else states[bounds[s + 1]]
         known = seen[s % ranks]
-        arrivals.append(tuple(j for j, slot in enumerate(before) if not cache or slot.key not in known))
+        arrivals.append(
+            tuple(j for j, slot in enumerate(before) if not cache or slot.key not in known)
+        )
         here = {slot.key for slot in (*before, *after)}
         firsts.append(here - known)
         known |= here
     found = []
     for s in range(stages):
         later = range(s + ranks, stages, ranks)
-        lent = {states[bounds[t]][j].key for t in later for j in range(len(states[bounds[t]])) if j not in arrivals[t]}
+        lent = {
+            states[bounds[t]][j].key
+            for t in later
+            for j in range(len(states[bounds[t]]))
+            if j not in arrivals[t]
+        }
         state = () if s == 0 else states[bounds[s]]
         found.append(Hop(state, arrivals[s], frozenset(firsts[s] & lent), ends=s + ranks >= stages))
     return tuple(found)

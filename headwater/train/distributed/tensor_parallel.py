@@ -36,9 +36,15 @@ from headwater.models.norm import RMSNorm
 from headwater.models.sublayer import Sublayer
 from headwater.residuals import build
 
-ROW_DIVIDED = frozenset({"output"})  # the linear layers that end a body divide their inputs; others their outputs,
-WHOLE = frozenset({"down", "decay_down", "gate_down", "router"})  # but for what all heads and experts share,
-SLICED = frozenset({"query_conv", "key_conv", "value_conv"})  # and small weights of which a rank uses its heads' part
+ROW_DIVIDED = frozenset(
+    {"output"}
+)  # the linear layers that end a body divide their inputs; others their outputs,
+WHOLE = frozenset(
+    {"down", "decay_down", "gate_down", "router"}
+)  # but for what all heads and experts share,
+SLICED = frozenset(
+    {"query_conv", "key_conv", "value_conv"}
+)  # and small weights of which a rank uses its heads' part
 
 
 def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
@@ -52,9 +58,13 @@ def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
             )
     for name, width in beside.items():
         if width % shards:
-            raise UserError(f"beside parallel.tensor, parallel.shard ({shards}) must divide model.{name}, {width}")
+            raise UserError(
+                f"beside parallel.tensor, parallel.shard ({shards}) must divide model.{name}, {width}"
+            )
     if config.value_residual:
-        raise UserError("model.value_residual shares values between layers, which parallel.tensor does not divide yet")
+        raise UserError(
+            "model.value_residual shares values between layers, which parallel.tensor does not divide yet"
+        )
     with torch.device("meta"):
         residual = build(config.residual, config.dim, config.sublayers, config.kinds)
     if not residual.token_local:
@@ -69,7 +79,10 @@ def widths(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
     divided = {name: getattr(config, name) for name in ("heads", "kv_heads", "mlp_dim", "context")}
     beside, kinds = {"dim": config.dim}, set(config.kinds)
     if "kda" in kinds:
-        divided["kda_heads"], beside["kda_head_dim"] = config.kda_heads or config.heads, config.kda_width
+        divided["kda_heads"], beside["kda_head_dim"] = (
+            config.kda_heads or config.heads,
+            config.kda_width,
+        )
     if "mla" in kinds:
         beside["mla_latent"] = config.mla_latent or 4 * config.head_dim
     if "moe" in kinds:
@@ -132,7 +145,9 @@ class Exchange:
         return Gather.apply(x, self.group, self.size) if self.divides else x
 
     def scatter(self, y: Tensor) -> Tensor:
-        return Scatter.apply(y, self.group, self.size) if self.divides else all_reduce(y, self.group)
+        return (
+            Scatter.apply(y, self.group, self.size) if self.divides else all_reduce(y, self.group)
+        )
 
 
 class OnRank(Divisible):
@@ -146,12 +161,22 @@ class Divided(OnRank):
     exchange: Exchange
 
     def forward(self, x: Any, *others: Any) -> Any:
-        y = super().forward(tuple(map(self._enter, x)) if isinstance(x, tuple) else self._enter(x), *others)
-        return (self.exchange.scatter(y[0]), *y[1:]) if isinstance(y, tuple) else self.exchange.scatter(y)
+        y = super().forward(
+            tuple(map(self._enter, x)) if isinstance(x, tuple) else self._enter(x), *others
+        )
+        return (
+            (self.exchange.scatter(y[0]), *y[1:])
+            if isinstance(y, tuple)
+            else self.exchange.scatter(y)
+        )
 
     def _enter(self, x: Tensor) -> Tensor:
-        kind = x.device.type  # the body's matrices would round to bf16 anyway: half the bytes travel
-        return self.exchange.gather(x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x)
+        kind = (
+            x.device.type
+        )  # the body's matrices would round to bf16 anyway: half the bytes travel
+        return self.exchange.gather(
+            x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+        )
 
 
 class DividedAttention(Divided, Attention): ...
@@ -246,7 +271,9 @@ def placement_of(name: str, parameter: Tensor) -> Placement:
 
 
 def _divided(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    return DTensor.from_local(share(parameter, mesh.size(), placement), mesh, [placement], run_check=False)
+    return DTensor.from_local(
+        share(parameter, mesh.size(), placement), mesh, [placement], run_check=False
+    )
 
 
 def share(parameter: Tensor, size: int, placement: Placement) -> Tensor:

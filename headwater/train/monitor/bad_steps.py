@@ -47,7 +47,9 @@ class Skips:
             kind = "spike" if loss > threshold else ""
         return self.record(loss, kind, threshold, settings)
 
-    def record(self, loss: float, kind: str, threshold: float, settings: TrainSettings) -> Reason | None:
+    def record(
+        self, loss: float, kind: str, threshold: float, settings: TrainSettings
+    ) -> Reason | None:
         """Count a step of this kind: "nonfinite", "spike", or "" for one that is taken."""
         if kind:
             self.in_a_row = self.in_a_row + 1 if kind == self.kind else 1
@@ -55,10 +57,14 @@ class Skips:
             self.total += 1
         if kind == "nonfinite":
             text = "the loss or gradient is not finite"
-            return Reason("nonfinite", text, None, settings.skip_nonfinite, "--skip-nonfinite", self.in_a_row)
+            return Reason(
+                "nonfinite", text, None, settings.skip_nonfinite, "--skip-nonfinite", self.in_a_row
+            )
         if kind == "spike":
             text = f"the loss is above {threshold:.6g}"
-            return Reason("spike", text, threshold, settings.skip_spikes, "--skip-spikes", self.in_a_row)
+            return Reason(
+                "spike", text, threshold, settings.skip_spikes, "--skip-spikes", self.in_a_row
+            )
         self.in_a_row, self.kind = 0, ""
         self.losses = [*self.losses, loss][-settings.spike_window :]
         return None

@@ -65,8 +65,12 @@ def routed(model: Decoder) -> Iterator[list[Tensor | None]]:
 def expert_loads(loads: list[Tensor | None]) -> dict[str, Any]:
     """`expert_load`, of each expert in means of its layer, and `expert_load_cv`, their coefficient of variation."""
     return {
-        "expert_load": [None if load is None else [round(x, 5) for x in load.tolist()] for load in loads],
-        "expert_load_cv": [None if load is None else load.std(correction=0).item() for load in loads],
+        "expert_load": [
+            None if load is None else [round(x, 5) for x in load.tolist()] for load in loads
+        ],
+        "expert_load_cv": [
+            None if load is None else load.std(correction=0).item() for load in loads
+        ],
     }
 
 

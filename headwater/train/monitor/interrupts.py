@@ -38,9 +38,13 @@ class Interruption:
         self._signum = value
 
     def __enter__(self) -> Interruption:
-        on_main = threading.current_thread() is threading.main_thread()  # elsewhere Python refuses handlers
+        on_main = (
+            threading.current_thread() is threading.main_thread()
+        )  # elsewhere Python refuses handlers
         signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to outlive the terminal
+        if (
+            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        ):  # nohup asks to outlive the terminal
             signals.append(signal.SIGHUP)
         self.before = {s: signal.signal(s, self._ask) for s in signals} if on_main else {}
         return self
@@ -54,7 +58,11 @@ class Interruption:
         self.__exit__()
 
     def error(self, after: str, command: str) -> Interrupted:
-        cause = "because what started it is gone" if self.orphaned else f"by {signal.Signals(self._signum).name}"
+        cause = (
+            "because what started it is gone"
+            if self.orphaned
+            else f"by {signal.Signals(self._signum).name}"
+        )
         return Interrupted(
             f"stopped {cause} after {after}; everything so far is saved. Go on with: {command}",
             self._signum,

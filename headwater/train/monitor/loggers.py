@@ -37,7 +37,9 @@ def require(settings: LogSettings) -> None:
             try:
                 importlib.import_module(module)
             except ImportError as error:
-                raise UserError(f"--{extra} cannot be used ({error}): pip install 'headwater[{extra}]'") from None
+                raise UserError(
+                    f"--{extra} cannot be used ({error}): pip install 'headwater[{extra}]'"
+                ) from None
 
 
 def start(settings: LogSettings, folder: Path, step: int, config: dict[str, Any]) -> list[Logger]:
@@ -75,7 +77,9 @@ class Logger(threading.Thread):
                 write(record)
             close()
         except Exception as error:  # a foreign package: whatever it raises ends here
-            self.warn(f"failed and is off for the rest of this run ({type(error).__name__}: {error})")
+            self.warn(
+                f"failed and is off for the rest of this run ({type(error).__name__}: {error})"
+            )
 
     def close(self) -> None:
         """Give it a moment to write what is left."""
@@ -85,7 +89,11 @@ class Logger(threading.Thread):
             self.warn("did not finish in time and is left behind")
 
     def warn(self, text: str) -> None:
-        print(f"headwater: {self.label} {text}; metrics.jsonl has everything", file=sys.stderr, flush=True)
+        print(
+            f"headwater: {self.label} {text}; metrics.jsonl has everything",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
@@ -124,7 +132,9 @@ def open_tensorboard(folder: Path, step: int, config: dict[str, Any]) -> Sink:
         for name, value in scalars(record):
             writer.add_scalar(name, value, record["step"])
         if record.get("mixing"):
-            writer.add_image("depth/mixing", picture(record["mixing"]), record["step"], dataformats="HWC")
+            writer.add_image(
+                "depth/mixing", picture(record["mixing"]), record["step"], dataformats="HWC"
+            )
 
     return write, writer.close
 
@@ -132,9 +142,15 @@ def open_tensorboard(folder: Path, step: int, config: dict[str, Any]) -> Sink:
 def picture(mixing: list[list[float]], cell: int = 12) -> np.ndarray:
     """A depth-mixing map as pixels (reads * cell, sources * cell, 3): white is nothing, blue a row's largest weight,
     red the same below zero."""
-    matrix = np.nan_to_num(np.array(mixing, dtype=float))  # a number that is not finite was recorded as null
+    matrix = np.nan_to_num(
+        np.array(mixing, dtype=float)
+    )  # a number that is not finite was recorded as null
     shares = matrix / np.maximum(np.abs(matrix).max(-1, keepdims=True), 1e-12)
-    white, blue, red = np.array([255.0, 255, 255]), np.array([8.0, 69, 148]), np.array([165.0, 15, 21])
+    white, blue, red = (
+        np.array([255.0, 255, 255]),
+        np.array([8.0, 69, 148]),
+        np.array([165.0, 15, 21]),
+    )
     ends = np.where(shares[..., None] < 0, red, blue)
     pixels = (white + np.abs(shares)[..., None] * (ends - white)).round().astype(np.uint8)
     return pixels.repeat(cell, 0).repeat(cell, 1)

@@ -35,7 +35,9 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
         """Records after step `keep_until` are of steps that will be taken again: they go, as do lines that are none."""
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last end is torn
+        lines = (
+            path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        )  # what follows the last end is torn
         records = ((line, read_record(line)) for line in lines)
         kept = [line + b"\n" for line, record in records if record and record["step"] <= keep_until]
         replace_file(path, b"".join(kept))

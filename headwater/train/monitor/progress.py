@@ -18,7 +18,11 @@ class Tasks:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+        )
         note = TextColumn("{task.fields[note]}"), TimeRemainingColumn()
         self.live = Progress(*columns, *note, console=console, disable=not console.is_terminal)
         self.in_notebook = console.is_jupyter and not console.quiet
@@ -53,7 +57,10 @@ class Tasks:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _renew(self) -> None:
-        lines = [f"{t.description} {t.completed:.0f}/{t.total:.0f}  {t.fields['note']}" for t in self.live.tasks]
+        lines = [
+            f"{t.description} {t.completed:.0f}/{t.total:.0f}  {t.fields['note']}"
+            for t in self.live.tasks
+        ]
         content = {"text/plain": "\n".join(lines)}
         if self.output is None:
             from IPython.display import display  # there, since this is a notebook
