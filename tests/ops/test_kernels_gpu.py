@@ -18,9 +18,11 @@ from benchmarks.arms import Stack
 from benchmarks.attnres import error, worst_of
 from benchmarks.measure import peak_gib
 from headwater.models import Decoder, ModelConfig
+from headwater.ops.depth import reference
 from headwater.ops.routing import MAX_WIDTH
 
 if torch.cuda.is_available():  # else the interpreter's variable may come after triton
+    from headwater.ops.depth import autograd
     from headwater.ops.triton.launch import launches
 
 pytestmark = [
@@ -59,6 +61,31 @@ def test_many_tokens(function, dim, dtype):
     for count in SOURCES[function is two_phases :]:
         assert worst(function, count, dim, 4096, dtype, "cuda") <= 1, count
         torch.cuda.empty_cache()
+
+
+@pytest.mark.big  # 14 tensors of 4.3 GB
+def test_rows_beyond_two_to_the_31_numbers_are_found():
+    """An offset in 32 bits would wrap around: the last rows would be read and written elsewhere."""
+    width, last = 2048, 64
+    rows = 2**31 // width + last
+    y, partial, out, dx, dtotal = (
+        torch.empty(rows, width, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(5)
+    )
+    lse = torch.randn(rows, device="cuda")
+    query, key, norm = (torch.randn(width, device="cuda") for _ in range(3))
+    query = query * width**-0.5
+
+    def merged(ops, here, **options):
+        leaves = [t[here].detach().requires_grad_() for t in (y, partial, out, lse)]
+        results = ops.merge(*leaves, query, key, norm, **options)
+        return [*results, *torch.autograd.grad(results, leaves, (dx[here], dtotal[here]))]
+
+    ours = [t[-last:] for t in merged(autograd, slice(None))]
+    small = merged(autograd, slice(-last, None))
+    assert all(map(torch.equal, ours, small))
+    plain = merged(reference, slice(-last, None))
+    for mine, expected in zip(ours, plain, strict=True):
+        assert error(mine, expected.double()) < 0.05
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

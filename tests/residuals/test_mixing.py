@@ -65,6 +65,43 @@ def test_weights_times_what_the_state_holds_are_the_read(spec):
             state = residual.write(state, i, torch.randn(2, 3, 16, dtype=torch.float64))
 
 
+def test_groups_of_the_matrix_are_the_heads_of_a_read():
+    """Two heads of eight channels: equal counts would hide that channels were taken in turn."""
+    torch.manual_seed(0)
+    residual = build("attnres-full:heads=2", 16, 3)
+    for p in residual.parameters():
+        torch.nn.init.normal_(p)
+    sources = list(torch.randn(4, 2, 5, 16))
+    with torch.no_grad(), record(residual) as trace:
+        replay(residual, sources)
+    matrix = mixing(residual, sources, groups=2)
+    assert (matrix[-1, ..., 0] - matrix[-1, ..., 1]).abs().max() > 0.1
+    for row, weights in zip(matrix, trace.weights, strict=True):
+        torch.testing.assert_close(row[: len(weights)], weights.expand(-1, -1, -1, 2))
+    shares = mixing(residual, sources, groups=8)
+    torch.testing.assert_close(shares.unflatten(-1, (2, 4)).mean(-1), matrix)
+    torch.testing.assert_close(shares[..., 0], matrix[..., 0])
+
+
+@pytest.mark.parametrize("spec", ["ddl", "laurel"])
+def test_groups_of_an_operator_s_matrix_are_neighbouring_channels(spec):
+    """<v, J v> / <v, v> over each half of the channels, with J the Jacobian of one read."""
+    torch.manual_seed(0)
+    residual, read, source = build(spec, 16, 3), 3, 1
+    for p in residual.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    sources = list(torch.randn(4, 1, 1, 16))
+    found = mixing(residual, sources, groups=2)[read, source, 0, 0]
+    with hold_weights():
+        jacobian = torch.autograd.functional.jacobian(
+            lambda v: replay(residual, [sources[0], v, *sources[2:]])[read], sources[source]
+        )
+    v = sources[source].flatten()
+    share = jacobian.view(16, 16) @ v
+    expected = [v[part] @ share[part] / (v[part] @ v[part]) for part in (slice(8), slice(8, 16))]
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
 def test_what_is_no_residual_or_not_one_pass_is_refused():
     model, tokens = model_of("attnres-full"), tokens_of(1, 4)
     for look in (lambda: record(model).__enter__(), lambda: mixing(model, [])):

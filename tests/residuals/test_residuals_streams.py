@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases import replay, ways
+from torch.overrides import TorchFunctionMode
 
 from headwater.residuals import build
 from headwater.residuals.base import hold_weights
@@ -114,3 +115,30 @@ def test_a_mixing_matrix_is_read_off_the_reference():
 def test_a_backend_that_there_is_not_is_refused(spec):
     with pytest.raises(ValueError, match="backend"):
         build(f"{spec}:backend=cuda", DIM, 2)
+
+
+class SumsUnderAutocast(TorchFunctionMode):
+    """Note for each sum over streams whether autocast is on; on a GPU it would be computed in fp32 then."""
+
+    def __init__(self):
+        super().__init__()
+        self.autocast = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.sum and args[1:] == (-2,):
+            self.autocast.append(torch.is_autocast_enabled("cpu"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", ["hyper-connections", "mhc", "mhc-lite"])
+def test_the_head_sees_streams_that_were_summed_in_their_own_dtype(spec):
+    residual, (x, *outputs) = scattered(spec)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        state = residual.begin(x.bfloat16())
+        for i, y in enumerate(outputs):
+            _, state = residual.read(state, i)
+            state = residual.write(state, i, y)
+        with SumsUnderAutocast() as sums:
+            end = residual.end(state)
+    assert sums.autocast == [False]
+    assert end.dtype == torch.bfloat16

@@ -273,6 +273,24 @@ def test_the_decoders_norm_is_folded_as_torchs_is_and_none_with_hooks(spec, hook
     torch.testing.assert_close(ends[0], ends[1])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+def test_kernels_keep_the_eps_of_keys_apart_from_the_eps_of_the_norm(spec):
+    """Sources are small and both eps large, so that an exchange of the two shows in every read."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    norm, outputs = torch.nn.RMSNorm(16, eps=0.5), 0.3 * torch.randn(7, 2, 16)
+    results = []
+    for options in ({"schedule": "one-pass"}, {"backend": "triton"}):
+        residual = scattered(with_options(spec, eps=0.02, **options), 6)
+        state, reads = residual.begin(outputs[0]), []
+        for i in range(6):
+            x, state = residual.read(state, i, norm=norm)
+            reads.append(x)
+            state = residual.write(state, i, outputs[i + 1])
+        results.append(torch.stack([*reads, residual.end(state, norm=norm)]))
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+
+
 def test_queries_on_another_device_stay_there():
     """Of a model over several devices: read 9 is made where its layer is."""
     residual = build("attnres-block:block=3", 16, 10)
