@@ -18,7 +18,7 @@ from headwater.cli.looking import doctor, inspect, matrix, report, residuals, sc
 from headwater.cli.models import say
 from headwater.cli.texts import generate
 from headwater.cli.training import compare, demo, export, plan, study, train
-from headwater.errors import UserError, nearest
+from headwater.errors import UserError, as_flag, nearest, spelling
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
@@ -42,6 +42,11 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    with spelling(as_flag):
+        return answer(argv)
+
+
+def answer(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings(
         "ignore", message="mkldnn_matmul failed"
