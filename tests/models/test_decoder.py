@@ -341,6 +341,9 @@ def test_sampling_respects_its_limits():
     assert drawn(top_k=2) == {0, 1}
     assert drawn(top_p=0.5) == {0}
     assert drawn(top_p=0.8) == {0, 1}
+    # top_p counts shares after the temperature: at 3 they are 0.38, 0.27, 0.20, 0.14.
+    assert drawn(top_p=0.6, temperature=3.0) == {0, 1}
+    assert drawn(top_p=0.8, temperature=0.5) == {0}
     assert drawn(min_p=0.3) == {0, 1}
     assert drawn(min_p=0.1) == {0, 1, 2}
     assert drawn(temperature=0.0) == {0}

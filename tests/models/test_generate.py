@@ -250,6 +250,19 @@ def test_stop_words_and_half_characters_are_held_back():
     assert shown("xEN", ["END"]) == ["x", "", "", "EN"]  # it never became one
 
 
+def test_the_first_stop_word_in_the_text_ends_it_whichever_is_named_first():
+    """One token may bring two stop words at once."""
+    tokenizer = SimpleNamespace(end_of_text=-1, decode=lambda ids: "".join(WORDS[i] for i in ids))
+    for stops in (["STOP", "END"], ["END", "STOP"]):
+        piece = Piece(tokenizer, stops)
+        assert not piece.add([0])
+        assert piece.add([0, 1])
+        assert piece.take() == "a river "
+
+
+WORDS = ["a river ", "END and STOP"]
+
+
 def test_texts_are_continued_together():
     model, tokenizer = (
         model_of("attnres-full", scatter=True, vocab_size=320, context=64),

@@ -199,6 +199,18 @@ def test_absorbed_decoding_is_the_plain_one(monkeypatch):
     assert len(called) == 3 * 4
 
 
+def test_a_gain_starts_values_smaller_and_leaves_keys():
+    """MLA makes both with one matrix: for each head the keys' rows, then the values'."""
+    shape = {**KIMI, "pattern": "mla"}
+    plain, scaled = (model_of(spec, **shape) for spec in ("standard", "deepnorm"))
+    body, smaller = plain.sublayers[0].body, scaled.sublayers[0].body
+    gain = scaled.residual.weight_gain
+    assert gain < 1
+    ours, theirs = (mla.up.weight.unflatten(0, (mla.heads, -1)) for mla in (smaller, body))
+    assert torch.equal(ours[:, : body.head_dim], theirs[:, : body.head_dim])
+    assert torch.equal(ours[:, body.head_dim :], gain * theirs[:, body.head_dim :])
+
+
 def test_flops_count_what_a_token_meets():
     base = model_of("standard", **{**KIMI, "experts": 4}).flops_per_token()
     more = model_of("standard", **{**KIMI, "experts": 8, "expert_dim": 16}).flops_per_token()

@@ -72,6 +72,14 @@ def test_the_bias_chooses_and_does_not_weigh():
     assert not moe.router.bias.requires_grad
 
 
+def test_scores_are_fp32_under_autocast():
+    """In bf16 experts that are nearly even would be chosen by rounding."""
+    router, x = moe_of().router.float(), torch.randn(50, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = router(x).scores
+    assert torch.equal(scores, router(x).scores)
+
+
 def test_no_token_is_dropped_where_all_want_one_expert():
     moe, x = (
         moe_of(experts_per_token=1, shared_experts=0),

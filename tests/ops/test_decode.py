@@ -235,7 +235,7 @@ def test_philox_has_its_authors_numbers(counters, key, numbers):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("count", [1, 7, 3001])
+@pytest.mark.parametrize("count", [1, 7, 8, 3001])  # 8: four whole quarters
 def test_exponentials_are_their_reference(count, device):
     seeds = torch.tensor([0, 5, 2**62 + 3], device=device)
     for number in (0, 1, 2**31 - 1):
