@@ -17,11 +17,15 @@ TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/t
 
 KILLS ?= 100
 
+# Of `make test-mutants`.
+N ?= 200
+SEED ?= 0
+
 # Three forks on two cores: some tests wait, for a process of theirs or a browser (tests/together.py). pytest's plugin for
 # logging costs a test a millisecond, where a thousand loggers are known, and nobody asks for caplog.
 TOGETHER := --processes 3 -p no:logging --durations 15 -m 'not faults and not alone and not compiled'
 
-.PHONY: demo docs test test-crash test-faults test-gpu test-hf test-kernels test-planted test-torch lint format clean
+.PHONY: demo docs test test-crash test-faults test-gpu test-hf test-kernels test-mutants test-torch lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
@@ -57,9 +61,10 @@ test-kernels: $(INSTALLED)
 test-faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/train/test_parallel_faults.py
 
-# Faults of tests/faults, planted one at a time in a copy of the tree: the tests named beside each must fail.
-test-planted: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/plant.py
+# N small faults, drawn by SEED and put into a copy of the tree one at a time: how many do the tests notice?
+test-mutants: export PYTHONDONTWRITEBYTECODE =
+test-mutants: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutate.py -n $(N) --seed $(SEED)
 
 # Runs killed with kill -9 in each of four ways: one process and two, saving at once and in the background.
 test-crash: $(INSTALLED)

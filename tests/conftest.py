@@ -8,6 +8,7 @@ from pathlib import Path
 
 import interpreter
 import pytest
+from longest import LONGEST
 
 CHROMIUM = next(
     (
@@ -16,81 +17,6 @@ CHROMIUM = next(
         if (path := shutil.which(name))
     ),
     None,
-)
-
-
-# Files that take longest, in that order; none must be left for the end of `make test`.
-LONGEST = (
-    "train/test_parallel.py",
-    "hf/test_hf_use.py",
-    "residuals/test_residuals_compile.py",
-    "ops/test_kernels.py",
-    "train/test_crash.py",
-    "train/test_parallel_faults.py",
-    "train/test_train.py",
-    "train/test_stages.py",
-    "test_docs.py",
-    "hf/test_hf_architectures.py",
-    "residuals/test_contract.py",
-    "models/test_generate.py",
-    "train/test_parallel_checkpoints.py",
-    "test_site.py",
-    "hf/test_hf_dtypes.py",
-    "analyze/test_check_residual.py",
-    "train/test_experts.py",
-    "test_study_page.py",
-    "hf/test_hf_fla.py",
-    "residuals/test_residuals_options.py",
-    "train/test_sharing.py",
-    "residuals/test_residuals_streams.py",
-    "models/test_kimi.py",
-    "benchmarks/test_training_benchmark.py",
-    "ops/test_weigh.py",
-    "hf/test_hf_folders.py",
-    "test_examples.py",
-    "hf/test_hf_verify.py",
-    "benchmarks/test_residuals_benchmark.py",
-    "train/test_plan.py",
-    "ops/test_banks.py",
-    "residuals/test_attention_options.py",
-    "residuals/test_residuals_banks.py",
-    "hf/test_hf_generate.py",
-    "hf/test_hf_peft.py",
-    "test_imports.py",
-    "train/test_notebook.py",
-    "hf/test_hf_eval.py",
-    "hf/test_hf_layouts.py",
-    "hf/test_hf_devices.py",
-    "analyze/test_page.py",
-    "test_cli.py",
-    "train/test_parallel_generate.py",
-    "test_package.py",
-    "analyze/test_inspect_page.py",
-    "train/test_compare.py",
-    "models/test_step.py",
-    "ops/test_decode.py",
-    "test_plant.py",
-    "test_plugins.py",
-    "models/test_model_switches.py",
-    "hf/test_hf_released.py",
-    "train/test_data.py",
-    "train/test_study.py",
-    "ops/test_sinkhorn.py",
-    "analyze/test_scaling.py",
-    "ops/test_gates.py",
-    "models/test_decoder.py",
-    "analyze/test_inspect_serve.py",
-    "analyze/test_inspect.py",
-    "residuals/test_two_phase.py",
-    "train/test_checkpoint.py",
-    "ops/test_streams.py",
-    "analyze/test_page_inputs.py",
-    "analyze/test_report.py",
-    "ops/test_kda.py",
-    "models/test_moe.py",
-    "train/test_loggers.py",
-    "hf/test_hf_parts.py",
-    "hf/test_hf_kimi.py",
 )
 
 
@@ -137,8 +63,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    ranks = {str(config.rootpath / "tests" / name): rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: ranks.get(str(item.path), len(ranks)))
+    # One process runs files in the order in which they are named: a mutation run has the quickest first.
+    if config.getoption("--processes") or config.getoption("--share"):
+        ranks = {str(config.rootpath / "tests" / name): rank for rank, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: ranks.get(str(item.path), len(ranks)))
     if config.getoption("--share"):
         mine, shares = map(int, config.getoption("--share").split("/"))
         config.hook.pytest_deselected(
