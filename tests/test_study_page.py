@@ -17,7 +17,7 @@ from outside import without_plugins
 from headwater.analyze.plot import Panel, lines_of, picture
 from headwater.residuals.plugins import import_plugins
 from headwater.residuals.registry import build
-from headwater.stats import t_quantile
+from headwater.runs.stats import t_quantile
 from headwater.train.files import read_json
 from headwater.train.studies import study
 

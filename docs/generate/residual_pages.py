@@ -17,7 +17,7 @@ from headwater.analyze.runs import read_runs
 from headwater.analyze.table import Row, residual_table
 from headwater.residuals import entry, options_of
 from headwater.residuals.formulas import FORMULAS
-from headwater.stats import Paired, pair
+from headwater.runs.stats import Paired, pair
 
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = ROOT / "docs" / "explanation" / "implementations.md"

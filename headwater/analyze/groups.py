@@ -1,6 +1,6 @@
 """Runs that differ only by seed, as one group: what it ended with, and its curves and depth records for drawing.
 
-A difference is taken seed by seed (equal seeds saw equal data in equal order) and judged as headwater.stats says.
+A difference is taken seed by seed (equal seeds saw equal data in equal order) and judged as headwater.runs.stats says.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from typing import Any
 
 from headwater.analyze.runs import Record, RecordedRun, number
 from headwater.models import ModelConfig
-from headwater.stats import LOWER, Paired, Stat, pair, summarize
+from headwater.runs.stats import LOWER, Paired, Stat, pair, summarize
 
 BASELINE = "standard"
 # Settings that may differ inside a group: they say where and how a run was carried out, not what was computed. One that

@@ -3,7 +3,7 @@
 from headwater.analyze.groups import Group, told_lowest
 from headwater.analyze.markup import breakable, cell, count, duration, memory, text
 from headwater.analyze.words import interval, mean
-from headwater.stats import Paired, Stat, minus
+from headwater.runs.stats import Paired, Stat, minus
 
 COLUMNS = (
     "Residual", "Validation loss", "Difference", "Seed by seed", "Bits per byte", "Parameters", "FLOPs per token",

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 from headwater._torch import TorchDispatchMode, tree_leaves
@@ -34,9 +32,10 @@ from headwater.residuals import (
 )
 from headwater.residuals.streams import StreamsResidual
 from headwater.residuals.two_phase import FULL_SPAN
-from headwater.tables import fitting
+from headwater.runs import tables
 
 TOKENS = 16
+COLUMNS = ("residual", "parameters", "stored", "fused", "eager", "paper", "at start")
 COUNTS = (
     "traffic: passes over (tokens x D) of one sublayer's read and write. fused: the least for one kernel a read and "
     "one a write; eager: operator by operator; paper: by table 1 of arXiv 2603.15031, in two phases, mHC unfused.\n"
@@ -70,20 +69,11 @@ def residual_table(
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """To the terminal, the formula on a line of its own: nothing is cut at eighty columns."""
+    """Print to the terminal, each formula on a line of its own: nothing is cut at eighty columns."""
     console = Console(highlight=False)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title="in units of the width D, per sublayer (stored: in all)",
-    )
-    table.add_column("residual", overflow="fold")
-    table.caption, table.caption_justify = COUNTS, "left"
-    for name in ("parameters", "stored", "fused", "eager", "paper", "at start"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.name, *_numbers(row), row.at_start)
-    console.print(fitting(table, console))
+    lines = [[row.name, *_numbers(row), row.at_start] for row in rows]
+    title = "in units of the width D, per sublayer (stored: in all)"
+    tables.print_table(tables.Table(COLUMNS, lines, title=title, caption=COUNTS), console)
     for row in rows:
         console.print(f"[bold]{escape(row.name)}[/]  {escape(row.formula)}", soft_wrap=True)
 
@@ -107,14 +97,10 @@ def _paragraphs(cls: type[Residual]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    head = "| residual | formula | parameters / D | stored / D | traffic / D, fused | eager | paper | at start |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        formula = row.formula.replace("|", "\\|")  # a bar would end the cell, in code too
-        lines.append(
-            f"| `{row.name}` | `{formula}` | {' | '.join(_numbers(row))} | {row.at_start} |"
-        )
-    return "\n".join(lines) + "\n"
+    """The same as a table of Markdown, with the formula in its second column."""
+    head = ["residual", "formula", "parameters / D", "stored / D", "traffic / D, fused"]
+    lines = [[f"`{r.name}`", f"`{r.formula}`", *_numbers(r), r.at_start] for r in rows]
+    return tables.markdown(tables.Table([*head, "eager", "paper", "at start"], lines))
 
 
 def _numbers(row: Row) -> list[str]:

@@ -1,6 +1,6 @@
 """The sentences of a report: its headline, what was found, how to read the table, what to beware of.
 
-A verdict is that of headwater.stats, in its words; none is stronger than the interval beside it.
+A verdict is that of headwater.runs.stats, in its words; none is stronger than the interval beside it.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections import Counter
 
 from headwater.analyze.groups import Group, differing, most_beside, noun
 from headwater.analyze.markup import count, join
-from headwater.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, minus, pair
+from headwater.runs.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, minus, pair
 
 BITS = "bits_per_byte"
 

@@ -17,7 +17,7 @@ from headwater.errors import UserError
 from headwater.folders import at_home
 from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
-from headwater.tables import fitting
+from headwater.runs.tables import print_table
 from headwater.train.arms import parse_arm
 from headwater.train.config import TOKENIZERS, Config, check, plain
 from headwater.train.data.dataset import Dataset, prepare
@@ -28,7 +28,7 @@ from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all, side
 from headwater.train.monitor.interrupts import RESUME
 from headwater.train.optim import ends_in_warmup
 from headwater.train.results import CompareResult, TrainResult
-from headwater.train.table import draw, tabulate
+from headwater.train.table import table_of, tabulate
 
 
 def compare(
@@ -101,7 +101,7 @@ def compare(
                 write_json(out / "table.json", result.table())
         if problem:
             raise UserError(problem)
-        console.print(fitting(draw(result.rows, config), console))
+        print_table(table_of(result.rows, config.train.steps), console)
     refuse_failures(failures, len(runs), f"Mend the cause and go on with: {command} --resume")
     return result
 

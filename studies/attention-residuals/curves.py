@@ -26,7 +26,7 @@ from headwater.analyze.runs import RecordedRun
 from headwater.analyze.scaling import Interval, Scaling, compare_scaling, operations, points_of
 from headwater.analyze.scaling_report import shown
 from headwater.models.config import SIZES
-from headwater.stats import Paired, pair, summarize
+from headwater.runs.stats import Paired, pair, summarize
 
 TEXT = 102_435_696  # tokens of the training text
 FULL = "attnres-full"

@@ -24,7 +24,7 @@ from tables import BY_DEPTH
 
 from headwater.analyze.plot import ARMS, Line, Map, Panel, colours_of, lines_of, picture
 from headwater.analyze.scaling_report import panels_of
-from headwater.stats import pair
+from headwater.runs.stats import pair
 
 ASSETS = HERE.parent.parent / "docs" / "assets"
 

@@ -21,7 +21,7 @@ from records import (
 from tables import FACTOR, arm_of, by_name
 
 from headwater.analyze.runs import RecordedRun
-from headwater.stats import summarize
+from headwater.runs.stats import summarize
 
 NEAR_BEST = (8e-3, 1.1e-2, 1.6e-2)  # learning rates of the smallest size
 FALL = 0.13  # from EARLY to LATER: more than most

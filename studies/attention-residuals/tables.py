@@ -27,7 +27,7 @@ from records import (
 
 from headwater.analyze.plot import ARMS
 from headwater.analyze.runs import RecordedRun
-from headwater.stats import UNTOLD, Paired, Stat, minus, pair, reach, spearman, summarize
+from headwater.runs.stats import UNTOLD, Paired, Stat, minus, pair, reach, spearman, summarize
 
 FACTOR = "optim.query_lr"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import headwater
-from headwater.stats import spearman
+from headwater.runs.stats import spearman
 from headwater.train import load_run
 from headwater.train.data.dataset import prepare
 

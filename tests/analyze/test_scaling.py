@@ -30,7 +30,7 @@ from headwater.analyze.scaling import (
 from headwater.analyze.scaling_report import plot, table, write_plot
 from headwater.cli import main
 from headwater.errors import UserError
-from headwater.stats import t_quantile
+from headwater.runs.stats import t_quantile
 
 SVG = "{http://www.w3.org/2000/svg}"
 BUDGETS = [1e15, 3e15, 1e16, 3e16, 1e17]

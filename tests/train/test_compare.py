@@ -23,6 +23,7 @@ from headwater.analyze.runs import read_runs
 from headwater.cli.flags import CompareFlags, TrainFlags, parse
 from headwater.errors import Interrupted, UserError
 from headwater.residuals import names
+from headwater.runs.tables import print_table
 from headwater.train import CompareResult, Spread, TrainResult, compare, loop, train
 from headwater.train.arms import parse_arm
 from headwater.train.comparison import expand, job_of, plan, slug, try_out
@@ -32,7 +33,7 @@ from headwater.train.files import locked, write_json
 from headwater.train.jobs import Active, Job, conclude, launch, record_company, side_by_side
 from headwater.train.monitor.interrupts import PARENT
 from headwater.train.monitor.progress import Tasks
-from headwater.train.table import draw, spread, tabulate
+from headwater.train.table import spread, table_of, tabulate
 
 
 def result(residual: str, seed: int, bits: float) -> TrainResult:
@@ -50,7 +51,7 @@ def result(residual: str, seed: int, bits: float) -> TrainResult:
 
 def text_of(table) -> str:
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(table)
+    print_table(table, console)
     return console.export_text()
 
 
@@ -69,7 +70,7 @@ def test_rows_have_mean_spread_and_paired_difference(tmp_path):
     assert asdict(rows[0].bits_per_byte) == pytest.approx({"mean": 3.5, "spread": 0.5**0.5})
     assert asdict(rows[1].difference) == pytest.approx({"mean": -0.4, "spread": 0.02**0.5})
     assert rows[1].seeds == (0, 1)
-    shown = text_of(draw(rows, tiny(tmp_path)))
+    shown = text_of(table_of(rows, 12))
     assert "3.5000 ± 0.7071" in shown
     assert "−0.4000 ± 1.2706" in shown  # Student's t of one degree of freedom, 12.706, times 0.1
     assert "not told apart" in shown
@@ -82,15 +83,13 @@ def test_rows_have_mean_spread_and_paired_difference(tmp_path):
     assert "how many runs were made side by side is unknown" in " ".join(shown.split())
     rows = tabulate(finished, ["standard", "attnres-full"], {"standard": 1, "attnres-full": 3})
     assert [row.side_by_side for row in rows] == [1, 3]
-    assert "up to 3 runs were made at a time" in " ".join(
-        text_of(draw(rows, tiny(tmp_path))).split()
-    )
-    assert "not comparable" not in text_of(draw(rows[:1], tiny(tmp_path)))
+    assert "up to 3 runs were made at a time" in " ".join(text_of(table_of(rows, 12)).split())
+    assert "not comparable" not in text_of(table_of(rows[:1], 12))
     unpaired = tabulate(
         {("attnres-full", 0): finished["attnres-full", 0]}, ["standard", "attnres-full"], {}
     )
     assert [row.verdict for row in unpaired] == [None]
-    assert "baseline" not in text_of(draw(unpaired, tiny(tmp_path)))
+    assert "baseline" not in text_of(table_of(unpaired, 12))
     assert spread([2.0]) == Spread(2.0, None)
 
 

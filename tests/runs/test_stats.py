@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headwater.stats import (
+from headwater.runs.stats import (
     Paired,
     Stat,
     limits,
@@ -117,7 +117,11 @@ def test_what_seeds_can_tell_is_said_in_words():
 
 def test_needs_no_torch():
     subprocess.run(
-        [sys.executable, "-c", "import sys, headwater.stats; assert 'torch' not in sys.modules"],
+        [
+            sys.executable,
+            "-c",
+            "import sys, headwater.runs.stats; assert 'torch' not in sys.modules",
+        ],
         check=True,
     )
 

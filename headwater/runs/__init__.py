@@ -1,0 +1,1 @@
+"""What a run folder means: records, identity, pairs of seeds, statistics, tables. Nothing here imports torch."""
