@@ -27,7 +27,7 @@ from headwater.residuals.plugins import flags_for, import_plugins
 from headwater.train import compare, train
 from headwater.train.comparison import job_of
 from headwater.train.config import asdict
-from headwater.train.jobs import launch
+from headwater.train.jobs import Job, launch
 
 SPEC, SAVED = "leaky:start=0.5", "leaky@brook.leaky:start=0.5"
 
@@ -242,6 +242,22 @@ def test_from_python_an_import_is_enough(site, tmp_path, monkeypatch):
     ((argv, more),) = started
     assert argv[-2:] == ["--plugin", "brook.leaky"]
     assert more["env"]["PYTHONPATH"] == f"{site}{os.pathsep}elsewhere"
+
+
+@pytest.mark.parametrize("plugin", [None, "brook.leaky"])
+def test_runs_take_the_plugin_and_nothing_else_from_the_current_folder(site, monkeypatch, plugin):
+    """A file called like a module of the standard library is not imported in its place."""
+    monkeypatch.chdir(site)
+    monkeypatch.syspath_prepend(site)
+    __import__("brook.leaky")
+    for module in ("difflib", "colorsys", "random", "queue"):
+        (site / f"{module}.py").write_text(f"open({str(site / 'ran')!r}, 'a').write({module!r})\n")
+    residual = SPEC if plugin else "standard"
+    arguments = ("--residual", residual, "--source", "nowhere", "--device", "cpu")
+    job = Job(label="one", folder=site / "run", arguments=arguments, steps=1, plugin=plugin)
+    assert launch(job, 1).wait() == 1
+    assert "no corpus at nowhere" in job.log.read_text()
+    assert not (site / "ran").exists()
 
 
 def test_a_file_that_names_a_module_imports_nothing(site, tmp_path, monkeypatch):

@@ -188,13 +188,16 @@ def launch(job: Job, jobs: int, shared: Mapping[str, str] | None = None) -> subp
         from headwater.residuals.plugins import folder_of
 
         flags += ["--plugin", job.plugin]
-        folders = (folder_of(job.plugin), os.environ.get("PYTHONPATH"))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        # In the current folder --plugin looks by itself, and after the standard library.
+        if (folder := folder_of(job.plugin)) != os.getcwd():
+            folders = (folder, os.environ.get("PYTHONPATH"))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     if (job.folder / "config.json").exists():
         flags.append("--resume")
     with job.log.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "headwater.cli", "train", *flags],
+            # -P: as with the headwater command, a file of the current folder stands for no module.
+            [sys.executable, "-P", "-m", "headwater.cli", "train", *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
