@@ -284,7 +284,7 @@ class AttentionResidual(Residual):
 
     def _learns(self, i: int) -> bool:
         """Whether read `i` has a query that is to have a gradient here."""
-        if not torch.is_grad_enabled() or str(i) not in self.reads:
+        if not torch.is_grad_enabled() or self.keys[i] not in self.reads:
             return False
         query = self._parameters_of(i).query
         return query is not None and query.requires_grad
@@ -392,7 +392,7 @@ class AttentionResidual(Residual):
         table = (
             self.reads
         )  # looked up once: a module's own attributes take the host a microsecond each
-        reads = [cast(DepthRead, table[str(i)]) for i in range(first, stop)]
+        reads = [cast(DepthRead, table[self.keys[i]]) for i in range(first, stop)]
         if not reads:  # a pipeline stage of the first sublayer alone
             return torch.zeros(1, self.dim, device=device)
         folded = _stack([read.scaled_query() for read in reads], device)
@@ -413,7 +413,7 @@ class AttentionResidual(Residual):
         )
 
     def _parameters_of(self, i: int) -> DepthRead:
-        return cast(DepthRead, self.reads[str(i)])
+        return cast(DepthRead, self.reads[self.keys[i]])
 
     def _mix(self, state: State, i: int) -> tuple[Tensor, State]:
         """Read `i`, and the state, whose sources may be threaded (see `ops.depth.autograd`)."""

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
+from itertools import chain
 from numbers import Integral
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,8 @@ class Residual(nn.Module, ABC):
 
     Callers use `begin`, `read`, `write`, `end` and `weights`. A subclass writes `_begin`, `_read`, `_write`, `_end` and
     `_weights` with the same arguments, and says in `layout` what its states hold. Parameters of sublayer i live in a
-    ModuleDict or ParameterDict under the key str(i), so that a pipeline stage keeps its own by name.
+    ModuleDict or ParameterDict under the key `self.keys[i]`, which is str(i), so that a pipeline stage keeps its own
+    by name. (A method takes the key from that tuple: torch.compile cannot make text of a number that varies.)
 
     Arguments of the constructor: `dim`, the width D of the stream; `sublayers`, how many sublayers read and write.
     """
@@ -80,6 +82,7 @@ class Residual(nn.Module, ABC):
     fused: bool = (
         False  # True: reads and writes are kernels, or next to nothing: compiling them gains little
     )
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]  # of the constructor
     takes_zero: bool = True  # False: outputs of zero have no gradient that one could use; a model starts none there
 
     def __init__(self, dim: int, sublayers: int) -> None:
@@ -90,6 +93,31 @@ class Residual(nn.Module, ABC):
         self.dim = dim
         self.sublayers = sublayers
         self.spec = type(self).__name__
+        self.keys = tuple(str(i) for i in range(sublayers + 1))
+
+    def __new__(cls, *sizes: Any, **options: Any) -> Self:
+        """Keep the arguments of the constructor, for `reset_parameters`."""
+        residual = super().__new__(cls)
+        residual.__dict__["_arguments"] = (sizes, options)
+        return residual
+
+    def reset_parameters(self) -> None:
+        """Give every parameter and buffer the value that it starts with.
+
+        For a model that is built on the meta device, after `to_empty`. Random starts draw from torch's
+        generator of the device, in the order of the constructor.
+        """
+        parameter = next(self.parameters(), None)
+        if parameter is None:
+            return
+        sizes, options = self._arguments
+        with parameter.device:
+            start = type(self)(*sizes, **options)
+        # A pipeline stage has the parameters of its own sublayers only.
+        values = dict(chain(start.named_parameters(), start.named_buffers()))
+        with torch.no_grad():
+            for name, tensor in chain(self.named_parameters(), self.named_buffers()):
+                tensor.copy_(_distribute_like(tensor, values[name]))
 
     def forward(self, *_: object, **__: object) -> NoReturn:
         """Raises TypeError: a residual stands between sublayers, which are its caller's."""
@@ -176,7 +204,12 @@ class Residual(nn.Module, ABC):
 
     def settle(self, state: State, i: int) -> State:
         """The state before read `i` in its shortest form, which any later read can continue from: what is sent to
-        another device or pipeline stage. A state that keeps nothing besides what it must is its own."""
+        another device or pipeline stage.
+
+        Tensors that are part of both states are handed on as they are. A schedule that detaches what it sends in
+        place, as zero-bubble pipelines do, copies them first: only the stage knows its schedule, and everybody else
+        would pay a copy of each source.
+        """
         return state
 
     def folds_norm(self, state: State, i: int) -> bool:
@@ -304,6 +337,15 @@ class Residual(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return self.spec
+
+
+def _distribute_like(tensor: Tensor, value: Tensor) -> Tensor:
+    """Divide a value over ranks as a parameter is, under FSDP2; the value of the first rank counts."""
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
+
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements)
 
 
 def _is_tensors(state: State) -> bool:

@@ -41,7 +41,7 @@ class DeepNormResidual(StreamResidual):
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
         new = self.alpha * wide(h) + y
-        return ((new * hold(rms_scale(new, self.eps)) * self.norms[str(i)]).to(h.dtype),)
+        return ((new * hold(rms_scale(new, self.eps)) * self.norms[self.keys[i]]).to(h.dtype),)
 
     def flops_per_token(self) -> int:
         return 7 * self.dim * self.sublayers

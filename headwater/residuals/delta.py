@@ -180,7 +180,7 @@ class DeepDeltaResidual(Residual):
 
     def may_cut(self, i: int) -> bool:
         """The sublayers of a layer share their compressor."""
-        return self.width == 1 or self.compressor_of[i] == str(i)
+        return self.width == 1 or self.compressor_of[i] == self.keys[i]
 
     def keep_only(self, start: int, stop: int) -> None:
         if start:
@@ -223,7 +223,7 @@ class DeepDeltaResidual(Residual):
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         stream, x, *queue = state
-        write = cast(DeltaWrite, self.writes[str(i)])
+        write = cast(DeltaWrite, self.writes[self.keys[i]])
         beta = hold(
             2 * (project_normed(x, write.beta_weight) + wide(write.beta_bias)).sigmoid()
         )  # (..., 1)

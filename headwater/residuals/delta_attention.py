@@ -85,7 +85,7 @@ class DeltaAttentionResidual(Residual):
         return 6 * self.dim * sources + 3 * self.dim * self.sublayers
 
     def _attend(self, sources: State, i: int) -> tuple[Tensor, Tensor]:
-        read = cast(AddedRead, self.reads[str(i)])
+        read = cast(AddedRead, self.reads[self.keys[i]])
         return depth_attention(
             sources, read.query, read.key_weight, eps=self.eps, return_weights=True
         )

@@ -55,7 +55,7 @@ class HighwayResidual(StreamResidual):
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
-        gate = cast(Gate, self.gates[str(i)])
+        gate = cast(Gate, self.gates[self.keys[i]])
         kept, new = shares(project_normed(h, gate.weight) + wide(gate.bias))
         return (combine((h, y), (hold(kept), hold(new))),)
 

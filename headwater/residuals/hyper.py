@@ -60,11 +60,11 @@ class HyperConnectionsResidual(StreamsResidual):
         )
 
     def projection(self, i: int) -> tuple[Tensor, float] | None:
-        weight = cast(Connection, self.connections[str(i)]).dynamic
+        weight = cast(Connection, self.connections[self.keys[i]]).dynamic
         return None if weight is None else (weight, 1e-6)
 
     def gates(self, z: Tensor | None, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        connection = cast(Connection, self.connections[str(i)])
+        connection = cast(Connection, self.connections[self.keys[i]])
         shape = x.shape[:-2]
         dtype = wide(x).dtype
         post, pre, res = (p.to(dtype) for p in (connection.post, connection.pre, connection.res.mT))

@@ -77,12 +77,12 @@ class LaurelResidual(StreamResidual):
     def _write(self, state: State, i: int, y: Tensor) -> State:
         h = state[0]
         if self.balance:
-            a, b = (2 * cast(Balance, self.balance[str(i)]).logits.softmax(0)).split(1)
+            a, b = (2 * cast(Balance, self.balance[self.keys[i]]).logits.softmax(0)).split(1)
             new = combine((h, y), (b, a))
         else:
             new = h + y
         if self.low_rank:
-            low = cast(LowRank, self.low_rank[str(i)])
+            low = cast(LowRank, self.low_rank[self.keys[i]])
             x = h if low.mix is None else combine(state, low.mix.split(1))
             new = (new + project(project(x, low.down), low.up)).to(h.dtype)
         return (new, *state[: self.states - 1])

@@ -62,11 +62,11 @@ class ConstrainedResidual(StreamsResidual):
         )
 
     def projection(self, i: int) -> tuple[Tensor, float]:
-        return cast(Mapping, self.mappings[str(i)]).weight, 1e-20
+        return cast(Mapping, self.mappings[self.keys[i]]).weight, 1e-20
 
     def gates(self, z: Tensor | None, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
         assert z is not None
-        return self.constrain(z, cast(Mapping, self.mappings[str(i)]))
+        return self.constrain(z, cast(Mapping, self.mappings[self.keys[i]]))
 
     @abstractmethod
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:

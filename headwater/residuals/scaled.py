@@ -20,7 +20,7 @@ class GainResidual(StreamResidual):
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
-        return (torch.addcmul(h, y.to(h.dtype), self.gains[str(i)].to(h.dtype)),)
+        return (torch.addcmul(h, y.to(h.dtype), self.gains[self.keys[i]].to(h.dtype)),)
 
 
 @register("rezero")

@@ -157,4 +157,4 @@ class DepthWindowResidual(Residual):
         return keys, values, (*keys, *values)
 
     def _parameters_of(self, i: int) -> WindowRead:
-        return cast(WindowRead, self.reads["0" if self.maps == "shared" else str(i)])
+        return cast(WindowRead, self.reads["0" if self.maps == "shared" else self.keys[i]])

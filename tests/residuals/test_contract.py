@@ -5,7 +5,10 @@ from functools import cache, partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from tinymodels import DIM, gradients_of, model_of, tokens_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from headwater.models import Decoder
@@ -169,6 +172,42 @@ def test_state_is_a_value(spec):
     assert torch.equal(residual.end(first), alone)
     assert torch.equal(residual.end(first), alone)
     assert torch.equal(residual.end(copy.deepcopy(first)), alone)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_residual_born_on_meta_is_reset_to_its_start(spec):
+    with torch.device("meta"):
+        residual = build(spec, DIM, 8)
+    residual.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*residual.parameters(), *residual.buffers()):
+            tensor.fill_(float("nan"))
+    torch.manual_seed(5)
+    residual.reset_parameters()
+    torch.manual_seed(5)
+    fresh = build(spec, DIM, 8)
+    values = [dict((*r.named_parameters(), *r.named_buffers())) for r in (residual, fresh)]
+    torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
+def test_a_stage_and_a_sharded_residual_are_reset_too():
+    """FSDP2 over a group of one; a stage lacks the parameters of other sublayers."""
+    fresh, stage, sharded = (build("mhc:streams=2", DIM, 4) for _ in range(3))
+    stage.keep_only(1, 3)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        for residual in (stage, sharded):
+            for parameter in residual.parameters():
+                torch.nn.init.constant_(parameter, 3.0)
+            residual.reset_parameters()
+        for name, parameter in sharded.named_parameters():
+            assert torch.equal(parameter.full_tensor(), fresh.get_parameter(name))
+        assert [*stage.mappings] == ["1", "2"]
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, fresh.get_parameter(name))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -68,6 +68,24 @@ class Stack(nn.Module):
         return self.residual.end(self.residual.write(state, 0, self.linear(read)))
 
 
+@pytest.mark.parametrize("spec", [*names(), *OPTIONS])
+def test_a_layer_compiles_by_itself_whatever_its_number(spec):
+    """After the second number torch.compile takes it for one that varies; engines compile layer by layer."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    residual = build(spec, DIM, 4)
+
+    def layer(i, *state):
+        read, state = residual.read(state, i)
+        return residual.write(state, i, torch.tanh(sum(read) if isinstance(read, tuple) else read))
+
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    expected = found = tuple(residual.begin(torch.randn(2, 3, DIM)))
+    for i in range(4):
+        expected, found = tuple(layer(i, *expected)), tuple(compiled(i, *found))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.slow
 def test_inductor_gives_the_same():
     torch.compiler.reset()
