@@ -1,7 +1,6 @@
-"""A token of a Llama: transformers' own generate with its static cache; converted, what `headwater generate` does.
+"""A token of a Llama, as it is and converted: transformers' own `generate` with its static cache.
 A part of `benchmarks.generate`."""
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -12,9 +11,6 @@ import torch
 import transformers
 
 import headwater
-from headwater.hf import TransformersEngine
-from headwater.models.generate import stream
-from headwater.models.sampling import Sampling
 
 
 def model_of(arm: str, shape: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
@@ -33,30 +29,27 @@ def model_of(arm: str, shape: dict[str, Any], dtype: torch.dtype, device: str) -
 
 
 def measured(
-    arm: str, model: Any, prompt: torch.Tensor, counts: tuple[int, int], clock: Callable[..., float]
+    model: Any, prompt: torch.Tensor, counts: tuple[int, int], clock: Callable[..., float]
 ) -> dict[str, Any]:
-    """Milliseconds a token, from runs of two lengths over one size of cache, and seconds of the first run."""
+    """Milliseconds a token, from runs of two lengths over one size of cache, and seconds of the
+    first run, which compiles."""
     few, many = counts
-    run = partial(continued if arm == "llama" else continued_by_transformers, model, prompt, many)
+    run = partial(continued, model, prompt, many)
     began = time.perf_counter()
     run(many)
     if prompt.is_cuda:
         torch.cuda.synchronize()
     first = time.perf_counter() - began
-    if arm == "llama" and run(few) != continued(model, prompt, few, few, graph=False):
-        return {"refused": "a recorded step draws other tokens than the forward pass"}
-    found = [[clock(partial(run, new)) for new in (few, many)] for _ in range(3)]
-    each = statistics.median((long - short) / (many - few) for short, long in found)
-    return {"ms": each, "first_run_seconds": first}
+    per_token = []
+    for _ in range(3):
+        short, long = clock(partial(run, few)), clock(partial(run, many))
+        per_token.append((long - short) / (many - few))
+    return {"ms": statistics.median(per_token), "first_run_seconds": first}
 
 
-def continued(model: Any, prompt: torch.Tensor, room: int, new: int, graph: bool = True) -> Any:
-    """`new` tokens; the cache has room for more."""
-    steps = stream(TransformersEngine(model), prompt, room, Sampling(temperature=0.0), graph=graph)
-    return list(itertools.islice(steps, new))
+def continued(model: Any, prompt: torch.Tensor, room: int, new: int) -> Any:
+    """`new` tokens; the cache has room for `room`."""
 
-
-def continued_by_transformers(model: Any, prompt: torch.Tensor, room: int, new: int) -> Any:
     def enough(
         tokens: Any, scores: Any, **_: Any
     ) -> Any:  # a lower max_new_tokens would compile anew

@@ -3,12 +3,12 @@
     python -m benchmarks.generate --out FILE                          # one H200, about 8 minutes
     python -m benchmarks.generate --parts decode context --limit 60   # some of it, in at most a minute
 
-Arms take turns within a process, so that a drift of the machine meets all: decoders of size xl (1.26 billion
-parameters, bf16) with the plain residual, Block and Full Attention Residuals; `llama` is a transformers Llama of the
-same shape converted to Block, as `headwater generate` runs it, `transformers` the same as it is, with a static cache as
-its own `generate` compiles it. A step whose logits are not those of the decoder's own forward pass shows no time.
-Caches hold noise: their length is what counts. `--limit` is in seconds: what would begin after it is left out, and the
-file says so.
+Arms take turns within a process, so that a drift of the machine meets all: decoders of size xl
+(1.26 billion parameters, bf16) with the plain residual, Block and Full Attention Residuals.
+`transformers` is a transformers Llama of the same shape, with a static cache as its own `generate`
+compiles it; `llama` is the same model converted to Block. A step whose logits are not those of the
+decoder's own forward pass shows no time. Caches hold noise: their length is what counts. `--limit`
+is in seconds: what would begin after it is left out, and the file says so.
 """
 
 import argparse
@@ -376,7 +376,7 @@ def hf(bench: Bench) -> Iterator[tuple[str, Any]]:
         model = converted.model_of(arm, SHAPES[bench.size], bench.dtype, bench.device)
         yield (
             f"{arm}, batch {batch}",
-            converted.measured(arm, model, prompt, bench.sizes["new"], bench.clock),
+            converted.measured(model, prompt, bench.sizes["new"], bench.clock),
         )
 
 

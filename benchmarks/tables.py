@@ -251,10 +251,6 @@ def transformers() -> str:
             "transformers, static cache, compiled",
             f"{found['hf']['transformers, batch 1']['ms']:.2f}",
         ],
-        [
-            "its Llama converted to Block, `headwater generate`",
-            f"{found['hf']['llama, batch 1']['ms']:.2f}",
-        ],
         ["headwater, plain residual", f"{ours['plain']['ms']:.2f}"],
         ["headwater, Block Attention Residuals", f"{ours['block']['ms']:.2f}"],
     ]

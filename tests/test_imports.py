@@ -32,13 +32,11 @@ ARROWS = {
 }
 
 # One file, not its room: how the files of a run become whole tensors is known in train alone; a decoder with parts that
-# no model of transformers has is exported as itself; a Kimi Linear checkpoint becomes a decoder; and a model of
-# transformers is continued as a decoder is.
+# no model of transformers has is exported as itself; and a Kimi Linear checkpoint becomes a decoder.
 BESIDES = {
     "hf/formats/run.py": {"train"},
     "hf/formats/decoder.py": {"models"},
     "hf/formats/kimi.py": {"models"},
-    "hf/generate.py": {"models"},
 }
 
 # PyTorch's private parts stand in one file, each with its reason, the versions it was seen on, and a test.
@@ -51,10 +49,6 @@ NO_PUBLIC_WAY = {
         "hf/convert/classes.py",
         "_model_mapping",
     ),  # of transformers' Auto classes: which class a config stands for
-    (
-        "hf/generate.py",
-        "_can_compile_fullgraph",
-    ),  # whether a model of transformers takes a static cache
     (
         "hf/convert/depth.py",
         "_is_hf_initialized",

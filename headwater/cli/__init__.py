@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 from headwater import __version__
 from headwater.cli.flags import flag_of
+from headwater.cli.generation import generate
 from headwater.cli.huggingface import convert, evaluate, revert, verify
 from headwater.cli.looking import doctor, inspect, matrix, report, residuals, scaling
 from headwater.cli.models import say
-from headwater.cli.texts import generate
 from headwater.cli.training import compare, demo, export, plan, study, train
 from headwater.errors import UserError, as_flag, nearest, spelling
 

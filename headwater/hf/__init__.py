@@ -17,7 +17,6 @@ from headwater.hf.formats.kimi import load_kimi, save_kimi
 from headwater.hf.formats.released import FLA, KIMI_K3, from_release, load_released, to_release
 from headwater.hf.formats.run import export_run
 
-from .generate import TransformersEngine
 from .verify import Verification, verify
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "LAYOUTS",
     "Layout",
     "Report",
-    "TransformersEngine",
     "Verification",
     "convert",
     "export",

@@ -91,8 +91,8 @@ def generate(
     """Continue prompts.
 
     Arguments:
-        model: a `Decoder`; or an engine, such as `headwater.hf.TransformersEngine(model)` of a transformers model. It
-            is put into evaluation mode meanwhile.
+        model: a `Decoder`, which is put into evaluation mode meanwhile; or an engine, such as a
+            decoder that ranks share (`headwater.train.distributed.generate`).
         tokens: prompts (B, T); or a list of prompts of any lengths, each a list of tokens.
         max_new_tokens: how many to draw at most; with the prompt they must fit the model's context.
         temperature, top_k, top_p, min_p, repetition_penalty: as in `Sampling`.
@@ -157,8 +157,8 @@ def stream(
     sampling = sampling or Sampling()
     if isinstance(model, nn.Module) and not isinstance(model, Decoder):
         raise TypeError(
-            f"model must be a Decoder or an engine, got a {type(model).__name__}: of a model of transformers, "
-            "headwater.hf.TransformersEngine(model) is one"
+            f"model must be a Decoder, got a {type(model).__name__}: a model of transformers has a "
+            "`generate` of its own"
         )
     engine = DecoderEngine(model) if isinstance(model, Decoder) else model
     rows = _check(engine, tokens, max_new_tokens, sampling, prefill_chunk)

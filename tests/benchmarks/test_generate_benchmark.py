@@ -17,6 +17,8 @@ def test_every_arm_is_timed():
     assert all(values["ms"] > 0 for values in dict(generate.prefill(bench))["prompt 16"].values())
     assert set(dict(generate.memory(bench))["block"]) == {"bytes_after_3", "bytes_after_24"}
     assert dict(generate.peak(bench))["block, chunks of 4"]["bank_gib"] > 0
+    bench.sizes = bench.sizes | {"batches": (1,)}
+    assert set(dict(generate.hf(bench))) == {"transformers, batch 1", "llama, batch 1"}
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(
     assert main(["convert", str(run), "--out", str(tmp_path / "exported")]) == 0
     capsys.readouterr()
     for words, message in (
-        (["generate", tmp_path / "exported"], "100 new ones exceed the context of 32"),
+        (["generate", tmp_path / "exported"], "positions exceed the model's context of 32"),
         (
             ["convert", run, "--residual", "mhc", "--out", tmp_path / "other"],
             "was trained with 'attnres-block:block=2'",

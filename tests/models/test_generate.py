@@ -203,6 +203,11 @@ def test_what_cannot_be_continued_is_named(prompts, settings, message):
         generate(model_of("standard"), prompts, 4, **settings)
 
 
+def test_a_model_of_transformers_is_sent_to_its_own_generate():
+    with pytest.raises(TypeError, match="got a Linear: a model of transformers has a `generate`"):
+        generate(torch.nn.Linear(2, 2), [[1]], 4)
+
+
 def test_prompts_may_be_tensors_or_arrays():
     model, settings = model_of("standard", scatter=True), {"temperature": 0.0}
     found = generate(model, [torch.tensor([1, 2]), np.array([3])], 2, **settings)
