@@ -61,10 +61,8 @@ TEXT_OF = {  # types of several parts, and the type of the part that is converte
 NOT_AUTO = {"emu3": "Emu3ForCausalLM"}  # saved, these load by their class alone, the plain ones too
 BIG = 50_000_000  # parameters
 CHUNK = 30  # types between two writes of the results
-COSINE, FAR = (
-    0.9999,
-    1e-3,
-)  # of all gradients together; relative distance of logits of one pass and of a cache
+# Of all gradients together; relative distance of logits of one pass and of a cache
+COSINE, FAR = (0.9999, 1e-3)
 
 LOAD = """
 import json, sys, traceback
@@ -330,9 +328,8 @@ def load_again(rows: dict[str, dict[str, Any]], root: Path) -> None:
             load_file(root / folder / f"{name}.safetensors")["logits"]
             for name in ("logits", "expected")
         )
-        eps = torch.finfo(
-            expected.dtype
-        ).eps  # libraries for matrix products differ between processes
+        # Libraries for matrix products differ between processes
+        eps = torch.finfo(expected.dtype).eps
         if not torch.allclose(
             found, expected, rtol=4 * eps, atol=4 * eps * float(expected.abs().max())
         ):

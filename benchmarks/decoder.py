@@ -108,9 +108,8 @@ def decoder(dim: int) -> dict[str, Any]:
             x.grad = None
 
         both()
-        result[f"{name}_peak_gib"] = peak_gib(
-            both
-        )  # with the plain model's weights still there for the second
+        # With the plain model's weights still there for the second
+        result[f"{name}_peak_gib"] = peak_gib(both)
         result[f"{name}_device_ms"] = device_ms(both, OWN)
         steps[name] = both
     calls = max(1, round(1e3 / times(steps["plain"], repeats=3)["ms"]))

@@ -85,9 +85,8 @@ def without_driver(note: Callable[..., None], run: Callable[..., None] = lambda 
     (kernel, tensors, numbers, constants, num_warps, num_stages), and `run` called for each after it. Triton must have
     been imported without its interpreter."""
     for module in pkgutil.walk_packages(headwater.ops.__path__, "headwater.ops."):
-        importlib.import_module(
-            module.name
-        )  # all kernels, before the variable below makes others of them
+        # All kernels, before the variable below makes others of them
+        importlib.import_module(module.name)
 
     def launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages):  # type: ignore[no-untyped-def]
         pipelined = "STAGES" in kernel.arg_names
@@ -119,9 +118,8 @@ def _sixteenfold(argument: Tensor | float) -> bool:
 
 def train(spec: str, dim: int, dtype: torch.dtype) -> None:
     stack = Stack(f"{spec},backend=triton", dim, 8).to(dtype)
-    stack.linears = stack.norms[
-        :-1
-    ]  # of no interest here, and products in bfloat16 take some CPUs long
+    # Of no interest here, and products in bfloat16 take some CPUs long
+    stack.linears = stack.norms[:-1]
     stack(torch.randn(4, dim, dtype=dtype)).sum().backward()
 
 

@@ -44,9 +44,8 @@ DUALITY = (
     "depth-window:window=4,maps=shared",
     "ddl",
 )
-UNROLLED = (
-    "mhc",
-)  # 40 divisions a sublayer, each a kernel forward and more backward: compared at 2 layers everywhere
+# 40 divisions a sublayer, each a kernel forward and more backward: compared at 2 layers everywhere
+UNROLLED = ("mhc",)
 
 Row = dict[str, Any]
 
@@ -93,9 +92,8 @@ def jobs_of(
         if table:
             jobs.append(Job(spec, ("eager", *compiled), LAYERS))
         if rule:
-            ours = (
-                () if table and depth == LAYERS else ("eager", "compiled")
-            )  # the table has them at 12 layers
+            # The table has them at 12 layers
+            ours = () if table and depth == LAYERS else ("eager", "compiled")
             rivals.append(Job(spec, (*ours, "formula"), depth))
     return jobs + rivals
 

@@ -54,13 +54,10 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {  # model, windows a step
         4,
     ),
     "tiny": ({"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 128, "context": 64}, 4),
-    "kimi": (
-        dict(NAMED["kimi-linear-small"]),
-        8,
-    ),  # 93 million active parameters besides the embeddings
-    **{
-        name: (dict(shape), 32) for name, shape in NAMED.items() if name.startswith("ladder-")
-    },  # the study's
+    # 93 million active parameters besides the embeddings
+    "kimi": (dict(NAMED["kimi-linear-small"]), 8),
+    # The study's
+    **{name: (dict(shape), 32) for name, shape in NAMED.items() if name.startswith("ladder-")},
 }
 PLAIN = ("standard", "standard/model")
 ARMS = (*PLAIN, "attnres-block", "attnres-full", "fla-attnres")
@@ -76,10 +73,11 @@ DEFAULT = {
     "50m": (*ARMS, *RIVALS),
     "342m": (*PLAIN, "attnres-block"),
     "kimi": ("standard", "attnres-block", "fla-kda"),
+    # On a CPU
     "14m": (
         "standard",
         *(f"{arm}{how}" for arm in ARMS[2:4] for how in ("", ":schedule=one-pass")),
-    ),  # on a CPU
+    ),
     "tiny": ("standard", "attnres-block"),
     **dict.fromkeys(
         (name for name in SIZES if name.startswith("ladder-")),

@@ -14,10 +14,8 @@ from headwater.analyze.plot import picture
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
-STACK = (
-    "h200-attnres",
-    "h200-attnres-peers",
-)  # ours beside the plain residual and some; the peers whose start is slow
+# Ours beside the plain residual and some; the peers whose start is slow
+STACK = ("h200-attnres", "h200-attnres-peers")
 ASSETS = ROOT / "docs" / "assets"
 Cells = list[str]
 

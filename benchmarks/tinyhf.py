@@ -218,6 +218,5 @@ def stir(model, amount: float = 0.5) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "residual." in name:
-                parameter.add_(
-                    amount * torch.randn(parameter.shape).to(parameter)
-                )  # the same draw on any device
+                # The same draw on any device
+                parameter.add_(amount * torch.randn(parameter.shape).to(parameter))

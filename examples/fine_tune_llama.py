@@ -39,9 +39,8 @@ if __name__ == "__main__":
     batch = text[: len(text) // 64 * 64].view(-1, 64)
     print(headwater.verify(model, before, batch[:2]))
 
-    hf.trainable(
-        model
-    )  # the queries train; hf.trainable(model, only=True) would leave the rest as it is
+    # The queries train; hf.trainable(model, only=True) would leave the rest as it is
+    hf.trainable(model)
     optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=1e-3, weight_decay=0.0))
     model.train()
     for step in range(1, 11):

@@ -22,16 +22,12 @@ class EmbeddingSkipResidual(Residual):
     def __init__(self, dim: int, sublayers: int, *, start: float = 0.0) -> None:
         super().__init__(dim, sublayers)
         self.at_start = "exact" if start == 0 else "different"
-        reads = range(
-            1, sublayers + 1
-        )  # the last is the output head's; by read, so that pipelines can divide them
-        self.gains = nn.ParameterDict(
-            {str(i): nn.Parameter(torch.full((1,), start)) for i in reads}
-        )
+        # One parameter a read, so that a pipeline can divide them; the last is the output head's.
+        gains = {str(i): nn.Parameter(torch.full((1,), start)) for i in range(1, sublayers + 1)}
+        self.gains = nn.ParameterDict(gains)
 
-    def layout(
-        self, i: int
-    ) -> Layout:  # what a state holds before read i; callers' states are checked against it
+    # The names of the tensors in a state before read i; a caller's state is checked against them.
+    def layout(self, i: int) -> Layout:
         return ("stream", "embedding")
 
     def _begin(self, x: Tensor) -> State:
@@ -48,9 +44,8 @@ class EmbeddingSkipResidual(Residual):
     def _end(self, state: State, norm: Norm | None) -> Tensor:
         return self._read(state, self.sublayers, norm)[0]
 
-    def _weights(
-        self, state: State, i: int
-    ) -> Tensor:  # of what the state holds: (tensors, ..., heads)
+    # The weight of each tensor in the state: (tensors, ..., heads).
+    def _weights(self, state: State, i: int) -> Tensor:
         ones = torch.ones(*state[0].shape[:-1], 1, device=state[0].device)
         return torch.stack((ones, ones * (self.gains[str(i)] if i else 0)))
 

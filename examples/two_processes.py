@@ -23,9 +23,8 @@ if __name__ == "__main__":
         model=ModelSettings(size="nano", residual="attnres-block"),
         data=DataSettings(source=tuple(sys.argv[1:2]) or ("stdlib",)),
         train=TrainSettings(steps=10, batch_size=8, eval_windows=8),
-        parallel=ParallelSettings(
-            shard=0
-        ),  # 0: every rank holds a part of each parameter; 1: every rank its own copy
+        # 0: every rank holds a part of each parameter; 1: every rank its own copy
+        parallel=ParallelSettings(shard=0),
     )
     result = train(config, f"runs/on-{os.environ.get('WORLD_SIZE', '1')}")
     if os.environ.get("RANK", "0") == "0":

@@ -345,19 +345,12 @@ def test_the_readme_is_short_and_its_pictures_small():
     assert max((ROOT / file).stat().st_size for file in shown) < 200_000
 
 
-def test_the_residual_that_contributing_shows_keeps_the_contract(tmp_path, monkeypatch):
-    """The block as it stands, in a module of its own, through the tests that every residual passes."""
-    (block,) = (
-        body
-        for language, body in FENCE.findall((ROOT / "CONTRIBUTING.md").read_text())
-        if language == "python"
-    )
-    assert sum(map(bool, block.splitlines())) < 40
-    (tmp_path / "shown_residual.py").write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_the_example_of_a_residual_keeps_the_contract(tmp_path, monkeypatch):
+    """The module as it stands, through the tests that every residual passes."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # other tests do not know it
     before = set(names())
-    importlib.import_module("shown_residual")
+    importlib.import_module("new_residual")
     (name,) = set(names()) - before
     for spec in (name, f"{name}:start=0.5"):
         contract.test_gradients_reach_every_parameter(spec)

@@ -61,12 +61,8 @@ def test_fine_tune_llama(run):
     assert "saved and loaded: the same logits" in shown
 
 
-def test_new_residual_is_the_one_that_contributing_shows(run):
+def test_new_residual_runs(run):
     assert "embedding-skip:start=0.5" in run("new_residual.py")
-    shown = (EXAMPLES.parent / "CONTRIBUTING.md").read_text()
-    example = (EXAMPLES / "new_residual.py").read_text()
-    body = example[example.index("@register") : example.index("\n\n\nif __name__")]
-    assert body in shown
 
 
 @pytest.mark.slow

@@ -49,9 +49,8 @@ def parser_of(command: Any) -> argparse.ArgumentParser:
             flags, default = asked.args
     extra = {} if default is None else {"default": default}
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # tyro has no other way to a parser as data
+        # Tyro has no other way to a parser as data
+        warnings.simplefilter("ignore", DeprecationWarning)
         return tyro.extras.get_parser(flags, config=SHAPE, **extra)
 
 

@@ -56,9 +56,8 @@ def fill(nav: Any, added: dict[str, list[Any]]) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for address, content in PAGES.items():
         files.append(File.generated(config, address, content=content))
-    (ziamath,) = find_spec(
-        "ziamath"
-    ).submodule_search_locations  # where it is, without importing it
+    # Where it is, without importing it
+    (ziamath,) = find_spec("ziamath").submodule_search_locations
     files.append(
         File.generated(
             config, "assets/mathematics.ttf", content=(Path(ziamath) / FONT).read_bytes()

@@ -56,9 +56,8 @@ def symbols(formula: str) -> list[str]:
 
 def _clause(source: str) -> str:
     equation, begins, rest = source.partition(r"\text{ ")
-    remark = re.sub(
-        r"\\text\{ (.*?) \}", r"$ \1 $", begins + rest
-    )  # mathematics and prose change places
+    # Mathematics and prose change places
+    remark = re.sub(r"\\text\{ (.*?) \}", r"$ \1 $", begins + rest)
     pieces = [piece.strip() for piece in remark.split("$")][1:]
     texts = [
         piece if i % 2 == 0 else re.sub(r"^(.*?)([,]?)$", r"$\1$\2", piece)

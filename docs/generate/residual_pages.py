@@ -180,9 +180,8 @@ def study(name: str) -> str:
     if not rows:
         return ""
     head = ["recipe", "runs", "seeds", "bits per byte", "against the plain residual"]
-    columns = (
-        5 if any(row[-1] for row in rows) else 4
-    )  # of the plain residual itself, or where none has the same settings
+    # Of the plain residual itself, or where none has the same settings
+    columns = 5 if any(row[-1] for row in rows) else 4
     lines = [f"| {' | '.join(row[:columns])} |" for row in (head, ["---"] * 5, *rows)]
     words = "Verdicts are such that all of a recipe hold together; the study's tables judge each arm by itself."
     return (

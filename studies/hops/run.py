@@ -69,9 +69,8 @@ def prompts(task: Task, count: int, generator: torch.Generator) -> tuple[Tensor,
     told = task.nodes * order + links.gather(1, order)
     shape = (count, task.questions)
     start = torch.randint(task.nodes, shape, device=device, generator=generator)
-    often = 1 / torch.arange(
-        1, task.hops + 1, device=device
-    )  # short chains more often: they are learned first
+    # Short chains more often: they are learned first
+    often = 1 / torch.arange(1, task.hops + 1, device=device)
     hops = torch.multinomial(often, start.numel(), replacement=True, generator=generator).view(
         shape
     )
