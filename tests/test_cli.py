@@ -6,8 +6,8 @@ import itertools
 import json
 import os
 import re
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -34,7 +34,7 @@ from headwater.analyze.scaling import Scaling
 from headwater.cli import COMMANDS, main
 from headwater.cli.flags import DEMO, THEIRS, flag_of, sized
 from headwater.errors import UserError
-from headwater.folders import made_whole
+from headwater.folders import whole_folder
 from headwater.models import SIZES, ModelConfig, decoder
 from headwater.models.sampling import Sampling
 from headwater.train import (
@@ -731,9 +731,9 @@ def test_an_export_to_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, ca
     (tmp_path / "exported").mkdir()
     (tmp_path / "exported" / "log.txt").write_text("mine")  # logs may be there before
     assert main(words) == 0
-    written = {"config.json", "log.txt", "model.safetensors", "tokenizer.json"}
+    written = {"SHA256SUMS", "config.json", "log.txt", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in (tmp_path / "exported").iterdir()} == written
-    with made_whole(tmp_path / "exported") as folder:
+    with whole_folder(tmp_path / "exported") as folder:
         assert folder.parent == tmp_path / "exported"  # which may be a volume of its own
     assert "A file stands where a folder is needed" in fails(
         capsys, *words[:-1], tmp_path / "run" / "config.json"

@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "headwater"
 BELOW_ALL = {"errors", "_torch", "capture", "evaluation", "folders"}
 ARROWS = {
     **{name: set() for name in BELOW_ALL},
+    "folders": {"errors"},
     "ops": set(BELOW_ALL),
     "residuals": {*BELOW_ALL, "ops"},
     "models": {*BELOW_ALL, "ops", "residuals"},

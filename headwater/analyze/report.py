@@ -31,7 +31,7 @@ from headwater.analyze.results import first_colour, look, table
 from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, read_runs
 from headwater.analyze.words import caption, findings, has_results, headline, page_notes, trained
 from headwater.errors import UserError
-from headwater.folders import at_home
+from headwater.folders import at_home, replace_file
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
 # Less and less detail, until a page fits: points per curve, depth records per residual, significant digits.
@@ -73,13 +73,7 @@ def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "w
                     f"{path} is no {kind}, and would be overwritten: choose another --out"
                 )
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".tmp-{path.name}")
-    scratch.unlink(missing_ok=True)
-    try:
-        scratch.write_text(page, encoding="utf-8")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)  # half a page, where the disk was full
+    replace_file(path, page.encode())
     return path
 
 

@@ -23,7 +23,7 @@ from headwater.cli.flags import (
 from headwater.cli.looking import make_report
 from headwater.cli.models import say
 from headwater.errors import UserError, user_values
-from headwater.folders import made_whole
+from headwater.folders import whole_folder
 from headwater.train.config import Config, check
 from headwater.train.files import read_json, refuse_others
 
@@ -114,7 +114,7 @@ def export(argv: list[str]) -> None:
     from headwater.train import load_run
 
     model, tokenizer, _ = load_run(flags.folder)
-    with made_whole(flags.out) as folder:
+    with whole_folder(flags.out) as folder:
         model.save(folder)
         tokenizer.save(folder)
     say(f"{flags.out}: {model.parameter_count()['total']:,} parameters in model.safetensors")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headwater.errors import check_fit
-from headwater.folders import at_home
+from headwater.folders import at_home, check_hashes, whole_folder
 from headwater.ops.kda.operators import CHUNK
 from headwater.residuals import AttentionResidual, Residual, StandardResidual, State, build, pinned
 
@@ -340,12 +340,11 @@ class Decoder(nn.Module):
         return [body for body in bodies if isinstance(body, kind)]
 
     def save(self, folder: str | Path) -> None:
-        """config.json and model.safetensors. A tied head is stored once."""
-        folder = at_home(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write config.json, model.safetensors and the hash of the latter. A tied head is stored once."""
         settings = {**self.config.to_dict(), "residual": pinned(self.residual)}
-        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        save_file(self.weights(), folder / "model.safetensors")
+        with whole_folder(at_home(folder)) as partial:
+            (partial / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+            save_file(self.weights(), partial / "model.safetensors")
 
     def weights(self) -> dict[str, Tensor]:
         """What a file holds, by name, each tensor once: parameters, and what training moves without a gradient."""
@@ -364,6 +363,7 @@ class Decoder(nn.Module):
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> "Decoder":
         folder = at_home(folder)
+        check_hashes(folder)
         model = cls(ModelConfig.from_dict(json.loads((folder / "config.json").read_text())))
         model.load_weights(load_file(folder / "model.safetensors"))
         return model.to(device)

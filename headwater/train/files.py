@@ -1,4 +1,4 @@
-"""Small files that are replaced whole, and locks."""
+"""JSON files, their seals, and locks."""
 
 from __future__ import annotations
 
@@ -8,35 +8,17 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from headwater.errors import UserError
+from headwater.folders import replace_file
 
 
 def write_json(path: Path, value: Any) -> None:
     replace_file(path, encode_json(value))
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """In one rename: a reader sees the old content or the new, never half of one."""
-    scratch = path.with_name(f".tmp-{path.name}")
-    write_file(scratch, [content])
-    scratch.replace(path)
-
-
-def write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
-    """Written, synced and hashed in one pass; returns the hash."""
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in content:
-            file.write(part)
-            digest.update(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
 
 
 def encode_json(value: Any, indent: int | None = 1) -> bytes:
@@ -59,11 +41,6 @@ def unseal(raw: bytes) -> dict[str, Any] | None:
         return None
     values.pop("seal", None)
     return values if seal(values) == raw else None
-
-
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> Any:

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from headwater.cli import main
 from headwater.errors import UserError
-from headwater.hf import Layout, convert, load_delta, verify
+from headwater.hf import Layout, convert, load_delta, save_delta, verify
 from headwater.hf.formats import convert as folders
+from headwater.hf.formats.folder import load as load_folder
+from headwater.hf.formats.folder import load_with_tokenizer
 from headwater.hf.formats.shards import ADDED
-from headwater.train import train
+from headwater.train import load_run, train
 
 
 @pytest.fixture
@@ -136,10 +138,9 @@ def test_what_was_said_of_a_model_does_not_go_along(plain, tmp_path):
     for name in ("eval.json", "matrix.html", "report.html"):
         (tmp_path / "out" / name).write_text("of the converted model")
     folders.revert_folder(tmp_path / "out", tmp_path / "back")
-    kept = {path.name for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
-    assert kept == {path.name for path in plain.iterdir() if path.suffix != ".safetensors"} - {
-        "eval.json"
-    }
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert not names & {"eval.json", "matrix.html", "report.html", "modeling_headwater.py"}
+    assert {"README.md", "config.json", "tokenizer.json"} < names
 
 
 def test_an_interrupted_convert_leaves_nothing(plain, tmp_path, monkeypatch):
@@ -407,3 +408,83 @@ def test_remote_code_refuses_what_its_file_does_not_compute(plain, tmp_path):
         with pytest.raises(UserError, match=message):
             folders.convert_folder(plain, tmp_path / "out", residual, remote_code=True)
     assert not (tmp_path / "out").exists()
+
+
+def flip(path, byte):
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_weights_or_tokenizer_is_refused(plain, tmp_path):
+    """In whatever headwater wrote, and reads again: exports, conversions, what was linked from them, delta files."""
+    train(tiny(tmp_path, residual="standard", steps=2), tmp_path / "run")
+    for words in (
+        ["export", "run", "--out", "own"],
+        ["convert", "run", "--out", "theirs"],
+        ["convert", "plain", "--out", "converted"],
+        ["convert", "theirs", "--out", "linked"],
+    ):
+        out, folder = tmp_path / words[-1], tmp_path / words[1]
+        assert main([words[0], str(folder), "--out", str(out)]) == 0
+    for name, file in (
+        ("own", "model.safetensors"),
+        ("own", "tokenizer.json"),
+        ("theirs", "model.safetensors"),
+        ("theirs", "tokenizer.json"),
+        ("converted", ADDED),
+        ("converted", "tokenizer.json"),
+        ("linked", "plain-model.safetensors"),
+    ):
+        read = load_run if name == "own" else load_folder
+        path = tmp_path / name / file
+        read(tmp_path / name)
+        flip(path, -1)
+        with pytest.raises(UserError, match=f"{file} is not what was written"):
+            read(tmp_path / name)
+        flip(path, -1)
+
+
+def test_no_flipped_bit_of_a_delta_file_passes(tmp_path):
+    model, path = tiny_model("llama"), tmp_path / "delta.safetensors"
+    convert(model, "attnres-block:block=2")
+    stir(model)
+    save_delta(model, path)
+    expected = model(tokens()).logits
+    for byte in range(
+        0, path.stat().st_size, 41
+    ):  # in the header's numbers, its settings, the tensors
+        flip(path, byte)
+        other = tiny_model("llama")
+        try:
+            load_delta(other, path)
+        except UserError:
+            pass
+        else:
+            assert torch.equal(other(tokens()).logits, expected)
+        flip(path, byte)
+
+
+def test_an_index_leads_nowhere_else(plain, tmp_path):
+    folders.convert_folder(plain, tmp_path / "out")
+    victim = tmp_path / "victim.safetensors"
+    save_file({"a": torch.ones(2)}, victim)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"]["model.residual.reads.1.query"] = "../victim.safetensors"
+    index.write_text(json.dumps(listed))
+    before = victim.read_bytes()
+    with pytest.raises(UserError, match="which is not a file of this folder"):
+        folders.revert_folder(tmp_path / "out", tmp_path / "back")
+    assert victim.read_bytes() == before
+
+
+def test_a_tokenizer_that_asks_to_run_code_is_refused(plain, tmp_path, monkeypatch):
+    (plain / "code.py").write_text("open('ran', 'w')\nclass T: ...\n")
+    asks = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", None]}}
+    (plain / "tokenizer_config.json").write_text(json.dumps(asks))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
+        load_with_tokenizer(plain)
+    assert not (tmp_path / "ran").exists()

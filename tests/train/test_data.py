@@ -17,10 +17,10 @@ import pytest
 import zstandard
 
 from headwater.errors import UserError
+from headwater.folders import hash_file
 from headwater.train.config import DataSettings
 from headwater.train.data.corpus import documents, find_files
 from headwater.train.data.dataset import cache_folder, damage, permute, prepare
-from headwater.train.files import hash_file
 
 
 def settings(tmp_path, *source, **others) -> DataSettings:

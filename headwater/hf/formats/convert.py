@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwater.errors import UserError, user_values
-from headwater.folders import made_whole
+from headwater.folders import check_hashes, whole_folder
 from headwater.hf.convert.classes import class_of
 from headwater.hf.convert.conversion import convert
 from headwater.hf.convert.depth import RESIDUAL
@@ -94,7 +94,7 @@ def convert_folder(
         )
     model = load(source, dtype or "auto", device) if loads else _empty(source)
     report = convert(model, chosen, layout=layout)
-    with made_whole(out) as folder:
+    with whole_folder(out) as folder:
         if dtype is None and _named_alike(model, source):
             link_weights(source, folder, _added(model, source))
             model.config.architectures = [type(model).__name__]
@@ -117,7 +117,7 @@ def add_remote_code(source: Path, out: Path) -> None:
     check_out(out)
     _refuse_decoder(source, read_config(source))
     model = _empty(source)
-    with made_whole(out) as folder:
+    with whole_folder(out) as folder:
         unlink_weights(source, folder, ())
         copy_companions(source, folder)
         _write_config(folder, read_config(source) | write_remote_code(model, folder))
@@ -132,7 +132,7 @@ def revert_folder(source: Path, out: Path) -> str:
     _refuse_decoder(source, config)
     model = _empty(source)
     _, body = conversion_of(model)
-    with made_whole(out) as folder:
+    with whole_folder(out) as folder:
         if not weight_map(source):
             raise UserError(f"{source} holds no safetensors files")
         unlink_weights(source, folder, f"{_path(model, body)}{RESIDUAL}.")
@@ -177,7 +177,7 @@ def _convert_fla(source: Path, out: Path, residual: str | None) -> Report:
         raise UserError(
             f"{source} has Attention Residuals already, '{report.residual}': leave --residual out"
         )
-    with made_whole(out) as folder:
+    with whole_folder(out) as folder:
         model.save_pretrained(folder)
         copy_companions(source, folder)
         _write_note(folder, model)
@@ -186,6 +186,7 @@ def _convert_fla(source: Path, out: Path, residual: str | None) -> Report:
 
 def _empty(source: Path) -> PreTrainedModel:
     """The model of a folder without its weights."""
+    check_hashes(source)
     config = load_config(source)
     known = class_of(config)
     with torch.device("meta"):

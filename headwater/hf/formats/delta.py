@@ -1,14 +1,18 @@
 """The added parameters alone: a small file beside a checkpoint that stays as it was."""
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from headwater.errors import UserError
+from headwater.folders import whole_file
 from headwater.hf.convert.classes import saved_settings
 from headwater.hf.convert.conversion import convert_with, load_added
 from headwater.hf.convert.depth import fill, mark_filled
@@ -24,8 +28,21 @@ def save_delta(model: nn.Module, path: str | Path) -> None:
         name: p.detach().cpu().contiguous()
         for name, p in conversion.depth.residual.state_dict().items()
     }
-    about = {"architecture": conversion.report.architecture, **saved_settings(body.config)}
-    save_file(weights, path, metadata={"headwater": json.dumps(about)})
+    about = json.dumps(
+        {"architecture": conversion.report.architecture, **saved_settings(body.config)}
+    )
+    metadata = {"headwater": about, "sha256": _hash(about, weights)}
+    with whole_file(Path(path)) as scratch:
+        save_file(weights, scratch, metadata=metadata)
+
+
+def _hash(about: str, weights: Mapping[str, Tensor]) -> str:
+    """The hash of what a delta file says and of its tensors."""
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_delta(model: nn.Module, path: str | Path) -> Report:
@@ -36,18 +53,21 @@ def load_delta(model: nn.Module, path: str | Path) -> Report:
     """
     try:
         with safe_open(path, "pt") as file:
-            about = _read_about(file.metadata(), path)
+            metadata = file.metadata() or {}
+            about = _read_about(metadata, path)
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, FileNotFoundError) as error:
         raise UserError(f"{path} is not a delta file of headwater: {error}") from None
+    if metadata.get("sha256") != _hash(metadata["headwater"], weights):
+        raise UserError(f"{path} is not what was written: its hash differs. Take it from a copy")
     report = convert_with(model, about)
     residual = conversion_of(model)[0].depth.residual
     load_added(model, residual, weights, f"{path} does not fit the residual '{report.residual}'")
     return report
 
 
-def _read_about(metadata: dict[str, str] | None, path: str | Path) -> dict[str, Any]:
-    if not metadata or "headwater" not in metadata:
+def _read_about(metadata: dict[str, str], path: str | Path) -> dict[str, Any]:
+    if "headwater" not in metadata:
         raise UserError(
             f"{path} is not a delta file of headwater: its header has no field 'headwater'"
         )

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headwater.errors import UserError
-from headwater.folders import made_whole
+from headwater.folders import check_hashes, whole_folder
 from headwater.hf.convert.classes import class_of
 from headwater.hf.convert.refusals import layout_of
 from headwater.hf.verify import Verification, verify
@@ -48,6 +48,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def load(folder: Path, dtype: str = "auto", device: str = "cpu") -> PreTrainedModel:
     """The model of a folder, by the class that its config names where transformers has one."""
     config = read_config(folder)
+    check_hashes(folder)
     if "model_type" not in config:
         raise UserError(
             f"{folder / 'config.json'} names no model_type, so it is not a transformers model. "
@@ -90,9 +91,14 @@ def load_with_tokenizer(folder: Path) -> tuple[PreTrainedModel, Any]:
         raise UserError(
             f"{folder} holds no tokenizer: copy its files (tokenizer.json, tokenizer_config.json) there"
         )
-    return _runnable(load(folder), folder), AutoTokenizer.from_pretrained(
-        folder, local_files_only=True
-    )
+    model = _runnable(load(folder), folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"transformers cannot load the tokenizer of {folder}: {error}") from None
+    return model, tokenizer
 
 
 def _runnable(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -122,13 +128,14 @@ def verify_folders(
 
 def write_model(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
     check_out(out)
-    with made_whole(out) as folder:
+    with whole_folder(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def check_out(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    """Refuse a folder that holds files; hidden ones may be there, of a process that was killed."""
+    if out.exists() and not (out.is_dir() and all(p.name.startswith(".") for p in out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: choose another --out")
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headwater.errors import UserError, check_fit
-from headwater.folders import at_home
+from headwater.folders import at_home, check_hashes, whole_folder
 from headwater.models import Decoder, ModelConfig
 from headwater.models.pattern import write_pattern
 
@@ -97,6 +97,7 @@ def load_kimi(folder: str | Path, residual: str = "standard") -> Decoder:
         raise UserError(
             f"{folder} must hold config.json and .safetensors files of a Kimi Linear model"
         )
+    check_hashes(folder)
     settings = {
         **kimi_settings(json.loads((folder / "config.json").read_text())),
         "residual": residual,
@@ -131,9 +132,9 @@ def save_kimi(model: Decoder, folder: str | Path, *, released: bool = False) -> 
         kimi_config(settings),
         write_kimi(model.weights(), settings, released=released),
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with whole_folder(folder) as partial:
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
 
 
 def kimi_settings(config: Mapping[str, Any]) -> dict[str, Any]:

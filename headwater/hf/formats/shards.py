@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwater.errors import UserError
+from headwater.folders import HASHES, read_hashes, write_hashes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,7 +27,7 @@ ABOUT = (
     "matrix.html",
     "eval.json",
 )  # written by headwater about the model beside it, and no other
-NOT_COPIED = (*WEIGHTS, *ABOUT, "config.json")
+NOT_COPIED = (*WEIGHTS, *ABOUT, HASHES, "config.json")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -37,11 +38,14 @@ def weight_map(folder: Path) -> dict[str, str]:
             with safe_open(folder / SINGLE, "pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE)
         if index.is_file():
-            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            listed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            for name in listed.values():
+                if Path(name).name != name:  # a file elsewhere would be linked, or written over
+                    raise UserError(f"{index} lists {name!r}, which is not a file of this folder")
             lacking = sorted({name for name in listed.values() if not (folder / name).is_file()})
             if lacking:
                 raise UserError(f"{index} lists files that are not there: {', '.join(lacking[:3])}")
-            return dict(listed)
+            return listed
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: its weights cannot be listed: {error}") from None
     return {}
@@ -59,8 +63,7 @@ def link_weights(source: Path, out: Path, added: Mapping[str, Tensor]) -> None:
         name: name if name.startswith(LINKED) else LINKED + name
         for name in sorted(set(listed.values()))
     }
-    for name, linked in names.items():
-        link(source / name, out / linked)
+    link_files(source, out, names)
     save_file(
         {name: tensor.contiguous() for name, tensor in added.items()},
         out / ADDED,
@@ -81,16 +84,14 @@ def unlink_weights(source: Path, out: Path, prefix: str | tuple[()]) -> None:
         file: file if file in mixed or file.startswith(LINKED) else LINKED + file
         for file in set(kept.values())
     }
-    for file, name in sorted(names.items()):
-        if file in mixed:
-            tensors = {
-                key: value
-                for key, value in load_file(source / file).items()
-                if not key.startswith(prefix)
-            }
-            save_file(tensors, out / name, metadata={"format": "pt"})
-        else:
-            link(source / file, out / name)
+    link_files(source, out, {file: name for file, name in names.items() if file not in mixed})
+    for file in sorted(mixed & names.keys()):
+        tensors = {
+            key: value
+            for key, value in load_file(source / file).items()
+            if not key.startswith(prefix)
+        }
+        save_file(tensors, out / names[file], metadata={"format": "pt"})
     if set(names.values()) != {SINGLE}:
         write_index(out, {name: names[file] for name, file in kept.items()})
 
@@ -103,12 +104,15 @@ def write_index(out: Path, listed: Mapping[str, str]) -> None:
     (out / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
-def link(source: Path, target: Path) -> None:
-    """A hard link, or a copy where there is none between the two file systems."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copy2(source, target)
+def link_files(source: Path, out: Path, names: Mapping[str, str]) -> None:
+    """Link files of a folder under other names, or copy them where two file systems share none. Hashes go along."""
+    hashes = read_hashes(source)
+    for file, name in sorted(names.items()):
+        try:
+            os.link((source / file).resolve(), out / name)
+        except OSError:
+            shutil.copy2(source / file, out / name)
+    write_hashes(out, {name: hashes[file] for file, name in names.items() if file in hashes})
 
 
 def copy_companions(source: Path, out: Path) -> None:

@@ -8,7 +8,6 @@ nothing is pickled.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from headwater.errors import UserError, user_values
+from headwater.folders import hash_file, sync
 from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.contents import Optimizers, fill, fill_model
@@ -26,7 +26,7 @@ from headwater.train.data.tokenizer import Tokenizer, load_tokenizer
 from headwater.train.differences import BEFORE, differences
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks
-from headwater.train.files import encode_json, hash_file, read_json, seal, unseal
+from headwater.train.files import encode_json, read_json, seal, unseal
 
 PREFIX = "step-"
 MANIFEST = "manifest.json"
@@ -99,7 +99,7 @@ def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes
         for name, text in texts.items()
     }
     shards.write_file(scratch / MANIFEST, [seal({"step": step, "sha256": hashes})])
-    _sync_folder(scratch)
+    sync(scratch)
     _put_in_place(scratch, final)
 
 
@@ -265,19 +265,11 @@ def _named(path: Path | None) -> str:
     return f"The last good checkpoint is {path}." if path else "There is no good checkpoint."
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _put_in_place(scratch: Path, final: Path) -> None:
     if final.exists():  # a step taken again, after its damaged checkpoint was left behind
         _remove(final)
     scratch.rename(final)
-    _sync_folder(final.parent)
+    sync(final.parent)
 
 
 def _remove(folder: Path) -> None:

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from headwater.errors import UserError
-from headwater.train.files import write_file
+from headwater.folders import write_file
 
 INDEX = "index.json"
 DTYPES = {

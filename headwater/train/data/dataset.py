@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import UserError
-from headwater.folders import at_home
+from headwater.folders import at_home, hash_file
 from headwater.train.config import TOKENIZERS, DataSettings
 from headwater.train.data.corpus import (
     Document,
@@ -46,7 +46,7 @@ from headwater.train.data.tokenizer import (
     load_tokenizer,
 )
 from headwater.train.differences import CORPUS
-from headwater.train.files import hash_file, seal, taking_turns, unseal, write_json
+from headwater.train.files import seal, taking_turns, unseal, write_json
 
 FORMAT = 5  # raised when the same files would be read as other text, or be kept in another way
 MANIFEST = "manifest.json"  # what was written, and the sha256 of every file and of itself

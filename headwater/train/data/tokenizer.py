@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from headwater.errors import UserError
-from headwater.folders import at_home
+from headwater.folders import at_home, replace_file
 from headwater.train.config import TOKENIZERS, DataSettings
-from headwater.train.files import from_here, replace_file
+from headwater.train.files import from_here
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"

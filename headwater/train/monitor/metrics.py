@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from headwater.train.files import replace_file
+from headwater.folders import replace_file
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
