@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
+from headwater.generation.captured_step import CapturedSteps, GeneralStep, step_of
+from headwater.generation.fused_step import FusedStep
 from headwater.models import Decoder, ModelConfig
-from headwater.models.decoder import Cache
-from headwater.models.fused import reason_against
-from headwater.models.step import DeviceSteps, GeneralStep
+from headwater.models.cache import Cache
 
 from .measure import copy_bandwidth, provenance
 
@@ -141,35 +141,35 @@ class Bench:
         }
 
     def filled(self, model: Decoder, batch: int, room: int) -> Cache:
-        """A cache of fixed size with noise for what it has seen."""
-        cache = model.new_cache()
-        with torch.no_grad():
-            model.hidden(torch.zeros(batch, 2, dtype=torch.long, device=self.device), cache)
-        fixed = model.fixed_cache([cache], range(batch), room)
-        for entry in fixed:
-            for kept in (getattr(entry, "keys", None), getattr(entry, "values", None)):
-                if kept is not None:
-                    kept.normal_()
-        return fixed
+        """A cache with noise for what it has seen, whose lengths the device alone knows."""
+        cache = model.new_cache(batch, room)
+        for entry in cache.entries:
+            for tensor in entry.tensors() if entry else ():
+                tensor.normal_()
+        cache.lengths.even = None
+        return cache
+
+    def steps(self, model: Decoder, cache: Cache) -> CapturedSteps:
+        device, rows = torch.device(self.device), len(cache.lengths.tokens)
+        return CapturedSteps(step_of(model, cache), rows, device, graph=self.device == "cuda")
 
 
 def steps_of(
     bench: Bench, model: Decoder, cache: Cache, context: int, found: dict[str, Any]
-) -> DeviceSteps | None:
+) -> CapturedSteps | None:
     """Captured steps of a model whose logits are right, replayed too; else None, and what was wrong is noted."""
-    assert cache.rows is not None
-    cache.rows.even = None
-    tokens = torch.arange(cache.batch, device=bench.device) % model.config.vocab_size
-    cache.rows.lengths.fill_(context)
+    lengths = cache.lengths.tokens
+    tokens = torch.arange(len(lengths), device=bench.device) % model.config.vocab_size
+    lengths.fill_(context)
     own = GeneralStep(model, cache)(tokens).float()
-    steps, far = DeviceSteps(model, cache, graph=bench.device == "cuda"), []
+    steps, far = bench.steps(model, cache), []
     for _ in range(2):  # the second is a replay
-        cache.rows.lengths.fill_(context)
+        lengths.fill_(context)
         steps.tokens.copy_(tokens)
         far.append(float((steps.run().float() - own).norm() / own.norm()))
     found |= {
         "off_by": far[0],
-        "way": reason_against(model) or "fused",
+        "way": "fused" if isinstance(steps.step, FusedStep) else "forward",
         "captured": steps.replay is not None,
     }
     if not all(one <= GATE for one in far):
@@ -189,11 +189,9 @@ def timed_steps(
     steps = {
         arm: steps_of(bench, model, cache, context, notes[arm]) for arm, model in models.items()
     }
-    rows = cache.rows
-    assert rows is not None
 
-    def several(one: DeviceSteps) -> None:
-        rows.lengths.fill_(context)
+    def several(one: CapturedSteps) -> None:
+        cache.lengths.tokens.fill_(context)
         for _ in range(calls):
             one.run()
 
@@ -269,7 +267,7 @@ def read_prompt(bench: Bench, model: Decoder, length: int, chunk: int | None) ->
     tokens = torch.randint(0, model.config.vocab_size, (1, length), device=bench.device)
 
     def run() -> None:
-        cache = model.new_cache(length)
+        cache = model.new_cache(1, length)
         with torch.no_grad():
             for part in tokens.split(chunk or length, 1):
                 hidden = model.hidden(part, cache, last=True)
@@ -315,9 +313,7 @@ def memory(bench: Bench) -> Iterator[tuple[str, Any]]:
     tokens = bench.sizes["tokens"]
     for arm in ("block", "plain"):
         model = bench.model(arm, tokens + 64)
-        steps = DeviceSteps(
-            model, bench.filled(model, 1, tokens + 64), graph=bench.device == "cuda"
-        )
+        steps = bench.steps(model, bench.filled(model, 1, tokens + 64))
         found = {}
         for number in range(tokens):
             steps.run()
@@ -334,7 +330,7 @@ import sys, time
 began = time.perf_counter()
 import torch
 from benchmarks.generate import Bench
-from headwater.models.generate import generate
+from headwater.generation.generate import generate
 bench = Bench(sys.argv[1], sys.argv[2], 1e9, 1)
 model = bench.model(sys.argv[3], bench.sizes["context"])
 bench.wait()

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import headwater.ops
+from headwater.generation.fused_step import fused_step
 from headwater.models import Decoder, ModelConfig
-from headwater.models.fused import FusedStep
 from headwater.ops.banks import mix_bank, project_source
 from headwater.ops.cross_entropy import linear_cross_entropy
 from headwater.ops.decode import exponentials, likeliest, project
@@ -165,12 +164,12 @@ def decode(spec: str, rows: int, dtype: torch.dtype) -> None:
     model = (
         Decoder(ModelConfig(vocab_size=512, context=256, residual=spec, **shape)).to(dtype).eval()
     )  # type: ignore[arg-type]
-    prompt = model.new_cache()
-    model.hidden(torch.zeros(1, 3, dtype=torch.long), prompt)
-    cache = model.fixed_cache([deepcopy(prompt) for _ in range(rows)], range(rows), 200)
-    assert cache.rows is not None
-    cache.rows.even = None
-    FusedStep(model, cache, backend="triton")(torch.zeros(rows, dtype=torch.long))
+    cache = model.new_cache(rows, 200)
+    model.hidden(torch.zeros(rows, 3, dtype=torch.long), cache)
+    cache.lengths.even = None
+    step = fused_step(model, cache, backend="triton")
+    assert step is not None
+    step(torch.zeros(rows, dtype=torch.long))
 
 
 def run_everything() -> None:

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from headwater.ops import depth_attention
 
     from .analyze.inspector import inspect
+    from .generation.generate import generate
     from .hf import revert, verify
     from .models import Decoder, ModelConfig
-    from .models.generate import generate
     from .residuals import (
         AttentionResidual,
         Residual,
@@ -34,7 +34,7 @@ _homes = {
     "build": "residuals",
     "convert": "hf",
     "depth_attention": "ops",
-    "generate": "models.generate",
+    "generate": "generation.generate",
     "inspect": "analyze.inspector",
     "mixing": "residuals",
     "param_groups": "residuals.groups",
@@ -66,6 +66,7 @@ __all__ = [
 _rooms = {
     "analyze",
     "errors",
+    "generation",
     "hf",
     "models",
     "ops",

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from tinyrun import flags, tiny
 
 import headwater
-import headwater.models.text
+import headwater.generation.text_pieces
 import headwater.train
 from headwater.analyze import matrix as matrix_module
 from headwater.analyze import rates as rates_module
@@ -35,8 +35,8 @@ from headwater.cli import COMMANDS, main
 from headwater.cli.flags import DEMO, THEIRS, flag_of, sized
 from headwater.errors import UserError
 from headwater.folders import whole_folder
+from headwater.generation.sampling import Sampling
 from headwater.models import SIZES, ModelConfig, decoder
-from headwater.models.sampling import Sampling
 from headwater.train import (
     Config,
     DataSettings,
@@ -816,7 +816,7 @@ def test_every_flag_of_generate_reaches_the_sampler(tmp_path, capsys, monkeypatc
         "load_run",
         lambda _, device: SimpleNamespace(model=device, tokenizer=tokenizer),
     )
-    arguments = called(headwater.models.text, "continue_texts", [["x", "y"], ["", "z"]])
+    arguments = called(headwater.generation.text_pieces, "continue_texts", [["x", "y"], ["", "z"]])
     drawn = {
         "temperature": 0.3,
         "top_k": 5,
@@ -859,7 +859,9 @@ def test_a_text_is_streamed_and_ctrl_c_leaves_the_line(tmp_path, capsys, monkeyp
         yield ["two"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(headwater.models.text, "continue_texts", lambda *_, **__: pieces())
+    monkeypatch.setattr(
+        headwater.generation.text_pieces, "continue_texts", lambda *_, **__: pieces()
+    )
     assert main(["generate", str(tmp_path), "--prompt", "zero ", "--stream"]) == 130
     told = capsys.readouterr()
     assert told.out == "zero one two\n"

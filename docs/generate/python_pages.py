@@ -24,9 +24,9 @@ INTERFACE = ("begin", "read", "write", "end", "weights", "layout", "resume", "pa
 MORE = {  # public, though the room does not export them by itself
     "residuals": ["headwater.residuals.groups.param_groups"],
     "models": [
-        "headwater.models.generate.generate",
-        "headwater.models.text.continue_texts",
-        "headwater.models.sampling.Sampling",
+        "headwater.generation.generate.generate",
+        "headwater.generation.text_pieces.continue_texts",
+        "headwater.generation.sampling.Sampling",
     ],
     "analyze": [
         "headwater.analyze.inspector.look.inspect",

@@ -274,7 +274,7 @@ def maps(spec: str) -> str:
 def cache(spec: str) -> str:
     """Tokens that come in portions see what they see in a whole pass."""
     model, text = scattered(spec), tokens()
-    kept, whole = model.new_cache(), model(text)
+    kept, whole = model.new_cache(len(text)), model(text)
     portions = torch.cat([model(part, kept) for part in text.split([5, 1, 1, 5], 1)], 1)
     cure = "a read that looks at other tokens needs token_local = False, resume and past"
     far = (portions - whole).abs().max()

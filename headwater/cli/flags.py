@@ -15,8 +15,8 @@ import tyro
 
 from headwater.errors import UserError
 from headwater.folders import at_home
+from headwater.generation.sampling import Sampling
 from headwater.models.config import SIZED, SIZES
-from headwater.models.sampling import Sampling
 from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings, load_file
 from headwater.train.differences import with_before
 

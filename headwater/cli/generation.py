@@ -14,7 +14,7 @@ from typing import Any
 from headwater.cli.flags import GenerateFlags, parse
 from headwater.cli.models import check_device, is_transformers, load_any, say
 from headwater.errors import Interrupted, UserError, user_values
-from headwater.models.sampling import check_counts
+from headwater.generation.sampling import check_counts
 
 
 def generate(argv: list[str]) -> None:
@@ -34,7 +34,7 @@ def generate(argv: list[str]) -> None:
         continue_with_transformers(flags, prompts)
         return
     with ready_run(flags.folder, flags.device, flags.tensor) as (model, tokenizer):
-        from headwater.models.text import continue_texts
+        from headwater.generation.text_pieces import continue_texts
 
         steps = continue_texts(
             model,

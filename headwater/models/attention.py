@@ -1,54 +1,23 @@
-"""Grouped-query attention with rotary positions and a KV cache."""
+"""Grouped-query attention with rotary positions."""
 
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwater.ops.decode import attend
 from headwater.ops.rotary import rotate, rotate_joined, split_heads
 from headwater.ops.routing import Backend
 from headwater.residuals import Read
+from headwater.residuals.one_token import Reading
 
+from .cache import Entry, KeysValues, Lengths
 from .config import ModelConfig
 from .norm import RMSNorm
+from .part import Part, are_plain
 from .projection import project_joined, project_together
 from .window import window_attention
-
-
-@dataclass
-class KVCache:
-    """Keys and values of one attention sublayer for the positions seen so far, (B, kv_heads, T, head_dim).
-
-    With a window, only the positions that the next token can see are kept.
-    """
-
-    window: int | None = None
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-    def __len__(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[-2]
-
-    def mask(self, count: int) -> Tensor | None:
-        """Where `count` new tokens may look, if attention cannot know it by itself."""
-        if self.keys is None or self.window is not None or count == 1:
-            return None
-        return continuation_mask(count, len(self), self.keys.device)
-
-    def attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """Attention of one new token, (B, H, 1, d), where a cache can do that by itself."""
-        return None
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, and for the next tokens what they can see of them."""
-        if self.keys is not None and self.values is not None:
-            keys = torch.cat((self.keys, keys), dim=-2)
-            values = torch.cat((self.values, values), dim=-2)
-        kept = slice(None) if self.window is None else slice(1 - self.window, None)
-        self.keys, self.values = keys[..., kept, :], values[..., kept, :]
-        return keys, values
 
 
 class Rotary(nn.Module):
@@ -94,7 +63,7 @@ class Rotary(nn.Module):
         return self.cos[places][:, None], self.sin[places][:, None]  # (B, 1, T, head_dim / 2)
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Causal grouped-query attention, over all earlier tokens or a window of them. Takes one input, or separate query,
     key and value inputs; `mixes_values`: also the values of the network's first attention."""
 
@@ -124,7 +93,7 @@ class Attention(nn.Module):
         self,
         x: Read,
         rotary: tuple[Tensor, Tensor],
-        cache: KVCache | None = None,
+        cache: KeysValues | None = None,
         first_values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the values of the tokens given."""
@@ -134,6 +103,49 @@ class Attention(nn.Module):
             v = first_share * first_values + own_share * v
         y = self._attend_cached(q, k, v, cache)
         return self.output(y.transpose(1, 2).flatten(2)), v
+
+    def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> KeysValues:
+        shape = (len(lengths.tokens), lengths.room, self.kv_heads, self.head_dim)
+        device = lengths.tokens.device
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return KeysValues(lengths, keys, values, self.window)
+
+    def can_step(self) -> bool:
+        norms = (type(self.query_norm), type(self.key_norm))
+        plain = are_plain(self.query, self.key, self.value, self.output)
+        usual = self.window is None and self.value_mix is None and self.head_dim % 2 == 0
+        return plain and usual and {*norms} <= {RMSNorm, nn.Identity}
+
+    def step(
+        self,
+        reading: Reading,
+        rotary: tuple[Tensor, Tensor],
+        cache: Entry | None,
+        backend: Backend,
+    ) -> Tensor:
+        weights = self.query.weight, self.key.weight, self.value.weight
+        qkv = reading.project(*weights, backend=backend)
+        heads = self.heads, self.kv_heads, self.kv_heads
+        parts = qkv.split([count * self.head_dim for count in heads], 1)
+        q, k, v = (
+            part.unflatten(1, (count, self.head_dim)) for part, count in zip(parts, heads)
+        )  # (B, heads, d)
+        norms = None
+        if isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
+            norms = self.query_norm.for_kernels(), self.key_norm.for_kernels()
+        stored = cast(KeysValues, cache)
+        lengths = stored.lengths.tokens
+        return attend(
+            q,
+            k,
+            v,
+            stored.keys,
+            stored.values,
+            lengths,
+            rotary=rotary,
+            norms=norms,
+            backend=backend,
+        )
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the output's."""
@@ -156,14 +168,15 @@ class Attention(nn.Module):
         project = project_together if cached else project_joined
         return project(x, self.query, self.key, self.value)
 
-    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeysValues | None) -> Tensor:
         """(B, H, T, d): of the tokens given, over themselves and those that the cache has seen."""
         if cache is None:
             return self._attend(q, k, v, None, causal=True)
         if (y := cache.attend_one(q, k, v)) is not None:
             return y
-        causal, mask = not len(cache), cache.mask(q.shape[-2])
-        return self._attend(q, *cache.append(k, v), mask, causal)
+        mask = cache.mask(q.shape[-2])
+        keys, values = cache.append(k, v)
+        return self._attend(q, keys, values, mask, causal=cache.lengths.empty)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         if self.window is not None and mask is None:
@@ -171,13 +184,3 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads
         )
-
-
-def continuation_mask(length: int, past: int, device: torch.device) -> Tensor:
-    """True where a new token (row) may look: at everything past and at new tokens up to itself. On a GPU a mask that is
-    never written out: scores of a portion of a long prompt would take all memory."""
-    if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # which imports triton
-
-        return causal_lower_right(length, past + length)
-    return torch.ones(length, past + length, dtype=torch.bool, device=device).tril(diagonal=past)

@@ -1,7 +1,7 @@
 """A decoder language model written for one device, whose residual is a part that can be swapped."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,37 +13,18 @@ from torch import Tensor, nn
 from headwater.errors import check_fit
 from headwater.folders import at_home, check_hashes, whole_folder
 from headwater.ops.kda.operators import CHUNK
-from headwater.residuals import AttentionResidual, Residual, StandardResidual, State, build, pinned
+from headwater.residuals import Residual, State, build, pinned
 
 from .attention import Rotary
+from .cache import Cache, Entry, Lengths
 from .config import ModelConfig
 from .kda import KDA
 from .mla import MLA
 from .moe import MoE
 from .norm import RMSNorm
-from .rows import Rows, gather
-from .sublayer import Entry, Sublayer, new_entry
+from .sublayer import Sublayer
 
 T = TypeVar("T")
-
-
-class Cache(list[Entry]):
-    """One entry a sublayer, filled by those that mix tokens; `past` is what the residual looks back at along the
-    tokens, `seen` how many there were in each of `batch` rows (in the longest, where they differ)."""
-
-    past: State = ()
-    seen: int = 0
-    batch: int = 0
-    rows: Rows | None = None
-    """Of a cache of fixed size: where each row is."""
-
-    def keep_past(self, past: State) -> None:
-        """In a cache of fixed size, what it has stays where it is."""
-        if self.rows is None:
-            self.past = past
-        else:
-            for kept, new in zip(self.past, past, strict=True):
-                kept.copy_(new)
 
 
 def run_sublayer(
@@ -148,35 +129,26 @@ class Decoder(nn.Module):
     def sublayer_kinds(self) -> tuple[str, ...]:
         return self.config.kinds
 
-    def new_cache(self, room: int | None = None) -> Cache:
-        """What `forward` fills, and continues from: keys and values, states of KDA, latents of MLA. `room`: the most
-        tokens that a row will have, which are then allocated at once; None lets the cache grow, by copies."""
-        return Cache(new_entry(self.config, kind, room) for kind in self.config.kinds)
+    def new_cache(
+        self, batch: int = 1, room: int | None = None, device: torch.device | None = None
+    ) -> Cache:
+        """Allocate what `forward` fills and continues from.
 
-    def fixed_cache(self, caches: Sequence[Cache], order: Sequence[int], room: int) -> Cache:
-        """What several groups of prompts left behind, as one cache of fixed size for all of their rows.
-
-        `caches`: one for each group, each with `seen` tokens, which are emptied one sublayer after the other, so that
-        what they hold is not there twice; `order`: for each row of the batch its place among the rows of all groups,
-        one group after the other; `room`: tokens that a row can have in all.
+        Arguments:
+            batch: rows.
+            room: the most tokens that a row will have; None takes the model's context.
+            device: where; None takes the model's.
         """
-        device, groups = self.embedding.weight.device, [cache.seen for cache in caches]
-        sizes = [cache.batch for cache in caches]
-        lengths = [length for length, size in zip(groups, sizes) for _ in range(size)]
-        place = torch.tensor(list(order), device=device)
-        rows = Rows(
-            torch.tensor([lengths[i] for i in order], device=device),
-            room,
-            groups[0] if len(set(groups)) == 1 else None,
-        )
-        fixed = Cache(
-            gather([cache.pop(0) for cache in caches], rows, place, groups) for _ in self.sublayers
-        )
-        fixed.past = tuple(
-            torch.cat(parts)[place] for parts in zip(*(cache.past for cache in caches), strict=True)
-        )
-        fixed.rows, fixed.seen, fixed.batch = rows, max(groups), len(lengths)
-        return fixed
+        room = self.config.context if room is None else room
+        weight = self.embedding.weight
+        device = weight.device if device is None else device
+        dtype = weight.dtype
+        if not weight.is_meta and torch.is_autocast_enabled(weight.device.type):
+            dtype = torch.get_autocast_dtype(weight.device.type)
+        tokens = torch.zeros(batch, dtype=torch.long, device=device)
+        lengths = Lengths(tokens, room, even=0)
+        bodies = [sublayer.body for sublayer in cast(list[Sublayer], self.sublayers)]
+        return Cache([body.new_entry(lengths, dtype) for body in bodies], lengths)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Tokens (B, T) to logits (B, T, vocab). With a cache, tokens that continue those it has seen."""
@@ -189,16 +161,16 @@ class Decoder(nn.Module):
         state = self.begin(tokens, cache)
         state = self.run(state, 0, len(self.sublayers), rotary, cache)
         if cache is not None:
-            cache.seen, cache.batch = cache.seen + tokens.shape[1], len(tokens)
-        if cache is not None and cache.rows is not None:
-            cache.rows.advance(tokens.shape[1])
+            cache.lengths.advance(tokens.shape[1])
         return self._end(state, cache, last)
 
     def _positions(self, count: int, cache: Cache | None) -> tuple[Tensor, Tensor]:
         """Rotary tables for the next tokens."""
-        if cache is not None and cache.rows is not None and cache.rows.even is None:
-            return self.rotary.at(cache.rows.places(count))
-        return self.rotary(0 if cache is None else cache.seen, count)
+        if cache is None:
+            return self.rotary(0, count)
+        if cache.lengths.even is None:
+            return self.rotary.at(cache.lengths.positions(count))
+        return self.rotary(cache.lengths.even, count)
 
     def begin(self, tokens: Tensor, cache: Cache | None = None) -> State:
         """The state before the first sublayer."""
@@ -231,18 +203,21 @@ class Decoder(nn.Module):
 
     def _end(self, state: State, cache: Cache | None = None, last: bool = False) -> Tensor:
         state, _ = self._split(len(self.sublayers), state)
-        if last and type(self.residual) in (
-            StandardResidual,
-            AttentionResidual,
-        ):  # whose states are (B, T, D) each
-            sources = self.residual.settle(state, len(self.sublayers))
-            x = self.residual.end(tuple(source[:, -1:] for source in sources), norm=self.norm)
-        else:
-            x = self.residual.end(state, norm=self.norm)
-            x = x[:, -1:] if last else x
+        x = self._end_last(state) if last else self.residual.end(state, norm=self.norm)
+        # Only now: the state may hold what the cache has kept so far.
         if cache is not None:
-            cache.keep_past(self.residual.past(state))  # which the state may still hold
+            cache.keep_past(self.residual.past(state))
         return x
+
+    def _end_last(self, state: State) -> Tensor:
+        """The final read of the last token alone, where the state has each token by itself."""
+        sources = self.residual.settle(state, len(self.sublayers))
+        first = sources[0]
+        by_token = first.dim() == 3 and all(source.shape == first.shape for source in sources)
+        if by_token and self.residual.token_local:  # (B, T, D) each
+            ends = tuple(source[:, -1:].contiguous() for source in sources)
+            return self.residual.end(ends, norm=self.norm)
+        return self.residual.end(state, norm=self.norm)[:, -1:]
 
     def settle(self, state: State, i: int) -> State:
         """The state before sublayer i in its shortest form: what a pipeline stage sends on."""

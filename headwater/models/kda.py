@@ -7,7 +7,6 @@ Kimi Linear, arXiv 2510.26692. No positions: the decay and the convolutions tell
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,32 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwater.ops.kda import kda, kda_gate
-from headwater.ops.numerics import full_precision
+from headwater.ops.numerics import accumulation_dtype, full_precision
 
+from .cache import Lengths, States
 from .config import ModelConfig
-from .divisible import Divisible
 from .norm import RMSNorm
+from .part import Part
 from .projection import project_together
-
-
-@dataclass
-class KDAState:
-    """What KDA knows of the tokens so far: its state (B, H, K, V) in fp32, and the last inputs of its convolutions,
-    (B, kernel - 1, 3 H K). As large after a million tokens as after one."""
-
-    state: Tensor | None = None
-    tail: Tensor | None = None
-    seen: int = 0
-
-    def __len__(self) -> int:
-        return self.seen
-
-    def keep_state(self, state: Tensor, count: int) -> None:
-        """After `count` more tokens."""
-        self.state, self.seen = state, self.seen + count
-
-    def keep_tail(self, tail: Tensor) -> None:
-        self.tail = tail.clone()  # a view would keep all tokens
 
 
 class ShortConv(nn.Conv1d):
@@ -50,7 +30,7 @@ class ShortConv(nn.Conv1d):
         super().__init__(channels, channels, kernel, groups=channels, bias=False)
 
 
-class DecayGate(Divisible):
+class DecayGate(Part):
     """The log decay (B, T, H, K) of what the layer computes for it; a rate a head and a bias a channel, in fp32."""
 
     def __init__(self, heads: int, width: int, form: Any) -> None:
@@ -79,8 +59,8 @@ class DecayGate(Divisible):
         )
 
 
-class KDA(Divisible):
-    """Kimi Delta Attention over (B, T, D); with a `KDAState`, over tokens that continue those it has seen."""
+class KDA(Part):
+    """Kimi Delta Attention over (B, T, D); with a `States`, over tokens that continue those it has seen."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -101,11 +81,21 @@ class KDA(Divisible):
         self.norm = RMSNorm(self.head_dim, config.kda_norm_eps)
         self.output = nn.Linear(inner, config.dim, bias=False)
 
+    def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> States:
+        batch, device = len(lengths.tokens), lengths.tokens.device
+        state = (batch, self.heads, self.head_dim, self.head_dim)
+        behind = self.query_conv.kernel_size[0] - 1
+        tail = (batch, behind, 3 * self.heads * self.head_dim)
+        return States(
+            torch.zeros(state, dtype=accumulation_dtype(dtype), device=device),
+            torch.zeros(tail, dtype=dtype, device=device),
+        )
+
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the output's."""
         return (self.value.weight,)
 
-    def forward(self, x: Tensor, cache: KDAState | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: States | None = None) -> Tensor:
         q, k, v = self._convolve(
             torch.cat(project_together(x, self.query, self.key, self.value), -1), cache
         )
@@ -114,27 +104,26 @@ class KDA(Divisible):
         beta = torch.sigmoid(self.beta(x).to(g.dtype))  # (B, T, H)
         o, state = kda(q, k, v, g, beta, None if cache is None else cache.state)
         if cache is not None:
-            cache.keep_state(state, x.shape[1])
+            cache.state.copy_(state)
         o = self.norm(o) * torch.sigmoid(
             self.gate_up(gate).unflatten(-1, (self.heads, self.head_dim))
         )
         return self.output(o.flatten(2))
 
-    def _convolve(self, x: Tensor, cache: KDAState | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _convolve(self, x: Tensor, cache: States | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, T, H, K) from all of their projections, (B, T, 3 H K)."""
         convolutions = (self.query_conv, self.key_conv, self.value_conv)
         weight = torch.cat(
             [self.here(convolution.weight) for convolution in convolutions]
         )  # (3 H K, 1, kernel)
         behind = weight.shape[-1] - 1
-        tail = (
-            x.new_zeros(len(x), behind, x.shape[-1])
-            if cache is None or cache.tail is None
-            else cache.tail
-        )
-        x = torch.cat((tail.to(x.dtype), x), 1)
+        if cache is None:
+            tail = x.new_zeros(len(x), behind, x.shape[-1])
+        else:
+            tail = cache.tail.to(x.dtype)
+        x = torch.cat((tail, x), 1)
         if cache is not None:
-            cache.keep_tail(x[:, x.shape[1] - behind :])
+            cache.tail.copy_(x[:, x.shape[1] - behind :])
         with full_precision(x):
             x = F.silu(
                 F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight)).transpose(1, 2)

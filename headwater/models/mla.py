@@ -10,47 +10,21 @@ The cache holds c and s. A few new tokens are decoded without ever forming keys 
 DeepSeek-V2, arXiv 2405.04434; without rotation as in Kimi Linear, arXiv 2510.26692.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import continuation_mask
+from .cache import Latents, Lengths
 from .config import ModelConfig
-from .divisible import Divisible
 from .norm import RMSNorm
+from .part import Part
 from .projection import project_together
 
 LATENT_EPS = 1e-6  # transformers'; vLLM takes the model's norm_eps
 ABSORBED = 8  # new tokens up to which a cache is read as it is
 
 
-@dataclass
-class LatentCache:
-    """Latent and shared key of the tokens so far, (B, T, latent + shared): for all heads together."""
-
-    latent: Tensor | None = None
-
-    def __len__(self) -> int:
-        return 0 if self.latent is None else self.latent.shape[1]
-
-    def mask(self, count: int) -> Tensor | None:
-        """Where `count` new tokens may look, if attention cannot know it by itself."""
-        if self.latent is None or count == 1:
-            return None
-        return continuation_mask(count, len(self), self.latent.device)
-
-    def attend_one(self, q: Tensor, latent: Tensor, values: int, scale: float) -> Tensor | None:
-        """Attention of one new token with absorbed queries (B, H, 1, latent + shared), where a cache can do that."""
-        return None
-
-    def append(self, latent: Tensor) -> Tensor:
-        self.latent = latent if self.latent is None else torch.cat((self.latent, latent), 1)
-        return self.latent
-
-
-class MLA(Divisible):
+class MLA(Part):
     """Causal multi-head latent attention over (B, T, D)."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -72,12 +46,16 @@ class MLA(Divisible):
         )
         self.output = nn.Linear(self.heads * self.value_dim, config.dim, bias=False)
 
+    def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> Latents:
+        shape = (len(lengths.tokens), lengths.room, self.latent_dim + self.shared_dim)
+        return Latents(lengths, torch.zeros(shape, dtype=dtype, device=lengths.tokens.device))
+
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the output's: the values' alone."""
         rows = self.up.weight.unflatten(0, (self.heads, self.head_dim + self.value_dim))
         return (rows[:, self.head_dim :],)
 
-    def forward(self, x: Tensor, cache: LatentCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Latents | None = None) -> Tensor:
         q, latent = project_together(x, self.query, self.down)
         q = q.unflatten(-1, (self.heads, self.head_dim + self.shared_dim)).transpose(
             1, 2
@@ -86,12 +64,12 @@ class MLA(Divisible):
         latent = torch.cat((self.norm(latent), shared), -1)  # (B, T, latent + shared)
         return self.output(self._attend(q, latent, cache).transpose(1, 2).flatten(2))
 
-    def _attend(self, q: Tensor, latent: Tensor, cache: LatentCache | None) -> Tensor:
+    def _attend(self, q: Tensor, latent: Tensor, cache: Latents | None) -> Tensor:
         """(B, H, T, value_dim), of the tokens given, over themselves and those that the cache has seen."""
-        if cache is None or not len(cache):
-            return self._expanded(
-                q, latent if cache is None else cache.append(latent), None, causal=True
-            )
+        if cache is None:
+            return self._expanded(q, latent, None, causal=True)
+        if cache.lengths.empty:
+            return self._expanded(q, cache.append(latent), None, causal=True)
         if q.shape[-2] > ABSORBED:
             mask = cache.mask(q.shape[-2])
             return self._expanded(q, cache.append(latent), mask, causal=False)
@@ -107,7 +85,7 @@ class MLA(Divisible):
         key = torch.cat((key, shared[:, None].expand(-1, self.heads, -1, -1)), -1)
         return F.scaled_dot_product_attention(q, key, value, attn_mask=mask, is_causal=causal)
 
-    def _absorbed(self, q: Tensor, latent: Tensor, cache: LatentCache) -> Tensor:
+    def _absorbed(self, q: Tensor, latent: Tensor, cache: Latents) -> Tensor:
         """The same, with the latents as the keys and values of one head that all queries share."""
         up = (
             self.here(self.up.weight).to(q.dtype).unflatten(0, (self.heads, -1))

@@ -4,12 +4,15 @@ from torch import Tensor, nn
 
 from headwater.ops.routing import Backend
 from headwater.ops.swiglu import swiglu
+from headwater.residuals.one_token import Reading
 
+from .cache import Entry
 from .config import ModelConfig
+from .part import Part, are_plain
 from .projection import project_joined
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Part):
     backend: Backend = "auto"
     """Of what is between the products, where one product makes gate and up."""
 
@@ -20,6 +23,18 @@ class SwiGLU(nn.Module):
         self.gate = nn.Linear(config.dim, width, bias=False)
         self.up = nn.Linear(config.dim, width, bias=False)
         self.output = nn.Linear(width, config.dim, bias=False)
+
+    def can_step(self) -> bool:
+        return are_plain(self.gate, self.up, self.output)
+
+    def step(
+        self,
+        reading: Reading,
+        rotary: tuple[Tensor, Tensor],
+        cache: Entry | None,
+        backend: Backend,
+    ) -> Tensor:
+        return reading.project(self.gate.weight, self.up.weight, gated=True, backend=backend)
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the output's."""

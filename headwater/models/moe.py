@@ -17,8 +17,8 @@ from headwater.ops.experts import grouped_linear
 from headwater.ops.numerics import accumulation_dtype, full_precision
 
 from .config import ModelConfig
-from .divisible import Divisible
 from .mlp import SwiGLU
+from .part import Part
 
 
 class Routes(NamedTuple):
@@ -29,7 +29,7 @@ class Routes(NamedTuple):
     weights: Tensor
 
 
-class Router(Divisible):
+class Router(Part):
     """Scores tokens (N, D) for E experts and chooses k of them for each; `load` counts what it chose in training."""
 
     bias: Tensor
@@ -73,7 +73,7 @@ def count(experts: Tensor, size: int) -> Tensor:
     return torch.zeros(size, device=experts.device).index_add_(0, experts.flatten(), ones)
 
 
-class Experts(Divisible):
+class Experts(Part):
     """E SwiGLUs, each parameter of all of them as one tensor."""
 
     def __init__(self, experts: int, dim: int, width: int) -> None:
@@ -102,7 +102,7 @@ class Experts(Divisible):
         return grouped_linear(hidden, output, ends, rest=rest)
 
 
-class MoE(nn.Module):
+class MoE(Part):
     """The feed-forward sublayer with experts, (B, T, D) to (B, T, D)."""
 
     def __init__(self, config: ModelConfig) -> None:

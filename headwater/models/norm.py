@@ -1,8 +1,11 @@
 """RMSNorm as the decoder uses it."""
 
+from typing import cast
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwater.ops.decode import Norm
 from headwater.ops.numerics import full_precision
 
 
@@ -17,6 +20,10 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.apply_weight(x, self.weight)
+
+    def for_kernels(self) -> Norm:
+        """The numbers that a kernel needs of this norm."""
+        return Norm(self.weight, cast(float, self.eps))
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
         with full_precision(x):

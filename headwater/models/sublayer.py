@@ -7,17 +7,16 @@ from torch import Tensor, nn
 from headwater.residuals import Read, State
 from headwater.residuals.base import apply_norm
 
-from .attention import Attention, KVCache
+from .attention import Attention
+from .cache import Entry
 from .config import ModelConfig
-from .kda import KDA, KDAState
-from .mla import MLA, LatentCache
+from .kda import KDA
+from .mla import MLA
 from .mlp import SwiGLU
 from .moe import MoE
 from .norm import RMSNorm
-from .rows import RoomKV, RoomLatents
 
 Body = Attention | KDA | MLA | SwiGLU | MoE
-Entry = KVCache | KDAState | LatentCache  # what a cache keeps of a sublayer
 
 BODIES: dict[str, Callable[[ModelConfig, bool], Body]] = {
     "attention": lambda config, mixes_values: Attention(config, mixes_values=mixes_values),
@@ -27,17 +26,6 @@ BODIES: dict[str, Callable[[ModelConfig, bool], Body]] = {
     "mlp": lambda config, _: SwiGLU(config),
     "moe": lambda config, _: MoE(config),
 }
-
-
-def new_entry(config: ModelConfig, kind: str, room: int | None) -> Entry:
-    """What a cache begins with for a sublayer of a kind; what mixes channels leaves it empty. `room`: tokens to
-    allocate at once, if it is known how many will come."""
-    if kind == "kda":
-        return KDAState()
-    if kind == "mla":
-        return LatentCache() if room is None else RoomLatents(room)
-    window = config.shortswa if kind == "shortswa" else None
-    return KVCache(window) if room is None else RoomKV(room, window)
 
 
 class Sublayer(nn.Module):
@@ -56,6 +44,11 @@ class Sublayer(nn.Module):
         self.kind, self.keeps_values = kind, keeps_values
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.body = BODIES[kind](config, mixes_values)
+
+    def can_step(self) -> bool:
+        """Tell whether one token of every row can run in fused launches: values that later
+        sublayers need would not be kept."""
+        return type(self.norm) is RMSNorm and not self.keeps_values and self.body.can_step()
 
     def forward(
         self, x: Read, rotary: tuple[Tensor, Tensor], cache: Entry | None, kept: State, normed: bool

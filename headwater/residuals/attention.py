@@ -15,6 +15,7 @@ from headwater.ops.numerics import accumulation_dtype, wide
 from headwater.ops.routing import use_triton
 
 from .base import Layout, Next, Norm, Placed, Residual, State, apply_norm, hold, weights_held
+from .one_token import BlockSources
 from .registry import register
 from .two_phase import TwoPhase
 
@@ -210,6 +211,7 @@ class AttentionResidual(Residual):
             raise ValueError(
                 "schedule=two-phase needs static queries, softmax weights, normed whole keys, one head, no window"
             )
+        self.reads_at_once = block
         self.schedule: Schedule = schedule
         self.two_phase = None
         if self.phased and schedule != "one-pass":
@@ -338,6 +340,12 @@ class AttentionResidual(Residual):
         ):
             return state
         return self.two_phase.adopt(state, self._folded(state[0].device))
+
+    def one_token(self, stream: Tensor, backend: Backend) -> BlockSources | None:
+        if not self.phased or self.backend == "reference" or type(self) is not AttentionResidual:
+            return None
+        queries, count = self.folded_queries(device=stream.device), self.num_sources(self.sublayers)
+        return BlockSources(self.block, self.eps, queries, count, stream, backend)
 
     def keep_only(self, start: int, stop: int) -> None:
         super().keep_only(start, stop)

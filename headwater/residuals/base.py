@@ -23,6 +23,10 @@ from typing import Any, Literal, NoReturn, Self, overload
 import torch
 from torch import Tensor, nn
 
+from headwater.ops.routing import Backend
+
+from .one_token import OneToken
+
 State = tuple[Tensor, ...]
 Read = (
     Tensor | tuple[Tensor, Tensor, Tensor]
@@ -82,6 +86,7 @@ class Residual(nn.Module, ABC):
     fused: bool = (
         False  # True: reads and writes are kernels, or next to nothing: compiling them gains little
     )
+    reads_at_once: int = 1  # reads whose results are in memory together
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]  # of the constructor
     takes_zero: bool = True  # False: outputs of zero have no gradient that one could use; a model starts none there
 
@@ -219,6 +224,11 @@ class Residual(nn.Module, ABC):
     def adopt(self, state: State, i: int) -> State:
         """A settled state before read `i`, where a pipeline stage begins, as this residual likes it best to read on."""
         return state
+
+    def one_token(self, stream: Tensor, backend: Backend) -> OneToken | None:
+        """This residual for one token of every row, streams (B, D), in a decoding step of fused
+        launches; None where it has no such form."""
+        return None
 
     def may_cut(self, i: int) -> bool:
         """Whether a pipeline may be cut before sublayer `i`: not where two stages would need the same parameter."""

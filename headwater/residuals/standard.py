@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from headwater.ops.routing import Backend
+
 from .base import Layout, Norm, Residual, State, apply_norm
+from .one_token import PlainStream
 from .registry import register
 
 
@@ -38,3 +41,7 @@ class StandardResidual(StreamResidual):
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         return (state[0] + y,)
+
+    def one_token(self, stream: Tensor, backend: Backend) -> PlainStream | None:
+        # A subclass may read or write otherwise.
+        return PlainStream(stream, backend) if type(self) is StandardResidual else None

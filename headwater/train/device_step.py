@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from headwater._torch import norms_of, skip_where
-from headwater.capture import NotCaptured, record
 from headwater.models.moe import routers
 from headwater.ops.cross_entropy import linear_cross_entropy, token_losses
+from headwater.ops.cuda_graph import NotCaptured, record
 from headwater.train.balance import Load, balance_on_device
 from headwater.train.losses import half_precision
 from headwater.train.monitor.bad_steps import Reason, Skips

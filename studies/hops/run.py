@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwater
-from headwater.capture import NotCaptured, record
+from headwater.ops.cuda_graph import NotCaptured, record
 
 WARM = 3  # steps before one is recorded
 

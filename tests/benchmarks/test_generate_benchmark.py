@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import generate
 from benchmarks.generate import ARMS, Bench, Out
-from headwater.models.step import DeviceSteps
+from headwater.generation.captured_step import CapturedSteps
 
 
 @torch.no_grad()
@@ -38,8 +38,8 @@ def test_a_limit_ends_a_part():
 
 @torch.no_grad()
 def test_wrong_logits_of_a_replay_show_no_time(monkeypatch):
-    real = DeviceSteps.run
-    monkeypatch.setattr(DeviceSteps, "run", lambda self: real(self) + (self.taken == 2))
+    real = CapturedSteps.run
+    monkeypatch.setattr(CapturedSteps, "run", lambda self: real(self) + (self.count == 2))
     found = next(
         value for name, value in generate.decode(Bench("tiny", "cpu", 600, 1)) if name == "batch 1"
     )

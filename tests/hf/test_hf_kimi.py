@@ -115,7 +115,7 @@ def test_logits_and_gradients_are_transformers_s():
 def test_64_tokens_from_a_cache_at_once_and_in_pieces():
     theirs, ours = theirs_and_ours()
     prompt, greedy = tokens_of(9), tokens_of(9)
-    cache, their_cache, unread = ours.new_cache(), None, prompt
+    cache, their_cache, unread = ours.new_cache(len(prompt)), None, prompt
     for _ in range(64):  # both decode; each step is compared
         out = theirs(unread, past_key_values=their_cache, use_cache=True)
         their_cache = out.past_key_values
@@ -125,7 +125,7 @@ def test_64_tokens_from_a_cache_at_once_and_in_pieces():
         greedy = torch.cat((greedy, unread), 1)
     expected = theirs(greedy).logits
     assert_near(ours(greedy), expected)
-    cache, bounds = ours.new_cache(), [0, 20, 21, 40, 48, 73]
+    cache, bounds = ours.new_cache(len(prompt)), [0, 20, 21, 40, 48, 73]
     pieces = [ours(greedy[:, a:b], cache) for a, b in pairwise(bounds)]
     assert_near(torch.cat(pieces, 1), expected)
 

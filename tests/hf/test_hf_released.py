@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import headwater
 from headwater.cli import main
 from headwater.errors import UserError
+from headwater.generation.generate import generate
 from headwater.hf import (
     FLA,
     KIMI_K3,
@@ -23,7 +24,6 @@ from headwater.hf import (
 )
 from headwater.hf.formats.folder import fast_tokenizer, write_model
 from headwater.models import Decoder, ModelConfig
-from headwater.models.generate import generate
 from headwater.train.data.tokenizer import ByteTokenizer
 
 naive_attnres = pytest.importorskip(

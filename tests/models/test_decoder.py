@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from tinymodels import model_of, tokens_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from headwater.generation.generate import generate
+from headwater.generation.next_token import Draw
+from headwater.generation.sampling import Sampling
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
-from headwater.models.draw import Draw
-from headwater.models.generate import generate
-from headwater.models.sampling import Sampling
 from headwater.ops.joined import Split
 from headwater.residuals import names
 
@@ -293,7 +293,7 @@ def test_cached_logits_equal_uncached_logits_chunk_by_chunk(settings):
     }
     model = Decoder(ModelConfig(**{**shape, **settings}))
     tokens = tokens_of(length=20)
-    cache = model.new_cache()
+    cache = model.new_cache(len(tokens))
     pieces = [model(tokens[:, a:b], cache) for a, b in [(0, 7), (7, 8), (8, 15), (15, 20)]]
     torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), atol=1e-5, rtol=1e-5)
 
@@ -327,7 +327,8 @@ def test_what_the_head_sees_of_the_last_token_alone():
 
 def drawn_by_rows(logits, count, before=(), seed=0, **settings) -> list[int]:
     """The first draws of rows with the same logits and text, each with a seed of its own."""
-    draw = Draw(Sampling(**settings), [before] * count, seed, logits.shape[-1], logits.device)
+    seeds = range(seed, seed + count)
+    draw = Draw(Sampling(**settings), [before] * count, seeds, logits.shape[-1], logits.device)
     return draw(logits.expand(count, -1)).tolist()
 
 
@@ -362,9 +363,9 @@ def test_a_draw_has_the_softmaxs_shares():
     """Of 20,000 rows, each with a seed of its own, of their next draws, and of many draws of one: chi squared is within
     four standard deviations of its mean."""
     logits = torch.randn(200, generator=torch.Generator().manual_seed(4))
-    draw = Draw(Sampling(), [[]] * 20000, 7, 200, torch.device("cpu"))
+    draw = Draw(Sampling(), [[]] * 20000, range(7, 20007), 200, torch.device("cpu"))
     first, second = (draw(logits.expand(20000, 200)) for _ in range(2))
-    row = Draw(Sampling(), [[]], 7, 200, torch.device("cpu"))
+    row = Draw(Sampling(), [[]], [7], 200, torch.device("cpu"))
     alone = [int(row(logits[None])) for _ in range(2000)]
     assert [int(first[0]), int(second[0])] == alone[:2]
     for found in (first, second, torch.tensor(alone)):
@@ -377,7 +378,8 @@ def test_a_draw_has_the_softmaxs_shares():
 
 
 def test_what_was_drawn_counts_as_seen():
-    draw = Draw(Sampling(temperature=0.0, repetition_penalty=3.0), [[2]], 0, 4, torch.device("cpu"))
+    sampling = Sampling(temperature=0.0, repetition_penalty=3.0)
+    draw = Draw(sampling, [[2]], [0], 4, torch.device("cpu"))
     assert [int(draw(torch.tensor([[2.0, 1.0, 1.5, 0.9]]))) for _ in range(4)] == [0, 1, 3, 0]
 
 

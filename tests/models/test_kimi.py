@@ -9,8 +9,8 @@ from tinykimi import KIMI
 from tinymodels import gradients_of, model_of, tokens_of
 from torch.utils.checkpoint import checkpoint
 
+from headwater.generation.generate import generate
 from headwater.models import SIZES, Decoder, ModelConfig
-from headwater.models.generate import generate
 from headwater.models.mla import MLA
 from headwater.models.moe import routers
 from headwater.models.pattern import layers_of, write_pattern
@@ -119,7 +119,7 @@ def test_every_residual_trains_and_decodes_it(spec):
     model.around = partial(checkpoint, use_reentrant=False)
     for name, gradient in gradients_of(model, tokens)[1].items():
         torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=1e-5, msg=name)
-    cache = model.new_cache()
+    cache = model.new_cache(len(tokens))
     with torch.no_grad():
         pieces = [
             model(tokens[:, a:b], cache)
@@ -166,13 +166,13 @@ def test_a_token_never_sees_its_future():
 
 def test_a_cache_is_as_small_as_promised():
     model = model_of("standard", **KIMI)
-    cache = model.new_cache()
+    cache = model.new_cache(batch=2, room=20)
     model(tokens_of(length=20), cache)
     kda, mla = cache[0], cache[6]
     assert (tuple(kda.state.shape), kda.state.dtype) == ((2, 4, 8, 8), torch.float32)
     assert tuple(kda.tail.shape) == (2, 3, 3 * 32)
-    assert tuple(mla.latent.shape) == (2, 20, 32 + 4)  # for all heads together
-    assert cache.seen == 20
+    assert tuple(mla.latents.shape) == (2, 20, 32 + 4)  # for all heads together
+    assert cache.lengths.even == 20
 
 
 def test_absorbed_decoding_is_the_plain_one(monkeypatch):
@@ -188,7 +188,7 @@ def test_absorbed_decoding_is_the_plain_one(monkeypatch):
 
     def decode(limit):
         monkeypatch.setattr("headwater.models.mla.ABSORBED", limit)
-        cache = model.new_cache()
+        cache = model.new_cache(len(tokens))
         return torch.cat(
             [model(tokens[:, a:b], cache) for a, b in [(0, 10), (10, 11), (11, 18), (18, 20)]], 1
         )

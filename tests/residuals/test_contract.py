@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from headwater.generation.generate import generate
 from headwater.models import Decoder
-from headwater.models.generate import generate
 from headwater.residuals import build, mixing, names, record
 from headwater.residuals.record import replay
 
@@ -84,7 +84,7 @@ def test_decoding_with_a_cache_equals_decoding_without(spec):
     """Portions have the logits of a single pass; of tokens that follow one by one, each is the likeliest there too."""
     model, prompt = model_of(spec, scatter=True), tokens_of(batch=2, length=5)
     text = generate(model, prompt, 8, temperature=0.0)
-    whole, cache = model(text), model.new_cache()
+    whole, cache = model(text), model.new_cache(len(text))
     assert torch.equal(whole[:, 4:-1].argmax(-1), text[:, 5:])
     portions = torch.cat([model(part, cache) for part in text.split([5, 1, 1, 6], 1)], 1)
     torch.testing.assert_close(portions, whole, atol=1e-4, rtol=1e-4)

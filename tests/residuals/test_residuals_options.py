@@ -149,13 +149,13 @@ def test_a_cache_carries_what_token_convolutions_look_back_at(spec, value_residu
         model_of(spec, scatter=True, value_residual=value_residual),
         tokens_of(length=20),
     )
-    cache = model.new_cache()
+    cache = model.new_cache(len(tokens))
     pieces = [
         model(tokens[:, a:b], cache) for a, b in [(0, 2), (2, 3), (3, 11), (11, 12), (12, 20)]
     ]
     torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), atol=1e-4, rtol=1e-4)
     assert all(tensor.shape[1] == 3 for tensor in cache.past)
-    lost = model.new_cache()
+    lost = model.new_cache(len(tokens))
     model(tokens[:, :10], lost)
     lost.past = ()
     assert (model(tokens[:, 10:], lost) - model(tokens)[:, 10:]).abs().max() > 1e-2

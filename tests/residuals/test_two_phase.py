@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from headwater.generation.generate import generate
 from headwater.models import Decoder, ModelConfig
-from headwater.models.generate import generate
 from headwater.models.norm import RMSNorm
 from headwater.residuals import AttentionResidual, attention, build, record, with_options
 from headwater.residuals.record import replay

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from headwater._torch import TorchDispatchMode
 from headwater.errors import UserError
-from headwater.models.generate import DecoderEngine, generate
-from headwater.models.prefill import choose_chunk
+from headwater.generation.generate import Engine, generate
+from headwater.generation.prompt_portions import choose_chunk
 from headwater.residuals import names
 from headwater.residuals.base import Watcher, watched
 from headwater.train.distributed import generate as divided_generate
@@ -50,10 +50,10 @@ def continue_as_one():
             )
         with torch.no_grad():
             readers = (
-                engine.reader(PROMPTS, 1, None, True, False)
-                for engine in (DecoderEngine(whole), divided)
+                engine.reader(sorted(PROMPTS, key=len), 1, None, True, False)
+                for engine in (Engine(whole), divided)
             )
-            mine, ours = (getattr(reader, "reader", reader)._prefill() for reader in readers)
+            mine, ours = (getattr(reader, "reader", reader).read_prompts() for reader in readers)
         torch.testing.assert_close(ours, mine, atol=1e-5, rtol=1e-5)
     read_long_texts(mesh)
     count_bytes(mesh)
@@ -126,7 +126,7 @@ def count_bytes(mesh):
     engine = TensorParallelEngine(model_of("attnres-block:block=3").eval(), mesh)
     reader, longest = engine.reader(rows, 1, None, True, False).reader, Longest()
     with torch.no_grad(), Sent() as sent, watched(engine.model.residual, longest):
-        reader._prefill()
+        reader.read_prompts()
     assert sent.bytes == 2 * (RANKS - 1) / RANKS * 2 * LAYERS * len(rows) * tokens * DIM * 4
     assert longest.tokens == 5  # of 12, the last two are on both ranks
     with torch.no_grad(), Sent() as sent:

@@ -24,12 +24,13 @@ from torch.distributed.tensor import Placement, Shard
 
 from headwater._torch import group_name
 from headwater.errors import UserError
+from headwater.generation.generate import Engine
+from headwater.generation.next_token import Draw
+from headwater.generation.prompt_portions import free_bytes
+from headwater.generation.prompts import CachedReader, Reader
+from headwater.generation.sampling import Portion
 from headwater.models import Decoder
-from headwater.models.decoder import Cache
-from headwater.models.draw import Draw
-from headwater.models.generate import DecoderEngine, ReadAnew, Reader, ReadOnce
-from headwater.models.prefill import free_bytes
-from headwater.models.sampling import Portion
+from headwater.models.cache import Cache
 from headwater.train.config import ParallelSettings
 from headwater.train.data.tokenizer import Tokenizer
 from headwater.train.distributed.ranks import gathered
@@ -42,7 +43,7 @@ from headwater.train.distributed.tensor_parallel import (
 from headwater.train.load import load_run
 
 
-class TensorParallelEngine(DecoderEngine):
+class TensorParallelEngine(Engine):
     """A decoder for `headwater.generate` on the ranks of a mesh, each of which calls it with the same arguments.
 
     Arguments:
@@ -60,14 +61,12 @@ class TensorParallelEngine(DecoderEngine):
         size, rank = mesh.size(), mesh.get_local_rank()
         refuse_undivided(model.config, size, 1)
 
-        def own(parameter: Tensor, placement: Placement) -> Tensor:
-            return (
-                parameter.chunk(size, placement.dim)[rank].clone()
-                if isinstance(placement, Shard)
-                else parameter
-            )
+        def share(parameter: Tensor, placement: Placement) -> Tensor:
+            if not isinstance(placement, Shard):
+                return parameter
+            return parameter.chunk(size, placement.dim)[rank].clone()
 
-        divide_parameters(model, own)
+        divide_parameters(model, share)
         self.group = mesh.get_group()
         self.exchange = Exchange(size, group_name(self.group), rank)
         self.exchange.divides = False
@@ -76,10 +75,10 @@ class TensorParallelEngine(DecoderEngine):
     def reader(
         self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool
     ) -> Reader:
-        reader = ReadAnew(self.model, rows, self.device)
+        reader = Reader(self.model, rows)
         if use_cache:
-            reader = _ReadInShares(self.model, rows, new, chunk, self.exchange, self.group)
-        return _Agreed(reader, self.group, self.device)
+            reader = SharedReader(self.model, rows, new, chunk, self.exchange, self.group)
+        return AgreedReader(reader, self.group)
 
 
 @contextmanager
@@ -105,20 +104,26 @@ def divided_run(
         yield engine, run.tokenizer
 
 
-class _Agreed:
-    """All ranks go on with the first one's tokens, whatever the last bits of their logits are."""
+class AgreedReader(Reader):
+    """Reads as another reader, and continues with the first rank's tokens on all ranks.
 
-    def __init__(self, reader: Reader, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.reader, self.group, self.device = reader, group, device
+    The last bits of the ranks' logits may differ.
+    """
+
+    def __init__(self, reader: Reader, group: dist.ProcessGroup) -> None:
+        super().__init__(reader.model, reader.rows)
+        self.reader, self.group = reader, group
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
         for new in self.reader.tokens(draw, drawn, count):
-            said = torch.tensor(new, device=self.device)
-            dist.broadcast(said, group=self.group, group_src=0)
-            yield said.tolist()
+            tokens = torch.tensor(new, device=self.device)
+            dist.broadcast(tokens, group=self.group, group_src=0)
+            yield tokens.tolist()
 
 
-class _ReadInShares(ReadOnce):
+class SharedReader(CachedReader):
+    """Reads prompts with the tokens divided among the ranks."""
+
     def __init__(
         self,
         model: Decoder,
@@ -132,25 +137,27 @@ class _ReadInShares(ReadOnce):
         super().__init__(model, rows, new, chunk)
 
     def free_bytes(self) -> int | None:
-        """Of the rank that has least: portions must be the same on all, and so must a refusal."""
-        own = free_bytes(self.device)
-        if own is None:
+        """Bytes of the rank that has least: portions must be the same on all, and so must a
+        refusal."""
+        mine = free_bytes(self.device)
+        if mine is None:
             return None
-        least = torch.tensor(own, device=self.device)
+        least = torch.tensor(mine, device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
         return int(least)
 
     def read(self, texts: Tensor, cache: Cache) -> Tensor:
         size, rank = self.exchange.size, self.exchange.rank
-        divided = (
-            (texts.shape[1] - 1) // size * size
-        )  # the rest, at least the last token, is on all ranks
-        portion = max(1, (self.chunk or divided) // size) * size
+        # The rest, at least the last token, is on all ranks.
+        divided = (texts.shape[1] - 1) // size * size
+        portion_size = max(1, (self.chunk or divided) // size) * size
         if divided:
             with dividing(self.exchange):
-                for part in texts[:, :divided].split(portion, dim=1):
-                    self.model.hidden(part.chunk(size, dim=1)[rank], cache, last=True)
-            cache.seen = divided  # which was counted in shares
+                for portion in texts[:, :divided].split(portion_size, dim=1):
+                    share = portion.chunk(size, dim=1)[rank]
+                    self.model.hidden(share, cache, last=True)
+                    # The decoder has counted the share; attention has seen the whole portion.
+                    cache.lengths.advance(portion.shape[1] - share.shape[1])
         return self.model.hidden(texts[:, divided:], cache)
 
 

@@ -27,12 +27,12 @@ from headwater._torch import all_gather, all_reduce, group_name, reduce_scatter
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
-from headwater.models.divisible import Divisible
 from headwater.models.kda import KDA, DecayGate
 from headwater.models.mla import MLA
 from headwater.models.mlp import SwiGLU
 from headwater.models.moe import Experts, MoE, Router
 from headwater.models.norm import RMSNorm
+from headwater.models.part import Part
 from headwater.models.sublayer import Sublayer
 from headwater.residuals import build
 
@@ -150,7 +150,7 @@ class Exchange:
         )
 
 
-class OnRank(Divisible):
+class OnRank(Part):
     def here(self, weight: Tensor) -> Tensor:
         return here(weight)
 
@@ -221,13 +221,13 @@ class DividedNorm(RMSNorm):
 
 
 class DividedRotary(Rotary):
-    """Asked by a rank for the positions of its share of a window, it answers for the whole window."""
+    """Asked by a rank for as many positions as its share has, it answers for the whole window."""
 
     exchange: Exchange
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         size = self.exchange.size if self.exchange.divides else 1
-        return super().forward(start * size, length * size)
+        return super().forward(start, length * size)
 
 
 BODIES: dict[type[nn.Module], type[nn.Module]] = {

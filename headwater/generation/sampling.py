@@ -1,9 +1,9 @@
-"""How the next token is drawn, without torch: the command line refuses bad numbers before it imports that."""
+"""Settings of a draw. Nothing here imports torch: the command line checks them before it does."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-LEAST = 1e-30  # temperature: of logits over less than that, some are infinite in fp32
+LEAST = 1e-30  # temperature: divided by less, some logits are infinite in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,19 +13,20 @@ class Sampling:
     temperature: float = 1.0
     """0 takes the likeliest token each time."""
     top_k: int | None = None
-    """Among so many of the likeliest."""
+    """Draw among this many of the likeliest tokens."""
     top_p: float | None = None
-    """Among the likeliest that together reach this probability."""
+    """Draw among the likeliest tokens that together reach this probability."""
     min_p: float | None = None
-    """Among those at least this share as likely as the likeliest."""
+    """Draw among tokens at least this share as likely as the likeliest."""
     repetition_penalty: float = 1.0
-    """For tokens that the text has: a positive logit is divided by this, a negative one multiplied."""
+    """For tokens that the text has: positive logits are divided by this, negative ones multiplied."""
 
     def check(self) -> None:
-        """Raises ValueError that names the setting, what it must be and what it is."""
+        """Raise ValueError that names the setting, what it must be and what it is."""
         if self.temperature != 0 and not LEAST <= self.temperature < float("inf"):
             raise ValueError(
-                f"temperature must be 0 (takes the likeliest token) or a number from {LEAST} on, got {self.temperature}"
+                f"temperature must be 0 (takes the likeliest token) or a number from {LEAST} on, "
+                f"got {self.temperature}"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
@@ -43,7 +44,7 @@ Portion = int | Literal["auto"] | None  # of a prompt, in tokens
 
 
 def check_counts(new: int, prefill_chunk: Portion) -> None:
-    """Raises ValueError unless so many tokens can be drawn, and prompts read in portions of this size."""
+    """Raise ValueError unless this many tokens can be drawn, and prompts read in such portions."""
     if new < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {new}")
     if isinstance(prefill_chunk, str) and prefill_chunk != "auto":

@@ -8,11 +8,12 @@ import torch
 from tinykimi import KIMI
 from tinymodels import VOCAB, model_of
 
-from headwater.models import Decoder, prefill
-from headwater.models.generate import generate, stream
-from headwater.models.prefill import bytes_per_token, cache_bytes, choose_chunk
-from headwater.models.sampling import Sampling
-from headwater.models.text import Piece, continue_texts
+from headwater.generation import prompt_portions
+from headwater.generation.generate import generate, stream
+from headwater.generation.prompt_portions import bytes_per_token, cache_bytes, choose_chunk
+from headwater.generation.sampling import Sampling
+from headwater.generation.text_pieces import Continuation, continue_texts
+from headwater.models import Decoder
 from headwater.residuals import names
 from headwater.train.data.tokenizer import ByteTokenizer
 
@@ -106,39 +107,33 @@ def test_each_row_stops_by_itself():
     assert len(steps) == 5
 
 
-@pytest.mark.parametrize("kind", ["attnres-block", "short windows", "kimi"])
+@pytest.mark.parametrize("kind", ["attnres-block", "short windows", "kimi", "looks back"])
 @pytest.mark.parametrize("prompts", [[[1, 2, 3], [4]], [[1, 2], [3, 4]]], ids=["uneven", "even"])
-def test_the_cache_has_its_size_at_once(kind, prompts, monkeypatch):
-    """What is kept of keys, values and latents is where it was, and as large as it was, after any number of tokens."""
+def test_the_cache_is_allocated_once(kind, prompts, monkeypatch):
+    """After any number of tokens its tensors are where they were after the prompts; those of the
+    sublayers are there before."""
     spec, settings = MODELS[kind]
-    model, made, before = model_of(spec, scatter=True, context=40, **settings), [], []
-    real = model.fixed_cache
+    model, caches, places = model_of(spec, scatter=True, context=40, **settings), [], []
 
-    def fixed(caches, *words):
-        before.extend(addresses(entry for cache in caches for entry in cache))
-        made.append(real(caches, *words))
-        assert not any(caches), "what prompts have left is not there twice"
-        return made[0]
+    def new_cache(*args):
+        caches.append(Decoder.new_cache(model, *args))
+        places[:] = [addresses(caches[-1])]  # the first cache is only weighed
+        return caches[-1]
 
-    monkeypatch.setattr(model, "fixed_cache", fixed)
-    places = []
+    monkeypatch.setattr(model, "new_cache", new_cache)
     for _ in stream(model, prompts, 30, Sampling(temperature=0.0)):
-        kept = (
-            getattr(entry, name, None) for entry in made[0] for name in ("keys", "values", "latent")
-        )
-        places.append([(t.data_ptr(), t.untyped_storage().nbytes()) for t in kept if t is not None])
-    assert len(places) == 30
-    assert places[0]
-    assert all(place == places[0] for place in places)
-    if len(prompts[0]) == len(prompts[1]):  # prompts were read where the cache is
-        assert addresses(made[0]) == before
+        places.append(addresses(caches[-1]))
+    assert len(places) == 31
+    *_, (entries, past) = places
+    assert all(place[0] == entries for place in places)
+    assert all(place[1] == past for place in places[1:])
+    lengths = sorted(len(prompt) + 29 for prompt in prompts)  # the last token was not read
+    assert caches[-1].lengths.tokens.tolist() == lengths
 
 
-def addresses(entries):
-    kept = (
-        getattr(entry, name, None) for entry in entries for name in ("keys", "values", "latent")
-    )
-    return [t.data_ptr() for t in kept if t is not None]
+def addresses(cache):
+    tensors = [tensor for entry in cache.entries if entry for tensor in entry.tensors()]
+    return [[tensor.data_ptr() for tensor in part] for part in (tensors, cache.past)]
 
 
 def test_between_two_steps_of_a_stream_the_model_is_as_its_owner_has_it():
@@ -219,7 +214,7 @@ def test_a_cache_that_is_too_large_is_refused_whatever_the_portion(portion, monk
     def refuse(*_):
         raise ValueError("takes more than is free")
 
-    monkeypatch.setattr("headwater.models.generate.choose_chunk", refuse)
+    monkeypatch.setattr("headwater.generation.prompts.choose_chunk", refuse)
     with pytest.raises(ValueError, match="more than is free"):
         generate(model_of("standard"), [[1]], 2, prefill_chunk=portion)
 
@@ -238,14 +233,14 @@ def test_a_row_that_has_ended_may_have_no_numbers():
 
 def shown(text: str, stops: list[str]) -> list[str]:
     """The pieces of a text whose bytes come one by one."""
-    piece, found = Piece(ByteTokenizer(), stops), []
+    piece, found = Continuation(ByteTokenizer(), stops), []
     ids = list(text.encode())
     for end in range(1, len(ids) + 1):
-        done = piece.add(ids[:end])
-        found.append(piece.take())
+        done = piece.update(ids[:end])
+        found.append(piece.piece())
         if done:
             break
-    return [*found, piece.take(last=True)]
+    return [*found, piece.piece(last=True)]
 
 
 def test_stop_words_and_half_characters_are_held_back():
@@ -259,10 +254,10 @@ def test_the_first_stop_word_in_the_text_ends_it_whichever_is_named_first():
     """One token may bring two stop words at once."""
     tokenizer = SimpleNamespace(end_of_text=-1, decode=lambda ids: "".join(WORDS[i] for i in ids))
     for stops in (["STOP", "END"], ["END", "STOP"]):
-        piece = Piece(tokenizer, stops)
-        assert not piece.add([0])
-        assert piece.add([0, 1])
-        assert piece.take() == "a river "
+        piece = Continuation(tokenizer, stops)
+        assert not piece.update([0])
+        assert piece.update([0, 1])
+        assert piece.piece() == "a river "
 
 
 WORDS = ["a river ", "END and STOP"]
@@ -303,7 +298,9 @@ def test_portions_fit_the_free_memory():
 def test_a_cache_that_the_gpu_has_no_room_for_is_refused():
     model = model_of("standard", context=10**6)
     model.embedding = torch.nn.Identity()
-    model.embedding.weight = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 4)
+    model.embedding.weight = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.float32, element_size=lambda: 4, is_meta=True
+    )
     cache = cache_bytes(model, 4, 10**6)
     with pytest.raises(
         ValueError, match=r"takes 1\.9 GiB, and 1\.2 GiB are free: take at most 2 prompts"
@@ -315,14 +312,16 @@ def test_a_cache_that_the_gpu_has_no_room_for_is_refused():
 
 def test_what_is_free_is_asked(monkeypatch):
     model, asked = model_of("standard"), []
-    monkeypatch.setattr(prefill, "free_bytes", lambda device: asked.append(device.type) or 0)
+    monkeypatch.setattr(
+        prompt_portions, "free_bytes", lambda device: asked.append(device.type) or 0
+    )
     hidden, read = Decoder.hidden, []
     monkeypatch.setattr(
         Decoder,
         "hidden",
         lambda *words, **ways: read.append(words[1].shape[1]) or hidden(*words, **ways),
     )
-    monkeypatch.setattr(prefill, "LEAST", 4)
+    monkeypatch.setattr(prompt_portions, "LEAST", 4)
     generate(model, [[1] * 10], 2, temperature=0.0)
     assert asked == ["cpu"]
     assert read == [4, 4, 2, 1]

@@ -8,11 +8,12 @@ import torch
 from tinykimi import KIMI
 from tinymodels import model_of
 
-from headwater.models.fused import FusedStep, reason_against
-from headwater.models.generate import _OnDevice, generate, stream
-from headwater.models.sampling import Sampling
-from headwater.models.step import DeviceSteps, GeneralStep
-from headwater.residuals import names
+from headwater.generation.captured_step import CapturedSteps, GeneralStep, step_of
+from headwater.generation.fused_step import FusedStep, can_step, fused_step
+from headwater.generation.generate import generate, stream
+from headwater.generation.prompts import CachedReader, DeviceReader
+from headwater.generation.sampling import Sampling
+from headwater.residuals import StandardResidual, names
 
 GPU = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
@@ -28,14 +29,24 @@ SHAPES = {"": {}, "qk_norm": {"qk_norm": True}, "tied": {"tie_embeddings": True}
 
 
 def cache_of(model, prompts, room=24):
-    """As `generate` leaves it after the prompts."""
-    caches = [model.new_cache() for _ in prompts]
+    """A cache that has the prompts, whose lengths the device alone knows."""
+    rows = sorted(prompts, key=len)
+    reader = CachedReader(model, rows, room - len(rows[-1]), None)
     with torch.no_grad():
-        for prompt, cache in zip(prompts, caches):
-            model.hidden(torch.tensor([prompt], device=model.embedding.weight.device), cache)
-    fixed = model.fixed_cache(caches, range(len(prompts)), room)
-    fixed.rows.even = None
-    return fixed
+        reader.read_prompts()
+    reader.cache.lengths.even = None
+    return reader.cache
+
+
+def captured_steps(model, prompts, *draw, room=24):
+    cache, device = cache_of(model, prompts, room), model.embedding.weight.device
+    return CapturedSteps(step_of(model, cache), len(prompts), device, *draw)
+
+
+def step_over(model, cache, backend):
+    step = fused_step(model, cache, backend)
+    assert step is not None
+    return step
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -44,16 +55,16 @@ def test_the_fused_step_computes_the_forward_pass(spec, shape):
     """Over the references of its parts, in fp64, so that an error of the plan cannot hide; caches included."""
     model = model_of(spec, scatter=True, **SHAPES[shape]).double().eval()
     caches = [cache_of(model, PROMPTS) for _ in range(2)]
-    steps = FusedStep(model, caches[0], backend="reference"), GeneralStep(model, caches[1])
+    steps = step_over(model, caches[0], "reference"), GeneralStep(model, caches[1])
     with torch.no_grad():
         for token in range(3):
             tokens = torch.tensor([token, token + 1, token + 2])
             mine, own = (step(tokens) for step in steps)
             torch.testing.assert_close(mine, own, atol=1e-9, rtol=1e-9)
-    for mine, own in zip(*caches):
-        if mine.keys is not None:
-            torch.testing.assert_close(mine.keys, own.keys)
-    assert torch.equal(caches[0].rows.lengths, torch.tensor([10, 4, 6]))
+    for mine, own in zip(*(cache.entries for cache in caches)):
+        if mine is not None:
+            torch.testing.assert_close(mine.tensors(), own.tensors())
+    assert torch.equal(caches[0].lengths.tokens, torch.tensor([4, 6, 10]))
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
@@ -74,40 +85,47 @@ def test_the_fused_step_over_its_kernels(rows, launched, monkeypatch):
     caches = [cache_of(model, PROMPTS[:rows]) for _ in range(2)]
     with torch.no_grad():
         mine, own = (
-            FusedStep(model, cache, backend=backend)(torch.tensor([3, 4][:rows]))
+            step_over(model, cache, backend)(torch.tensor([3, 4][:rows]))
             for cache, backend in zip(caches, ("triton", "reference"))
         )
     torch.testing.assert_close(mine, own, atol=2e-5, rtol=2e-5)
     assert len(count) == launched + 2  # and one for each block
 
 
-def test_what_cannot_be_fused_is_named():
-    assert reason_against(model_of("mhc")) == "its residual is mhc"
-    assert "shortswa" in reason_against(model_of("standard", shortswa=3))
-    assert "first attention's values" in reason_against(model_of("standard", value_residual=True))
-    assert "one head" not in (reason_against(model_of("attnres-block")) or "")
-    assert "residual is attnres-block" in reason_against(model_of("attnres-block:heads=2"))
-    assert "asks for the reference" in reason_against(model_of("attnres-block:backend=reference"))
+def test_residuals_without_a_form_for_one_token():
+    stream = torch.zeros(1, 32)
+    for spec in ("mhc", "attnres-block:heads=2", "attnres-block:backend=reference"):
+        assert model_of(spec).residual.one_token(stream, "auto") is None
+
+    class Own(StandardResidual):
+        pass
+
+    assert Own(32, 8).one_token(stream, "auto") is None
+
+
+def test_parts_that_kernels_cannot_read():
+    assert can_step(model_of("standard"))
+    assert not can_step(model_of("standard", shortswa=3))
+    assert not can_step(model_of("standard", value_residual=True))
+    assert not can_step(model_of("standard", **KIMI))
     with torch.autocast("cpu", torch.bfloat16):
-        assert reason_against(model_of("standard")) == "autocast is on"
-    wrapped, biased = model_of("standard"), model_of("standard")
+        assert not can_step(model_of("standard"))
+    wrapped, biased, watched, mixed = (model_of("standard") for _ in range(4))
     body = wrapped.sublayers[0].body
-    body.query = torch.nn.Sequential(
-        body.query, torch.nn.Identity()
-    )  # as adapters do, with the weight inside
+    # As adapters do, with the weight inside.
+    body.query = torch.nn.Sequential(body.query, torch.nn.Identity())
     biased.sublayers[1].body.output = torch.nn.Linear(48, 32)
-    assert all("wrapped" in reason_against(model) for model in (wrapped, biased))
-    watched = model_of("standard")
     watched.sublayers[1].body.register_forward_hook(lambda *_: None)
-    assert reason_against(watched) == "its modules have hooks"
+    mixed.head.double()
+    assert not any(can_step(model) for model in (wrapped, biased, watched, mixed))
 
 
 def as_on_a_gpu(monkeypatch):
     """Generation on a CPU by the steps of a GPU: what is recorded runs again, and tokens are there at once."""
-    monkeypatch.setattr("headwater.models.generate.ReadOnce", _OnDevice)
-    monkeypatch.setattr(DeviceSteps, "_capture", lambda self: setattr(self, "replay", self._once))
+    monkeypatch.setattr("headwater.generation.generate.CachedReader", DeviceReader)
+    monkeypatch.setattr(CapturedSteps, "_capture", lambda self: setattr(self, "replay", self._once))
     done = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(DeviceSteps, "_send", lambda self: (self.drawn.clone(), done))
+    monkeypatch.setattr(CapturedSteps, "_send", lambda self: (self.drawn.clone(), done))
 
 
 @pytest.mark.parametrize(
@@ -140,11 +158,12 @@ def test_a_step_runs_with_its_own_gpu_as_the_current_one(monkeypatch):
         current.pop()
 
     model = model_of("standard").eval()
-    steps = DeviceSteps(
-        model,
-        cache_of(model, PROMPTS),
-        lambda logits: seen.append(current[-1]) or logits.argmax(-1),
-    )
+
+    def draw(logits):
+        seen.append(current[-1])
+        return logits.argmax(-1)
+
+    steps = captured_steps(model, PROMPTS, draw)
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     with torch.no_grad():
         steps.run()
@@ -178,9 +197,9 @@ def test_a_failed_recording_says_what_failed_and_leaves_its_stream_and_random_nu
         "current_stream": lambda: current[0], "set_stream": lambda new: current.__setitem__(0, new),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("headwater.models.step._capture_stream", lambda device: None)
+    monkeypatch.setattr("headwater.generation.captured_step._capture_stream", lambda device: None)
     model = model_of("standard").eval()
-    steps = DeviceSteps(model, cache_of(model, PROMPTS), draw)
+    steps = captured_steps(model, PROMPTS, draw)
     with torch.no_grad():
         steps.run()
         with pytest.warns(UserWarning, match=r"a CUDA graph: a number was asked for\. It goes on"):
@@ -232,7 +251,9 @@ def test_a_step_in_bf16_is_as_near_to_the_truth(spec, batch):
     with torch.no_grad():
         for way in ("truth", "own", "fused"):
             mine = model.double().cuda() if way == "truth" else model.bfloat16().cuda()
-            step = (FusedStep if way == "fused" else GeneralStep)(mine, cache_of(mine, prompts))
+            cache = cache_of(mine, prompts)
+            step = fused_step(mine, cache) if way == "fused" else GeneralStep(mine, cache)
+            assert isinstance(step, FusedStep if way == "fused" else GeneralStep)
             found[way] = torch.stack(
                 [step(torch.full((batch,), t, device="cuda")) for t in range(3)]
             ).double()
@@ -248,7 +269,7 @@ def test_a_step_in_bf16_is_as_near_to_the_truth(spec, batch):
 )
 def test_steps_are_captured_and_stops_are_met(spec):
     model = model_of(spec, scatter=True).cuda()
-    steps = DeviceSteps(model, cache_of(model, PROMPTS))
+    steps = captured_steps(model, PROMPTS)
     with torch.no_grad():
         for _ in range(3):
             steps.run()
@@ -303,11 +324,11 @@ def test_what_cannot_be_captured_goes_on_step_by_step():
         generate(model, PROMPTS[:1], 8, temperature=0.0)[0][7:],
         torch.cuda.current_stream(),
     )
-    steps = DeviceSteps(
-        model,
-        cache_of(model, PROMPTS[:1]),
-        lambda z: torch.full((1,), int(z.argmax()), device="cuda"),
-    )
+
+    def draw(logits):
+        return torch.full((1,), int(logits.argmax()), device="cuda")
+
+    steps = captured_steps(model, PROMPTS[:1], draw)
     steps.tokens.fill_(own[0])
     with torch.no_grad(), pytest.warns(UserWarning, match="not captured as a CUDA graph"):
         found = [int(steps.run().argmax()) for _ in range(7)]
@@ -330,7 +351,7 @@ def test_a_gpu_that_is_not_the_current_one(spec):
 )
 def test_memory_does_not_grow_with_tokens(spec):
     model = model_of(spec, scatter=True, context=2100).cuda()
-    steps, sizes = DeviceSteps(model, cache_of(model, PROMPTS, 2100)), []
+    steps, sizes = captured_steps(model, PROMPTS, room=2100), []
     with torch.no_grad():
         for number in range(2000):
             steps.run()

@@ -1,0 +1,198 @@
+"""What a decoder keeps of the tokens it has seen: keys and values, latents, or states.
+
+A cache is allocated once, for B rows of at most `room` tokens. Each row has its own length: new
+tokens are written at the row's place and look at what the row has. Nothing ever moves, so that a
+step which a CUDA graph has recorded finds it again. For inference: gradients do not pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwater.ops.decode import attend
+from headwater.ops.routing import use_triton
+from headwater.residuals import State
+
+
+class Lengths:
+    """Tokens that each row has: on the device as `tokens` (B,), and on the host as `even`.
+
+    `room` is the most that a row can have. `even` is None where the host does not know one number
+    for all rows; where it does, sublayers get what there is, and otherwise all room with a mask.
+    """
+
+    def __init__(self, tokens: Tensor, room: int, even: int | None = None) -> None:
+        self.tokens, self.room, self.even = tokens, room, even
+
+    @property
+    def empty(self) -> bool:
+        return self.even == 0
+
+    def positions(self, count: int) -> Tensor:
+        """Positions (B, count) of the next tokens."""
+        return self.tokens[:, None] + torch.arange(count, device=self.tokens.device)
+
+    def advance(self, count: int) -> None:
+        self.tokens += count
+        if self.even is not None:
+            self.even += count
+
+    def write(self, stored: Tensor, new: Tensor) -> Tensor:
+        """Write `new` (B, T, ...) into `stored` (B, room, ...), and return as much as a row may have."""
+        count = new.shape[1]
+        if self.even is not None:
+            stored[:, self.even : self.even + count] = new
+            return stored[:, : self.even + count]
+        places = self.positions(count).reshape(*new.shape[:2], *[1] * (new.dim() - 2))
+        return stored.scatter_(1, places.expand_as(new), new.to(stored.dtype))
+
+    def mask(self, count: int, window: int | None) -> Tensor | None:
+        """Where the next tokens may look, (B, 1, count, room) or shorter; None: at all that came."""
+        if self.even is not None:
+            if count == 1 or window is not None or self.empty:
+                return None
+            return continuation_mask(count, self.even, self.tokens.device)
+        keys = torch.arange(self.room, device=self.tokens.device)
+        places = self.positions(count)[:, None, :, None]
+        visible = keys <= places
+        return visible if window is None else visible & (keys > places - window)
+
+
+def continuation_mask(count: int, past: int, device: torch.device) -> Tensor:
+    """True where a new token (row) may look: at the past, and at new tokens up to itself.
+
+    On a GPU the mask is never written out: for a portion of a long prompt it would fill the memory.
+    """
+    if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # which imports triton
+
+        return causal_lower_right(count, past + count)
+    return torch.ones(count, past + count, dtype=torch.bool, device=device).tril(diagonal=past)
+
+
+@dataclass
+class KeysValues:
+    """Keys and values of an attention sublayer, (B, room, kv_heads, head_dim) each."""
+
+    lengths: Lengths
+    keys: Tensor
+    values: Tensor
+    window: int | None = None
+
+    def rows(self, start: int, stop: int, lengths: Lengths) -> KeysValues:
+        return KeysValues(lengths, self.keys[start:stop], self.values[start:stop], self.window)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values
+
+    def mask(self, count: int) -> Tensor | None:
+        return self.lengths.mask(count, self.window)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, (B, kv_heads, T, d); return all that they may look at."""
+        all_keys = self.lengths.write(self.keys, keys.transpose(1, 2))
+        all_values = self.lengths.write(self.values, values.transpose(1, 2))
+        if self.lengths.empty:
+            return keys, values
+        first = 0
+        if self.window is not None and self.lengths.even is not None:
+            first = max(0, self.lengths.even + 1 - self.window)
+        return all_keys[:, first:].transpose(1, 2), all_values[:, first:].transpose(1, 2)
+
+    def attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Write one token of every row and attend, (B, H, 1, d), where a kernel does both."""
+        if q.shape[2] != 1 or not use_triton("auto", q, k, v, self.keys, self.values):
+            return None
+        new = q[:, :, 0], k[:, :, 0], v[:, :, 0]
+        lengths = self.lengths.tokens
+        y = attend(*new, self.keys, self.values, lengths, window=self.window)
+        return y.unflatten(1, (q.shape[1], 1, -1))
+
+
+@dataclass
+class Latents:
+    """Latents and shared keys of an MLA sublayer, (B, room, latent + shared): for all heads."""
+
+    lengths: Lengths
+    latents: Tensor
+
+    def rows(self, start: int, stop: int, lengths: Lengths) -> Latents:
+        return Latents(lengths, self.latents[start:stop])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.latents,)
+
+    def mask(self, count: int) -> Tensor | None:
+        return self.lengths.mask(count, None)
+
+    def append(self, latents: Tensor) -> Tensor:
+        """Write new latents, (B, T, latent + shared); return all that they may look at."""
+        all_latents = self.lengths.write(self.latents, latents)
+        return latents if self.lengths.empty else all_latents
+
+    def attend_one(self, q: Tensor, latent: Tensor, values: int, scale: float) -> Tensor | None:
+        """As `KeysValues.attend_one`, with absorbed queries (B, H, 1, latent + shared)."""
+        if q.shape[2] != 1 or not use_triton("auto", q, latent, self.latents):
+            return None
+        keys = self.latents[:, :, None]  # (B, room, 1, latent + shared)
+        new_values, all_values = latent[..., :values], keys[..., :values]
+        lengths = self.lengths.tokens
+        y = attend(q[:, :, 0], latent, new_values, keys, all_values, lengths, scale=scale)
+        return y.unflatten(1, (q.shape[1], 1, -1))
+
+
+@dataclass
+class States:
+    """What a KDA sublayer knows of all tokens, however many there were.
+
+    `state` (B, H, K, V) in fp32, and the last inputs of its convolutions, `tail` (B, kernel - 1, 3 H K).
+    """
+
+    state: Tensor
+    tail: Tensor
+
+    def rows(self, start: int, stop: int, lengths: Lengths) -> States:
+        return States(self.state[start:stop], self.tail[start:stop])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.state, self.tail
+
+
+Entry = KeysValues | Latents | States
+
+
+class Cache:
+    """One entry for each sublayer that mixes tokens, None for the others, and the rows' lengths.
+
+    `past` is what the residual looks back at along the tokens, if anything.
+    """
+
+    def __init__(self, entries: list[Entry | None], lengths: Lengths) -> None:
+        self.entries, self.lengths = entries, lengths
+        self.past: State = ()
+
+    def __getitem__(self, i: int) -> Entry | None:
+        return self.entries[i]
+
+    def keep_past(self, past: State) -> None:
+        """Keep what the residual will look back at, in one place from the first tokens on."""
+        if not self.past:
+            self.past = past
+            return
+        for stored, new in zip(self.past, past, strict=True):
+            stored.copy_(new)
+
+    def rows(self, start: int, stop: int) -> Cache:
+        """A view of some rows of an empty cache, to read prompts of one length into."""
+        lengths = Lengths(self.lengths.tokens[start:stop], self.lengths.room, even=0)
+        entries = [entry and entry.rows(start, stop, lengths) for entry in self.entries]
+        return Cache(entries, lengths)
+
+    def join(self, views: list[Cache]) -> None:
+        """Take over what views of all rows know besides the tensors that they share with this."""
+        counts = {view.lengths.even for view in views}
+        self.lengths.even = counts.pop() if len(counts) == 1 else None
+        self.past = tuple(torch.cat(parts) for parts in zip(*(view.past for view in views)))
