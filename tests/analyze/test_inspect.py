@@ -10,6 +10,7 @@ from tinymodels import model_of, tokens_of
 import headwater
 from headwater.analyze.inspector import removal
 from headwater.analyze.inspector.serve import InspectorServer
+from headwater.analyze.prompted import prompted_run
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
@@ -17,13 +18,18 @@ from headwater.residuals import names
 from headwater.residuals.record import linear_replay
 from headwater.train.data.tokenizer import ByteTokenizer
 
-SPECS = ["attnres-full", "attnres-block:block=2", "denseformer", "mhc", "ddl"]
+SPECS = ["attnres-full", "attnres-block:block=2", "denseformer", "mhc", "ddl", "muddformer"]
 WITHIN = {"atol": 1e-5, "rtol": 0}
 LENGTH = 7
 
 
+def inputs_of(x):
+    """The inputs of a sublayer: one, or query, key and value."""
+    return x if isinstance(x, tuple) else (x,)
+
+
 def forward(model, tokens, without=None):
-    """Reads, sources and logits of a pass; `without(i, x)` is what read i, the head's last, sees instead of x."""
+    """Reads, sources and logits of a pass; read i, the head's last, sees `without(i, x)` for x."""
     without = without or (lambda i, x: x)
     residual, rotary = model.residual, model.rotary(0, tokens.shape[1])
     x = model.embedding(tokens)
@@ -38,81 +44,103 @@ def forward(model, tokens, without=None):
     return reads, sources, model.head(model.norm(without(len(sources) - 1, reads[-1])))
 
 
-def less(x, share):
-    """x - share, and zero where nothing but rounding is left."""
-    rest = x - share
-    return torch.where(
-        rest.abs().amax(-1, keepdim=True) > 1e-5 * x.abs().amax(-1, keepdim=True), rest, 0.0
-    )
+def less(x, shares):
+    """Each input less its share, and zero where nothing but rounding remains."""
+    rests = []
+    for part, share in zip(inputs_of(x), shares, strict=True):
+        rest = part - share
+        rounding = 1e-5 * part.abs().amax(-1, keepdim=True)
+        rests.append(torch.where(rest.abs().amax(-1, keepdim=True) > rounding, rest, 0.0))
+    return tuple(rests) if isinstance(x, tuple) else rests[0]
 
 
 def nats(logits, tokens):
     return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
 
 
-def jacobian(model, sources, read, source):
-    """Of a read with respect to a source, the weights held: (T, D, D) for each token by itself."""
+def shares_of(model, sources, read, source):
+    """J v of each input of a read, J by the dense Jacobian of each token with the weights held."""
     leaves, reads = linear_replay(model.residual, sources)
-    rows = []
-    for channel in range(reads[read].shape[-1]):
-        along = torch.zeros_like(reads[read])
-        along[..., channel] = 1
-        rows.append(
-            torch.autograd.grad(reads[read], leaves[source], along, retain_graph=True)[0][0]
-        )
-    return torch.stack(rows, 1)
+    shares = []
+    for x in inputs_of(reads[read]):
+        rows = []
+        for channel in range(x.shape[-1]):
+            along = torch.zeros_like(x)
+            along[..., channel] = 1
+            (row,) = torch.autograd.grad(x, leaves[source], along, retain_graph=True)
+            rows.append(row[0])
+        jacobian = torch.stack(rows, 1)  # (T, D, D)
+        shares.append(torch.einsum("tij,tj->ti", jacobian, sources[source][0]))
+    return shares
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_weights_words_and_effects_are_those_computed_directly(spec):
     model, tokens = model_of(spec, scatter=True, layers=2), tokens_of(1, LENGTH)
-    found = headwater.inspect(model, tokens, top=3)
+    inspection = headwater.inspect(model, tokens, top=3)
     with torch.no_grad():
         reads, sources, logits = forward(model, tokens)
-    torch.testing.assert_close(found.loss, nats(logits, tokens), **WITHIN)
-    for said, parts in ((found.reads, reads), (found.sources, sources)):
+    first_inputs = [inputs_of(read)[0] for read in reads]
+    torch.testing.assert_close(inspection.loss, nats(logits, tokens), **WITHIN)
+    for top, parts in ((inspection.reads, first_inputs), (inspection.sources, sources)):
         for i, part in enumerate(parts):
-            top = model.head(model.norm(part))[0].softmax(-1).topk(3)
-            torch.testing.assert_close(said.probabilities[i], top.values.detach(), **WITHIN)
-            assert torch.equal(said.ids[i], top.indices)
-    torch.testing.assert_close(found.read_size[3], reads[3][0].square().mean(-1).sqrt(), **WITHIN)
+            likeliest = model.head(model.norm(part))[0].softmax(-1).topk(3)
+            values = likeliest.values.detach()
+            torch.testing.assert_close(top.probabilities[i], values, **WITHIN)
+            assert torch.equal(top.ids[i], likeliest.indices)
+    size = first_inputs[3][0].square().mean(-1).sqrt()
+    torch.testing.assert_close(inspection.read_size[3], size, **WITHIN)
     shares = {}
-    for read, source in found.pairs:
-        J, v = jacobian(model, sources, read, source), sources[source][0]
-        shares[read, source] = torch.einsum("tij,tj->ti", J, v)
-        weight = (shares[read, source] * v).sum(-1) / v.square().sum(-1)
-        torch.testing.assert_close(found.mixing[read, source], weight, **WITHIN)
-    check_removals(model, tokens, found, shares, nats(logits, tokens))
+    for read, source in inspection.pairs:
+        v = sources[source][0]
+        shares[read, source] = shares_of(model, sources, read, source)
+        weight = (shares[read, source][0] * v).sum(-1) / v.square().sum(-1)
+        torch.testing.assert_close(inspection.mixing[read, source], weight, **WITHIN)
+    check_removals(model, tokens, inspection, shares, nats(logits, tokens))
 
 
 @torch.no_grad()
-def check_removals(model, tokens, found, shares, loss):
+def check_removals(model, tokens, inspection, shares, loss):
     for source in range(5):
-        left = []
+        sizes = []  # what remains of each read, as a part of it
 
-        def without(i, x, source=source, left=left):
+        def without(i, x, source=source, sizes=sizes):
             rest = less(x, shares[i, source]) if source <= i else x
-            left.extend((rest.norm(dim=-1) / x.norm(dim=-1)).flatten().tolist())
+            for part, whole in zip(inputs_of(rest), inputs_of(x), strict=True):
+                sizes.extend((part.norm(dim=-1) / whole.norm(dim=-1)).flatten().tolist())
             return rest
 
-        gone = forward(model, tokens, without)[2]
-        # Where less than a hundredth of a read is left, its norm makes rounding larger by as much.
-        within = {
-            "atol": 1e-5 * max(1, 0.01 / min((part for part in left if part), default=1)),
-            "rtol": 0,
-        }
-        torch.testing.assert_close(found.removed.loss[source], nats(gone, tokens) - loss, **within)
-        top = gone[0].softmax(-1).topk(3)
-        torch.testing.assert_close(found.removed.top.probabilities[source], top.values, **within)
-        assert torch.equal(found.removed.top.ids[source], top.indices)
-    for place, (read, source) in enumerate(found.pairs):
-        gone = forward(
-            model, tokens, lambda i, x, at=(read, source): less(x, shares[at]) if i == at[0] else x
-        )[2]
-        torch.testing.assert_close(
-            found.removed_at.loss[place], nats(gone, tokens) - loss, **WITHIN
-        )
-        assert torch.equal(found.removed_at.top.ids[place, :, 0], gone[0].argmax(-1))
+        logits = forward(model, tokens, without)[2]
+        # Where less than a hundredth of a read remains, its norm enlarges rounding by as much.
+        smallest = min((size for size in sizes if size), default=1)
+        within = {"atol": 1e-5 * max(1, 0.01 / smallest), "rtol": 0}
+        change = nats(logits, tokens) - loss
+        torch.testing.assert_close(inspection.removed.loss[source], change, **within)
+        likeliest = logits[0].softmax(-1).topk(3)
+        probabilities = inspection.removed.top.probabilities[source]
+        torch.testing.assert_close(probabilities, likeliest.values, **within)
+        assert torch.equal(inspection.removed.top.ids[source], likeliest.indices)
+    for place, (read, source) in enumerate(inspection.pairs):
+
+        def without_at(i, x, read=read, source=source):
+            return less(x, shares[read, source]) if i == read else x
+
+        logits = forward(model, tokens, without_at)[2]
+        change = nats(logits, tokens) - loss
+        torch.testing.assert_close(inspection.removed_at.loss[place], change, **WITHIN)
+        assert torch.equal(inspection.removed_at.top.ids[place, :, 0], logits[0].argmax(-1))
+
+
+def test_a_prompt_in_place_of_a_run_has_sizes_over_tokens_and_channels():
+    """The report draws them beside those of runs, which are root mean squares of all numbers."""
+    model, tokens = model_of("attnres-full", scatter=True, layers=2), tokens_of(1, LENGTH)
+    run = prompted_run(headwater.inspect(model, tokens, removals="none"), dim=32, layers=2)
+    with torch.no_grad():
+        reads, sources, _ = forward(model, tokens)
+    (record,) = run.depth
+    for name, parts in (("read_norm", reads), ("output_norm", sources[1:])):
+        sizes = [part.square().mean().sqrt() for part in parts]
+        torch.testing.assert_close(torch.tensor(record[name]), torch.stack(sizes), **WITHIN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

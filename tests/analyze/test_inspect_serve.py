@@ -11,7 +11,7 @@ import pytest
 from tinymodels import model_of
 
 import headwater
-from headwater.analyze.inspector.serve import LONGEST, InspectorServer
+from headwater.analyze.inspector.serve import InspectorServer
 from headwater.errors import UserError
 from headwater.train.data.tokenizer import ByteTokenizer
 
@@ -96,18 +96,31 @@ def test_without_its_token_nothing_answers(server):
     assert ask(server, "", "PUT")[0] == 501
 
 
-def test_a_prompt_that_does_not_fit_is_told_why(server):
-    for body, words in (
-        (json.dumps({"prompt": "a"}), "two tokens at least"),
-        (json.dumps({"prompt": "a" * 40}), "context of 32"),
-        (json.dumps({"prompt": 3}), "JSON with a prompt"),
-        ("[]", "JSON with a prompt"),
-        ("{", "JSON with a prompt"),
-        ("x" * (LONGEST + 1), "bytes"),
-    ):
-        status, answer, _ = ask(server, "inspect", "POST", body)
-        assert status == 400
-        assert words in json.loads(answer)["error"]
+BAD_REQUESTS = {
+    "short": (json.dumps({"prompt": "a"}), "two tokens at least"),
+    "long": (json.dumps({"prompt": "a" * 40}), "context of 32"),
+    "number": (json.dumps({"prompt": 3}), "JSON with a prompt"),
+    "list": ("[]", "JSON with a prompt"),
+    "cut": ("{", "JSON with a prompt"),
+    "nested": ("[" * 50_000, "JSON with a prompt"),
+    "half an emoji": (json.dumps({"prompt": "a \ud83d"}), "JSON with a prompt"),
+    "too many bytes": ("x" * 3_000_000, "100000 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_request_that_does_not_fit_is_answered_with_the_reason(server, name, capfd):
+    body, words = BAD_REQUESTS[name]
+    status, answer, _ = ask(server, "inspect", "POST", body)
+    assert (status, capfd.readouterr().err) == (400, "")
+    assert words in json.loads(answer)["error"]
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "-1", "many", ""])
+def test_a_length_that_is_no_number_is_refused(server, length, capfd):
+    status, answer, _ = ask(server, "inspect", "POST", "{}", Content_Length=length)
+    assert (status, capfd.readouterr().err) == (400, "")
+    assert "100000 bytes" in json.loads(answer)["error"]
 
 
 def test_a_port_that_is_taken_is_named(server):

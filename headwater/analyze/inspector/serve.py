@@ -19,6 +19,7 @@ from .page import make_page, payload
 
 Look = Callable[[str], Sequence[Inspection]]
 LONGEST = 100_000  # bytes of a request
+DISCARDED = 10_000_000  # bytes at most of a longer one that are read before it is refused
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -66,24 +67,29 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._welcome("inspect"):
             return
         try:
-            found = self._look()
+            prompt = self._read_prompt()
+            with self.server.lock:  # one at a time: the model has one machine
+                data = payload(self.server.look(prompt)) | {"served": True}
         except UserError as error:
             self._answer_json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
         else:
-            self._answer_json(HTTPStatus.OK, found)
+            self._answer_json(HTTPStatus.OK, data)
 
-    def _look(self) -> dict[str, Any]:
+    def _read_prompt(self) -> str:
+        """The prompt of a request. Raises UserError for a request that has none."""
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LONGEST:
+        # Python turns no text of thousands of digits into a number.
+        size = int(length) if length.isdecimal() and len(length) < 10 else None
+        if size is None or size > LONGEST:
+            # A browser reads the answer once it has sent its text, which nobody needs.
+            self.rfile.read(min(size or 0, DISCARDED))
             raise UserError(f"a prompt may have {LONGEST} bytes")
         try:
-            prompt = json.loads(self.rfile.read(int(length)))["prompt"]
-        except (ValueError, TypeError, KeyError):
-            prompt = None
-        if not isinstance(prompt, str):
-            raise UserError("a request is JSON with a prompt")
-        with self.server.lock:  # one at a time: the model has one machine
-            return payload(self.server.look(prompt)) | {"served": True}
+            prompt = json.loads(self.rfile.read(size))["prompt"]
+            prompt.encode()  # half an emoji is no text
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise UserError("a request is JSON with a prompt") from None
+        return prompt
 
     def _welcome(self, page: str) -> bool:
         """Whether the request may be answered; otherwise it has been refused, and told nothing."""
