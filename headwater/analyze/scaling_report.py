@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from headwater.analyze.plot import Line, Panel, colours_of, picture
+from headwater.analyze.power_law import ALPHAS, BUDGETS
 from headwater.analyze.report import write_page
-from headwater.analyze.scaling import ALPHAS, BUDGETS, Interval, Scaling, without_ends
+from headwater.analyze.scaling import Interval, Scaling, without_ends
 
 SAYS = 4.0  # times the compute: an interval that reaches further is drawn to the picture's edge
 

@@ -114,7 +114,8 @@ def scaling(argv: list[str]) -> None:
     with user_values():
         from headwater.analyze.rates import at_rate, rates_by_budget
         from headwater.analyze.runs import beside, number, read_runs
-        from headwater.analyze.scaling import compare_runs, operations
+        from headwater.analyze.scaling import compare_runs
+        from headwater.analyze.scaling_points import operations
         from headwater.analyze.scaling_report import table, write_plot
 
         runs = read_runs(list(flags.folders))

@@ -11,7 +11,8 @@ import math
 
 import numpy as np
 
-from headwater.analyze.scaling import Fit, compare_scaling
+from headwater.analyze.power_law import Fit
+from headwater.analyze.scaling import compare_scaling
 
 BUDGETS = (1.5e15, 1e16, 4.5e16, 1.4e17)
 PLAIN, BETTER = Fit(1.047, 0.331, 0.265, 5.1e15), Fit(1.06, 0.285, 0.29, 5.1e15)

@@ -13,20 +13,13 @@ import pytest
 from runfolder import write_json
 
 from headwater.analyze import scaling_of, write_matrix, write_report
+from headwater.analyze.bootstrap import noise_groups
 from headwater.analyze.plot import FLOOR, HIGH, TOP, Line, Panel, lines_of, picture
+from headwater.analyze.power_law import Fit, fit
 from headwater.analyze.rates import at_rate, rates_by_budget
 from headwater.analyze.runs import RecordedRun
-from headwater.analyze.scaling import (
-    Fit,
-    Interval,
-    _neighbours,
-    compare_scaling,
-    confounders_of,
-    fit,
-    operations,
-    points_of,
-    without_ends,
-)
+from headwater.analyze.scaling import Interval, compare_scaling, without_ends
+from headwater.analyze.scaling_points import confounders_of, operations, points_of
 from headwater.analyze.scaling_report import plot, table, write_plot
 from headwater.cli import main
 from headwater.errors import UserError
@@ -209,9 +202,9 @@ def test_other_draws_give_nearly_the_same_interval():
 
 
 def test_budgets_share_their_noise_from_the_largest_down_until_there_are_seeds_enough():
-    assert _neighbours([{1: 3, 2: 2, 3: 1, 4: 0}, {1: 5, 2: 2, 3: 0, 4: 0}]) == [[1], [2, 3, 4]]
-    assert _neighbours([{1: 1, 2: 3, 3: 3}]) == [[1, 2], [3]]
-    assert _neighbours([{1: 1, 2: 0, 3: 0}]) == [[1, 2, 3]]
+    assert noise_groups([{1: 3, 2: 2, 3: 1, 4: 0}, {1: 5, 2: 2, 3: 0, 4: 0}]) == [[1], [2, 3, 4]]
+    assert noise_groups([{1: 1, 2: 3, 3: 3}]) == [[1, 2], [3]]
+    assert noise_groups([{1: 1, 2: 0, 3: 0}]) == [[1, 2, 3]]
 
 
 def test_a_budget_with_one_seed_has_the_noise_of_the_others():
