@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwater.stats import Paired, minus, pair, summarize
+from headwater.runs.stats import Paired, minus, pair, summarize
 
 BASELINES = ("standard", "block", "full", "muddformer")
 Losses = dict[int, float | None]
