@@ -1,7 +1,7 @@
 """A training run, readable from top to bottom: `train` is the run, the rest are its parts in the order it meets them.
 
-Every update is a function of the configuration, its number and the weights alone, so that a resumed run repeats
-exactly what an undisturbed one does.
+Every update is a function of the configuration, its number and the weights alone. So a resumed run repeats exactly
+what an undisturbed run does.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headwater.errors import UserError
+from headwater.errors import UserError, command, spell
 from headwater.folders import at_home
 from headwater.models import Decoder
 from headwater.residuals import plugin_of
-from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import how_to_test, suspected
 from headwater.train.balance import balance
 from headwater.train.checkpoint.folder import last_good
+from headwater.train.checkpoint.saver import NotFinite
 from headwater.train.config import Config, check
 from headwater.train.device_step import DeviceStep, Outcome
 from headwater.train.distributed.fsdp import clip, defer_reduction, gather, reshard
@@ -38,7 +37,7 @@ from headwater.train.losses import half_precision, nats_per_token
 from headwater.train.monitor import loggers
 from headwater.train.monitor.bad_steps import Reason, cause_file
 from headwater.train.monitor.depth import depth_record, gradient_norms
-from headwater.train.monitor.interrupts import RESUME, Interruption
+from headwater.train.monitor.interrupts import Interruption
 from headwater.train.monitor.progress import ProgressLine
 from headwater.train.monitor.watchdog import Watchdog
 from headwater.train.optim import ends_in_warmup, learning_rate, set_learning_rate
@@ -46,8 +45,12 @@ from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 from headwater.train.run import Run, begin, choose_device, finish, save
 
 TOGETHER = 1e-3  # seconds; no step is shorter
-DUE = ("eval", "depth", "save")  # what may be due after a step, each with its interval
 FAILED = 1000  # above every signal: a save in the background has failed
+COMPILED = {
+    "none": "nothing compiled",
+    "layers": "layers compiled",
+    "model": "the model compiled",
+}
 
 
 def train(
@@ -79,7 +82,7 @@ def train(
     settings = config.train
     if resume and not (out / "config.json").exists():
         raise UserError(
-            f"there is no run at {out} to resume: check --out, or leave --resume out to start one"
+            f"there is no run at {out} to resume: check {spell('out')}, or begin one without {spell('resume')}"
         )
     loggers.require(config.log)
     with (
@@ -88,100 +91,152 @@ def train(
         locked(out) if ranks.main else nullcontext(),
     ):
         run = begin(config, out, resume=resume, ranks=ranks)
-        if run.step == settings.steps and (
-            result := ranks.broadcast_object(result_in(out) if ranks.main else None)
-        ):
+        if result := finished_before(run):
             return result
-        line = ProgressLine(
-            "training", run.step, settings.steps, Console(quiet=not (progress and ranks.main))
-        )
-        watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
-        if ranks.main:
-            run.log.mirrors = loggers.start(config.log, out, run.step, run.identity)
-        with closing(run.log), Interruption() as interruption, watchdog, line, run.saver:
-            if resume and not run.step:
-                every = f"one is written every {settings.save_every} steps"
-                line.say(
-                    f"no checkpoint in {out / 'checkpoints'} to go on from ({every}): the run begins anew"
-                )
-            if run.planned:
-                line.say(goes_further(run))
-            if said := ends_in_warmup(settings.steps, config.optim):
-                line.say(said)
-            clock, steps = Clock(run), steps_of(run, line.say)
+        with Watch(run, progress=progress) as watch:
+            tell_beginning(run, watch.say, resume=resume)
+            steps = steps_of(run, watch.say)
             for number in range(run.step + 1, settings.steps + 1):
-                watchdog.reset()
-                last = number == settings.steps
-                known = steps.take(number)
+                watch.next_step()
+                outcomes = steps.take(number)
                 run.step = number
-                # Ranks act on what they have compared: a signal that comes after it waits for the next step.
-                asked = ranks.max(FAILED if run.saver.failed else interruption.signum)
-                due = {
-                    name for name in DUE if last or number % getattr(settings, f"{name}_every") == 0
-                }
-                if due or asked:
-                    known += steps.wait()
-                for outcome in known:
-                    report_step(run, outcome, line, clock)
+
+                # Ranks act on what they have compared: a signal that comes later waits for the next step.
+                stop = ranks.max(watch.request())
+                due = due_after(number, config)
+                if due or stop:
+                    outcomes += steps.wait()
+                for outcome in outcomes:
+                    report_step(run, outcome, watch)
+
                 if "eval" in due:
-                    line.say(
-                        f"step {number}: validation {evaluate(run, steps.losses):.4f} bits per byte"
-                    )
+                    bits = evaluate(run, steps.losses)
+                    watch.say(f"step {number}: validation {bits:.4f} bits per byte")
                 if "depth" in due:
-                    log_depth(run, known[-1].depth)
-                clock.rewind() if due & {"eval", "depth"} else None
-                if asked == FAILED:  # some have yet to notice
-                    run.saver.wait()
-                if "save" in due or asked:
-                    save(run)
-                if asked and not last:
-                    run.saver.wait()
-                    interruption.signum = asked
-                    own = flags_for([plugin_of(config.model.residual)])
-                    go_on = f"headwater train --out {quote(str(out))}{own}{RESUME}"
-                    raise interruption.error(f"step {number} of {settings.steps}", go_on)
+                    log_depth(run, outcomes[-1].depth)
+                if due & {"eval", "depth"}:
+                    watch.clock.rewind()
+                if "save" in due or stop:
+                    save_step(run, watch, stop=bool(stop))
+                if stop and number < settings.steps:
+                    raise watch.interrupted(stop)
         return finish(run)
+
+
+def finished_before(run: Run) -> TrainResult | None:
+    """The result of a run that had ended, as it is."""
+    if run.step < run.config.train.steps:
+        return None
+    ended = run.ranks.main and (run.folder / SUMMARY).exists()
+    return run.ranks.broadcast_object(TrainResult.read(run.folder) if ended else None)
+
+
+class Watch:
+    """Everything around the steps of a run: signals, the limit on a step's time, progress, logs, saves under way."""
+
+    def __init__(self, run: Run, *, progress: bool) -> None:
+        config, ranks = run.config, run.ranks
+        console = Console(quiet=not (progress and ranks.main))
+        self.run = run
+        self.line = ProgressLine("training", run.step, config.train.steps, console)
+        self.watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
+        self.interruption = Interruption()
+        self.clock = Clock(run)
+        self.say = self.line.say
+
+    def __enter__(self) -> Watch:
+        run = self.run
+        if run.ranks.main:
+            run.log.mirrors = loggers.start(run.config.log, run.folder, run.step, run.identity)
+        with ExitStack() as stack:
+            stack.enter_context(closing(run.log))
+            for part in (self.interruption, self.watchdog, self.line, run.saver):
+                stack.enter_context(part)
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+    def next_step(self) -> None:
+        self.watchdog.reset()
+
+    def request(self) -> int:
+        """The signal that asks for a stop, or FAILED after a failed save, or 0."""
+        return FAILED if self.run.saver.failed else self.interruption.signum
+
+    def interrupted(self, signum: int) -> Exception:
+        """The error that ends a run which a signal has stopped, and says how to go on."""
+        run = self.run
+        self.interruption.signum = signum
+        go_on = command(
+            "train", out=run.folder, plugin=plugins(run.config.model.residual), resume=True
+        )
+        after = f"step {run.step} of {run.config.train.steps}"
+        return self.interruption.error(after, f"{go_on} (in Python: resume=True)")
+
+
+def plugins(residual: str) -> list[str]:
+    """The module that the command has to import for a residual; none for headwater's own and for a script's."""
+    module = plugin_of(residual)
+    return [] if module in (None, "__main__") else [module]
+
+
+def tell_beginning(run: Run, say: Callable[[str], None], *, resume: bool) -> None:
+    """Say what the user may not expect of this run."""
+    settings = run.config.train
+    if resume and not run.step:
+        say(
+            f"no checkpoint in {run.folder / 'checkpoints'} to go on from (one is written every "
+            f"{settings.save_every} steps): the run begins anew"
+        )
+    if run.planned:
+        say(goes_further(run))
+    if warning := ends_in_warmup(settings.steps, run.config.optim):
+        say(warning)
 
 
 def goes_further(run: Run) -> str:
     """A schedule stretched over more steps does not go on where it was: said, since it shows in the loss."""
     settings, planned = run.config, run.planned or 0
-    before, now = (
-        learning_rate(run.step, steps, settings.optim) for steps in (planned, settings.train.steps)
-    )
-    said = f"goes to {settings.train.steps} steps, where {planned} were planned"
-    rates = [f"{rate:.3g}" for rate in (now, before)]
-    if len(set(rates)) == 1:  # a run that had not left its warm-up
-        return said
-    return f"{said}: from step {run.step} on the learning rate is now {rates[0]} and would have been {rates[1]}"
+    text = f"goes to {settings.train.steps} steps, where {planned} were planned"
+    now = f"{learning_rate(run.step, settings.train.steps, settings.optim):.3g}"
+    before = f"{learning_rate(run.step, planned, settings.optim):.3g}"
+    if now == before:  # a run that had not left its warm-up
+        return text
+    return f"{text}: from step {run.step} on the learning rate is now {now} and would have been {before}"
 
 
 def steps_of(run: Run, say: Callable[[str], None]) -> HostStep | DeviceStep:
-    """How steps are taken, and a line that says so."""
-    settings = run.config.train
-    compiled = {
-        "none": "nothing compiled",
-        "layers": "layers compiled",
-        "model": "the model compiled",
-    }[run.compiled]
+    """Choose how steps are taken, and say so."""
+    compiled = COMPILED[run.compiled]
     if not run.on_device:
-        if run.device.type == "cuda" or run.compiled != "none":
-            reason = (
-                ""
-                if run.device.type != "cuda"
-                else ": a CUDA graph is for one process, and this run has several"
-            )
-            say(f"steps: {compiled}, the host takes part in each{reason}")
+        if run.device.type == "cuda":
+            reason = "a CUDA graph is for one process, and this run has several"
+            say(f"steps: {compiled}, the host takes part in each: {reason}")
+        elif run.compiled != "none":
+            say(f"steps: {compiled}, the host takes part in each")
         return HostStep(run)
-    graph = (
-        "as a CUDA graph (--no-graph to leave it)"
-        if settings.graph
-        else "kernel by kernel (--no-graph)"
-    )
-    say(f"steps: {graph}, {compiled} (--compile none, layers or model)")
-    return DeviceStep(
-        run, lambda number, micro: host_windows(run, number, micro), graph=settings.graph, say=say
-    )
+    graph = run.config.train.graph
+    if graph:
+        way = f"as a CUDA graph ({spell('train.graph', False)} to leave it)"
+    else:
+        way = f"kernel by kernel ({spell('train.graph', False)})"
+    say(f"steps: {way}, {compiled} ({spell('train.compile')} none, layers or model)")
+    return DeviceStep(run, partial(host_windows, run), graph=graph, say=say)
+
+
+def due_after(number: int, config: Config) -> set[str]:
+    """What is to be done after a step: "eval", "depth", "save". After the last one, all."""
+    settings = config.train
+    intervals = {
+        "eval": settings.eval_every,
+        "depth": settings.depth_every,
+        "save": settings.save_every,
+    }
+    if number == settings.steps:
+        return set(intervals)
+    return {name for name, interval in intervals.items() if number % interval == 0}
 
 
 class HostStep:
@@ -191,10 +246,9 @@ class HostStep:
         self.run = run
 
     def take(self, number: int) -> list[Outcome]:
-        run, settings = self.run, self.run.config.train
+        run = self.run
         loss = accumulate(run, number)
-        depth = number == settings.steps or number % settings.depth_every == 0
-        gradients = depth_gradients(run) if depth else None
+        gradients = depth_gradients(run) if "depth" in due_after(number, run.config) else None
         grad_norm, rate = update(run, number, loss)
         return [Outcome(number, loss, grad_norm, rate, gradients, load=run.load)]
 
@@ -205,27 +259,31 @@ class HostStep:
         return validation_losses(self.run, windows)
 
 
-def report_step(run: Run, outcome: Outcome, line: ProgressLine, clock: Clock) -> None:
+def report_step(run: Run, outcome: Outcome, watch: Watch) -> None:
     """Show and log what has become known of a step."""
     number, settings = outcome.number, run.config.train
     if outcome.reason is not None:
         leave_out(run, number, outcome.loss, outcome.grad_norm, outcome.reason, outcome.depth)
-    line.step(number, outcome.loss, clock.tokens_per_second(number))
+    tokens_per_second = watch.clock.tokens_per_second(number)
+    watch.line.step(number, outcome.loss, tokens_per_second)
     if number == settings.steps or number % settings.log_every == 0:
-        log_update(run, outcome, clock.tokens_per_second(number))
-        clock.rewind(number)
+        log_update(run, outcome, tokens_per_second)
+        watch.clock.rewind(number)
         if outcome.grad_norm == 0 < outcome.loss:
             run.saver.wait()
             raise diverged(
                 run,
                 f"the gradient is zero at step {number} (loss {outcome.loss:.4f}), so nothing is learned any more: the "
-                "stream may have overflowed, and a norm make zeros of it. Try a lower --lr, a longer --warmup, a "
-                "smaller --clip or --qk-norm True, in another --out",
+                f"stream may have overflowed, and a norm make zeros of it. Try {gentler()}",
             )
 
 
-def result_in(out: Path) -> TrainResult | None:
-    return TrainResult.read(out) if (out / SUMMARY).exists() else None
+def gentler() -> str:
+    """Settings that keep a run from diverging."""
+    return (
+        f"a lower {spell('optim.lr')}, a longer {spell('optim.warmup')}, a smaller {spell('optim.clip')} or "
+        f"{spell('model.qk_norm', True)}, in another {spell('out')}"
+    )
 
 
 def accumulate(run: Run, number: int) -> float:
@@ -240,10 +298,8 @@ def accumulate(run: Run, number: int) -> float:
     total = 0.0
     for micro in range(settings.accumulate):
         defer_reduction(run.model, micro < settings.accumulate - 1)
-        loss = (
-            token_losses(run, run.forward, windows_of(run, number, micro)).mean()
-            / settings.accumulate
-        )
+        losses = token_losses(run, run.forward, windows_of(run, number, micro))
+        loss = losses.mean() / settings.accumulate
         loss.backward()
         total += loss.item()
     run.own_loss = total
@@ -257,13 +313,15 @@ def windows_of(run: Run, number: int, micro: int) -> Tensor:
 
 def host_windows(run: Run, number: int, micro: int) -> Tensor:
     settings, ranks = run.config.train, run.ranks
-    parts = {
-        "micro": micro,
-        "micros": settings.accumulate,
-        "rank": ranks.data_rank,
-        "world": ranks.data_world,
-    }
-    batch = run.train.batch(seed=settings.seed, step=number - 1, size=settings.batch_size, **parts)
+    batch = run.train.batch(
+        seed=settings.seed,
+        step=number - 1,
+        size=settings.batch_size,
+        micro=micro,
+        micros=settings.accumulate,
+        rank=ranks.data_rank,
+        world=ranks.data_world,
+    )
     return ranks.own_tokens(torch.from_numpy(batch))
 
 
@@ -294,6 +352,27 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
     return grad_norm, rate
 
 
+def save_step(run: Run, watch: Watch, *, stop: bool) -> None:
+    """Save a checkpoint, for as long as it takes.
+
+    While bad steps are left out nothing is saved but the end of the run: saved step by step, weights that have gone bad
+    without being seen would soon take the place of every checkpoint that is good.
+    """
+    last = run.step == run.config.train.steps
+    with watch.watchdog.paused():
+        if stop:
+            run.saver.wait()  # raises if a save in the background has failed
+        if run.skips.in_a_row and not last:
+            return
+        try:
+            save(run)
+        except NotFinite:
+            why = f"weights, or what the optimizer keeps, are not finite after step {run.step}"
+            raise diverged(run, f"{why}. {last_good(run.checkpoints)} Try {gentler()}") from None
+        if stop:
+            run.saver.wait()
+
+
 def leave_out(
     run: Run, number: int, loss: float, grad_norm: float, reason: Reason, depth: list[float] | None
 ) -> None:
@@ -312,9 +391,8 @@ def leave_out(
         raise diverged(
             run,
             f"{reason.text} at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
-            f"as they were. {last_good(run.folder / 'checkpoints')} What is known of the step is in {cause}. "
-            f"Go on without such steps with --resume and {reason.flag} {reason.in_a_row} (or more), or try a lower "
-            "--lr, a longer --warmup, a smaller --clip or --qk-norm True, in another --out",
+            f"as they were. {last_good(run.checkpoints)} What is known of the step is in {cause}. Go on without such "
+            f"steps with {spell('resume')} and {spell(reason.setting, reason.in_a_row)} (or more), or try {gentler()}",
         )
 
 
@@ -322,29 +400,27 @@ def diverged(run: Run, why: str) -> UserError:
     """The error with which a run gives up; its folder says so too, since the same settings would lead there again."""
     if run.ranks.main:
         write_json(run.folder / DIVERGED, {"why": why})
-    return UserError(". ".join(filter(None, (why, how_to_test(run.config.model.residual)))))
+    advice = how_to_test(run.config.model.residual)
+    return UserError(f"{why}. {advice}" if advice else why)
 
 
 def write_cause(
     run: Run, number: int, loss: float, grad_norm: float, reason: Reason, depth: list[float] | None
 ) -> Path:
-    """What helps to find out which tokens, rank or depth it came from."""
+    """Write a file that helps to find out which tokens, rank or depth a bad step came from."""
     path, settings = cause_file(run.folder, reason.kind, number), run.config.train
     losses = run.ranks.all_gather_object(run.own_loss)
+    # Numbers as text, since JSON has no nan and no infinity, and the difference between them is a clue.
+    values = {
+        "step": number,
+        "batch": {"seed": settings.seed, "step": number - 1, "size": settings.batch_size},
+        "loss": [str(loss)],
+        "grad_norm": [str(grad_norm)],
+        "loss_by_rank": [str(value) for value in losses],
+        "grad_norm_by_sublayer": [str(value) for value in depth or []],
+    }
     if run.ranks.main:
-        batch = {"seed": settings.seed, "step": number - 1, "size": settings.batch_size}
-        values = {
-            "loss": [loss],
-            "grad_norm": [grad_norm],
-            "loss_by_rank": losses,
-            "grad_norm_by_sublayer": depth or [],
-        }
-        # As text, since JSON has no nan and no infinity, and the difference between them is a clue.
-        write_json(
-            path,
-            {"step": number, "batch": batch}
-            | {key: list(map(str, v)) for key, v in values.items()},
-        )
+        write_json(path, values)
     return path
 
 
@@ -381,8 +457,9 @@ def evaluate(run: Run, losses_of: Callable[[Tensor], Tensor] | None = None) -> f
     """Bits per byte over a fixed set of validation windows, the same for every run with this corpus and context."""
     nats, tokens, num_bytes = 0.0, 0, 0
     run.model.eval()
+    losses_of = losses_of or partial(validation_losses, run)
     for windows, count in validation_shares(run):
-        losses = (losses_of or partial(validation_losses, run))(windows)[:count]
+        losses = losses_of(windows)[:count]
         nats += losses.double().sum().item()
         tokens += losses.numel()
         num_bytes += int(run.token_bytes[windows[: len(losses), 1:]].sum())
@@ -394,8 +471,7 @@ def evaluate(run: Run, losses_of: Callable[[Tensor], Tensor] | None = None) -> f
         run.saver.wait()
         raise diverged(
             run,
-            f"the validation loss is not finite after step {run.step}. {last_good(run.folder / 'checkpoints')} "
-            "Try a lower --lr or a longer --warmup, in another --out",
+            f"the validation loss is not finite after step {run.step}. {last_good(run.checkpoints)} Try {gentler()}",
         )
     run.evaluation = {"loss": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
     run.log.write("eval", run.step, tokens=run.tokens, **run.evaluation)
@@ -407,15 +483,16 @@ def validation_shares(run: Run) -> Iterator[tuple[Tensor, int]]:
     settings, ranks = run.config.train, run.ranks
     micros = 1 if run.pipeline is not None else settings.accumulate
     share = max(1, settings.batch_size // (micros * ranks.data_world))
-    chosen = run.validation.spread(settings.eval_windows)
-    for start in range(
-        ranks.data_rank * share, len(chosen) + ranks.data_rank * share, share * ranks.data_world
-    ):
-        mine = chosen[start : start + share]
-        same_size = run.on_device or not ranks.alone
-        filler = [chosen[0]] * (share - len(mine)) if same_size else []
-        windows = torch.from_numpy(run.validation.take(np.append(mine, filler).astype(np.int64)))
-        yield ranks.own_tokens(windows), len(mine)
+    numbers = run.validation.spread(settings.eval_windows)
+    # Every rank takes as many batches as the others, since they meet in each.
+    for first in range(0, len(numbers), share * ranks.data_world):
+        start = first + ranks.data_rank * share
+        here = numbers[start : start + share]
+        filled = here
+        if run.on_device or not ranks.alone:
+            filled = np.append(here, np.full(share - len(here), numbers[0]))
+        windows = torch.from_numpy(run.validation.take(filled))
+        yield ranks.own_tokens(windows), len(here)
 
 
 def validation_losses(run: Run, windows: Tensor) -> Tensor:
@@ -424,11 +501,9 @@ def validation_losses(run: Run, windows: Tensor) -> Tensor:
     if run.pipeline is None:
         return token_losses(run, run.model, windows)
     logits = run.pipeline.logits(windows)
-    return (
-        windows.new_empty(0, windows.shape[1] - 1)
-        if logits is None
-        else nats_per_token(logits, windows[:, 1:])
-    )
+    if logits is None:
+        return windows.new_empty(0, windows.shape[1] - 1)
+    return nats_per_token(logits, windows[:, 1:])
 
 
 def depth_gradients(run: Run) -> list[float]:
@@ -446,11 +521,10 @@ def log_depth(run: Run, gradients: list[float] | None) -> None:
     window = torch.from_numpy(run.validation.take(run.validation.spread(1)))[:, :-1].to(run.device)
     model = run.whole if run.ranks.alone else gather_model(run)
     if model is not None:
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # of another shape than a step: not worth a compilation
-            found = depth_record(model, window)
-        run.log.write("depth", run.step, tokens=run.tokens, gradient_norm=gradients, **found)
+        # The window has another shape than a step: it is not worth a compilation.
+        with torch.compiler.set_stance("force_eager"):
+            values = depth_record(model, window)
+        run.log.write("depth", run.step, tokens=run.tokens, gradient_norm=gradients, **values)
 
 
 def gather_model(run: Run) -> Decoder | None:

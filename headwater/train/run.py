@@ -26,24 +26,31 @@ from headwater.residuals import located, pinned
 from headwater.train.balance import Load
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint.saver import Saver
-from headwater.train.config import Config, ModelSettings
+from headwater.train.config import Config, ModelSettings, flatten
 from headwater.train.data.dataset import SPLITS, Dataset, Windows, prepare
 from headwater.train.data.tokenizer import Tokenizer, kept_tokenizer
 from headwater.train.distributed import rendezvous as attempts
 from headwater.train.distributed.fsdp import fill, shard
 from headwater.train.distributed.parts import Parts
 from headwater.train.distributed.pipeline import Pipeline, assemble
-from headwater.train.distributed.ranks import Ranks
+from headwater.train.distributed.ranks import Ranks, refuse_unequal
 from headwater.train.distributed.stages import windows_per_micro
 from headwater.train.distributed.tensor_parallel import bodies, parallelize, refuse_undivided
 from headwater.train.files import read_json, refuse_others, write_json
 from headwater.train.load import fill_from
 from headwater.train.monitor.bad_steps import Skips, drop_causes
-from headwater.train.monitor.metrics import MetricsLog, Mirror
+from headwater.train.monitor.metrics import START, MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
 from headwater.train.results import DIVERGED, SUMMARY, TrainResult, code_of
 
-FRESH: dict[str, Any] = {"step": 0, "seconds": 0.0, "peak_memory": 0, "evaluation": {}, "skips": {}}
+FRESH: dict[str, Any] = {
+    "step": 0,
+    "seconds": 0.0,
+    "peak_memory": 0,
+    "evaluation": {},
+    "skips": {},
+    "log": START,
+}
 LONG = 2000  # steps, in which a minute or two of compiling the whole model pays
 
 
@@ -90,6 +97,10 @@ class Run:
     code: str = field(default_factory=code_of)
 
     @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
     def tokens(self) -> int:
         return self.tokens_at(self.step)
 
@@ -108,6 +119,9 @@ class NoLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None: ...
 
+    def saved(self) -> dict[str, Any]:
+        return {}
+
     def sync(self) -> None: ...
 
     def close(self) -> None: ...
@@ -122,6 +136,8 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     model_config = resolve_model(config.model, data)
     resolved = {**asdict(config), "model": model_config.to_dict()}
     identity = {**resolved, "corpus": data.identity}
+    if not ranks.alone:
+        refuse_unequal(what_counts(identity))
     train, validation = (data.windows(split, model_config.context) for split in SPLITS)
     root, planned = out / "checkpoints", config.train.steps
     if ranks.main:
@@ -173,10 +189,8 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         validation=validation,
         token_bytes=torch.from_numpy(data.tokenizer.token_bytes),
         identity=identity,
-        log=MetricsLog(out / "metrics.jsonl", keep_until=state["step"]) if ranks.main else NoLog(),
-        saver=Saver(
-            root, model, optimizers, saved, ranks, timeout=config.parallel.hang_timeout * 2 or 10**6
-        ),
+        log=open_log(out, state) if ranks.main else NoLog(),
+        saver=Saver(root, model, optimizers, saved, ranks),
         step=state["step"],
         seconds=state["seconds"],
         peak_memory=state["peak_memory"],
@@ -189,6 +203,23 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         )
         run.planned = planned
     return run
+
+
+def what_counts(identity: dict[str, Any]) -> dict[str, Any]:
+    """All that must be equal on ranks of one run: settings, tokens, the code of headwater and the release of torch.
+
+    Where a rank finds the text, which device it has and what it logs to are its own affair.
+    """
+    values = {
+        key: value
+        for key, value in flatten(identity).items()
+        if not key.startswith(("data.", "log.")) and key != "train.device"
+    }
+    return {**values, "code of headwater": code_of(), "torch": str(torch.__version__)}
+
+
+def open_log(out: Path, state: dict[str, Any]) -> MetricsLog:
+    return MetricsLog(out / "metrics.jsonl", step=state["step"], saved=state["log"])
 
 
 def planned_steps(latest: Path, config: Config) -> int:
@@ -393,6 +424,7 @@ def save(run: Run) -> Path:
         "peak_memory": run.peak_memory,
         "evaluation": run.evaluation,
         "skips": asdict(run.skips),
+        "log": run.log.saved(),
     }
     settings = run.config.train
     return run.saver.save(

@@ -25,6 +25,7 @@ from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint import storage as shards
 from headwater.train.data.dataset import prepare
+from headwater.train.data.tokenizer import BPETokenizer
 from headwater.train.load import load_run
 from headwater.train.loop import accumulate, train, update
 from headwater.train.monitor.metrics import MetricsLog
@@ -129,7 +130,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_go
     tmp_path, monkeypatch
 ):
     root = tmp_path / "checkpoints"
-    log = MetricsLog(tmp_path / "metrics.jsonl", keep_until=0)
+    log = MetricsLog(tmp_path / "metrics.jsonl")
     for step, dropped in ((1, []), (2, ["step-00000001 to .tmp-old-step-00000001"])):
         final, scratch = f"step-{step:08d}", f".tmp-step-{step:08d}"
         events = events_of_a_save(root, step, monkeypatch, keep=1, before=log.sync)
@@ -332,40 +333,62 @@ def test_no_file_is_read_that_the_manifest_does_not_vouch_for(run_folder):
         checkpoint.load_model(newest)
 
 
-def test_a_run_from_before_the_bf16_stream_goes_on_in_fp32(run_folder):
-    newest = run_folder / "run" / "checkpoints" / "step-00000012"
-    state = json.loads((newest / "state.json").read_text())
-    assert state["config"]["model"].pop("fp32_stream") is False
-    (newest / "state.json").write_text(json.dumps(state))
-    vouch(newest, "state.json")
-    asked = config(run_folder)
-    with pytest.raises(UserError, match=r"model\.fp32_stream: True there, False asked for"):
-        train(asked, run_folder / "run", resume=True)
-    train(
-        replace(asked, model=replace(asked.model, fp32_stream=True)),
-        run_folder / "run",
-        resume=True,
-    )
+def test_only_numbered_folders_are_checkpoints_in_the_order_of_numbers(run_folder):
+    """A copy that somebody has kept under another name is neither loaded nor counted nor deleted."""
+    root = run_folder / "run" / "checkpoints"
+    for name in ("step-best", "step-00000012.bak", "step-00000000-keep"):
+        shutil.copytree(root / "step-00000010", root / name)
+    assert [path.name for path in checkpoint.checkpoints(root)] == [
+        "step-00000010",
+        "step-00000012",
+    ]
+    longer = config(run_folder, steps=14)
+    train(longer, run_folder / "run", resume=True)
+    kept = {path.name for path in root.iterdir()}
+    assert kept == {
+        *("step-best", "step-00000012.bak", "step-00000000-keep"),
+        *("step-00000012", "step-00000014"),
+    }
+    (root / "step-99999999").mkdir()
+    (root / "step-100000000").mkdir()
+    assert checkpoint.newest(root).name == "step-100000000"
 
 
-def test_a_run_from_before_the_factor_of_the_queries_goes_on_with_one(run_folder):
-    newest = run_folder / "run" / "checkpoints" / "step-00000012"
-    state = json.loads((newest / "state.json").read_text())
-    assert state["config"]["optim"].pop("query_lr") == 0.1
-    (newest / "state.json").write_text(json.dumps(state))
-    vouch(newest, "state.json")
-    asked = config(run_folder)
-    with pytest.raises(UserError, match=r"optim\.query_lr: 1\.0 there, 0\.1 asked for"):
-        train(asked, run_folder / "run", resume=True)
-    assert (
-        train(
-            replace(asked, optim=replace(asked.optim, query_lr=1.0)),
-            run_folder / "run",
-            resume=True,
-        ).steps
-        == 12
-    )
-    assert load_run(newest).config.optim.query_lr == 1.0
+def test_a_checkpoint_is_of_the_step_that_its_name_says(run_folder):
+    root = run_folder / "run" / "checkpoints"
+    (root / "step-00000010").rename(root / "step-00000099")
+    with pytest.raises(UserError, match=r"step-00000099 is damaged: manifest.json is of step 10"):
+        load_run(run_folder / "run")
+
+
+def test_a_checkpoint_that_is_dropped_while_it_is_read_gives_way_to_the_next(
+    run_folder, monkeypatch
+):
+    root, real = run_folder / "run" / "checkpoints", checkpoint.fill_model
+    older = checkpoint.checkpoints(root)[0]
+    (root / "step-00000012").rename(run_folder / "later")
+
+    def fill_model(*arguments):
+        if older.exists():
+            shutil.rmtree(older)
+            (run_folder / "later").rename(root / "step-00000012")
+        real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "fill_model", fill_model)
+    model, _, _ = load_run(run_folder / "run")
+    assert torch.equal(model.norm.weight, Decoder.load(root / "step-00000012").norm.weight)
+
+
+def test_another_tokenizer_than_a_checkpoint_knows_is_refused(run_folder):
+    other = {"type": "bytes", "vocab_size": 257, "end_of_text": 255}
+    (run_folder / "run" / "tokenizer.json").write_text(json.dumps(other))
+    load_run(run_folder / "run")  # whatever it says, a tokenizer of bytes is the same
+    letters = BPETokenizer.train(["river sea " * 9], 257)
+    letters.save(run_folder / "run")
+    with pytest.raises(
+        UserError, match=r"tokenizer.json is not the tokenizer that .* trained with"
+    ):
+        load_run(run_folder / "run")
 
 
 def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):

@@ -28,7 +28,7 @@ def test_lines_that_are_no_records_go_and_the_others_stay(tmp_path):
     path.write_bytes(
         b"\n".join([lines[0], *torn, lines[1], lines[2], lines[3]]) + b"\n" + lines[0][:9]
     )
-    log = MetricsLog(path, keep_until=3)
+    log = MetricsLog(path, step=3, saved={"bytes": 999, "sha256": "another"})
     log.write("train", 4, loss=float("nan"))
     log.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
@@ -52,7 +52,7 @@ def test_what_replaces_a_file_is_on_the_disk_before_it_does(tmp_path, monkeypatc
     monkeypatch.setattr(
         Path, "replace", lambda source, to: (events.append(to.name), rename(source, to))
     )
-    MetricsLog(path, keep_until=1).close()
+    MetricsLog(path, step=1).close()
     write_json(tmp_path / "summary.json", {})
     assert events == [path.stat().st_size, "metrics.jsonl", 3, "summary.json"]
 

@@ -8,6 +8,7 @@ nothing is pickled.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,17 +23,18 @@ from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.contents import Optimizers, fill, fill_model
 from headwater.train.checkpoint.storage import Hashes, Tensors
-from headwater.train.data.tokenizer import Tokenizer, load_tokenizer
-from headwater.train.differences import BEFORE, differences
+from headwater.train.data.tokenizer import FILE as TOKENIZER
+from headwater.train.data.tokenizer import Tokenizer, hash_of, load_tokenizer
+from headwater.train.differences import differences
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks
 from headwater.train.files import encode_json, read_json, seal, unseal
 
-PREFIX = "step-"
+STEP_FOLDER = re.compile(r"step-(\d+)")
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 CONFIG, STATE = "config.json", "state.json"
-STATE_KEYS = ("step", "config", "seconds", "peak_memory", "evaluation", "skips")
+STATE_KEYS = ("step", "config", "seconds", "peak_memory", "evaluation", "skips", "log")
 
 
 def save(
@@ -87,7 +89,13 @@ def save(
 
 
 def place(root: Path, step: int) -> Path:
-    return root / f"{PREFIX}{step:08d}"
+    return root / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name says; None for a folder of another name, such as a copy."""
+    match = STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes: Hashes) -> None:
@@ -129,26 +137,37 @@ def _instead(folder: Path) -> str:
 
 def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     """The model of a run (its newest checkpoint), of one checkpoint, or of a folder that `Decoder.save` wrote."""
-    chosen = (
-        folder
-        if (folder / MODEL).is_file() or (folder / MANIFEST).is_file()
-        else newest(folder / "checkpoints")
-    )
-    if chosen is None:
-        raise UserError(f"no checkpoint in {folder}: {_instead(folder)}")
-    if chosen == folder and not any((folder / name).is_file() for name in (STATE, MANIFEST)):
+    if (folder / STATE).is_file() or (folder / MANIFEST).is_file():
+        return _load_checkpoint(folder, device)
+    if (folder / MODEL).is_file():
         with user_values():
-            return Decoder.load(folder, device), load_tokenizer(
-                folder
-            )  # a model saved by itself, with its tokenizer
-    verify(chosen)
-    settings = read_json(chosen / CONFIG)
+            return Decoder.load(folder, device), load_tokenizer(folder)
+    while chosen := newest(folder / "checkpoints"):
+        try:
+            return _load_checkpoint(chosen, device)
+        except (UserError, OSError):
+            # A run that is under way may have dropped this checkpoint meanwhile, for a newer one.
+            if chosen.exists():
+                raise
+    raise UserError(f"no checkpoint in {folder}: {_instead(folder)}")
+
+
+def _load_checkpoint(folder: Path, device: str) -> tuple[Decoder, Tokenizer]:
+    verify(folder)
+    state, settings = read_state(folder), read_json(folder / CONFIG)
     try:
         model = Decoder(ModelConfig.from_dict(settings))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{chosen / CONFIG} does not describe a model: {error}") from None
-    fill_model(_reader(chosen), model)
-    return model.to(device), load_tokenizer(chosen.parent.parent)
+        raise UserError(f"{folder / CONFIG} does not describe a model: {error}") from None
+    fill_model(_reader(folder), model)
+    run = folder.parent.parent
+    tokenizer = load_tokenizer(run)
+    if hash_of(tokenizer) != state["config"]["corpus"]["tokenizer_hash"]:
+        raise UserError(
+            f"{run / TOKENIZER} is not the tokenizer that {folder} was trained with, so its tokens would stand for "
+            "other text: restore the file, or go on with --resume, which writes it again"
+        )
+    return model.to(device), tokenizer
 
 
 def _reader(folder: Path) -> shards.Reader:
@@ -173,8 +192,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
     """A run continues only under the configuration, and on the tokens, that it began with."""
-    before = {**BEFORE, "model.fp32_stream": True}  # it was so before there was a choice
-    differing = differences(read_state(folder)["config"], asked, before=before)
+    differing = differences(read_state(folder)["config"], asked)
     if differing:
         if all(
             line.startswith("corpus.") for line in differing
@@ -197,15 +215,19 @@ def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Committed checkpoints, oldest first."""
-    return sorted(path for path in root.glob(f"{PREFIX}*") if path.is_dir())
+    """Committed checkpoints, by the number of their step."""
+    steps = {}
+    for path in root.glob("step-*"):
+        step = step_of(path)
+        if step is not None and path.is_dir():
+            steps[path] = step
+    return sorted(steps, key=steps.__getitem__)
 
 
 def newest(root: Path) -> Path | None:
     """The checkpoint to resume from, once it has passed `verify`. A damaged one is never skipped in silence: the user
     decides what to lose."""
-    found = checkpoints(root)
-    return found[-1] if found else None
+    return next(reversed(checkpoints(root)), None)
 
 
 def damage(folder: Path, share: slice = slice(None)) -> str | None:
@@ -216,17 +238,20 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
         return f"{MANIFEST} is missing or unreadable"
     if manifest is None or not isinstance(manifest.get("sha256"), dict):
         return f"{MANIFEST} is not what was written"
+    if step_of(folder) not in (None, manifest.get("step")):
+        return f"{MANIFEST} is of step {manifest.get('step')}, and the folder is called otherwise"
     hashes: dict[str, str] = manifest["sha256"]
     if elsewhere := [name for name in hashes if Path(name).name != name]:
         return f"{MANIFEST} names {elsewhere[0]!r}, outside of its folder"
     if missing := {shards.INDEX, CONFIG, STATE} - set(hashes):
         return f"{MANIFEST} has no hash of {sorted(missing)[0]}"
     for name, expected in list(hashes.items())[share]:
-        path = folder / name
-        if not path.is_file():
+        try:
+            intact = hash_file(folder / name) == expected
+        except FileNotFoundError:
             return f"{name} is missing"
-        if hash_file(path) != expected:
-            return f"{name} is not what was written ({path.stat().st_size} bytes, its hash differs)"
+        if not intact:
+            return f"{name} is not what was written (its hash differs)"
     return None
 
 

@@ -26,6 +26,21 @@ from headwater.train.checkpoint.storage import Planner, Tensors, in_file_order
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks
 
+SLOWEST = timedelta(days=7)  # a disk may be slow: a save that takes long is no rank that hangs
+
+
+class NotFinite(Exception):
+    """Weights, or what the optimizer keeps, are not finite: a checkpoint of them would be of no use."""
+
+
+def all_finite(tensors: Tensors) -> bool:
+    """Look at this rank's part of every tensor; a GPU is waited for once."""
+    parts = [local(tensor) for tensor in tensors.values()]
+    answers = [part.isfinite().all() for part in parts if part.is_floating_point()]
+    return not answers or bool(
+        torch.stack([answer.to(answers[0].device) for answer in answers]).all()
+    )
+
 
 class Saver:
     """`save` returns when the checkpoint is in place, or when it is on its way. A failure on the way is raised by the
@@ -38,10 +53,7 @@ class Saver:
         optimizers: Optimizers,
         config: ModelConfig,
         ranks: Ranks,
-        *,
-        timeout: int,
     ) -> None:
-        """`timeout`: seconds that ranks wait for one another in the background."""
         self.root, self.model, self.optimizers, self.config, self.ranks = (
             root,
             model,
@@ -49,7 +61,6 @@ class Saver:
             config,
             ranks,
         )
-        self.timeout = timeout
         self.buffers, self.planner = HostBuffers(), Planner()
         self.group: Any = None
         self.thread: BackgroundSave | None = None
@@ -63,8 +74,14 @@ class Saver:
         before: Callable[[], None],
         background: bool = False,
     ) -> Path:
+        """Save a step, if all weights and all of the optimizer are finite.
+
+        Raises: `NotFinite` on every rank if a number on one of them is not; what was saved before stays.
+        """
         self.wait()
         tensors = contents(self.model, self.optimizers)
+        if self.ranks.max(int(not all_finite(tensors))):
+            raise NotFinite
         options: dict[str, Any] = {"config": self.config, "keep": keep, "before": before}
         options |= {"ranks": self.ranks, "planner": self.planner}
         if not background:
@@ -84,7 +101,7 @@ class Saver:
     def _connect(self) -> Any:
         """Ranks talk about a save over gloo, apart from the collectives of the steps that run meanwhile."""
         if self.group is None and not self.ranks.alone:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+            self.group = dist.new_group(backend="gloo", timeout=SLOWEST)
         return self.group
 
     def before_update(self) -> None:

@@ -43,6 +43,7 @@ from headwater.train.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
     find_tokenizer,
+    hash_of,
     load_tokenizer,
 )
 from headwater.train.differences import CORPUS
@@ -93,7 +94,9 @@ def _tokens_of(settings: DataSettings) -> Dataset:
         with suppress(OSError):  # a folder that may only be read is checked each time
             write_json(folder / CHECKED, _stats(folder))
     found = Dataset(folder)
-    named = None if settings.tokenizer in TOKENIZERS else _hash(find_tokenizer(settings.tokenizer))
+    named = (
+        None if settings.tokenizer in TOKENIZERS else hash_of(find_tokenizer(settings.tokenizer))
+    )
     unlike = settings.tokenizer == "bpe" and isinstance(found.tokenizer, ByteTokenizer)
     if unlike or named not in (None, found.manifest["tokenizer_hash"]):
         raise UserError(
@@ -235,7 +238,7 @@ def _cache_key(settings: DataSettings, files: list[TextFile]) -> str:
         for (name, s), file in zip(stats, files)
     ]
     if settings.tokenizer not in TOKENIZERS:
-        parts |= {"tokenizer": _hash(find_tokenizer(settings.tokenizer)), "bpe_vocab": None}
+        parts |= {"tokenizer": hash_of(find_tokenizer(settings.tokenizer)), "bpe_vocab": None}
     return hashlib.sha256(json.dumps([FORMAT, parts]).encode()).hexdigest()[:20]
 
 
@@ -430,7 +433,7 @@ def _write_shards(
         writers[name].add(np.append(ids, tokenizer.end_of_text).astype(dtype), raw)
     _tell_copies(writers["train"], writers["validation"])
     tokenizer.save(scratch)
-    tokenizer_hash = _hash(tokenizer)
+    tokenizer_hash = hash_of(tokenizer)
     splits = {name: writer.close() for name, writer in writers.items()}
     hashes = {name: digest for writer in writers.values() for name, digest in writer.hashes.items()}
     return {
@@ -442,10 +445,6 @@ def _write_shards(
         **splits,
         "sha256": {**hashes, TOKENIZER: tokenizer_hash},
     }
-
-
-def _hash(tokenizer: Tokenizer) -> str:
-    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def _tell_copies(train: _ShardWriter, held_out: _ShardWriter) -> None:

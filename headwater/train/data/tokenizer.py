@@ -6,6 +6,7 @@ Both save themselves as one `tokenizer.json`; the BPE file is the `tokenizers` p
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -128,6 +129,11 @@ class BPETokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self.inner.to_str()
+
+
+def hash_of(tokenizer: Tokenizer) -> str:
+    """sha256 of what is saved of a tokenizer, which runs and token caches know it by."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from headwater.train.config import ParallelSettings
 from headwater.train.distributed import rendezvous as attempts
 from headwater.train.distributed.parts import copies, counted_elsewhere, local
 
+DIFFERENCES = 20  # of which a message tells
 GRID = ("pipeline", "replicate", "shard", "tensor")
 TOKENS = ("pipeline", "replicate", "tokens")  # the same ranks, with shard and tensor as one axis
 
@@ -162,6 +164,7 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     shards = shards_of(settings, data)
     if not dist.is_initialized():
         connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    refuse_unequal({f"parallel.{name}": value for name, value in asdict(settings).items()})
     outer, inner = (settings.pipeline, data // shards), (shards, settings.tensor)
     mesh = init_device_mesh(device.type, (*outer, *inner), mesh_dim_names=GRID)
     if settings.tensor == 1:
@@ -169,6 +172,27 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     return Ranks(
         mesh, init_device_mesh(device.type, (*outer, math.prod(inner)), mesh_dim_names=TOKENS)
     )
+
+
+def refuse_unequal(values: dict[str, Any]) -> None:
+    """Compare what every rank was started with.
+
+    Raises: `UserError` on every rank, naming what differs; a mixture would train without a sign of it.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, values)
+    lines = []
+    for rank, others in enumerate(everyone):
+        for key in sorted(others.keys() | everyone[0].keys()):
+            first, other = everyone[0].get(key), others.get(key)
+            if first != other:
+                lines.append(f"{key}: {first!r} on rank 0, {other!r} on rank {rank}")
+    if lines:
+        listing = "\n  ".join(lines[:DIFFERENCES])
+        raise UserError(
+            f"the ranks do not run the same:\n  {listing}\nStart all of them with the same settings, text, headwater "
+            "and torch"
+        )
 
 
 def shards_of(settings: ParallelSettings, data: int) -> int:

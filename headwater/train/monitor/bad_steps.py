@@ -23,9 +23,10 @@ class Reason:
     text: str
     threshold: float | None
     limit: int
-    flag: str
+    setting: str
+    """The setting that raises the limit."""
     in_a_row: int
-    """With this one. Later steps may be known by the time that it is acted on."""
+    """Including this step."""
 
 
 @dataclass
@@ -58,12 +59,17 @@ class Skips:
         if kind == "nonfinite":
             text = "the loss or gradient is not finite"
             return Reason(
-                "nonfinite", text, None, settings.skip_nonfinite, "--skip-nonfinite", self.in_a_row
+                "nonfinite",
+                text,
+                None,
+                settings.skip_nonfinite,
+                "train.skip_nonfinite",
+                self.in_a_row,
             )
         if kind == "spike":
             text = f"the loss is above {threshold:.6g}"
             return Reason(
-                "spike", text, threshold, settings.skip_spikes, "--skip-spikes", self.in_a_row
+                "spike", text, threshold, settings.skip_spikes, "train.skip_spikes", self.in_a_row
             )
         self.in_a_row, self.kind = 0, ""
         self.losses = [*self.losses, loss][-settings.spike_window :]

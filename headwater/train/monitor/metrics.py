@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from headwater.errors import UserError
 from headwater.folders import replace_file
+
+NEWLINE = b"\n"
+START: dict[str, Any] = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
@@ -33,25 +39,50 @@ class MetricsLog:
     mirrors: Sequence[Mirror] = ()
     """What else is told."""
 
-    def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Records after step `keep_until` are of steps that will be taken again: they go, as do lines that are none."""
-        lines = (
-            path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        )  # what follows the last end is torn
-        records = ((line, read_record(line)) for line in lines)
-        kept = [line + b"\n" for line, record in records if record and record["step"] <= keep_until]
-        replace_file(path, b"".join(kept))
-        self.file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, *, step: int = 0, saved: Mapping[str, Any] = START) -> None:
+        """Go on after the first bytes of a log, which the checkpoint of `step` has `saved` the number and the hash of.
+
+        What follows them is of steps that will be taken again, or torn. Where these bytes are not what was written, the
+        records up to the step stay, and the run says so.
+        """
+        written = path.read_bytes() if path.exists() else b""
+        content = written[: saved["bytes"]]
+        if hashlib.sha256(content).hexdigest() != saved["sha256"]:
+            content = b"".join(records_until(written, step))
+            print(
+                f"headwater: {path} is not what was written until step {step}: "
+                f"{content.count(NEWLINE)} records are left of that time",
+                file=sys.stderr,
+            )
+        replace_file(path, content)
+        self.path, self.size, self.digest = path, len(content), hashlib.sha256(content)
+        self.file = path.open("ab")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         record = {"kind": kind, "step": step} | finite(values)
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        line = json.dumps(record, allow_nan=False).encode() + NEWLINE
+        self.file.write(line)
         self.file.flush()
+        self.size += len(line)
+        self.digest.update(line)
         for mirror in self.mirrors:
             mirror.put(record)
 
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps, to know this log again."""
+        return {"bytes": self.size, "sha256": self.digest.hexdigest()}
+
     def sync(self) -> None:
-        """Before a checkpoint commits, the records it vouches for reach the disk."""
+        """Before a checkpoint commits, the records it vouches for reach the disk.
+
+        Raises: `UserError` if the file is no longer in its place, and so neither is the folder of the run.
+        """
+        here = os.fstat(self.file.fileno())
+        if not (self.path.exists() and os.path.samestat(here, self.path.stat())):
+            raise UserError(
+                f"{self.path} is no longer the file that this run writes to: its folder was moved or "
+                "removed, or another process works there. Put it back where it was, then go on with --resume"
+            )
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
@@ -59,6 +90,14 @@ class MetricsLog:
         mirrors, self.mirrors = self.mirrors, ()
         for mirror in mirrors:
             mirror.close()
+
+
+def records_until(written: bytes, step: int) -> Iterator[bytes]:
+    """The whole lines that hold a record of a step up to this one."""
+    for line in written.splitlines(keepends=True):
+        record = read_record(line)
+        if line.endswith(NEWLINE) and record is not None and record["step"] <= step:
+            yield line
 
 
 def finite(value: Any) -> Any:

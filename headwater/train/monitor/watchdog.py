@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Watchdog:
@@ -18,6 +20,13 @@ class Watchdog:
     def reset(self) -> None:
         if self.seconds:
             faulthandler.dump_traceback_later(self.seconds, exit=True)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, time does not count: a checkpoint takes as long as the disk does."""
+        self.__exit__()
+        yield
+        self.reset()
 
     def __enter__(self) -> Watchdog:
         self.reset()
