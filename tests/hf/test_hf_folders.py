@@ -309,6 +309,11 @@ for name in sys.argv[1:]:
     with torch.no_grad():
         long = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
         found = {"logits": model(rows).logits, "words": model.generate(rows, **long)}
+        body = transformers.AutoModel.from_pretrained(name, trust_remote_code=True).eval()
+        for module in body.modules():
+            if "FinalNorm" in [kind.__name__ for kind in type(module).__mro__]:
+                module.__class__ = type(module).__mro__[2]  # a plain norm, as vLLM puts its own there
+        found["hidden"] = body(rows).last_hidden_state
         model.config.num_hidden_layers = 2
         save_file(found | {"early": model(rows, use_cache=False).logits}, f"{name}/found.safetensors")
 os._exit(0)  # taking all that is imported apart takes a second
@@ -352,6 +357,8 @@ def test_remote_code_loads_without_headwater(tmp_path):
             torch.testing.assert_close(
                 found["logits"], model(tokens()).logits, rtol=1e-4, atol=1e-5
             )
+            hidden = model.base_model(tokens()).last_hidden_state
+            torch.testing.assert_close(found["hidden"], hidden, rtol=1e-4, atol=1e-5)
         assert torch.equal(found["words"], model.generate(tokens(), **long))
         model.config.num_hidden_layers = (
             2  # as assisted decoding's drafts do; Llama and Gemma stop then

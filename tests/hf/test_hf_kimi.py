@@ -93,8 +93,9 @@ def tokens_of(length, batch=2):
     return torch.randint(0, 48, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
-def test_logits_and_gradients_are_transformers_s():
-    theirs, ours = theirs_and_ours()
+@pytest.mark.parametrize("eps", [1e-5, 3e-2])
+def test_logits_and_gradients_are_transformers_s(eps):
+    theirs, ours = theirs_and_ours(rms_norm_eps=eps)
     assert ours.config.kinds == ("kda", "mlp", "kda", "moe", "kda", "moe", "mla", "moe")
     tokens = tokens_of(70)
     expected, logits = theirs(tokens).logits, ours(tokens)
@@ -161,6 +162,89 @@ def test_with_attention_residuals_it_begins_as_the_checkpoint_s_model(tmp_path):
     )  # queries are zero: the plain residual, but for what eps does to a smaller stream
 
 
+VLLM = {  # the parameters of vLLM 0.32's KimiLinearForCausalLM, by the kind of what holds them
+    "": "embed_tokens.weight norm.weight output_attn_res_norm.weight output_attn_res_proj.weight",
+    "layer": """input_layernorm.weight post_attention_layernorm.weight self_attention_res_norm.weight
+        self_attention_res_proj.weight mlp_res_norm.weight mlp_res_proj.weight""",
+    "kda": """self_attn.in_proj_qkvgfab.weight self_attn.conv1d.weight self_attn.A_log self_attn.dt_bias
+        self_attn.f_b_proj.weight self_attn.g_a_proj.weight self_attn.g_b_proj.weight self_attn.o_norm.weight
+        self_attn.o_proj.weight""",
+    "mla": """self_attn.q_proj.weight self_attn.kv_a_proj_with_mqa.weight self_attn.kv_a_layernorm.weight
+        self_attn.kv_b_proj.weight self_attn.o_proj.weight""",
+    "mlp": "mlp.gate_up_proj.weight mlp.down_proj.weight",
+    "moe": """block_sparse_moe.gate.weight block_sparse_moe.gate.e_score_correction_bias
+        block_sparse_moe.experts.w13_weight block_sparse_moe.experts.w2_weight
+        block_sparse_moe.shared_experts.gate_up_proj.weight
+        block_sparse_moe.shared_experts.down_proj.weight""",
+}
+LOADS = (  # what its loader puts where, of each kind of layer
+    ("kda", r"self_attn\.(q|k|v|b|f_a)_proj", "self_attn.in_proj_qkvgfab"),
+    ("kda", r"[qkv]_conv1d", "conv1d"),
+    ("", r"experts\.\d+\.w[13]\.weight", "experts.w13_weight"),
+    ("", r"experts\.\d+\.w2\.weight", "experts.w2_weight"),
+    ("", r"(gate|up)_proj", "gate_up_proj"),
+)
+
+
+def vllm_parameters(kinds):
+    names = {"lm_head.weight", *(f"model.{name}" for name in VLLM[""].split())}
+    for i in range(len(kinds) // 2):
+        for kind in ("layer", *kinds[2 * i : 2 * i + 2]):
+            names |= {f"model.layers.{i}.{name}" for name in VLLM[kind].split()}
+    return names
+
+
+def loaded_by_vllm(names, kinds):
+    loaded = set()
+    for name in names:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        mixer = kinds[2 * int(layer[1])] if layer else None
+        for kind, pattern, parameter in LOADS:
+            if kind in ("", mixer):
+                name = re.sub(pattern, parameter, name)
+        loaded.add(name)
+    return loaded
+
+
+def released_model(residual, **settings):
+    return model_of(residual, scatter=True, **{**KIMI, "norm_eps": 1e-5, **settings}).eval()
+
+
+def test_vllm_finds_all_parameters_and_its_config_in_a_released_folder(tmp_path):
+    model = released_model("attnres-block:block=4,eps=1e-5")
+    save_kimi(model, tmp_path, released=True)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    expected = vllm_parameters(model.config.kinds)
+    assert len(expected) == 81
+    assert loaded_by_vllm(names, model.config.kinds) == expected
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["attn_res_block_size"] == 2
+    assert config["linear_attn_config"]["kda_layers"] == [1, 2, 3]
+    assert config["linear_attn_config"]["full_attn_layers"] == [4]
+    assert (config["first_k_dense_replace"], config["mla_use_nope"]) == (1, True)
+    released = {name for name in config if name not in ("layer_types", "mlp_layer_types")}
+    released = {name: config[name] for name in released if not name.startswith("linear_num")}
+    assert kimi_settings(released) == kimi_settings(config)
+    again = load_kimi(tmp_path).eval()
+    assert torch.equal(again(tokens_of(12)), model(tokens_of(12)))
+    fresh = load_kimi(tmp_path, residual="attnres-full").eval()
+    assert not any(read.query.any() for read in fresh.residual.reads.values())
+
+
+@pytest.mark.parametrize(
+    ("residual", "message"),
+    [
+        ("attnres-block:block=4", "residual eps 1e-06 beside norm_eps 1e-05"),
+        ("attnres-block:block=3,eps=1e-5", "blocks of 3 sublayers"),
+        ("attnres-block:block=4,eps=1e-5,heads=2", "heads=2"),
+        ("mhc", "residual 'mhc"),
+    ],
+)
+def test_a_residual_that_vllm_has_not_is_not_saved_for_it(residual, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        save_kimi(released_model(residual), tmp_path, released=True)
+
+
 def test_the_published_config():
     full = [4, 8, 12, 16, 20, 24, 27]
     linear = {
@@ -189,7 +273,8 @@ def test_the_published_config():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_res_block_size": 12}, "attn_res_block_size, so it is Kimi K3"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate must be False"),
+        ({"linear_attn_config": {"use_full_rank_gate": True}}, "as Kimi K3"),
         ({"model_type": "llama"}, "model_type must be 'kimi_linear', got 'llama'"),
         ({"q_lora_rank": 8}, "q_lora_rank must be None"),
         ({"n_group": 2}, "n_group must be 1"),

@@ -20,9 +20,11 @@ from headwater.errors import UserError, check_fit
 from headwater.folders import at_home, check_hashes, whole_folder
 from headwater.models import Decoder, ModelConfig
 from headwater.models.pattern import write_pattern
+from headwater.residuals import Residual, parse
+from headwater.residuals.attention import AttentionResidual
 
 from .export import OUTER
-from .released import KIMI_K3
+from .released import KIMI_K3, from_release, to_release
 
 PARTS = {  # ours to transformers', of each kind of body; what is joined or stacked there is in JOINED
     "kda": {
@@ -78,17 +80,18 @@ RELEASED = (  # a part of transformers' names and of the released ones
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
 
-def load_kimi(folder: str | Path, residual: str = "standard") -> Decoder:
+def load_kimi(folder: str | Path, residual: str | None = None) -> Decoder:
     """A Kimi Linear checkpoint as a decoder, with any residual.
 
     Arguments:
         folder: config.json and .safetensors files, with transformers' names or the released ones.
-        residual: how depth is connected, such as "attnres-block:block=6"; its own parameters begin at their start.
+        residual: how depth is connected, such as "attnres-block:block=6"; its own parameters begin at their start. None
+            takes the checkpoint's: the plain residual, or Attention Residuals with what they have learned.
 
     Returns: a `Decoder` in fp32 on the CPU. All of it is held in memory.
 
     Raises: `headwater.errors.UserError` for a folder without these files, and for a model that the decoder does not
-        compute: Kimi K3 (told by `attn_res_block_size`), a layer list that is not one, a compressed query.
+        compute: Kimi K3 with its gates and latent experts, a layer list that is not one, a compressed query.
 
         model = headwater.hf.load_kimi("Kimi-Linear", residual="attnres-block:block=6")
     """
@@ -98,15 +101,19 @@ def load_kimi(folder: str | Path, residual: str = "standard") -> Decoder:
             f"{folder} must hold config.json and .safetensors files of a Kimi Linear model"
         )
     check_hashes(folder)
-    settings = {
-        **kimi_settings(json.loads((folder / "config.json").read_text())),
-        "residual": residual,
-    }
+    config = json.loads((folder / "config.json").read_text())
+    settings = kimi_settings(config)
+    if residual is not None:
+        settings["residual"] = residual
     model = Decoder(ModelConfig.from_dict(settings))
-    weights = read_kimi(dict(_tensors(folder)), settings)
-    weights |= {
-        name: tensor for name, tensor in model.weights().items() if name.startswith("residual.")
-    }
+    tensors = dict(_tensors(folder))
+    learned: dict[str, Tensor] = {}
+    if config.get(KIMI_K3.block_field) is not None:
+        learned, tensors = _apart(from_release(tensors, KIMI_K3), "model.residual.")
+    if residual is not None or not learned:
+        learned, _ = _apart(model.weights(), "residual.")
+    weights = read_kimi(tensors, settings)
+    weights |= {name.removeprefix("model."): tensor for name, tensor in learned.items()}
     try:
         model.load_weights(weights)
     except ValueError as error:
@@ -118,23 +125,62 @@ def save_kimi(model: Decoder, folder: str | Path, *, released: bool = False) -> 
     """Write a decoder as a Kimi Linear checkpoint: config.json and model.safetensors.
 
     Arguments:
-        model: a decoder of KDA and MLA layers with the plain residual.
+        model: a decoder of KDA and MLA layers with the plain residual; where `released`, Block Attention Residuals
+            too, if their blocks are whole layers and their eps is the model's (`attnres-block:block=4,eps=1e-5`).
         folder: where to; made if need be.
-        released: with the names of the released files; else transformers'. It loads either.
+        released: with the names and the config of the released files, as vLLM reads them; else transformers' names.
+            transformers loads either, but knows no Attention Residuals here.
 
     Raises: `headwater.errors.UserError` for a decoder that is no Kimi Linear.
 
         headwater.hf.save_kimi(model, "mine")
         AutoModelForCausalLM.from_pretrained("mine")
     """
-    folder, settings = at_home(folder), model.config.to_dict()
-    config, weights = (
-        kimi_config(settings),
-        write_kimi(model.weights(), settings, released=released),
-    )
-    with whole_folder(folder) as partial:
+    settings = model.config.to_dict()
+    block = None
+    if released and model.config.residual != "standard":
+        block = _layers_in_a_block(model.residual, model.config)
+        settings["residual"] = "standard"
+    learned, plain = _apart(model.weights(), "residual.")
+    config = kimi_config(settings)
+    weights = write_kimi(plain, settings, released=released)
+    if released:
+        config |= _released_config(config, next(iter(weights.values())).dtype)
+    if block is not None:
+        config[KIMI_K3.block_field] = block
+        learned = {f"model.{name}": tensor for name, tensor in learned.items()}
+        weights = to_release(weights | learned, KIMI_K3)
+        weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    with whole_folder(at_home(folder)) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+
+
+def _apart(
+    weights: Mapping[str, Tensor], prefix: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors whose names begin with a prefix, and the others."""
+    inside = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    return inside, {name: tensor for name, tensor in weights.items() if name not in inside}
+
+
+def _layers_in_a_block(residual: Residual, config: ModelConfig) -> int:
+    """The size of a block as the released config counts it. Raises UserError for what no such config can say."""
+    options = parse(residual.spec)[1]
+    usual = isinstance(residual, AttentionResidual) and residual.phased
+    usual = usual and options.get("key_weight", True) and options.get("scale", "one") == "one"
+    problem = None
+    if not isinstance(residual, AttentionResidual) or not usual:
+        problem = f"residual '{residual.spec}'"
+    elif residual.block % KIMI_K3.block_unit:
+        problem = f"blocks of {residual.block} sublayers, which are no whole layers,"
+    elif residual.eps != config.norm_eps:
+        problem = (
+            f"residual eps {residual.eps} beside norm_eps {config.norm_eps}, which are one there,"
+        )
+    if problem is not None or not isinstance(residual, AttentionResidual):
+        raise UserError(f"a decoder with {problem} cannot be saved as a released Kimi Linear")
+    return residual.block // KIMI_K3.block_unit
 
 
 def kimi_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +221,16 @@ def kimi_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "shared_experts": _named(config, "num_shared_experts", "n_shared_experts", default=1),
         "expert_scale": config.get("routed_scaling_factor", 2.446),
         "dense_layers": first if names is mixers else 0,
+        "residual": _residual_of(config),
     }
+
+
+def _residual_of(config: Mapping[str, Any]) -> str:
+    """The residual that a config names, by the number of layers in a block."""
+    if config.get(KIMI_K3.block_field) is None:
+        return "standard"
+    block = min(KIMI_K3.block(config), 2 * config["num_hidden_layers"])
+    return f"attnres-block:block={block},eps={KIMI_K3.eps(config)}"
 
 
 def _named(config: Mapping[str, Any], *names: str, default: int) -> int:
@@ -187,10 +242,10 @@ def _refuse(config: Mapping[str, Any]) -> None:
     """What the decoder does not compute, and what is not Kimi Linear."""
     if config.get("model_type") != "kimi_linear":
         raise UserError(f"model_type must be 'kimi_linear', got {config.get('model_type')!r}")
-    if config.get(KIMI_K3.block_field) is not None:
+    linear = config.get("linear_attn_config") or {}
+    if linear.get("use_full_rank_gate"):
         raise UserError(
-            f"the config has {KIMI_K3.block_field}, so it is Kimi K3, whose gates and latent experts the decoder does "
-            "not have; Kimi Linear has no such field"
+            "linear_attn_config has use_full_rank_gate, as Kimi K3, which is not implemented"
         )
     allowed: dict[str, tuple[Any, ...]] = {
         "q_lora_rank": (None,),
@@ -203,6 +258,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
         "n_group": (1, None),
         "num_key_value_heads": (config.get("num_attention_heads", 32), None),
         "mla_use_nope": (True, None),
+        "mla_use_output_gate": (False, None),
+        "routed_expert_hidden_size": (None,),
         "moe_layer_freq": (1, None),
     }
     for name, values in allowed.items():
@@ -299,6 +356,38 @@ def kimi_config(settings: Mapping[str, Any]) -> dict[str, Any]:
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
+    }
+
+
+def _released_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The keys of the released config, which vLLM reads, for a config of transformers'."""
+    mixers, mlps = config["layer_types"], config["mlp_layer_types"]
+    dense = mlps.index("sparse") if "sparse" in mlps else len(mlps)
+    if "dense" in mlps[dense:]:
+        raise UserError("the released config names dense layers before all others alone")
+    numbers: dict[str, list[int]] = {"linear_attention": [], "full_attention": []}
+    for number, kind in enumerate(mixers, start=1):
+        numbers[kind].append(number)
+    return {
+        "linear_attn_config": {
+            "kda_layers": numbers["linear_attention"],
+            "full_attn_layers": numbers["full_attention"],
+            "num_heads": config["linear_num_heads"],
+            "head_dim": config["linear_head_dim"],
+            "short_conv_kernel_size": config["linear_conv_kernel_dim"],
+        },
+        "first_k_dense_replace": dense,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "use_grouped_topk": True,
+        "mla_use_nope": True,
+        "q_lora_rank": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": config["model_max_length"],
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 

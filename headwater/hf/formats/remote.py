@@ -42,10 +42,15 @@ def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
             "not transformers'"
         )
     about = _about(model)
+    base = type(model.base_model)
+    made, made_base = type(model).__name__, f"Headwater{base.__name__}"
     names = {
+        "PLAIN_BASE_MODULE": base.__module__,
+        "PLAIN_BASE": base.__name__,
+        "MADE_BASE": made_base,
         "PLAIN_CONFIG": type(model.config).__mro__[1].__name__,
         "PLAIN_MODEL": plain.__name__,
-        "MADE_MODEL": type(model).__name__,
+        "MADE_MODEL": made,
         "MODEL_TYPE": PREFIX + type(model.config).__mro__[1].model_type,  # type: ignore[attr-defined]
     }
     text = TEMPLATE.read_text(encoding="utf-8")
@@ -53,8 +58,11 @@ def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
         text = text.replace(mark, name)
     (folder / FILE).write_text(text, encoding="utf-8")
     stem = FILE.removesuffix(".py")
+    auto_map = {"AutoConfig": f"{stem}.Config", auto: f"{stem}.{made}"}
+    if auto == "AutoModelForCausalLM":  # a classifier builds its own body by AutoModel
+        auto_map["AutoModel"] = f"{stem}.{made_base}"
     return {
-        "auto_map": {"AutoConfig": f"{stem}.Config", auto: f"{stem}.{type(model).__name__}"},
+        "auto_map": auto_map,
         "headwater": {**model.config.headwater, "remote": about},
     }
 
