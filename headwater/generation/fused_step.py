@@ -18,7 +18,7 @@ from headwater._torch import hooked
 from headwater.models.cache import Cache
 from headwater.models.decoder import Decoder
 from headwater.models.norm import RMSNorm
-from headwater.models.part import are_plain
+from headwater.models.projection import are_plain
 from headwater.models.sublayer import Sublayer
 from headwater.ops.decode import take
 from headwater.ops.routing import Backend, obstacle

@@ -97,7 +97,7 @@ def generate(
         ended=ended,
         graph=graph,
     )
-    new_tokens = list(steps)
+    new_tokens = list(steps)  # which checks the prompts
     rows = as_rows(tokens)
     for step in new_tokens:
         for row, token in zip(rows, step):
@@ -105,6 +105,7 @@ def generate(
                 row.append(token)
     if not isinstance(tokens, Tensor):
         return rows
+    # Rows that ended early repeat their last token.
     longest = max(map(len, rows))
     padded = [row + row[-1:] * (longest - len(row)) for row in rows]
     return torch.tensor(padded, device=tokens.device)
@@ -155,11 +156,11 @@ def stream(
                 step[row] = new[place]
         yield step
         for place, row in enumerate(order):
-            # A row that has ended may have no numbers; its tokens are nobody's.
+            # A row that has ended goes on with tokens that are nobody's, and may be no numbers.
             drawn[place].append(max(new[place], 0))
-            if new[place] == stop or (
-                ended is not None and live[place] and ended(row, drawn[place])
-            ):
+            if not live[place]:
+                continue
+            if new[place] == stop or (ended is not None and ended(row, drawn[place])):
                 live[place] = False
         if not any(live):
             return

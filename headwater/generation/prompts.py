@@ -59,12 +59,14 @@ class CachedReader(Reader):
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
         if not drawn[0]:
             return self.read_prompts()
+        # Later only the last token of each row is new.
         last = torch.tensor([row[-1:] for row in drawn], device=self.device)
         return self.model.head(self.model.hidden(last, self.cache)[:, -1])
 
     def read_prompts(self) -> Tensor:
         """Logits (B, vocab) after the prompts, which the cache then has."""
         logits, views, first = [], [], 0
+        # Prompts of one length are read together, into their rows of the cache.
         for _, prompts in groupby(self.rows, key=len):
             texts = torch.tensor(list(prompts), device=self.device)
             view = self.cache.rows(first, first + len(texts))

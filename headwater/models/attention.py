@@ -15,13 +15,13 @@ from headwater.residuals.one_token import Reading
 from .cache import Entry, KeysValues, Lengths
 from .config import ModelConfig
 from .norm import RMSNorm
-from .part import Part, are_plain
-from .projection import project_joined, project_together
+from .part import Part
+from .projection import are_plain, project_joined, project_together
 from .window import window_attention
 
 
 class Rotary(nn.Module):
-    """Rotary position tables up to `context` positions; made for any length asked, never saved."""
+    """Tables of rotary positions, up to `context` of them; they are never saved."""
 
     cos: Tensor
     sin: Tensor
@@ -29,43 +29,44 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, context: int, theta: float) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
-        for name, table in zip(("cos", "sin"), self.tables(context), strict=True):
-            self.register_buffer(name, table, persistent=False)
+        cos, sin = self.tables(context)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def tables(self, context: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        frequency = self.theta ** (
-            -torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
-        )
-        angle = torch.outer(
-            torch.arange(context, dtype=torch.float64, device=device), frequency
-        )  # (T, head_dim / 2)
-        return angle.cos().float(), angle.sin().float()
+        options: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        exponents = -torch.arange(0, self.head_dim, 2, **options) / self.head_dim
+        positions = torch.arange(context, **options)
+        angles = torch.outer(positions, self.theta**exponents)  # (T, head_dim / 2)
+        return angles.cos().float(), angles.sin().float()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        """As every move of a module; what comes from the meta device is empty, and no checkpoint has it."""
+        """Fill the tables when they come from the meta device: no checkpoint has them."""
         empty = self.cos.is_meta
         super()._apply(*args, **kwargs)
         if empty and not self.cos.is_meta:
-            self.cos, self.sin = (
-                table.to(self.cos) for table in self.tables(len(self.cos), torch.device("cpu"))
-            )
+            cos, sin = self.tables(len(self.cos), torch.device("cpu"))
+            self.cos, self.sin = cos.to(self.cos), sin.to(self.cos)
         return self
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        if start + length > len(self.cos):
-            raise ValueError(
-                f"{start + length} positions exceed the model's context of {len(self.cos)}"
-            )
-        return self.cos[start : start + length], self.sin[start : start + length]
+        """The tables of positions from `start` on, (length, head_dim / 2)."""
+        stop = start + length
+        if stop > len(self.cos):
+            raise ValueError(f"{stop} positions exceed the model's context of {len(self.cos)}")
+        return self.cos[start:stop], self.sin[start:stop]
 
-    def at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """For rows at positions (B, T) of their own."""
-        return self.cos[places][:, None], self.sin[places][:, None]  # (B, 1, T, head_dim / 2)
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables of positions (B, T), each row's own: (B, 1, T, head_dim / 2)."""
+        return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
 class Attention(Part):
-    """Causal grouped-query attention, over all earlier tokens or a window of them. Takes one input, or separate query,
-    key and value inputs; `mixes_values`: also the values of the network's first attention."""
+    """Causal grouped-query attention, over all earlier tokens or a window of them.
+
+    It reads one input, or separate inputs of queries, keys and values; with `mixes_values` also the
+    values of the network's first attention.
+    """
 
     backend: Backend = "auto"
     """Of the rotation, where one product makes queries, keys and values, and no norm is between."""
@@ -77,17 +78,17 @@ class Attention(Part):
         self.window = window
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.qk_norm = config.qk_norm
-        self.query = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
-        self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.output = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
-        self.query_norm = (
-            RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        )
-        self.key_norm = (
-            RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        )
+        inner, kv_inner = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.query = nn.Linear(config.dim, inner, bias=False)
+        self.key = nn.Linear(config.dim, kv_inner, bias=False)
+        self.value = nn.Linear(config.dim, kv_inner, bias=False)
+        self.output = nn.Linear(inner, config.dim, bias=False)
+        self.query_norm = self._head_norm(config)
+        self.key_norm = self._head_norm(config)
         self.value_mix = nn.Parameter(torch.full((2,), 0.5)) if mixes_values else None
+
+    def _head_norm(self, config: ModelConfig) -> nn.Module:
+        return RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
         self,
@@ -96,25 +97,26 @@ class Attention(Part):
         cache: KeysValues | None = None,
         first_values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The output, and the values of the tokens given."""
+        """Return the output, and the values of the tokens in x."""
         q, k, v = self._turned(x, rotary, cached=cache is not None)
         if self.value_mix is not None and first_values is not None:
-            first_share, own_share = self.value_mix.to(v.dtype)
-            v = first_share * first_values + own_share * v
+            first_share, share = self.value_mix.to(v.dtype)
+            v = first_share * first_values + share * v
         y = self._attend_cached(q, k, v, cache)
         return self.output(y.transpose(1, 2).flatten(2)), v
 
     def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> KeysValues:
         shape = (len(lengths.tokens), lengths.room, self.kv_heads, self.head_dim)
         device = lengths.tokens.device
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        keys = torch.zeros(shape, dtype=dtype, device=device)
+        values = torch.zeros(shape, dtype=dtype, device=device)
         return KeysValues(lengths, keys, values, self.window)
 
     def can_step(self) -> bool:
-        norms = (type(self.query_norm), type(self.key_norm))
+        norms = {type(self.query_norm), type(self.key_norm)}
         plain = are_plain(self.query, self.key, self.value, self.output)
         usual = self.window is None and self.value_mix is None and self.head_dim % 2 == 0
-        return plain and usual and {*norms} <= {RMSNorm, nn.Identity}
+        return plain and usual and norms <= {RMSNorm, nn.Identity}
 
     def step(
         self,
@@ -124,24 +126,19 @@ class Attention(Part):
         backend: Backend,
     ) -> Tensor:
         weights = self.query.weight, self.key.weight, self.value.weight
-        qkv = reading.project(*weights, backend=backend)
-        heads = self.heads, self.kv_heads, self.kv_heads
-        parts = qkv.split([count * self.head_dim for count in heads], 1)
-        q, k, v = (
-            part.unflatten(1, (count, self.head_dim)) for part, count in zip(parts, heads)
-        )  # (B, heads, d)
+        joined = reading.project(*weights, backend=backend)  # (B, (heads + 2 kv_heads) d)
+        q, k, v = joined.split([len(weight) for weight in weights], 1)
         norms = None
         if isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
             norms = self.query_norm.for_kernels(), self.key_norm.for_kernels()
         stored = cast(KeysValues, cache)
-        lengths = stored.lengths.tokens
         return attend(
-            q,
-            k,
-            v,
+            q.unflatten(1, (self.heads, -1)),  # (B, heads, d), a view
+            k.unflatten(1, (self.kv_heads, -1)),
+            v.unflatten(1, (self.kv_heads, -1)),
             stored.keys,
             stored.values,
-            lengths,
+            stored.lengths.tokens,
             rotary=rotary,
             norms=norms,
             backend=backend,
@@ -162,17 +159,18 @@ class Attention(Part):
         return rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary), v
 
     def _project(self, x: Read, cached: bool) -> tuple[Tensor, ...]:
-        """Queries, keys and values, (B, T, heads times head_dim) each, or in one tensor side by side."""
+        """Queries, keys and values, (B, T, heads d) each, or side by side in one tensor."""
         if isinstance(x, tuple):
             return self.query(x[0]), self.key(x[1]), self.value(x[2])
         project = project_together if cached else project_joined
         return project(x, self.query, self.key, self.value)
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeysValues | None) -> Tensor:
-        """(B, H, T, d): of the tokens given, over themselves and those that the cache has seen."""
+        """Attention of new tokens over themselves and those in the cache, (B, H, T, d)."""
         if cache is None:
             return self._attend(q, k, v, None, causal=True)
-        if (y := cache.attend_one(q, k, v)) is not None:
+        y = cache.attend_one(q, k, v)
+        if y is not None:
             return y
         mask = cache.mask(q.shape[-2])
         keys, values = cache.append(k, v)
@@ -181,6 +179,7 @@ class Attention(Part):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         if self.window is not None and mask is None:
             return window_attention(q, k, v, self.window)
+        grouped = self.heads != self.kv_heads
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
         )

@@ -43,22 +43,30 @@ class Lengths:
     def write(self, stored: Tensor, new: Tensor) -> Tensor:
         """Write `new` (B, T, ...) into `stored` (B, room, ...), and return as much as a row may have."""
         count = new.shape[1]
+        # One length for all rows: a slice, and what there is so far.
         if self.even is not None:
-            stored[:, self.even : self.even + count] = new
-            return stored[:, : self.even + count]
-        places = self.positions(count).reshape(*new.shape[:2], *[1] * (new.dim() - 2))
+            stop = self.even + count
+            stored[:, self.even : stop] = new
+            return stored[:, :stop]
+        # Else each row's own places, and all room, of which a mask hides the rest.
+        places = self.positions(count)
+        while places.dim() < new.dim():
+            places = places.unsqueeze(-1)
         return stored.scatter_(1, places.expand_as(new), new.to(stored.dtype))
 
     def mask(self, count: int, window: int | None) -> Tensor | None:
         """Where the next tokens may look, (B, 1, count, room) or shorter; None: at all that came."""
         if self.even is not None:
+            # Attention knows by itself what one token, a window and a beginning look at.
             if count == 1 or window is not None or self.empty:
                 return None
             return continuation_mask(count, self.even, self.tokens.device)
         keys = torch.arange(self.room, device=self.tokens.device)
         places = self.positions(count)[:, None, :, None]
         visible = keys <= places
-        return visible if window is None else visible & (keys > places - window)
+        if window is not None:
+            visible &= keys > places - window
+        return visible
 
 
 def continuation_mask(count: int, past: int, device: torch.device) -> Tensor:
@@ -95,6 +103,7 @@ class KeysValues:
         """Write new keys and values, (B, kv_heads, T, d); return all that they may look at."""
         all_keys = self.lengths.write(self.keys, keys.transpose(1, 2))
         all_values = self.lengths.write(self.values, values.transpose(1, 2))
+        # The first tokens are all there is; as they came they are laid out best.
         if self.lengths.empty:
             return keys, values
         first = 0
@@ -106,9 +115,15 @@ class KeysValues:
         """Write one token of every row and attend, (B, H, 1, d), where a kernel does both."""
         if q.shape[2] != 1 or not use_triton("auto", q, k, v, self.keys, self.values):
             return None
-        new = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-        lengths = self.lengths.tokens
-        y = attend(*new, self.keys, self.values, lengths, window=self.window)
+        y = attend(
+            q[:, :, 0],
+            k[:, :, 0],
+            v[:, :, 0],
+            self.keys,
+            self.values,
+            self.lengths.tokens,
+            window=self.window,
+        )
         return y.unflatten(1, (q.shape[1], 1, -1))
 
 
@@ -188,11 +203,14 @@ class Cache:
     def rows(self, start: int, stop: int) -> Cache:
         """A view of some rows of an empty cache, to read prompts of one length into."""
         lengths = Lengths(self.lengths.tokens[start:stop], self.lengths.room, even=0)
-        entries = [entry and entry.rows(start, stop, lengths) for entry in self.entries]
-        return Cache(entries, lengths)
+        views: list[Entry | None] = []
+        for entry in self.entries:
+            views.append(None if entry is None else entry.rows(start, stop, lengths))
+        return Cache(views, lengths)
 
     def join(self, views: list[Cache]) -> None:
         """Take over what views of all rows know besides the tensors that they share with this."""
         counts = {view.lengths.even for view in views}
         self.lengths.even = counts.pop() if len(counts) == 1 else None
-        self.past = tuple(torch.cat(parts) for parts in zip(*(view.past for view in views)))
+        pasts = zip(*(view.past for view in views))
+        self.past = tuple(torch.cat(parts) for parts in pasts)

@@ -37,12 +37,17 @@ def run_sublayer(
     held: State,
     kept: State,
 ) -> State:
-    """Read, run, write: the state after sublayer i, the kept values last. `dtype`: of the stream, if it is not what
-    sublayers produce."""
+    """Read, run and write sublayer i; return the state after it, with the kept values last.
+
+    `dtype` is the stream's, if that is not what sublayers produce.
+    """
     normed = residual.folds_norm(held, i)
-    x, held = residual.read(held, i, norm=sublayer.norm if normed else None)
+    norm = sublayer.norm if normed else None
+    x, held = residual.read(held, i, norm=norm)
     y, kept = sublayer(x, rotary, cache, kept, normed)
-    return (*residual.write(held, i, y if dtype is None else y.to(dtype)), *kept)
+    if dtype is not None:
+        y = y.to(dtype)
+    return (*residual.write(held, i, y), *kept)
 
 
 class Decoder(nn.Module):
@@ -63,40 +68,39 @@ class Decoder(nn.Module):
         self.around = None
         self._run_sublayer = run_sublayer
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        # Whose values are kept: the first attention's.
-        self.values_from = (
-            config.kinds.index("attention") if config.value_residual else config.sublayers
-        )
-        self.sublayers = nn.ModuleList(
-            Sublayer(
-                config, kind, mixes_values=i > self.values_from, keeps_values=i == self.values_from
-            )
-            for i, kind in enumerate(config.kinds)
-        )
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # what a residual draws must not change the start of what it shares
+        # The first attention's values are kept, if any.
+        self.values_from = config.sublayers
+        if config.value_residual:
+            self.values_from = config.kinds.index("attention")
+        self.sublayers = nn.ModuleList()
+        for i, kind in enumerate(config.kinds):
+            mixes, keeps = i > self.values_from, i == self.values_from
+            self.sublayers.append(Sublayer(config, kind, mixes_values=mixes, keeps_values=keeps))
+        # What a residual draws must not change the start of what all residuals share.
+        with torch.random.fork_rng(devices=[]):
             self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        # Without attention nothing is turned: then it knows how many positions there are, and no more.
-        width = config.head_dim if {"attention", "shortswa"} & set(config.kinds) else 2
+        # Without attention nothing is turned, and the tables only say how many positions there are.
+        turned = {"attention", "shortswa"} & set(config.kinds)
+        width = config.head_dim if turned else 2
         self.rotary = Rotary(width, config.context, config.rope_theta)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices keep the scale of what they read; output projections are smaller by sqrt(sublayers), where
-        `depth_start` is on, and those of short windows zero: they begin as nothing, unless the residual can make
-        nothing of that. A residual keeps the start it defines itself, and may ask for smaller weights in the sublayers.
+        """Start matrices so that they keep the scale of what they read.
 
-        The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack must stay far
-        above the norms' eps.
+        Output projections are smaller by sqrt(sublayers), where `depth_start` is on. Those of short
+        windows start at zero, unless the residual can make nothing of that. A residual keeps the start
+        it defines itself, and may ask for smaller weights in the sublayers.
+
+        The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack
+        must stay far above the norms' eps.
         """
-        if (
-            self.embedding.weight.is_meta
-        ):  # no values; to draw them in shape alone takes longer than all the rest
+        # On the meta device there are no values, and to draw shapes takes longer than all the rest.
+        if self.embedding.weight.is_meta:
             return
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=0.02)
@@ -110,8 +114,9 @@ class Decoder(nn.Module):
                 weight.data.mul_(gain)
 
     def _start_outputs(self, sublayer: Sublayer, gain: float) -> None:
-        """The outputs of a sublayer's body, and the weights that are in no linear layer."""
-        body, count = sublayer.body, self.config.sublayers if self.config.depth_start else 1
+        """Start the outputs of a sublayer's body, and the weights that are in no linear layer."""
+        body = sublayer.body
+        count = self.config.sublayers if self.config.depth_start else 1
         if isinstance(body, KDA):
             body.decay.reset()
         if not isinstance(body, MoE):
@@ -155,8 +160,10 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens, cache))
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
-        """What the output head sees, (B, T, D): for a loss that does not need all logits at once. `last`: of the last
-        token, (B, 1, D), where the others' is not needed, as of a prompt: a final read looks at every source."""
+        """Compute what the output head sees, (B, T, D), for a loss that does not need all logits at once.
+
+        `last`: only of the last token, (B, 1, D), as for a prompt: a final read looks at every source.
+        """
         rotary = self._positions(tokens.shape[1], cache)
         state = self.begin(tokens, cache)
         state = self.run(state, 0, len(self.sublayers), rotary, cache)
@@ -187,14 +194,15 @@ class Decoder(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cache: Cache | None = None,
     ) -> State:
-        """The state after sublayers [start, stop), from the one before them: the only loop over depth.
+        """Run sublayers [start, stop) of the state before them; return the state after them.
 
-        `rotary`: `self.rotary(first position, length)`. A whole model, a pipeline stage and the plan of a run all call
-        this; `around` is what each sublayer is called through, where it is set.
+        A whole model, a pipeline stage and the plan of a run all call this. `rotary`: what
+        `self.rotary(first position, length)` returns.
         """
         step = self._step if self.around is None else partial(self.around, self._step)
         for i in range(start, stop):
-            state = step(i, rotary, None if cache is None else cache[i], *state)
+            entry = None if cache is None else cache[i]
+            state = step(i, rotary, entry, *state)
         return state
 
     def finish(self, state: State) -> Tensor:
@@ -230,8 +238,8 @@ class Decoder(nn.Module):
         return (*self.residual.adopt(state, i), *kept)
 
     def _stream_dtype(self, device: torch.device) -> torch.dtype | None:
-        """Under autocast the residual has the dtype that sublayers compute in, or fp32 if the configuration says so;
-        otherwise, None, what it is given."""
+        """The stream's dtype under autocast: fp32 if the configuration says so, else that of the
+        sublayers' outputs. None without autocast: the stream keeps the embedding's."""
         if device.type == "meta" or not torch.is_autocast_enabled(device.type):
             return None
         return torch.float32 if self.config.fp32_stream else torch.get_autocast_dtype(device.type)
@@ -251,7 +259,7 @@ class Decoder(nn.Module):
     def _step(
         self, i: int, rotary: tuple[Tensor, Tensor], cache: Entry | None, *state: Tensor
     ) -> State:
-        """One sublayer. The state comes as separate tensors, which activation checkpointing needs."""
+        """Run one sublayer. The state comes as separate tensors: activation checkpointing needs that."""
         sublayer = cast(Sublayer, self.sublayers[i])
         dtype = self._stream_dtype(state[0].device)
         return self._run_sublayer(
@@ -263,52 +271,45 @@ class Decoder(nn.Module):
         return (state[:-1], state[-1:]) if i > self.values_from else (state, ())
 
     def parameter_count(self) -> dict[str, int]:
-        """`total`; of these `active`, the ones a token meets: of routed experts those that it chooses."""
-        total, config = sum(p.numel() for p in self.parameters()), self.config
-        experts = sum(p.numel() for body in self._bodies(MoE) for p in body.experts.parameters())
-        idle = (
-            experts // config.experts * (config.experts - config.experts_per_token)
-            if experts
-            else 0
-        )
+        """Count parameters: `total`; of these `active`, which one token meets, with only the experts
+        that it chooses; and those of the `embedding` and the `residual`."""
+        total, config = _numbers(self), self.config
+        experts = sum(_numbers(body.experts) for body in self._bodies(MoE))
+        idle = 0
+        if experts:
+            idle = experts // config.experts * (config.experts - config.experts_per_token)
         return {
             "total": total,
             "active": total - idle,
             "embedding": self.embedding.weight.numel(),
-            "residual": sum(p.numel() for p in self.residual.parameters()),
+            "residual": _numbers(self.residual),
         }
 
     def flops_per_token(self, context: int | None = None) -> int:
-        """Operations of one training step per token at a context: matrices, causal attention, depth mixing; backward
-        counted as twice the forward. Of experts, those that a token meets. KDA: three products with its state, and the
-        pairs inside a chunk."""
+        """Operations of one training step per token at a context.
+
+        Matrices, causal attention and depth mixing; backward counts twice as much as forward. Experts
+        count as far as one token meets them, KDA as three products with its state and the pairs inside
+        a chunk.
+        """
         config = self.config
         context = context or config.context
-        matrices = sum(
-            m.weight.numel() for m in self.sublayers.modules() if isinstance(m, nn.Linear)
-        )
+        linear = (module for module in self.sublayers.modules() if isinstance(module, nn.Linear))
+        matrices = sum(module.weight.numel() for module in linear)
         for moe in self._bodies(MoE):
-            experts = (
-                sum(p.numel() for p in moe.experts.parameters())
-                // config.experts
-                * config.experts_per_token
-            )
-            matrices += experts + moe.router.weight.numel()
-        attention = 2 * config.kinds.count("attention") * context * config.dim  # causal: half
-        attention += (
-            4 * config.kinds.count("shortswa") * min(config.shortswa or 0, context) * config.dim
-        )
+            one_expert = _numbers(moe.experts) // config.experts
+            matrices += one_expert * config.experts_per_token + moe.router.weight.numel()
+        # Causal attention looks at half of the context; a short window at all its tokens.
+        attention = 2 * config.kinds.count("attention") * context * config.dim
+        window = min(config.shortswa or 0, context)
+        attention += 4 * config.kinds.count("shortswa") * window * config.dim
         for mla in self._bodies(MLA):
             attention += mla.heads * context * (mla.head_dim + mla.shared_dim + mla.value_dim)
         for kda in self._bodies(KDA):
             chunk = min(CHUNK, context)
             attention += kda.heads * kda.head_dim * (6 * kda.head_dim + 5 * chunk)
-        return 3 * (
-            2 * matrices
-            + 2 * self.head.weight.numel()
-            + attention
-            + self.residual.flops_per_token()
-        )
+        matrices += self.head.weight.numel()
+        return 3 * (2 * matrices + attention + self.residual.flops_per_token())
 
     def _bodies(self, kind: type[T]) -> list[T]:
         bodies = (sublayer.body for sublayer in self.sublayers if isinstance(sublayer, Sublayer))
@@ -322,17 +323,17 @@ class Decoder(nn.Module):
             save_file(self.weights(), partial / "model.safetensors")
 
     def weights(self) -> dict[str, Tensor]:
-        """What a file holds, by name, each tensor once: parameters, and what training moves without a gradient."""
+        """The tensors that a file holds, by name, each once: parameters, and what training moves
+        without a gradient."""
         return {name: tensor.detach().contiguous() for name, tensor in saved_tensors(self).items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        mine = saved_tensors(self)
-        expected, found = (
-            {name: tensor.shape for name, tensor in tensors.items()} for tensors in (mine, weights)
-        )
-        check_fit(expected, found, "weights do not fit the model")
+        tensors = saved_tensors(self)
+        expected = {name: tensor.shape for name, tensor in tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        check_fit(expected, shapes, "weights do not fit the model")
         with torch.no_grad():
-            for name, tensor in mine.items():
+            for name, tensor in tensors.items():
                 tensor.copy_(weights[name])
 
     @classmethod
@@ -347,6 +348,10 @@ class Decoder(nn.Module):
 def saved_tensors(model: Decoder) -> dict[str, Tensor]:
     """The tensors that a checkpoint of a decoder, or of a part of one, holds: its parameters, each once, and buffers
     that are not made anew, such as the routers' biases."""
-    kept = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters(remove_duplicate=True)), **buffers}
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

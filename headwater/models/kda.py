@@ -24,14 +24,14 @@ from .projection import project_together
 
 
 class ShortConv(nn.Conv1d):
-    """A causal convolution over the last `kernel` tokens, each channel by itself."""
+    """A causal convolution over the last `kernel` tokens, one for each channel."""
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__(channels, channels, kernel, groups=channels, bias=False)
 
 
 class DecayGate(Part):
-    """The log decay (B, T, H, K) of what the layer computes for it; a rate a head and a bias a channel, in fp32."""
+    """The log decay (B, T, H, K), in fp32: a rate for each head, a bias for each channel."""
 
     def __init__(self, heads: int, width: int, form: Any) -> None:
         super().__init__()
@@ -40,38 +40,37 @@ class DecayGate(Part):
         self.bias = nn.Parameter(torch.empty(heads * width))
 
     def reset(self) -> None:
-        """Heads forget at rates from 1 to 16 (bounded: 1), and a channel by 0.001 to 0.1 of its rate in a token."""
+        """Start heads at rates from 1 to 16 (bounded: at 1), and channels so that a token decays by
+        0.001 to 0.1 of its rate."""
         with torch.no_grad():
             if self.form == "softplus":
                 self.rate.uniform_(1, 16).log_()
             else:
                 self.rate.zero_()
             step = self.bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
-            self.bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
+            # The inverse of softplus: softplus of the bias is the step.
+            self.bias.copy_(step + torch.log(-torch.expm1(-step)))
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (self.heads, self.width)
-        return kda_gate(
-            x.unflatten(-1, heads),
-            self.here(self.rate),
-            self.here(self.bias).view(heads),
-            self.form,
-        )
+        rate, bias = self.here(self.rate), self.here(self.bias)
+        return kda_gate(x.unflatten(-1, heads), rate, bias.view(heads), self.form)
 
 
 class KDA(Part):
-    """Kimi Delta Attention over (B, T, D); with a `States`, over tokens that continue those it has seen."""
+    """Kimi Delta Attention over (B, T, D); with `States`, over tokens that continue earlier ones."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.head_dim = config.kda_heads or config.heads, config.kda_width
+        self.heads = config.kda_heads or config.heads
+        self.head_dim = config.kda_width
         inner = self.heads * self.head_dim
-        self.query, self.key, self.value = (
-            nn.Linear(config.dim, inner, bias=False) for _ in range(3)
-        )
-        self.query_conv, self.key_conv, self.value_conv = (
-            ShortConv(inner, config.kda_conv) for _ in range(3)
-        )
+        self.query = nn.Linear(config.dim, inner, bias=False)
+        self.key = nn.Linear(config.dim, inner, bias=False)
+        self.value = nn.Linear(config.dim, inner, bias=False)
+        self.query_conv = ShortConv(inner, config.kda_conv)
+        self.key_conv = ShortConv(inner, config.kda_conv)
+        self.value_conv = ShortConv(inner, config.kda_conv)
         self.decay_down = nn.Linear(config.dim, self.head_dim, bias=False)
         self.decay_up = nn.Linear(self.head_dim, inner, bias=False)
         self.decay = DecayGate(self.heads, self.head_dim, config.kda_gate)
@@ -81,42 +80,40 @@ class KDA(Part):
         self.norm = RMSNorm(self.head_dim, config.kda_norm_eps)
         self.output = nn.Linear(inner, config.dim, bias=False)
 
+    def scaled_by_gain(self) -> tuple[Tensor, ...]:
+        """The weights that a residual may ask to start smaller, besides the output's."""
+        return (self.value.weight,)
+
     def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> States:
         batch, device = len(lengths.tokens), lengths.tokens.device
-        state = (batch, self.heads, self.head_dim, self.head_dim)
         behind = self.query_conv.kernel_size[0] - 1
+        state = (batch, self.heads, self.head_dim, self.head_dim)
         tail = (batch, behind, 3 * self.heads * self.head_dim)
         return States(
             torch.zeros(state, dtype=accumulation_dtype(dtype), device=device),
             torch.zeros(tail, dtype=dtype, device=device),
         )
 
-    def scaled_by_gain(self) -> tuple[Tensor, ...]:
-        """The weights that a residual may ask to start smaller, besides the output's."""
-        return (self.value.weight,)
-
     def forward(self, x: Tensor, cache: States | None = None) -> Tensor:
-        q, k, v = self._convolve(
-            torch.cat(project_together(x, self.query, self.key, self.value), -1), cache
-        )
+        inputs = torch.cat(project_together(x, self.query, self.key, self.value), -1)
+        q, k, v = self._convolve(inputs, cache)
         decay, gate = project_together(x, self.decay_down, self.gate_down)
         g = self.decay(self.decay_up(decay))  # (B, T, H, K)
         beta = torch.sigmoid(self.beta(x).to(g.dtype))  # (B, T, H)
         o, state = kda(q, k, v, g, beta, None if cache is None else cache.state)
         if cache is not None:
             cache.state.copy_(state)
-        o = self.norm(o) * torch.sigmoid(
-            self.gate_up(gate).unflatten(-1, (self.heads, self.head_dim))
-        )
+        gate = self.gate_up(gate).unflatten(-1, (self.heads, self.head_dim))
+        o = self.norm(o) * torch.sigmoid(gate)
         return self.output(o.flatten(2))
 
     def _convolve(self, x: Tensor, cache: States | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, T, H, K) from all of their projections, (B, T, 3 H K)."""
         convolutions = (self.query_conv, self.key_conv, self.value_conv)
-        weight = torch.cat(
-            [self.here(convolution.weight) for convolution in convolutions]
-        )  # (3 H K, 1, kernel)
+        weights = [self.here(convolution.weight) for convolution in convolutions]
+        weight = torch.cat(weights)  # (3 H K, 1, kernel)
         behind = weight.shape[-1] - 1
+        # Before the first token the convolutions see zeros, later what the cache has kept.
         if cache is None:
             tail = x.new_zeros(len(x), behind, x.shape[-1])
         else:
@@ -125,8 +122,7 @@ class KDA(Part):
         if cache is not None:
             cache.tail.copy_(x[:, x.shape[1] - behind :])
         with full_precision(x):
-            x = F.silu(
-                F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight)).transpose(1, 2)
-            )
-        q, k, v = (part.unflatten(-1, (self.heads, self.head_dim)) for part in x.chunk(3, -1))
+            y = F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight))
+            y = F.silu(y.transpose(1, 2))
+        q, k, v = (part.unflatten(-1, (self.heads, self.head_dim)) for part in y.chunk(3, -1))
         return q, k, v

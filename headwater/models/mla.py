@@ -1,4 +1,4 @@
-"""Multi-head latent attention without positions: keys and values of all heads from one narrow vector a token.
+"""Multi-head latent attention without positions: all heads' keys and values from one narrow vector.
 
     c = RMSNorm(A x), the latent;  s = A' x, a part of the key that all heads share
     q_h = [q_h', q_h''] = Q_h x;  k_h = [B_h c, s];  v_h = C_h c
@@ -31,77 +31,74 @@ class MLA(Part):
         super().__init__()
         width = config.head_dim
         self.heads = config.heads
-        self.head_dim, self.value_dim = config.mla_head_dim or width, config.mla_value_dim or width
-        self.shared_dim, self.latent_dim = (
-            config.mla_shared_dim or width // 2,
-            config.mla_latent or 4 * width,
-        )
-        self.query = nn.Linear(
-            config.dim, self.heads * (self.head_dim + self.shared_dim), bias=False
-        )
+        self.head_dim = config.mla_head_dim or width
+        self.value_dim = config.mla_value_dim or width
+        self.shared_dim = config.mla_shared_dim or width // 2
+        self.latent_dim = config.mla_latent or 4 * width
+        queries = self.heads * (self.head_dim + self.shared_dim)
+        self.query = nn.Linear(config.dim, queries, bias=False)
         self.down = nn.Linear(config.dim, self.latent_dim + self.shared_dim, bias=False)
         self.norm = RMSNorm(self.latent_dim, LATENT_EPS)
-        self.up = nn.Linear(
-            self.latent_dim, self.heads * (self.head_dim + self.value_dim), bias=False
-        )
+        # Of each head the rows of its key, then those of its value.
+        keys_values = self.heads * (self.head_dim + self.value_dim)
+        self.up = nn.Linear(self.latent_dim, keys_values, bias=False)
         self.output = nn.Linear(self.heads * self.value_dim, config.dim, bias=False)
+
+    def scaled_by_gain(self) -> tuple[Tensor, ...]:
+        """The weights that a residual may ask to start smaller, besides the output's: the values'."""
+        rows = self.up.weight.unflatten(0, (self.heads, self.head_dim + self.value_dim))
+        return (rows[:, self.head_dim :],)
 
     def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> Latents:
         shape = (len(lengths.tokens), lengths.room, self.latent_dim + self.shared_dim)
         return Latents(lengths, torch.zeros(shape, dtype=dtype, device=lengths.tokens.device))
 
-    def scaled_by_gain(self) -> tuple[Tensor, ...]:
-        """The weights that a residual may ask to start smaller, besides the output's: the values' alone."""
-        rows = self.up.weight.unflatten(0, (self.heads, self.head_dim + self.value_dim))
-        return (rows[:, self.head_dim :],)
-
     def forward(self, x: Tensor, cache: Latents | None = None) -> Tensor:
         q, latent = project_together(x, self.query, self.down)
-        q = q.unflatten(-1, (self.heads, self.head_dim + self.shared_dim)).transpose(
-            1, 2
-        )  # (B, H, T, d)
+        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, head + shared)
         latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
         latent = torch.cat((self.norm(latent), shared), -1)  # (B, T, latent + shared)
-        return self.output(self._attend(q, latent, cache).transpose(1, 2).flatten(2))
+        y = self._attend(q, latent, cache)
+        return self.output(y.transpose(1, 2).flatten(2))
 
     def _attend(self, q: Tensor, latent: Tensor, cache: Latents | None) -> Tensor:
-        """(B, H, T, value_dim), of the tokens given, over themselves and those that the cache has seen."""
+        """Attention of new tokens over themselves and those in the cache, (B, H, T, value_dim)."""
         if cache is None:
             return self._expanded(q, latent, None, causal=True)
         if cache.lengths.empty:
             return self._expanded(q, cache.append(latent), None, causal=True)
-        if q.shape[-2] > ABSORBED:
-            mask = cache.mask(q.shape[-2])
+        # Many tokens are worth forming keys and values for; for a few the latents are read.
+        count = q.shape[-2]
+        if count > ABSORBED:
+            mask = cache.mask(count)
             return self._expanded(q, cache.append(latent), mask, causal=False)
         return self._absorbed(q, latent, cache)
 
     def _expanded(self, q: Tensor, latent: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """Keys and values of every head, then attention: (B, H, T, value_dim)."""
+        """Attention over keys and values of every head, which are formed here."""
         latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
-        both = (
-            self.up(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        )  # (B, H, T, head + value)
+        both = self.up(latent).unflatten(-1, (self.heads, -1))
+        both = both.transpose(1, 2)  # (B, H, T, head + value)
         key, value = both.split((self.head_dim, self.value_dim), -1)
-        key = torch.cat((key, shared[:, None].expand(-1, self.heads, -1, -1)), -1)
+        shared = shared[:, None].expand(-1, self.heads, -1, -1)
+        key = torch.cat((key, shared), -1)
         return F.scaled_dot_product_attention(q, key, value, attn_mask=mask, is_causal=causal)
 
     def _absorbed(self, q: Tensor, latent: Tensor, cache: Latents) -> Tensor:
         """The same, with the latents as the keys and values of one head that all queries share."""
-        up = (
-            self.here(self.up.weight).to(q.dtype).unflatten(0, (self.heads, -1))
-        )  # (H, head + value, latent)
+        weight = self.here(self.up.weight).to(q.dtype)
+        up = weight.unflatten(0, (self.heads, -1))  # (H, head + value, latent)
         to_key, to_value = up.split((self.head_dim, self.value_dim), 1)
-        own, shared = q.split((self.head_dim, self.shared_dim), -1)
-        q = torch.cat(
-            (torch.einsum("bhtd,hdl->bhtl", own, to_key), shared), -1
-        )  # (B, H, T, latent + shared)
+        q_head, q_shared = q.split((self.head_dim, self.shared_dim), -1)
+        q_latent = torch.einsum("bhtd,hdl->bhtl", q_head, to_key)
+        q = torch.cat((q_latent, q_shared), -1)  # (B, H, T, latent + shared)
         scale = (self.head_dim + self.shared_dim) ** -0.5
         mixed = cache.attend_one(q, latent, self.latent_dim, scale)
         if mixed is None:
             mask = cache.mask(q.shape[-2])
-            latent = cache.append(latent)
-            keys, values = latent[:, None], latent[:, None, :, : self.latent_dim]
+            keys = cache.append(latent)[:, None]
+            values = keys[..., : self.latent_dim]
             mixed = F.scaled_dot_product_attention(
                 q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
             )
-        return torch.einsum("bhtl,hvl->bhtv", mixed, to_value)  # of (B, H, T, latent)
+        return torch.einsum("bhtl,hvl->bhtv", mixed, to_value)

@@ -8,18 +8,19 @@ from headwater.residuals.one_token import Reading
 
 from .cache import Entry
 from .config import ModelConfig
-from .part import Part, are_plain
-from .projection import project_joined
+from .part import Part
+from .projection import are_plain, project_joined
 
 
 class SwiGLU(Part):
+    """output(silu(gate(x)) * up(x))."""
+
     backend: Backend = "auto"
-    """Of what is between the products, where one product makes gate and up."""
+    """Of the gate, where one product makes gate and up."""
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
-        """`width`: hidden channels, if not the configuration's."""
         super().__init__()
-        width = config.mlp_dim if width is None else width
+        width = config.mlp_dim if width is None else width  # hidden channels
         self.gate = nn.Linear(config.dim, width, bias=False)
         self.up = nn.Linear(config.dim, width, bias=False)
         self.output = nn.Linear(width, config.dim, bias=False)
@@ -41,4 +42,5 @@ class SwiGLU(Part):
         return self.gate.weight, self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(swiglu(*project_joined(x, self.gate, self.up), backend=self.backend))
+        projections = project_joined(x, self.gate, self.up)
+        return self.output(swiglu(*projections, backend=self.backend))

@@ -22,7 +22,7 @@ from .part import Part
 
 
 class Routes(NamedTuple):
-    """Where tokens go: scores (N, E) in fp32; experts and weights of the chosen, (N, k)."""
+    """The experts that tokens go to: scores (N, E) in fp32; experts and weights chosen, (N, k)."""
 
     scores: Tensor
     experts: Tensor
@@ -43,7 +43,7 @@ class Router(Part):
         self.register_buffer("load", torch.zeros(config.experts), persistent=False)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        """As every move of a module; what comes from the meta device is empty, and no checkpoint has the load."""
+        """Fill the load when it comes from the meta device: no checkpoint has it."""
         empty = self.load.is_meta
         super()._apply(*args, **kwargs)
         if empty:
@@ -51,10 +51,13 @@ class Router(Part):
         return self
 
     def forward(self, x: Tensor) -> Routes:
+        # In fp32 under autocast too: experts that are nearly even would be chosen by rounding.
         with full_precision(x):
             dtype = accumulation_dtype(x.dtype)
-            scores = F.linear(x.to(dtype), self.here(self.weight).to(dtype)).sigmoid()
-        experts = (scores.detach() + self.bias).topk(self.chosen, -1, sorted=False).indices
+            weight = self.here(self.weight).to(dtype)
+            scores = F.linear(x.to(dtype), weight).sigmoid()
+        biased = scores.detach() + self.bias
+        experts = biased.topk(self.chosen, -1, sorted=False).indices
         weights = scores.gather(-1, experts)
         weights = self.scale * weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if self.training and torch.is_grad_enabled():
@@ -63,12 +66,15 @@ class Router(Part):
 
     @torch.no_grad()
     def move_bias(self, load: Tensor, rate: Tensor | float) -> None:
-        """One step toward an even load; `load` (E,): tokens that each expert had, of all ranks."""
+        """Take a step toward an even load; `load` (E,): tokens that each expert had on all ranks."""
         self.bias.add_(rate * torch.sign(load.mean() - load))
 
 
 def count(experts: Tensor, size: int) -> Tensor:
-    """How often each of `size` experts was chosen, (E,); without a wait for the GPU, as bincount would need."""
+    """Count how often each of `size` experts was chosen, (E,).
+
+    bincount would wait for the GPU.
+    """
     ones = torch.ones(experts.numel(), device=experts.device)
     return torch.zeros(size, device=experts.device).index_add_(0, experts.flatten(), ones)
 
@@ -78,27 +84,26 @@ class Experts(Part):
 
     def __init__(self, experts: int, dim: int, width: int) -> None:
         super().__init__()
-        self.first, self.total = 0, experts  # those here begin with this one, of so many
+        self.first, self.total = 0, experts  # the first expert of this process, and how many in all
         self.gate = nn.Parameter(torch.empty(experts, width, dim))
         self.up = nn.Parameter(torch.empty(experts, width, dim))
         self.output = nn.Parameter(torch.empty(experts, dim, width))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Rows (N, D) that are sorted by expert, those of expert e up to `ends[e]`, and behind them those of experts
-        that are not here, which give zeros."""
-        dtype = (
-            torch.get_autocast_dtype(x.device.type)
-            if torch.is_autocast_enabled(x.device.type)
-            else x.dtype
-        )
-        gate, up, output = (
-            self.here(weight).to(dtype) for weight in (self.gate, self.up, self.output)
-        )
+        """Run rows (N, D), sorted by expert: the rows of expert e end at `ends[e]`.
+
+        Rows of experts that are not in this process stand behind the others and give zeros.
+        """
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        gate = self.here(self.gate).to(dtype)
+        up = self.here(self.up).to(dtype)
+        output = self.here(self.output).to(dtype)
         x, ends = x.to(dtype), ends[: len(gate)]
         rest = len(gate) < self.total
-        hidden = F.silu(grouped_linear(x, gate, ends, rest=rest)) * grouped_linear(
-            x, up, ends, rest=rest
-        )
+        gates = F.silu(grouped_linear(x, gate, ends, rest=rest))
+        hidden = gates * grouped_linear(x, up, ends, rest=rest)
         return grouped_linear(hidden, output, ends, rest=rest)
 
 
@@ -109,11 +114,9 @@ class MoE(Part):
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config.experts, config.dim, config.expert_width)
-        self.shared = (
-            SwiGLU(config, config.shared_experts * config.expert_width)
-            if config.shared_experts
-            else None
-        )
+        self.shared = None
+        if config.shared_experts:
+            self.shared = SwiGLU(config, config.shared_experts * config.expert_width)
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the outputs'."""
@@ -127,17 +130,19 @@ class MoE(Part):
         return y if self.shared is None else y + self.shared(x)
 
     def _mix(self, tokens: Tensor, routes: Routes) -> Tensor:
-        """The chosen experts' outputs by their weights, (N, D). Experts count from the first that is here."""
+        """Sum the chosen experts' outputs by their weights, (N, D)."""
         chosen, total = routes.experts.shape[1], self.experts.total
+        # Count experts from the first of this process, so that its rows come first.
         experts = (routes.experts - self.experts.first) % total
         order = experts.flatten().argsort(stable=True)  # of N k choices, by expert
         ends = count(experts, total).cumsum(0).to(torch.int32)
         rows = self.experts(tokens[order // chosen], ends)  # (N k, D)
-        back = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
+        # The inverse of the order brings each token's outputs side by side again.
+        places = torch.arange(len(order), device=order.device)
+        back = torch.empty_like(order).scatter_(0, order, places)
         outputs = rows[back].unflatten(0, (-1, chosen))  # (N, k, D)
-        return (outputs * routes.weights.to(outputs.dtype).unsqueeze(-1)).sum(1)
+        weights = routes.weights.to(outputs.dtype).unsqueeze(-1)
+        return (outputs * weights).sum(1)
 
 
 def routers(model: nn.Module) -> dict[str, Router]:

@@ -10,8 +10,10 @@ from headwater.ops.numerics import full_precision
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, in the input's dtype (under autocast torch's would return fp32, to be rounded by every projection); a
-    residual's kernel can fold it into a read."""
+    """torch's RMSNorm in the input's dtype; a residual's kernel can fold it into a read.
+
+    Under autocast torch's own would return fp32, which every projection would round again.
+    """
 
     folds = True
 

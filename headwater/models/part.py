@@ -38,8 +38,3 @@ class Part(nn.Module):
         `rotary`: the tables of all positions.
         """
         raise NotImplementedError
-
-
-def are_plain(*modules: nn.Module) -> bool:
-    """Tell whether all are linear layers whose weights may be read: not wrapped, divided or biased."""
-    return all(type(module) is nn.Linear and module.bias is None for module in modules)

@@ -8,37 +8,40 @@ FEW = 1024  # tokens
 
 
 def project_joined(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """`layer(x)` for each linear layer without a bias, (..., N_i) each; on a GPU one tensor (..., sum of N_i) instead,
-    with one part behind the other. Layers that something has wrapped or divided are called one by one.
+    """Apply linear layers to x, (..., N_i) each; on a GPU in one tensor (..., sum of N_i), side by side.
 
-    One product makes it: x is read once, and its gradient is one product instead of a sum of several. For few tokens
-    without gradients a copy of the weights would cost more than the products, and these are joined; so that a pass
-    which is repeated with gradients goes the same way from here on.
+    One product makes that tensor: x is read once, and its gradient is one product instead of a sum of
+    several. Layers that something has wrapped or divided are called one by one.
     """
     if not can_join(x, layers):
         return tuple(layer(x) for layer in layers)
+    # For few tokens without gradients a copy of the weights would cost more than the products. Their
+    # results are joined, so that a pass that is repeated with gradients goes the same way from here.
     if are_few(x):
         return (torch.cat([layer(x) for layer in layers], -1),)
-    return (
-        F.linear(x, torch.cat([layer.weight for layer in layers if isinstance(layer, nn.Linear)])),
-    )
+    weights = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+    return (F.linear(x, torch.cat(weights)),)
 
 
 def project_together(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """`layer(x)` for each linear layer without a bias, by one product where that pays."""
+    """Apply linear layers to x, (..., N_i) each, by one product where that pays."""
     if are_few(x):
         return tuple(layer(x) for layer in layers)
     parts = project_joined(x, *layers)
     if len(parts) == len(layers):
         return parts
-    return parts[0].split(
-        [layer.out_features for layer in layers if isinstance(layer, nn.Linear)], -1
-    )
+    widths = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
+    return parts[0].split(widths, -1)
 
 
 def can_join(x: Tensor, layers: tuple[nn.Module, ...]) -> bool:
-    return x.is_cuda and all(type(layer) is nn.Linear for layer in layers)
+    return x.is_cuda and are_plain(*layers)
 
 
 def are_few(x: Tensor) -> bool:
     return not torch.is_grad_enabled() and x.numel() < FEW * x.shape[-1]
+
+
+def are_plain(*modules: nn.Module) -> bool:
+    """Tell whether all are linear layers whose weights may be read: not wrapped, divided or biased."""
+    return all(type(module) is nn.Linear and module.bias is None for module in modules)

@@ -29,8 +29,11 @@ BODIES: dict[str, Callable[[ModelConfig, bool], Body]] = {
 
 
 class Sublayer(nn.Module):
-    """A pre-norm and the part behind it, by its kind. `mixes_values`: attention is given the first one's values;
-    `keeps_values`: it hands on the values that it computed."""
+    """A pre-norm and the part behind it, by its kind.
+
+    `mixes_values`: attention also reads the first attention's values; `keeps_values`: it hands on the
+    values that it computed.
+    """
 
     def __init__(
         self,
@@ -46,15 +49,19 @@ class Sublayer(nn.Module):
         self.body = BODIES[kind](config, mixes_values)
 
     def can_step(self) -> bool:
-        """Tell whether one token of every row can run in fused launches: values that later
-        sublayers need would not be kept."""
+        """Tell whether one token of every row can run in fused launches."""
+        # They would not keep the values that later sublayers mix in.
         return type(self.norm) is RMSNorm and not self.keeps_values and self.body.can_step()
 
     def forward(
         self, x: Read, rotary: tuple[Tensor, Tensor], cache: Entry | None, kept: State, normed: bool
     ) -> tuple[Tensor, State]:
-        """What it produces for what it reads, (..., D), and the first attention's values where they are kept."""
-        x = x if normed else apply_norm(self.norm, x)
+        """Return the output (..., D), and the first attention's values where they are kept.
+
+        `normed`: the read has applied the norm already.
+        """
+        if not normed:
+            x = apply_norm(self.norm, x)
         if isinstance(self.body, Attention):
             y, values = self.body(x, rotary, cache, *kept)
             return y, (values,) if self.keeps_values else kept

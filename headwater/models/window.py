@@ -1,4 +1,4 @@
-"""Attention over the last `window` tokens: masked attention, or flex attention where a GPU runs whole sequences.
+"""Attention over the last `window` tokens: masked, or flex attention for whole sequences on a GPU.
 
     y_t = sum_s softmax_s(<q_t, k_s> / sqrt(d)) v_s  over  t - window < s <= t
 
@@ -17,7 +17,7 @@ FLEX_HEAD_DIM = 16  # flex attention's kernels need heads at least this wide
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """q (B, H, Tq, d), k and v (B, H_kv, Tk, d), Tq <= Tk."""
+    """Attend with q (B, H, Tq, d) over the window in k and v (B, H_kv, Tk, d), Tq <= Tk."""
     grouped = q.shape[1] != k.shape[1]
     if q.is_cuda and q.shape[-2] == k.shape[-2] and q.shape[-1] >= FLEX_HEAD_DIM:
         blocks = _block_mask(q.shape[-2], window, q.device)

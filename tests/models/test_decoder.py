@@ -252,6 +252,7 @@ def test_a_saved_model_keeps_its_block_where_the_default_changes(tmp_path, monke
 def test_a_file_that_does_not_fit_is_named(tmp_path):
     model = model_of("standard")
     model.save(tmp_path)
+    (tmp_path / "SHA256SUMS").unlink()  # which would notice that the file is another
     weights = load_file(tmp_path / "model.safetensors")
     weights["norm.weight"] = torch.ones(5)
     save_file(weights, tmp_path / "model.safetensors")
