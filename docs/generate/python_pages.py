@@ -31,6 +31,7 @@ MORE = {  # public, though the room does not export them by itself
     "analyze": [
         "headwater.analyze.inspector.look.inspect",
         "headwater.analyze.inspector.inspection.Inspection",
+        "headwater.analyze.inspector.forward_pass.ForwardPass",
     ],
 }
 

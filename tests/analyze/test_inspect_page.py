@@ -11,7 +11,7 @@ import torch
 from tinymodels import model_of, tokens_of
 
 import headwater
-from headwater.analyze.inspector.inspection import Inspection, Removal, Top
+from headwater.analyze.inspector import Inspection, Removal, Top
 from headwater.analyze.inspector.page import LEVELS
 from headwater.errors import UserError
 

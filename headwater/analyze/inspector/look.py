@@ -10,14 +10,15 @@ from headwater.errors import UserError
 from headwater.evaluation import evaluating
 from headwater.residuals import Norm, Residual, Trace, build, mixing, pinned
 
-from .inspection import Inspection, Top
-from .removal import losses, remove, top_of
+from .forward_pass import Top
+from .inspection import Inspection
+from .removal import Place, losses, remove, top_of
 from .shares import STREAMS, Shares
 from .subject import Subject
 
 Removals = Literal["auto", "none", "sources", "pairs"]
-# Operations that are spent on pairs without being asked: about a minute. 24 layers of width 64 and 128 tokens, 4e11,
-# took seven on a busy core.
+# Operations that are spent on pairs without being asked: about a minute. 24 layers of width 64 and
+# 128 tokens, 4e11, took seven minutes on a busy core.
 CHEAP = {"cpu": 1e11, "cuda": 2e13}
 
 
@@ -60,25 +61,30 @@ def inspect(
         trace, norm, logits, experts = subject.trace(rows)
         shares = Shares(subject.residual, trace.sources, trace.reads)
         loss = losses(logits, rows)[0]
-        says = [_lens(subject, norm, parts, top) for parts in (trace.reads, trace.sources)]
-        chosen = _affordable(subject, rows.shape[1]) if removals == "auto" else removals
-        places = _places(len(trace.sources), chosen)
-        effects = [
-            remove(subject, rows, shares, p, loss, top, logits.shape[-1]) if p else None
-            for p in places
+        reads = _lens(subject, norm, trace.reads, top)
+        sources = _lens(subject, norm, trace.sources, top)
+
+        # Taking away is what takes time: S forward passes, and one for each pair.
+        if removals == "auto":
+            removals = _affordable(subject, rows.shape[1])
+        everywhere: list[Place] = [(None, source) for source in range(len(trace.sources))]
+        pairs: list[Place] = [
+            (read, source) for read in range(len(trace.reads)) for source in range(read + 1)
         ]
+        removed = removed_at = None
+        if removals in ("sources", "pairs"):
+            removed = remove(subject, rows, shares, everywhere, loss, top, logits.shape[-1])
+        if removals == "pairs":
+            removed_at = remove(subject, rows, shares, pairs, loss, top, logits.shape[-1])
+
     ids = tuple(rows[0].tolist())
-    texts = _texts(
-        tokenizer, ids, [*says, *(effect.top for effect in effects if effect is not None)]
-    )
+    tops = [reads, sources, *(effect.top for effect in (removed, removed_at) if effect)]
+    texts = _texts(tokenizer, ids, tops)
     return Inspection(
         name=name or subject.residual.spec,
         residual=subject.residual.spec,
         mixes=subject.residual.mixes,
-        kinds=tuple(
-            "moe" if i in experts and kind == "mlp" else kind
-            for i, kind in enumerate(subject.kinds)
-        ),
+        kinds=_kinds(subject, experts),
         tokens=tuple(texts[i] for i in ids),
         ids=ids,
         texts=texts,
@@ -87,13 +93,22 @@ def inspect(
         parts=_parts(subject.residual, trace, shares),
         read_size=_sizes(trace.reads),
         source_size=_sizes(trace.sources),
-        reads=says[0],
-        sources=says[1],
+        reads=reads,
+        sources=sources,
         experts=experts,
-        removed=effects[0],
-        removed_at=effects[1],
+        removed=removed,
+        removed_at=removed_at,
         notes=_notes(subject),
     )
+
+
+def _kinds(subject: Subject, experts: Mapping[int, Top]) -> tuple[str, ...]:
+    """The kinds of sublayers; an MLP that has experts is a mixture of them."""
+    kinds = list(subject.kinds)
+    for sublayer in experts:
+        if kinds[sublayer] == "mlp":
+            kinds[sublayer] = "moe"
+    return tuple(kinds)
 
 
 def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
@@ -129,21 +144,25 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def _lens(subject: Subject, norm: Norm, parts: Sequence[Any], count: int) -> Top:
-    """What each part says through the final norm and the head; of three inputs the first, which queries read."""
-    first = [part[0] if isinstance(part, tuple) else part for part in parts]
-    tops = [top_of(subject.head(norm(x))[0].float(), count) for x in first]
-    return Top(
-        torch.stack([top.ids for top in tops]), torch.stack([top.probabilities for top in tops])
-    )
+    """Read each part through the final norm and the head: the tokens that it makes likely."""
+    tops = [top_of(subject.head(norm(x))[0].float(), count) for x in _first_inputs(parts)]
+    ids = torch.stack([top.ids for top in tops])
+    return Top(ids, torch.stack([top.probabilities for top in tops]))
 
 
 def _sizes(parts: Sequence[Any]) -> Tensor:
-    first = [part[0] if isinstance(part, tuple) else part for part in parts]
-    return torch.stack([x[0].float().square().mean(-1).sqrt().cpu() for x in first])
+    """Root mean squares over channels, (parts, T)."""
+    sizes = [x[0].float().square().mean(-1).sqrt() for x in _first_inputs(parts)]
+    return torch.stack(sizes).cpu()
+
+
+def _first_inputs(parts: Sequence[Any]) -> list[Tensor]:
+    """The input of each read; of query, key and value the query's."""
+    return [part[0] if isinstance(part, tuple) else part for part in parts]
 
 
 def _parts(residual: Residual, trace: Trace, shares: Shares) -> dict[str, Tensor]:
-    """Mixing of each input, or of each head, where there are several."""
+    """The mixing of each input, or of each head, where there are several."""
     if shares.inputs > 1:
         return {name: shares.weights(stream).cpu() for stream, name in enumerate(STREAMS)}
     heads = max(weights.shape[-1] for weights in trace.weights)
@@ -160,26 +179,13 @@ def _affordable(subject: Subject, length: int) -> Removals:
     return "pairs" if cost < CHEAP.get(device, CHEAP["cpu"]) else "sources"
 
 
-def _places(
-    sources: int, removals: Removals
-) -> tuple[list[tuple[int | None, int]], list[tuple[int | None, int]]]:
-    everywhere: list[tuple[int | None, int]] = [(None, source) for source in range(sources)]
-    pairs: list[tuple[int | None, int]] = [
-        (read, source) for read in range(sources) for source in range(read + 1)
-    ]
-    return everywhere if removals in (
-        "sources",
-        "pairs",
-    ) else [], pairs if removals == "pairs" else []
-
-
 def _texts(tokenizer: Decodes | None, ids: Sequence[int], tops: Sequence[Top]) -> dict[int, str]:
     used = sorted(set(ids).union(*(top.ids.unique().tolist() for top in tops)))
     return {token: _text(tokenizer, token) for token in used}
 
 
 def _text(tokenizer: Decodes | None, token: int) -> str:
-    """A token that is no text by itself, such as part of a letter, is shown by its number."""
+    """The text of a token, or its number where it is no text by itself, as a part of a letter."""
     text = "" if tokenizer is None else tokenizer.decode([token])
     return f"#{token}" if not text or "\ufffd" in text else text
 
@@ -196,16 +202,21 @@ def _notes(subject: Subject) -> tuple[str, ...]:
 
 
 def at_start(residual: Residual) -> bool:
-    """Whether every parameter that does not start at random still has its start value; False without any such."""
+    """Tell whether no parameter has moved from its start; False where all start at random.
+
+    Two fresh copies, of other seeds, show which parameters start at a fixed value.
+    """
+    copies = []
     with torch.random.fork_rng(devices=[]):
-        fresh = []
         for seed in (0, 1):
             torch.default_generator.manual_seed(seed)
-            made = build(pinned(residual), residual.dim, residual.sublayers, residual.kinds or None)
-            fresh.append(dict(made.named_parameters()))
-    fixed = [name for name, start in fresh[0].items() if torch.equal(start, fresh[1][name])]
-    now = dict(residual.named_parameters())
-    return bool(fixed) and all(
-        torch.equal(now[name].detach().cpu(), fresh[0][name].detach().to(now[name].dtype))
-        for name in fixed
-    )
+            copy = build(pinned(residual), residual.dim, residual.sublayers, residual.kinds or None)
+            copies.append(dict(copy.named_parameters()))
+    first, second = copies
+    fixed = [name for name, start in first.items() if torch.equal(start, second[name])]
+    parameters = dict(residual.named_parameters())
+    for name in fixed:
+        start = first[name].detach().to(parameters[name].dtype)
+        if not torch.equal(parameters[name].detach().cpu(), start):
+            return False
+    return bool(fixed)

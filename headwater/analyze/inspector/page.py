@@ -7,7 +7,7 @@ under 3 MB. Text enters through JSON that cannot close its element and, in the p
 import base64
 from collections.abc import Callable, Sequence
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,8 +16,7 @@ from headwater.analyze.markup import listing, text
 from headwater.analyze.report import SHARED, json_island, page_files, policy
 from headwater.errors import UserError
 
-if TYPE_CHECKING:
-    from .inspection import Inspection, Removal, Top
+from .forward_pass import ForwardPass, Removal, Top
 
 LIMIT = 2_900_000  # bytes; a page is promised to stay under 3 MB
 ERROR = 8e-6
@@ -26,7 +25,7 @@ SCRIPTS = (
     "table",
     *(f"inspect/{name}" for name in ("data", "tokens", "grid", "source", "lens", "plots", "main")),
 )
-# Less and less, until a page fits: what is left out, in the order in which it goes.
+# What is left out until a page fits, more at each level, as the page says it.
 LEVELS = (
     "",
     "",  # of what the model expects without a source at one read, the likeliest token alone
@@ -41,19 +40,22 @@ MEANINGS = {
 }
 
 
-def make_page(inspections: Sequence["Inspection"], *, served: bool = False) -> str:
-    """The page of one model, or of two on the same tokens. `served`: it has a prompt box and asks its server."""
+def make_page(passes: Sequence[ForwardPass], *, served: bool = False) -> str:
+    """The page of one model, or of two on the same tokens.
+
+    `served`: the page has a prompt box and asks its server.
+    """
     style, script, frame = page_files(("report", "inspect/inspect"), SCRIPTS, "inspect/inspect")
     connect = "; connect-src 'self'" if served else ""
-    title = "Inside " + " and ".join(inspection.name for inspection in inspections)
+    title = "Inside " + " and ".join(forward_pass.name for forward_pass in passes)
     for level in range(len(LEVELS)):
-        data = payload(inspections, level) | {"served": served}
+        data = payload(passes, level) | {"served": served}
         page = Template(frame).substitute(
             policy=policy(style, script) + connect,
             style=style,
             script=script,
             title=text(_clipped(title, 120)),
-            notes=listing("notes", _notes(inspections, level)),
+            notes=listing("notes", _notes(passes, level)),
             data=json_island(data),
         )
         if len(page.encode()) <= LIMIT:
@@ -61,99 +63,111 @@ def make_page(inspections: Sequence["Inspection"], *, served: bool = False) -> s
     return page
 
 
-def payload(inspections: Sequence["Inspection"], level: int = 0) -> dict[str, Any]:
-    """What the page draws. `level`: how much is left out (see `LEVELS`).
+def payload(passes: Sequence[ForwardPass], level: int = 0) -> dict[str, Any]:
+    """Collect the numbers and texts that the page draws. `level`: how much is left out (`LEVELS`).
 
     Raises UserError if two models have different tokens.
     """
-    first = inspections[0]
-    for other in inspections[1:]:
+    first = passes[0]
+    for other in passes[1:]:
         if other.tokens != first.tokens:
             raise UserError(
-                f"two models side by side need the same tokens; {first.name} has {len(first.tokens)} and {other.name} "
-                f"{len(other.tokens)}, cut differently: inspect them one by one"
+                f"two models side by side need the same tokens; {first.name} has "
+                f"{len(first.tokens)} and {other.name} {len(other.tokens)}, cut differently: "
+                "inspect them one by one"
             )
-    texts = sorted({words for inspection in inspections for words in inspection.texts.values()})
-    place = {words: i for i, words in enumerate(texts)}
+    # Every text is sent once, and tokens are places in the list of texts.
+    texts = sorted({words for forward_pass in passes for words in forward_pass.texts.values()})
+    places = {words: place for place, words in enumerate(texts)}
     return {
         "texts": texts,
-        "tokens": [place[words] for words in first.tokens],
-        "models": [_model(inspection, place, level) for inspection in inspections],
+        "tokens": [places[words] for words in first.tokens],
+        "models": [_model(forward_pass, places, level) for forward_pass in passes],
     }
 
 
-def _model(inspection: "Inspection", place: dict[str, int], level: int) -> dict[str, Any]:
-    known = np.zeros(max(inspection.texts) + 1, dtype=np.int64)
-    for token, words in inspection.texts.items():
-        known[token] = place[words]
-    rows, columns = zip(*inspection.pairs)
+def _model(forward_pass: ForwardPass, places: dict[str, int], level: int) -> dict[str, Any]:
+    place_of_id = np.zeros(max(forward_pass.texts) + 1, dtype=np.int64)
+    for token, words in forward_pass.texts.items():
+        place_of_id[token] = places[words]
+    reads, sources = zip(*forward_pass.pairs)
 
-    def triangle(matrix: Tensor) -> Tensor:
-        return matrix[list(rows), list(columns)]
+    def triangle(matrix: Tensor) -> dict[str, Any]:
+        """A read has only the sources before it."""
+        return pack(matrix[list(reads), list(sources)])
 
-    def top(found: "Top") -> dict[str, Any]:
-        return packed(found, known[found.ids.numpy()])
+    def top(tokens: Top) -> dict[str, Any]:
+        return packed(tokens, place_of_id[tokens.ids.numpy()])
 
-    means = level > 2
+    parts = []
+    for name, matrix in forward_pass.parts.items():
+        mixing = matrix.mean(-1, keepdim=True) if level > 2 else matrix
+        parts.append({"name": name, "mixing": triangle(mixing)})
+    experts = []
+    for sublayer, chosen in forward_pass.experts.items():
+        experts.append({"sublayer": sublayer, **packed(chosen, chosen.ids)})
     return {
-        **{name: getattr(inspection, name) for name in ("name", "residual", "kinds")},
-        "meaning": MEANINGS[inspection.mixes],
-        "loss": pack(inspection.loss),
-        "mixing": pack(triangle(inspection.mixing)),
-        "parts": [
-            {"name": name, "mixing": pack(triangle(m.mean(-1, keepdim=True) if means else m))}
-            for name, m in inspection.parts.items()
-        ],
-        "readSize": pack(inspection.read_size),
-        "sourceSize": pack(inspection.source_size),
-        "reads": top(inspection.reads),
-        "sources": top(inspection.sources),
-        "experts": [
-            {"sublayer": i, **packed(chosen, chosen.ids)}
-            for i, chosen in inspection.experts.items()
-        ],
-        "removed": _removal(inspection.removed, top, 0),
-        "removedAt": _removal(inspection.removed_at, top, level),
+        "name": forward_pass.name,
+        "residual": forward_pass.residual,
+        "kinds": forward_pass.kinds,
+        "meaning": MEANINGS[forward_pass.mixes],
+        "loss": pack(forward_pass.loss),
+        "mixing": triangle(forward_pass.mixing),
+        "parts": parts,
+        "readSize": pack(forward_pass.read_size),
+        "sourceSize": pack(forward_pass.source_size),
+        "reads": top(forward_pass.reads),
+        "sources": top(forward_pass.sources),
+        "experts": experts,
+        "removed": _removal(forward_pass.removed, top, 0),
+        "removedAt": _removal(forward_pass.removed_at, top, level),
     }
 
 
 def _removal(
-    removal: "Removal | None", top: Callable[["Top"], Any], level: int
+    removal: Removal | None, top: Callable[[Top], Any], level: int
 ) -> dict[str, Any] | None:
     if removal is None:
         return None
     loss = removal.loss.mean(-1, keepdim=True) if level > 2 else removal.loss
-    kept = (
-        type(removal.top)(removal.top.ids[..., :1], removal.top.probabilities[..., :1])
-        if level
-        else removal.top
-    )
-    return {"loss": pack(loss), "top": None if level > 1 else top(kept)}
+    if level > 1:
+        return {"loss": pack(loss), "top": None}
+    tokens = removal.top
+    if level == 1:
+        tokens = Top(tokens.ids[..., :1], tokens.probabilities[..., :1])
+    return {"loss": pack(loss), "top": top(tokens)}
 
 
-def packed(found: "Top", ids: Tensor | np.ndarray) -> dict[str, Any]:
-    return {"count": ids.shape[-1], "ids": pack(ids), "p": pack(found.probabilities)}
+def packed(top: Top, ids: Tensor | np.ndarray) -> dict[str, Any]:
+    return {"count": ids.shape[-1], "ids": pack(ids), "p": pack(top.probabilities)}
 
 
 def pack(values: Tensor | np.ndarray) -> dict[str, Any]:
-    """Numbers as fixed point in base64: value = low + step * integer, little-endian, `bytes` each; whole numbers stay
-    what they are."""
+    """Numbers as fixed point in base64: value = low + step * integer, little-endian.
+
+    `bytes` is the size of each integer: the smallest one that keeps errors below `ERROR`. Whole
+    numbers stay what they are.
+    """
     flat = np.asarray(values).ravel()
     low = float(flat.min(initial=0))
     span = float(flat.max(initial=0)) - low
     whole = np.issubdtype(flat.dtype, np.integer)
     coarse = 1.0 if whole else 2 * ERROR
-    size = next((n for n in (1, 2, 3) if span <= coarse * (256**n - 1)), 4)
+    size = next((size for size in (1, 2, 3) if span <= coarse * (256**size - 1)), 4)
     step = 1.0 if whole else (span / (256**size - 1) or 1.0)
     integers = np.rint((flat.astype(np.float64) - low) / step).astype("<u4")
-    packed = integers.view(np.uint8).reshape(-1, 4)[:, :size].tobytes()
-    return {"low": low, "step": step, "bytes": size, "data": base64.b64encode(packed).decode()}
+    data = integers.view(np.uint8).reshape(-1, 4)[:, :size].tobytes()
+    return {"low": low, "step": step, "bytes": size, "data": base64.b64encode(data).decode()}
 
 
-def _notes(inspections: Sequence["Inspection"], level: int) -> list[str]:
-    many = len(inspections) > 1
-    found = [f"{one.name}: {note}" if many else note for one in inspections for note in one.notes]
-    return [_clipped(note, 400) for note in found] + list(filter(None, [LEVELS[level]]))
+def _notes(passes: Sequence[ForwardPass], level: int) -> list[str]:
+    notes = []
+    for forward_pass in passes:
+        prefix = f"{forward_pass.name}: " if len(passes) > 1 else ""
+        notes += [_clipped(prefix + note, 400) for note in forward_pass.notes]
+    if LEVELS[level]:
+        notes.append(LEVELS[level])
+    return notes
 
 
 def _clipped(words: str, limit: int) -> str:

@@ -1,7 +1,7 @@
-"""What happens without a source: its share is subtracted from what a sublayer reads, and the model runs on.
+"""The effect of taking sources away: each share is subtracted from a read, and the model runs on.
 
-The share is that of the undisturbed pass: nothing is renormalised. Later sublayers see what follows from it. What the
-residual carries on keeps the source: only the reader goes without.
+The share is that of the undisturbed pass: nothing is renormalised. Later sublayers see what follows
+from it. The residual still carries the source on: only the reader goes without.
 """
 
 from collections.abc import Sequence
@@ -11,18 +11,17 @@ from torch import Tensor
 
 from headwater.residuals import Norm, Read, Residual, State, Watcher, apply_norm, watched
 
-from .inspection import Removal, Top
+from .forward_pass import Removal, Top
 from .shares import Shares
 from .subject import Subject
 
 Place = tuple[int | None, int]  # (read, source): at one read, or, None, at all
-NUMBERS = (
-    2**25
-)  # of the logits, and of all sources, of one batch of passes, at most: 128 MiB in fp32
+# Numbers of one batch of passes at most, of the logits and of all sources: 128 MiB in fp32.
+NUMBERS = 2**25
 
 
 class _Remover(Watcher):
-    """Row b of the batch goes without source `places[b][1]` at read `places[b][0]`, or at all reads."""
+    """Row b of the batch goes without source `places[b][1]` at read `places[b][0]`, or at all."""
 
     def __init__(self, shares: Shares, places: Sequence[Place]) -> None:
         self.shares, self.places = shares, places
@@ -32,32 +31,28 @@ class _Remover(Watcher):
     ) -> tuple[Read, State]:
         x, state = super().read(residual, state, i, None)
         if isinstance(x, tuple):
+            # The source has a share of its own in each input.
             query, key, value = (self._without(part, i, stream) for stream, part in enumerate(x))
-            x = (query, key, value)
-        else:
-            x = self._without(x, i, 0)
-        return apply_norm(norm, x), state
+            return apply_norm(norm, (query, key, value)), state
+        return apply_norm(norm, self._without(x, i, 0)), state
 
     def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
-        return apply_norm(
-            norm, self._without(super().end(residual, state, None), residual.sublayers, 0)
-        )
+        x = super().end(residual, state, None)
+        return apply_norm(norm, self._without(x, residual.sublayers, 0))
 
     def _without(self, x: Tensor, read: int, stream: int) -> Tensor:
         x = x.clone()
-        for row, (at, source) in enumerate(self.places):
-            if source <= read and at in (None, read):
+        for row, (place, source) in enumerate(self.places):
+            if source <= read and place in (None, read):
                 x[row] = less(x[row], self.shares.of(read, source, stream).to(x.dtype))
         return x
 
 
 def less(x: Tensor, share: Tensor) -> Tensor:
-    """x - share, (T, D). A token of which only rounding is left has nothing left: a norm would make that large."""
+    """x - share, (T, D), and zero for a token of which only rounding is left: a norm enlarges it."""
     rest = x - share
-    nothing = rest.norm(dim=-1, keepdim=True) <= 8 * torch.finfo(x.dtype).eps * x.norm(
-        dim=-1, keepdim=True
-    )
-    return rest.masked_fill(nothing, 0)
+    rounding = 8 * torch.finfo(x.dtype).eps * x.norm(dim=-1, keepdim=True)
+    return rest.masked_fill(rest.norm(dim=-1, keepdim=True) <= rounding, 0)
 
 
 @torch.no_grad()
@@ -70,24 +65,23 @@ def remove(
     top: int,
     vocabulary: int,
 ) -> Removal:
-    """The change of loss and the likeliest tokens without each of `places`. `tokens`: (1, T). `loss`: of the whole
-    model, (T - 1)."""
+    """Run the model without each of `places`: the change of loss, and the likeliest tokens.
+
+    tokens: (1, T). loss: the whole model's, (T - 1). top: how many tokens.
+    """
     residual = subject.residual
-    batch = max(
-        1, NUMBERS // (tokens.shape[1] * max(vocabulary, residual.dim * (residual.sublayers + 1)))
-    )
+    per_token = max(vocabulary, residual.dim * (residual.sublayers + 1))
+    batch = max(1, NUMBERS // (tokens.shape[1] * per_token))
     changes, tops = [], []
     for start in range(0, len(places), batch):
-        some = places[start : start + batch]
-        rows = tokens.expand(len(some), -1)
-        with watched(residual, _Remover(shares, some)):
+        rows = tokens.expand(len(places[start : start + batch]), -1)
+        with watched(residual, _Remover(shares, places[start : start + batch])):
             logits = subject.logits(rows)
         changes.append(losses(logits, rows) - loss)
         tops.append(top_of(logits, top))
-    return Removal(
-        torch.cat(changes),
-        Top(torch.cat([t.ids for t in tops]), torch.cat([t.probabilities for t in tops])),
-    )
+    ids = torch.cat([part.ids for part in tops])
+    probabilities = torch.cat([part.probabilities for part in tops])
+    return Removal(torch.cat(changes), Top(ids, probabilities))
 
 
 def losses(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -98,5 +92,5 @@ def losses(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def top_of(logits: Tensor, count: int) -> Top:
     """The likeliest tokens, (..., count), the likeliest first."""
-    found = logits.softmax(-1).topk(min(count, logits.shape[-1]))
-    return Top(found.indices.cpu(), found.values.cpu())
+    probabilities, ids = logits.softmax(-1).topk(min(count, logits.shape[-1]))
+    return Top(ids.cpu(), probabilities.cpu())

@@ -1,7 +1,7 @@
-"""The share of a source in a read: what the read would lose if the source were taken away and no weight changed.
+"""The share of a source in a read: the loss of the read if the source goes and no weight changes.
 
-With its weights held, a residual is linear in its sources: h_l = sum_i J_li v_i. The share is J_li v_i. Where mixing is
-scalar, J_li is the weight M[l, i] of each token; elsewhere the product is taken exactly.
+With its weights held, a residual is linear in its sources: h_l = sum_i J_li v_i. The share is J_li v_i.
+Where mixing is scalar, J_li is the weight M[l, i] of each token; elsewhere the product is taken exactly.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,26 @@ STREAMS = ("query", "key", "value")
 
 
 class Shares:
-    """Of every source in every read of one pass, as `residual` mixed its `sources` into `reads`, (1, T, D) each."""
+    """The shares of every source in every read of one pass.
+
+    `residual` mixed `sources` into `reads`, (1, T, D) each.
+    """
 
     def __init__(
         self, residual: Residual, sources: Sequence[Tensor], reads: Sequence[Read]
     ) -> None:
         self.sources = [source[0].float() for source in sources]
-        self.inputs = max(
-            len(read) if isinstance(read, tuple) else 1 for read in reads
-        )  # one, or query, key and value
+        # One input, or query, key and value.
+        self.inputs = max(len(read) if isinstance(read, tuple) else 1 for read in reads)
         self._mixing = [mixing(residual, sources, stream)[:, :, 0] for stream in range(self.inputs)]
         self._columns = None if residual.mixes == "scalar" else shares_of(residual, sources)
 
     def of(self, read: int, source: int, stream: int) -> Tensor:
-        """What a read has from a source, (T, D). `stream`: which of its inputs, 0 where it has one."""
-        if self._columns is not None:
-            parts = self._columns[source][read - source]
-            return parts[min(stream, len(parts) - 1)][0]
-        return self._mixing[stream][read, source][:, None] * self.sources[source]
+        """The share of a source in an input of a read, (T, D). `stream`: 0 where there is one."""
+        if self._columns is None:
+            return self._mixing[stream][read, source][:, None] * self.sources[source]
+        inputs = self._columns[source][read - source]
+        return inputs[min(stream, len(inputs) - 1)][0]
 
     def weights(self, stream: int) -> Tensor:
         """(reads, sources, T), as `mixing` has them."""

@@ -12,7 +12,7 @@ from headwater.models import Decoder
 from headwater.models.moe import Router, Routes
 from headwater.residuals import Norm, Read, Residual, State, Trace, Watcher, record, watched
 
-from .inspection import Top
+from .forward_pass import Top
 
 
 class Subject:
@@ -21,22 +21,16 @@ class Subject:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.converted = not isinstance(model, Decoder)
-        residuals = [module for module in model.modules() if isinstance(module, Residual)]
-        parts = {
-            part for residual in residuals for part in residual.modules() if part is not residual
-        }
-        found = [
-            residual for residual in residuals if residual not in parts
-        ]  # one may be made of others
-        if len(found) != 1:
-            raise UserError(_refusal(model, len(found)))
+        residuals = _outermost_residuals(model)
+        if len(residuals) != 1:
+            raise UserError(_refusal(model, len(residuals)))
         if not isinstance(model, Decoder) and not hasattr(model, "get_output_embeddings"):
             raise UserError(
                 "the inspector takes headwater's Decoder, or a transformers model that is converted; got a "
                 f"{type(model).__name__}. Of a network of your own, headwater.record and headwater.mixing say who "
                 "reads whom"
             )
-        self.residual = found[0]
+        self.residual = residuals[0]
         self.head = self._head()
 
     @property
@@ -51,9 +45,8 @@ class Subject:
             raise UserError(
                 f"this {type(self.model).__name__} has no output head to read its depth through"
             )
-        before = getattr(
-            self.model, "lm_head", head
-        )  # ModernBERT's is no output embedding, and stands before it
+        # ModernBERT's lm_head is no output embedding, and stands before it.
+        before = getattr(self.model, "lm_head", head)
         body = head if before is head else nn.Sequential(before, head)
         config: Any = self.model.config
         return _scaled_head(body, config.get_text_config())
@@ -66,8 +59,8 @@ class Subject:
 
     @torch.no_grad()
     def trace(self, tokens: Tensor) -> tuple[Trace, Norm, Tensor, dict[int, Top]]:
-        """One forward pass: what was read and written, the final norm as it was applied, the logits, and the experts
-        that sublayers chose."""
+        """Run the model: what was read and written, the final norm as it was applied, the logits,
+        and the experts that sublayers chose."""
         pass_ = _Pass()
         with watched(self.residual, pass_), _routed(self.model, pass_) as experts:
             logits = self.logits(tokens)
@@ -81,21 +74,28 @@ class Subject:
         return trace, pass_.norm, logits, experts
 
     def _check_head(self, again: Tensor, logits: Tensor) -> None:
-        """What a read says is computed apart from the model, which may do more there than is known here."""
-        within = 1e-3 if next(self.model.parameters()).dtype == torch.float32 else 1e-2
-        if again.shape == logits.shape and torch.allclose(again, logits, rtol=within, atol=within):
-            return
-        apart = (
-            f"{(again - logits).abs().max():.2g} apart"
-            if again.shape == logits.shape
-            else "of another size"
-        )
+        """Compare logits computed apart from the model, which may do more than is known here."""
+        tolerance = 1e-3 if next(self.model.parameters()).dtype == torch.float32 else 1e-2
+        apart = "of another size"
+        if again.shape == logits.shape:
+            if torch.allclose(again, logits, rtol=tolerance, atol=tolerance):
+                return
+            apart = f"{(again - logits).abs().max():.2g} apart"
         raise UserError(
             f"what a part of this {type(self.model).__name__} says is its output head after the final norm, and on the "
             f"final read that must be the model's logits; they are {apart}, so the model does something between its "
             "norm and its logits that the inspector does not know. headwater.record and headwater.mixing, which need "
             "no head, still work on it"
         )
+
+
+def _outermost_residuals(model: nn.Module) -> list[Residual]:
+    """The residuals of a model, without those that another one is made of."""
+    residuals = [module for module in model.modules() if isinstance(module, Residual)]
+    parts: set[nn.Module] = set()
+    for residual in residuals:
+        parts.update(part for part in residual.modules() if part is not residual)
+    return [residual for residual in residuals if residual not in parts]
 
 
 class _Pass(Watcher):
@@ -116,19 +116,22 @@ class _Pass(Watcher):
 
 
 def _scaled_head(head: nn.Module, config: Any) -> Callable[[Tensor], Tensor]:
-    """The head with what some architectures do to its logits: the soft cap of Gemma and RecurrentGemma, the scale of
-    Granite, Cohere and Inkling, whose last rows are padding."""
+    """The head with what some architectures do to its logits.
+
+    Gemma and RecurrentGemma have a soft cap, Granite, Cohere and Inkling a scale; Inkling's last
+    rows are padding.
+    """
 
     def setting(*names: str) -> Any:
-        return next((value for name in names if (value := getattr(config, name, None))), None)
+        for name in names:
+            if value := getattr(config, name, None):
+                return value
+        return None
 
-    cap, used = (
-        setting("final_logit_softcapping", "logits_soft_cap"),
-        setting("unpadded_vocab_size"),
-    )
-    scale = (setting("logit_scale") or 1.0) / (
-        setting("logits_scaling", "logits_mup_width_multiplier") or 1.0
-    )
+    cap = setting("final_logit_softcapping", "logits_soft_cap")
+    used = setting("unpadded_vocab_size")
+    divisor = setting("logits_scaling", "logits_mup_width_multiplier") or 1.0
+    scale = (setting("logit_scale") or 1.0) / divisor
 
     def apply(x: Tensor) -> Tensor:
         logits = head(x)[..., :used] * scale
@@ -149,46 +152,50 @@ def _refusal(model: nn.Module, residuals: int) -> str:
 
 @contextmanager
 def _routed(model: nn.Module, pass_: _Pass) -> Iterator[dict[int, Top]]:
-    """Inside, a forward pass of one row of tokens fills what it gives: the experts that each sublayer chose, by their
-    weight. A decoder's routers say so; in transformers, what a module `experts` is called with."""
-    found: dict[int, Top] = {}
+    """Inside, a forward pass of one row of tokens fills the dictionary with the experts of each
+    sublayer, by their weight. A decoder's routers tell them; in transformers, the arguments of a
+    module `experts`."""
+    tops: dict[int, Top] = {}
 
     def keep(experts: Tensor, weights: Tensor) -> None:
         weights, order = weights.detach().float().cpu().sort(-1, descending=True)
-        found[pass_.reading] = Top(experts.cpu().gather(-1, order), weights)
+        tops[pass_.reading] = Top(experts.cpu().gather(-1, order), weights)
 
     def of_router(_module: nn.Module, _inputs: Any, routes: Routes) -> None:
         keep(routes.experts, routes.weights)
 
     def of_experts(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if (chosen := _chosen(inputs)) is not None:
+        chosen = _chosen(inputs)
+        if chosen is not None:
             keep(*chosen)
 
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    named = [
-        module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"
-    ]
-    handles = [router.register_forward_hook(of_router) for router in routers]
-    handles += (
-        [] if routers else [experts.register_forward_pre_hook(of_experts) for experts in named]
-    )
+    handles = []
+    for module in model.modules():
+        if isinstance(module, Router):
+            handles.append(module.register_forward_hook(of_router))
+    if not handles:
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == "experts":
+                handles.append(module.register_forward_pre_hook(of_experts))
     try:
-        yield found
+        yield tops
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _chosen(inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
-    """Experts and their weights, (T, k) each, of what transformers calls experts with: x, the chosen, the weights of
-    those or of all. None where an architecture does it otherwise."""
-    if len(inputs) != 3 or not all(isinstance(each, Tensor) and each.dim() == 2 for each in inputs):
+    """Experts and their weights, (T, k) each, from the arguments of transformers' experts.
+
+    They are x, the chosen experts, and the weights of these or of all. None where an architecture
+    has other arguments.
+    """
+    if len(inputs) != 3:
+        return None
+    if not all(isinstance(argument, Tensor) and argument.dim() == 2 for argument in inputs):
         return None
     _, experts, weights = inputs
-    if (
-        experts.is_floating_point()
-        or experts.dtype == torch.bool
-        or not weights.is_floating_point()
-    ):
+    numbers = not experts.is_floating_point() and experts.dtype != torch.bool
+    if not (numbers and weights.is_floating_point()):
         return None
     return experts, weights if weights.shape == experts.shape else weights.gather(-1, experts)
