@@ -59,7 +59,9 @@ class DeviceStep:
         self.micros = run.config.train.accumulate
         self.parameters = [p for p in run.model.parameters() if p.requires_grad]
         shape = batch(run.step + 1, 0).shape
-        self.staging = torch.empty(2, self.micros, *shape, dtype=torch.long, pin_memory=True)
+        # On a CPU, where tests run, nothing is pinned and nothing is waited for.
+        self.pinned = run.device.type == "cuda"
+        self.staging = torch.empty(2, self.micros, *shape, dtype=torch.long, pin_memory=self.pinned)
         self.tokens = torch.empty(shape, dtype=torch.long, device=run.device)
         self.loss = torch.zeros((), device=run.device)
         self.routers = list(routers(run.whole).values())
@@ -68,7 +70,7 @@ class DeviceStep:
         self.norms = torch.zeros(len(self.parameters), device=run.device)
         self.sublayers = sublayer_of_each(run.whole, self.parameters)
         self.judge = Judge(run.skips, run.config.train, run.device)
-        self.waiting: list[tuple[int, float, Tensor, Tensor, torch.cuda.Event]] = []
+        self.waiting: list[tuple[int, float, Tensor, Tensor, torch.cuda.Event | None]] = []
         self.micro: list[Callable[[], None]] = [self._first_micro, self._next_micro]
         self.update: Callable[[], None] = self._update
         self.taken = 0
@@ -182,19 +184,23 @@ class DeviceStep:
 
     def _send_results(self, number: int, rate: float) -> None:
         """Copies to the host behind the step, and a mark to wait for."""
-        results = torch.empty_like(self.results, device="cpu", pin_memory=True).copy_(
-            self.results, non_blocking=True
-        )
-        norms = torch.empty(len(self.norms), pin_memory=True).copy_(self.norms, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+        results = self._copy_to_host(self.results)
+        norms = self._copy_to_host(self.norms)
+        done = torch.cuda.Event() if self.pinned else None
+        if done is not None:
+            done.record()
         self.waiting.append((number, rate, results, norms, done))
+
+    def _copy_to_host(self, values: Tensor) -> Tensor:
+        copy = torch.empty_like(values, device="cpu", pin_memory=self.pinned)
+        return copy.copy_(values, non_blocking=True)
 
     def _known(self, behind: int) -> list[Outcome]:
         outcomes = []
         while len(self.waiting) > behind:
             number, rate, results, norms, done = self.waiting.pop(0)
-            done.synchronize()
+            if done is not None:
+                done.synchronize()
             loss, norm, kind, threshold, *load = results.tolist()
             reason = self.judge.record(loss, KINDS[int(kind)], threshold)
             uneven = Load(*load) if load else None

@@ -28,13 +28,11 @@ def build_optimizers(
     )
     matrices = [group for group in groups if group["name"] == "matrices"]
     others = [part for group in groups if group["name"] != "matrices" for part in by_mesh(group)]
-    fused = (
-        all(parameter.is_cuda for parameter in model.parameters()) or None
-    )  # None: torch decides
+    on_gpu = all(parameter.is_cuda for parameter in model.parameters())
     options: dict[str, Any] = {
         "betas": (settings.beta1, settings.beta2),
-        "fused": fused,
-        "capturable": on_device,
+        "fused": on_gpu or on_device or None,  # None: torch decides
+        "capturable": on_gpu and on_device,
     }
     found: dict[str, torch.optim.Optimizer]
     if settings.optimizer == "adamw":

@@ -11,14 +11,16 @@ import torch
 from tinyrun import fingerprint, tiny
 
 from headwater.errors import UserError
+from headwater.models.moe import routers
 from headwater.ops.cross_entropy import token_losses
 from headwater.train import loop
 from headwater.train.config import TrainSettings
 from headwater.train.device_step import WARMUP, DeviceStep, Judge
-from headwater.train.loop import host_windows, train
+from headwater.train.loop import accumulate, host_windows, train, update
 from headwater.train.losses import half_precision
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.muon import BatchedMuon
+from headwater.train.optim import build_optimizers
 from headwater.train.run import begin
 
 on_gpu = [
@@ -67,6 +69,84 @@ def test_until_its_window_is_full_the_judge_calls_nothing_a_spike(window):
         assert (judge.bad, judge.threshold) == (0, math.inf)
     judge(torch.tensor(9.0), torch.tensor(1.0))
     assert judge.bad
+
+
+def test_a_resumed_judge_has_the_last_losses_at_the_end_of_its_window():
+    """With fewer losses than the window holds, the next ones follow them: the oldest leave first."""
+    settings = TrainSettings(skip_spikes=3, spike_window=4)
+    judge = Judge(Skips(losses=[1.0, 2.0]), settings, torch.device("cpu"))
+    for loss in (3.0, 4.0):
+        judge(torch.tensor(loss), torch.tensor(1.0))
+    assert judge.losses.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert judge.threshold == math.inf
+    judge(torch.tensor(5.0), torch.tensor(1.0))
+    assert judge.losses.tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert judge.threshold.item() == pytest.approx(2.5 + 6 * 1.4826 * 1.0)
+
+
+def without_a_graph(config, out, *, resume=False):
+    """A run on the CPU whose steps are those of a GPU, kernel by kernel."""
+    run = begin(config, out, resume=resume)
+    run.optimizers = build_optimizers(run.model, config.optim, on_device=True)
+    return run, DeviceStep(run, partial(host_windows, run), graph=False, say=print)
+
+
+def weights_of(run) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(run.whole.parameters()).detach().clone()
+
+
+EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_dim": 8, "router_rate": 0.1}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "experts"])
+def test_its_steps_are_those_of_the_host(tmp_path, shape, optimizer, schedule):
+    """Losses, gradient norms, learning rates, loads of experts, and what the weights come to; with a step left out."""
+    config = tiny(tmp_path, optimizer=optimizer, accumulate=2, steps=6, skip_nonfinite=1)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **shape),
+        optim=dataclasses.replace(config.optim, warmup=2, schedule=schedule, decay=0.5, clip=0.3),
+    )
+    # Muon's iteration is in bf16, in batches here and one by one there.
+    near = {"rtol": 2e-2, "atol": 2e-3} if optimizer == "muon" else {"rtol": 1e-4, "atol": 1e-6}
+    bad = 4
+    host = begin(config, tmp_path / "host", resume=False)
+    run, device = without_a_graph(config, tmp_path / "device")
+    backward = device._backward
+
+    def spoiled() -> torch.Tensor:
+        return backward() * (math.nan if device.taken + 1 == bad else 1.0)
+
+    device._backward = spoiled
+    for number in range(1, 7):
+        before = weights_of(run), biases_of(run)
+        loss = accumulate(host, number) * (math.nan if number == bad else 1.0)
+        grad_norm, rate = update(host, number, loss)
+        outcomes = [*device.take(number), *device.wait()]
+        assert outcomes[-1].number == number
+        assert outcomes[-1].rate == rate
+        torch.testing.assert_close(
+            torch.tensor([outcomes[-1].loss, outcomes[-1].grad_norm]),
+            torch.tensor([loss, grad_norm]),
+            **near,
+            equal_nan=True,
+        )
+        left_out = number == bad
+        assert (outcomes[-1].reason is not None) == left_out
+        assert torch.equal(weights_of(run), before[0]) == left_out
+        if shape:
+            assert torch.equal(biases_of(run), before[1]) == left_out
+            torch.testing.assert_close(biases_of(run), biases_of(host))
+            assert outcomes[-1].load == pytest.approx(host.load)
+            assert not any(router.load.any() for router in routers(run.whole).values())
+        torch.testing.assert_close(weights_of(run), weights_of(host), **near)
+    assert dataclasses.asdict(run.skips)["total"] == host.skips.total == 1
+
+
+def biases_of(run) -> torch.Tensor:
+    return torch.cat([torch.zeros(0), *(r.bias for r in routers(run.whole).values())]).clone()
 
 
 def test_muon_in_batches_is_torchs_and_leaves_bad_steps_out():
