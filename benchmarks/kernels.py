@@ -176,13 +176,6 @@ def run_everything() -> None:
     for dim, dtype in ((512, torch.bfloat16), (123, torch.float32)):
         train("attnres-block:block=3", dim, dtype)
     train("attnres-full:window=8", 512, torch.bfloat16)
-    for options, dim in (
-        ("heads=16", 128),
-        ("key_dim=32,weights=sigmoid", 192),
-        ("query=projected", 2048),
-    ):
-        train(f"attnres-full:{options}", dim, torch.bfloat16)
-    train("attnres-full:heads=3,key_norm=false", 123, torch.float32)
     for spec, dim, dtype in (
         ("mhc:streams=4", 512, torch.bfloat16),
         ("mhc:streams=8", 384, torch.bfloat16),
@@ -198,7 +191,6 @@ def run_everything() -> None:
     sum_bank(1, 512, torch.bfloat16)
     lose(1000, torch.bfloat16)
     balance(4)
-    balance(5)
     for width, dtype in (
         (344, torch.bfloat16),
         (1024, torch.bfloat16),

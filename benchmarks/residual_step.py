@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals.base import Read, apply_norm
-from headwater.residuals.formulas import formula_of
 from headwater.train.arms import parse_arm
+from tests.formulas import formula_of
 
 from .measure import captured
 

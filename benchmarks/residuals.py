@@ -5,7 +5,7 @@
     python -m benchmarks.residuals --duality --no-rule --parallel 1      # local mixing along the sequence or the depth
 
 12 layers, width 512; forward and backward, on a GPU replayed as a CUDA graph. Arms: `eager`, our decoder as it is;
-`compiled`, our decoder under torch.compile; `formula`, the residual's plain formula (headwater/residuals/formulas.py)
+`compiled`, our decoder under torch.compile; `formula`, the residual's plain formula (tests/formulas.py)
 in the same decoder under torch.compile. The better of the first two may take 1.5 times the last one. Every residual has
 its formula compiled apart from its class, so the comparison can fail for each of them; for `standard` it shows the
 noise.

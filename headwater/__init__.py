@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         record,
         register,
     )
-    from .residuals.groups import param_groups
+    from .residuals.parameter_groups import param_groups
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _homes = {
     "generate": "generation.generate",
     "inspect": "analyze.inspector",
     "mixing": "residuals",
-    "param_groups": "residuals.groups",
+    "param_groups": "residuals.parameter_groups",
     "record": "residuals",
     "register": "residuals",
     "revert": "hf",

@@ -6,8 +6,9 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from headwater.ops import attend_blocks, depth_attention, merge_partial
-from headwater.ops.depth import reference as two_phase
+from headwater.ops import depth_attention
+from headwater.ops.depth import reference
+from headwater.ops.numerics import accumulation_dtype
 from headwater.residuals import build
 
 # A graph of an earlier run is no answer: its key is of PyTorch's operators, and says nothing about what ours do.
@@ -38,12 +39,35 @@ def read(sources, queries, keys, norm, backend):
 def two_phases(sources, queries, keys, norm, backend):
     """Two queries over all sources but the last, each then merged with it."""
     *blocks, partial = sources
-    out, lse = attend_blocks(blocks, queries, keys, backend=backend)
-    merged = (
-        merge_partial(partial, q, o, m, k, norm_weight=w, backend=backend)
-        for q, o, m, k, w in zip(queries, out, lse, keys, (norm, None))
-    )
-    return (*merged, out, lse)
+    outs, lses = first_phase(blocks, queries, keys, backend)
+    options = {} if backend == "reference" else {"keep": True}
+    merge, merged = operators(backend).merge, []
+    for q, out, lse, k, weight in zip(queries, outs, lses, keys, (norm, None)):
+        merged.append(merge(partial, None, out, lse, q, k, weight, **options)[0])
+    return (*merged, torch.stack(outs), torch.stack(lses))
+
+
+def first_phase(blocks, queries, keys, backend):
+    """Outputs and log-sum-exps of all queries over all blocks."""
+    ops = operators(backend)
+    dtype = accumulation_dtype(queries.dtype)
+    folded = queries.to(dtype) * keys.to(dtype)
+    threaded, pieces = [], []
+    for block in blocks:
+        block, folded, (piece,) = ops.score(block, folded, 1e-6)
+        threaded.append(block)
+        pieces.append(piece)
+    outs, lses, _ = ops.mix(threaded, pieces)
+    return outs, lses
+
+
+def operators(backend):
+    """The module that has the operators of two phases."""
+    if backend == "reference":
+        return reference
+    from headwater.ops.depth import autograd
+
+    return autograd
 
 
 def growing(sources, queries, keys, norm, backend):
@@ -52,12 +76,9 @@ def growing(sources, queries, keys, norm, backend):
     lse = torch.zeros(
         out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32), device=out.device
     )
-    given = (y, partial, out, lse, queries[0], keys[0], norm)
-    if backend == "reference":
-        return two_phase.merge(*given)
-    from headwater.ops.depth import autograd
-
-    return autograd.merge(*given, keep=True)
+    options = {} if backend == "reference" else {"keep": True}
+    merge = operators(backend).merge
+    return merge(y, partial, out, lse, queries[0], keys[0], norm, **options)
 
 
 def run(function, inputs, backend, dtype, seeds=None):

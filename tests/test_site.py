@@ -18,7 +18,7 @@ from runfolder import make_run
 
 from headwater import cli
 from headwater.residuals import entry, names, options_of
-from headwater.residuals.formulas import FORMULAS
+from tests.formulas import FORMULAS
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("residuals", "models", "train", "hf", "analyze", "ops")

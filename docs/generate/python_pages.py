@@ -22,7 +22,7 @@ OPERATORS = (
 )
 INTERFACE = ("begin", "read", "write", "end", "weights", "layout", "resume", "past")
 MORE = {  # public, though the room does not export them by itself
-    "residuals": ["headwater.residuals.groups.param_groups"],
+    "residuals": ["headwater.residuals.parameter_groups.param_groups"],
     "models": [
         "headwater.generation.generate.generate",
         "headwater.generation.text_pieces.continue_texts",

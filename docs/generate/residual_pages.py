@@ -16,8 +16,8 @@ from headwater.analyze.groups import Group, group_runs
 from headwater.analyze.runs import read_runs
 from headwater.analyze.table import Row, residual_table
 from headwater.residuals import entry, options_of
-from headwater.residuals.formulas import FORMULAS
 from headwater.runs.stats import Paired, pair
+from tests.formulas import FORMULAS
 
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = ROOT / "docs" / "explanation" / "implementations.md"

@@ -37,27 +37,24 @@ Next = Literal["read", "write"]
 
 
 class Placed(tuple[Tensor, ...]):
-    """A state that knows what comes next. Any other tuple of the right length is taken as well: what crosses a pipeline
-    stage, activation checkpointing or the compiler is one."""
+    """A state that knows where it stands.
 
-    next: tuple[Next, int]
+    A plain tuple of as many tensors is taken as well: what crossed a pipeline stage, activation checkpointing or the
+    compiler is one. So is what others rebuild as `type(state)(tensors)` to move or cast it, such as FSDP.
+    """
+
+    place: tuple[Next, int]
     shape: torch.Size | None = None  # of what was read: the sublayer's output has the same
 
-    def __new__(cls, tensors: State, verb: Next | None = None, i: int = 0) -> Any:
-        if (
-            verb is None
-        ):  # as those rebuild tuples who move or cast what a layer takes: FSDP, accelerate, vmap
+    def __new__(cls, tensors: State, place: tuple[Next, int] | None = None) -> Any:
+        if place is None:
             return tuple(tensors)
-        if isinstance(tensors, Tensor):  # a class of the user's forgot the comma
-            raise TypeError(
-                "a residual's state is a tuple of tensors, and its method returned a tensor: return (x,)"
-            )
         placed = super().__new__(cls, tensors)
-        placed.next = (verb, i)
+        placed.place = place
         return placed
 
-    def __getnewargs__(self) -> tuple[State, Next, int]:
-        return tuple(self), *self.next
+    def __getnewargs__(self) -> tuple[State, tuple[Next, int]]:
+        return tuple(self), self.place
 
 
 class Residual(nn.Module, ABC):
@@ -135,9 +132,10 @@ class Residual(nn.Module, ABC):
         """The state before the first read; `x` is the token embedding, (..., D). Raises ValueError if it is not."""
         if torch.compiler.is_compiling():
             return self._begin(x)
-        self._check_width(x, "begin")
+        self._check_tensor(x, "begin")
         watcher = _watcher_of(self)
-        return Placed(self._begin(x) if watcher is None else watcher.begin(self, x), "read", 0)
+        state = self._begin(x) if watcher is None else watcher.begin(self, x)
+        return Placed(state, ("read", 0))
 
     def resume(self, x: Tensor, past: State) -> State:
         """`begin` for tokens that continue earlier ones: `past` is what those left behind, () before the first."""
@@ -161,16 +159,15 @@ class Residual(nn.Module, ABC):
         if torch.compiler.is_compiling():
             x, state = self._read(state, i, norm)
             return x, (*state,)  # never the tuple that was given, which knows an earlier place
-        if (
-            i == self.sublayers
-        ):  # before the final read a state has a place in the table, and `end` takes it
+        if i == self.sublayers:  # the state that `end` takes is none to read for a sublayer
             raise self._no_such(i)
         self.check(state, "read", i)
         watcher = _watcher_of(self)
-        x, state = (
-            self._read(state, i, norm) if watcher is None else watcher.read(self, state, i, norm)
-        )
-        placed = Placed(state, "write", i)
+        if watcher is None:
+            x, state = self._read(state, i, norm)
+        else:
+            x, state = watcher.read(self, state, i, norm)
+        placed = Placed(state, ("write", i))
         placed.shape = x.shape if isinstance(x, Tensor) else x[0].shape
         return x, placed
 
@@ -180,18 +177,11 @@ class Residual(nn.Module, ABC):
         if torch.compiler.is_compiling():
             return self._write(state, i, y)
         self.check(state, "write", i)
-        self._check_width(y, "write", i)
-        shape = getattr(state, "shape", None)  # which a plain tuple does not know
-        if (
-            shape is not None and y.shape != shape
-        ):  # it might be added all the same, once for many tokens
-            raise ValueError(
-                f"write {i} of '{self.spec}' takes an output of the shape that was read, {tuple(shape)}; got "
-                f"{tuple(y.shape)}"
-            )
+        # Another shape might be added all the same, once for many tokens.
+        self._check_tensor(y, f"write {i}", state.shape if isinstance(state, Placed) else None)
         watcher = _watcher_of(self)
         state = self._write(state, i, y) if watcher is None else watcher.write(self, state, i, y)
-        return Placed(state, "read", i + 1)
+        return Placed(state, ("read", i + 1))
 
     def end(self, state: State, norm: Norm | None = None) -> Tensor:
         """What the output head sees, (..., D), after the last write; `norm` is the network's final norm."""
@@ -287,54 +277,39 @@ class Residual(nn.Module, ABC):
         return {place: frozenset(map(len, layouts)) for place, layouts in self.layouts.items()}
 
     def check(self, state: State, verb: Next, i: int) -> None:
-        """Raise ValueError unless `state` may stand before read or write `i`; the message names what is expected. Never
-        compiled."""
+        """Raise ValueError unless `state` may stand before read or write `i`. Never compiled."""
         place = (verb, i)
-        wrong = state.next != place if isinstance(state, Placed) else not _is_tensors(state)
-        if wrong or len(state) not in self._lengths.get(place, ()):
-            self._refuse(state, verb, i)
-
-    def _check_width(self, x: Tensor, verb: str, *at: int) -> None:
-        if isinstance(x, Tensor) and x.dim() and x.shape[-1] == self.dim:
+        if place not in self._lengths:
+            raise self._no_such(i)
+        if isinstance(state, Placed) and state.place != place:
+            came = f"the state for {self._name(state.place)}"
+        elif _is_state(state) and len(state) in self._lengths[place]:
             return
-        got = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        name = " ".join(map(str, (verb, *at)))
+        else:
+            came = _describe(state)
+        layouts = (f"{len(names)} tensors ({', '.join(names)})" for names in self.layouts[place])
         raise ValueError(
-            f"{name} of '{self.spec}' takes one tensor whose last axis is dim={self.dim}; got {got}"
+            f"{self._name(place)} of '{self.spec}' takes the state that the verb before it returned, "
+            f"{' or '.join(layouts)}; got {came}"
         )
+
+    def _check_tensor(self, x: Tensor, name: str, shape: torch.Size | None = None) -> None:
+        """Raise ValueError unless `x` is as wide as the stream, or of a `shape` that is known."""
+        wide = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == self.dim
+        if wide and (shape is None or x.shape == shape):
+            return
+        expected = f"(..., {self.dim})" if shape is None else tuple(shape)
+        came = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(f"{name} of '{self.spec}' takes one tensor {expected}; got {came}")
 
     def _no_such(self, i: int) -> ValueError:
         return ValueError(
             f"'{self.spec}' connects {self.sublayers} sublayers, 0 to {self.sublayers - 1}; got {i!r}"
         )
 
-    def _refuse(self, state: State, verb: Next, i: int) -> None:
-        if (verb, i) not in self.layouts:
-            raise self._no_such(i)
-        name = "end" if (verb, i) == ("read", self.sublayers) else f"{verb} {i}"
-        if isinstance(state, Placed) and state.next != (verb, i):
-            due, at = state.next
-            due_name = "end" if (due, at) == ("read", self.sublayers) else f"{due} {at}"
-            raise ValueError(
-                f"{name} of '{self.spec}' got a state whose next verb is {due_name}: each read is followed by the "
-                "write of the same sublayer, and each verb takes the state that the one before it returned"
-            )
-        if isinstance(state, Tensor):
-            raise ValueError(
-                f"{name} of '{self.spec}' takes a state, which `begin` makes of a tensor; got a tensor"
-            )
-        if not _is_tensors(state):
-            raise ValueError(
-                f"{name} of '{self.spec}' takes a state, which is a tuple of tensors; got a {type(state).__name__} of "
-                "something else. `read` returns two things: read, state = residual.read(state, i)"
-            )
-        expected = " or ".join(
-            f"{len(layout)} tensors ({', '.join(layout)})" for layout in self.layouts[verb, i]
-        )
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in state)
-        raise ValueError(
-            f"{name} of '{self.spec}' takes a state of {expected}; got {len(state)}: {shapes}"
-        )
+    def _name(self, place: tuple[Next, int]) -> str:
+        verb, i = place
+        return "end" if i == self.sublayers else f"{verb} {i}"
 
     @property
     def scalar_mixing(self) -> bool:
@@ -358,8 +333,15 @@ def _distribute_like(tensor: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value, tensor.device_mesh, tensor.placements)
 
 
-def _is_tensors(state: State) -> bool:
-    return not isinstance(state, Tensor) and all(isinstance(tensor, Tensor) for tensor in state)
+def _is_state(state: State) -> bool:
+    return isinstance(state, tuple | list) and all(isinstance(t, Tensor) for t in state)
+
+
+def _describe(state: State) -> str:
+    """Say what came in the place of a state."""
+    if not _is_state(state):
+        return f"a {type(state).__name__} that is no tuple of tensors"
+    return f"{len(state)}: {', '.join(str(tuple(tensor.shape)) for tensor in state)}"
 
 
 def sublayer_of(name: str) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headwater.residuals.groups import param_groups
+from headwater.residuals.parameter_groups import param_groups
 from headwater.train.config import OptimSettings
 from headwater.train.muon import BatchedMuon, DividedMuon, StackedMuon
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from headwater.errors import UserError
 from headwater.folders import at_home
-from headwater.residuals.groups import sort_parameters
+from headwater.residuals.parameter_groups import sort_parameters
 from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
 from headwater.train.config import Config

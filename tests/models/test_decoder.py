@@ -14,7 +14,7 @@ from headwater.generation.next_token import Draw
 from headwater.generation.sampling import Sampling
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
-from headwater.ops.joined import Split
+from headwater.ops.splitting import Split
 from headwater.residuals import names
 
 

@@ -15,7 +15,7 @@ from headwater.models.mla import MLA
 from headwater.models.moe import routers
 from headwater.models.pattern import layers_of, write_pattern
 from headwater.residuals import names
-from headwater.residuals.groups import sort_parameters
+from headwater.residuals.parameter_groups import sort_parameters
 
 KINDS = ("kda", "mlp", "kda", "moe", "kda", "moe", "mla", "moe")
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from kernel_cases import operators
 
-from headwater.ops import attend_blocks, decode_read, depth_attention, merge_partial
-from headwater.ops.depth import reference
+from headwater.ops import depth_attention
 
 EPS, NORM_EPS = 0.5, 0.08
 BACKENDS = [
@@ -47,14 +47,6 @@ def agree(read, expected, inputs):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
-def operators(backend):
-    if backend == "reference":
-        return reference
-    from headwater.ops.depth import autograd
-
-    return autograd
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_read_has_one_eps_for_both_norms(backend):
     sources, query, key, norm = draw(3)
@@ -65,21 +57,6 @@ def test_a_read_has_one_eps_for_both_norms(backend):
         torch.testing.assert_close(
             depth_attention(sources, query, key, **options).double(), expected
         )
-        y = torch.ones(2, 12)
-        read, last = decode_read([*sources[:-1], sources[-1] - y], y, query, key, **options)
-        torch.testing.assert_close(last, sources[-1])
-        torch.testing.assert_close(read.double(), expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_two_phases_have_it_too(backend):
-    sources, query, key, norm = draw(3)
-    out, lse = attend_blocks(
-        sources[:-1], query.unsqueeze(0), key.unsqueeze(0), eps=EPS, backend=backend
-    )
-    options = {"norm_weight": norm, "eps": EPS, "backend": backend}
-    read = merge_partial(sources[-1], query, out[0], lse[0], key, **options)
-    agree(read, formula(sources, query, key, norm, EPS), [*sources, query, key, norm])
 
 
 def scored(ops, sources, query, key):
@@ -116,15 +93,3 @@ def test_a_mix_and_a_span_of_outputs_have_the_read_s(backend):
     pieces = (lses[0][..., None, None], *scores[2:])
     read, _ = ops.merge_outputs(outs[0], threaded[2:], pieces, norm, NORM_EPS)
     agree(read, formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
-
-
-def test_decoding_by_the_kernel_has_both():
-    pytest.importorskip("triton", reason="the kernel needs triton")
-    from headwater.ops.depth import alone
-
-    sources, query, key, norm = (t.detach() if isinstance(t, torch.Tensor) else t for t in draw(3))
-    with torch.no_grad():
-        y = torch.full((2, 12), 0.2)
-        given = ([*sources[:-1], sources[-1] - y], y, query, key, norm)
-        read, _ = alone.decode_read(*given, eps=EPS, norm_eps=NORM_EPS)
-    torch.testing.assert_close(read.double(), formula(sources, query, key, norm, NORM_EPS))

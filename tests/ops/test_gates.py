@@ -171,13 +171,13 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(pre.sum(), inputs[0], create_graph=True)
 
 
-def test_more_streams_than_a_thread_has_go_through_sinkhorns_own_kernel():
+def test_more_streams_than_a_thread_has_are_pytorchs():
     pytest.importorskip("triton", reason="the kernel needs triton")
     from headwater.ops.triton.launch import launches
 
     (inputs, seeds), before = draw(5, 3, HERE), launches.copy()
     ours = run(inputs, seeds, 4, "triton")
-    assert launches - before == {"sinkhorn": 1, "sinkhorn_backward": 1}
+    assert launches == before
     for mine, exact in zip(ours, run(inputs, seeds, 4, "reference", torch.float64), strict=True):
         assert error(mine, exact) < 1e-5
 

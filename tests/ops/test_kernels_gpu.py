@@ -97,24 +97,6 @@ def test_the_schedule_of_training_is_as_exact(spec, dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [192, 384, 2048])
-@pytest.mark.parametrize(
-    "options",
-    [
-        "heads=4",
-        "weights=sigmoid",
-        "key_norm=false,scale=root",
-        "key_dim=32",
-        "query=projected,scale=root",
-    ],
-)
-def test_options_are_as_exact(options, dim, dtype):
-    before = launches["weigh_backward"]
-    assert worst_of(f"attnres-full:{options},backend=triton", dim, 33, dtype) <= 1
-    assert launches["weigh_backward"] > before
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [7168, 12288, MAX_WIDTH])
 def test_rows_as_wide_as_allowed(dim, dtype):
     for function, count in ((growing, 3), (two_phases, 9), (read, 9)):
@@ -135,11 +117,7 @@ def test_repeats_are_bit_equal():
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
-STEPS = (
-    "attnres-block:block=4",
-    "attnres-full:heads=4,backend=triton",
-    "attnres-full:weights=static,backend=triton",
-)
+STEPS = ("attnres-block:block=4", "attnres-full:heads=4", "denseformer")
 
 
 @pytest.fixture(scope="module", params=STEPS)
@@ -168,9 +146,7 @@ def test_a_decoder_compiles_without_a_break(step):
         assert (mine - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
 
 
-@pytest.mark.parametrize(
-    "spec", ["attnres-block:block=2", "attnres-block:block=2,heads=4,backend=triton"]
-)
+@pytest.mark.parametrize("spec", ["attnres-block:block=2", "attnres-full"])
 def test_a_compiled_step_adds_gradients_in_place_too(spec):
     """Its copies of them, of which there are as many as sources, must not be there at all."""
     x = torch.randn(4096, 512, device="cuda").bfloat16()

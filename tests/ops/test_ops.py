@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headwater.errors import BackendError
-from headwater.ops import attend_blocks, depth_attention, merge_partial, routing
+from headwater.ops import depth_attention, routing
 from headwater.ops.depth import reference
 
 
@@ -60,8 +60,9 @@ def test_second_derivatives_match_finite_differences_where_a_source_is_zero(zero
         return depth_attention(sources, query, key_weight, eps=0.1)
 
     def read_in_two_phases(query, key_weight, *sources):
-        out, lse = attend_blocks(sources[:-1], query[None], key_weight[None], eps=0.1)
-        return merge_partial(sources[-1], query, out[0], lse[0], key_weight, eps=0.1)
+        out, lse = reference.attend_blocks(sources[:-1], query[None], key_weight[None], 0.1)
+        merge = reference.merge_partial
+        return merge(sources[-1], query, out[0], lse[0], key_weight, None, 0.1)
 
     for function in (read, read_in_two_phases):
         assert torch.autograd.gradgradcheck(function, (query, key_weight, *sources))
@@ -75,10 +76,10 @@ def test_two_phases_equal_one_pass(num_blocks, normed):
     key_weights = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
     norm_weight = torch.randn(24, dtype=torch.float64, requires_grad=True) if normed else None
     *blocks, partial = sources
-    out, lse = attend_blocks(blocks, queries, key_weights)
+    out, lse = reference.attend_blocks(blocks, queries, key_weights, 1e-6)
     for s in range(5):
-        merged = merge_partial(
-            partial, queries[s], out[s], lse[s], key_weights[s], norm_weight=norm_weight
+        merged = reference.merge_partial(
+            partial, queries[s], out[s], lse[s], key_weights[s], norm_weight, 1e-6
         )
         direct = depth_attention(sources, queries[s], key_weights[s], norm_weight=norm_weight)
         torch.testing.assert_close(merged, direct, atol=1e-12, rtol=1e-12)
@@ -115,7 +116,7 @@ def test_half_precision_is_one_rounding_away_from_fp32(dtype):
     low = [source.detach().to(dtype) for source in sources]
     exact = depth_attention([s.float() for s in low], query, key_weight)
     assert torch.equal(depth_attention(low, query, key_weight), exact.to(dtype))
-    out, lse = attend_blocks(low, query.unsqueeze(0), key_weight.unsqueeze(0))
+    out, lse = reference.attend_blocks(low, query.unsqueeze(0), key_weight.unsqueeze(0), 1e-6)
     assert torch.equal(out[0], exact.to(dtype))
     assert lse.dtype == torch.float32
 
@@ -126,13 +127,15 @@ def test_autocast_rounds_nothing():
     *blocks, last = sources
 
     def results():
-        out, lse = attend_blocks(blocks, query.unsqueeze(0), key_weight.unsqueeze(0))
+        first_phase = reference.attend_blocks
+        out, lse = first_phase(blocks, query.unsqueeze(0), key_weight.unsqueeze(0), 1e-6)
         scored = [
             reference.score(source, (query * key_weight).unsqueeze(0), 1e-6)[2][0]
             for source in blocks
         ]
         mixed, lses, _ = reference.mix(blocks, scored, key_weight)
-        merged = merge_partial(last, query, out[0], lse[0], key_weight, norm_weight=key_weight)
+        weights = (key_weight, key_weight)
+        merged = reference.merge_partial(last, query, out[0], lse[0], *weights, 1e-6)
         read, weights = depth_attention(sources, query, key_weight, return_weights=True)
         heads = depth_attention(sources, query, key_weight, heads=4)
         return [out, lse, *scored, *mixed, *lses, merged, read, weights, heads]

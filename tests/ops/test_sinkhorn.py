@@ -14,11 +14,7 @@ DEVICES = [
         "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
     ),
 ]
-FORMS = [
-    ("reference", 4),
-    ("triton", 4),
-    ("triton", 5),
-]  # a thread's matrices, and those of a program
+FORMS = [("reference", 4), ("reference", 5), ("triton", 4)]
 
 
 def draw(n, dtype=torch.float64):
@@ -88,7 +84,7 @@ def test_near_a_permutation_the_gradient_is_not_what_rounding_leaves_of_a_differ
         assert ((mine.cpu() - exact).norm(dim=(-2, -1)) < 3e-5 * exact.norm(dim=(-2, -1))).all()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 16])
+@pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_is_as_good_as_the_reference(n, device):
     pytest.importorskip("triton", reason="the kernel needs triton")
@@ -182,5 +178,5 @@ def test_what_does_not_fit_is_refused():
         sinkhorn(torch.zeros(2, 2), 0)
     with pytest.raises(ValueError, match=r"square matrices \(..., n, n\), got \(2, 3\)"):
         sinkhorn(torch.zeros(2, 3), 1)
-    with pytest.raises(ValueError, match="up to 16 rows"):
-        sinkhorn(torch.zeros(17, 17), 1, backend="triton")
+    with pytest.raises(ValueError, match="up to 4 rows"):
+        sinkhorn(torch.zeros(5, 5), 1, backend="triton")

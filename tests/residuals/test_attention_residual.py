@@ -145,12 +145,8 @@ def test_a_saved_spec_names_the_options_that_follow_from_the_network(spec, saved
         ("attnres-full:eps=0", "eps must be positive"),
         ("attnres-full:eps=nan", "eps must be positive"),
         (
-            "attnres-full:heads=4,weights=static,backend=triton",
-            "backend=triton has several heads of whole keys alone",
-        ),
-        (
-            "attnres-full:heads=4,key_dim=8,backend=triton",
-            "backend=triton has several heads of whole keys alone",
+            "attnres-full:heads=4,backend=triton",
+            "backend=triton needs static queries, softmax weights, normed whole keys and one head",
         ),
         ("attnres-block:block=0", "between 1 and 6"),
         ("attnres-block:block=7", "between 1 and 6"),
@@ -166,13 +162,6 @@ def test_a_saved_spec_names_the_options_that_follow_from_the_network(spec, saved
 def test_wrong_specifications_say_what_is_allowed(spec, message):
     with pytest.raises(ValueError, match=message):
         build(spec, 16, 6)
-
-
-def test_the_constructor_checks_what_a_name_would():
-    with pytest.raises(
-        ValueError, match="weights must be one of softmax, sigmoid, static, got 'sofmax'"
-    ):
-        AttentionResidual(16, 4, weights="sofmax")
 
 
 def test_options_in_a_name_are_typed():
@@ -217,8 +206,8 @@ def test_under_adam_a_scale_of_the_logits_is_a_factor_on_the_queries_rate(scale,
     [
         ("attnres-full:start=-1", "standard deviation"),
         ("attnres-full:scale=gain,start=0", "above zero with scale=gain"),
-        ("attnres-full:scale=gain,query=projected", "of static ones"),
-        ("attnres-full:weights=static,scale=root", "queries that weights come from"),
+        ("attnres-full:scale=gain,query=projected", "needs query=static"),
+        ("attnres-full:weights=static,scale=root", "set up queries"),
         ("attnres-full:scale=big", "one of one, root, width, gain"),
     ],
 )

@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater.residuals import build, entry, names, parse
-from headwater.residuals.formulas import FORMULAS, formula_of
 from headwater.residuals.record import replay
+from tests.formulas import FORMULAS, formula_of
 
 DIM, SUBLAYERS = 8, 6
 OPTIONS = [

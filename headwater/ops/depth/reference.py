@@ -117,23 +117,6 @@ def depth_attention(
     return mixed.to(sources[0].dtype), weights
 
 
-def weigh_sources(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    key_weight: Tensor | None,
-    eps: float,
-    heads: int,
-    softmax: bool,
-    key_norm: bool,
-) -> Tensor:
-    """One read (..., D) with weights that are a softmax or sigmoids, of keys that are normed or not."""
-    stack = stack_wide(sources)
-    weights = depth_weights(
-        stack, query, key_weight, eps=eps, heads=heads, softmax=softmax, key_norm=key_norm
-    )
-    return mix_sources(stack, weights).to(sources[0].dtype)
-
-
 def attend_blocks(
     sources: Sequence[Tensor], queries: Tensor, key_weights: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:

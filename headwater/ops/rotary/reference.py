@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headwater.ops.joined import Split
+from headwater.ops.splitting import Split
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,7 +1,11 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Sinkhorn's iteration on matrices of more rows than `registers` takes, forward and backward: see `operators`. A
-program has those of a few tokens, spread over its threads. The backward runs the forward once more, which writes every
-c and r to a scratch of 2 I n numbers a token."""
+"""Sinkhorn's iteration on matrices of up to four rows, forward and backward: see `operators`. A thread owns a token,
+whose matrix is a tuple of n n tiles (tokens,), row by row: sums of rows and columns add registers, and no thread waits
+for another. (Eight rows would fit too, without spills, but take a compiler half a minute.)
+
+The backward iterates once more and keeps every r but the last, in a scratch (I - 1, n, tokens) of which a warp stores
+whole lines; each c it makes again from the r before. Registers would hold them only with all iterations unrolled.
+"""
 
 import torch
 import triton
@@ -9,115 +13,233 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
-from headwater.ops.triton.tiles import ceil_div, power_of_2
+from headwater.ops.triton.tiles import ceil_div
 
 from .reference import FLOOR
 
-TOKENS = 32  # a program
-LOWEST = tl.constexpr(-1e30)
+TOKENS = 32  # a program, which is one warp
 
 
 @triton.jit
-def _exponentials(logits, o_t, T, n, FLOOR: tl.constexpr, N: tl.constexpr):
-    """K, zero outside, with the offsets and the mask of its elements."""
-    o_n = tl.arange(0, N)
-    offset = o_t[:, None, None] * n * n + o_n[None, :, None] * n + o_n[None, None, :]
-    m = (o_t < T)[:, None, None] & (o_n < n)[None, :, None] & (o_n < n)[None, None, :]
-    b_x = tl.load(logits + offset, mask=m, other=LOWEST)
-    b_k = tl.maximum(tl.exp(b_x - tl.max(b_x, 1)[:, None, :]), FLOOR)
-    return tl.where(m, b_k, 0.0), offset, m
+def tokens(M, T: tl.constexpr):
+    """This program's T of M, and which of them there are."""
+    o_t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    return o_t, o_t < M
 
 
-@triton.jit(do_not_specialize=["T"])
-def _forward(
-    logits, out, history, T, n,
-    ITERATIONS: tl.constexpr, KEEP: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    b_k, offset, m = _exponentials(logits, o_t, T, n, FLOOR, N)
-    o_v = o_t[:, None] * (2 * ITERATIONS * n) + tl.arange(0, N)[None, :]
-    m_v = (o_t < T)[:, None] & (tl.arange(0, N) < n)[None, :]
-    b_r = tl.sum(b_k, 2) * 0.0 + 1.0
-    b_c = tl.sum(b_k, 1) * 0.0
+@triton.jit
+def load_numbers(p, m, COUNT: tl.constexpr):
+    """COUNT neighbouring numbers of each token, a tile (T,) each. By fours where they are, 16 bytes."""
+    numbers = ()
+    if COUNT % 4 == 0:
+        for k in tl.static_range(0, COUNT, 4):
+            b = tl.load(p[:, None] + (k + tl.arange(0, 4))[None, :], mask=m[:, None], other=0.0)
+            even, odd = tl.split(tl.reshape(b, (b.shape[0], 2, 2)))
+            b_0, b_2 = tl.split(even)
+            b_1, b_3 = tl.split(odd)
+            numbers = numbers + (b_0, b_1, b_2, b_3)
+    else:
+        for k in tl.static_range(COUNT):
+            numbers = numbers + (tl.load(p + k, mask=m, other=0.0),)
+    return numbers
+
+
+@triton.jit
+def store_numbers(p, numbers, m, COUNT: tl.constexpr):
+    """The reverse of `load_numbers`."""
+    if COUNT % 4 == 0:
+        for k in tl.static_range(0, COUNT, 4):
+            even, odd = tl.join(numbers[k], numbers[k + 2]), tl.join(numbers[k + 1], numbers[k + 3])
+            b = tl.reshape(tl.join(even, odd), (even.shape[0], 4))
+            tl.store(p[:, None] + (k + tl.arange(0, 4))[None, :], b, mask=m[:, None])
+    else:
+        for k in tl.static_range(COUNT):
+            tl.store(p + k, numbers[k], mask=m)
+
+
+@triton.jit
+def _across(matrix, vector, N: tl.constexpr):
+    """matrix @ vector."""
+    products = ()
+    for i in tl.static_range(N):
+        total = matrix[i * N] * vector[0]
+        for j in tl.static_range(1, N):
+            total += matrix[i * N + j] * vector[j]
+        products = products + (total,)
+    return products
+
+
+@triton.jit
+def _down(matrix, vector, N: tl.constexpr):
+    """vector @ matrix."""
+    products = ()
+    for j in tl.static_range(N):
+        total = matrix[j] * vector[0]
+        for i in tl.static_range(1, N):
+            total += matrix[i * N + j] * vector[i]
+        products = products + (total,)
+    return products
+
+
+@triton.jit
+def _reciprocals(vector, N: tl.constexpr):
+    found = ()
+    for i in tl.static_range(N):
+        found = found + (1.0 / vector[i],)
+    return found
+
+
+@triton.jit
+def _through_reciprocals(gradient, reciprocals, N: tl.constexpr):
+    """The gradient of what these are the reciprocals of."""
+    found = ()
+    for i in tl.static_range(N):
+        found = found + (-gradient[i] * reciprocals[i] * reciprocals[i],)
+    return found
+
+
+@triton.jit
+def _exponentials(logits, FLOOR: tl.constexpr, N: tl.constexpr):
+    """K."""
+    largest = ()
+    for j in tl.static_range(N):
+        top = logits[j]
+        for i in tl.static_range(1, N):
+            top = tl.maximum(top, logits[i * N + j])
+        largest = largest + (top,)
+    found = ()
+    for i in tl.static_range(N):
+        for j in tl.static_range(N):
+            found = found + (tl.maximum(tl.exp(logits[i * N + j] - largest[j]), FLOOR),)
+    return found
+
+
+@triton.jit
+def _scalings(k, history, o_t, m, M, ITERATIONS: tl.constexpr, N: tl.constexpr):
+    """The last c and r; the r before it go to the history, where there is one."""
+    r = ()
+    for _ in tl.static_range(N):
+        r = r + (tl.full([o_t.shape[0]], 1.0, tl.float32),)
+    c = r
     for t in range(ITERATIONS):
-        b_c = 1.0 / tl.maximum(tl.sum(b_k * b_r[:, :, None], 1), 1e-37)  # padding has sums of zero
-        b_r = 1.0 / tl.maximum(tl.sum(b_k * b_c[:, None, :], 2), 1e-37)
-        if KEEP:
-            tl.store(history + o_v + 2 * t * n, b_c, mask=m_v)
-            tl.store(history + o_v + (2 * t + 1) * n, b_r, mask=m_v)
-    if not KEEP:
-        tl.store(out + offset, b_r[:, :, None] * b_k * b_c[:, None, :], mask=m)
+        c = _reciprocals(_down(k, r, N), N)
+        r = _reciprocals(_across(k, c, N), N)
+        if history is not None:
+            for i in tl.static_range(N):
+                tl.store(
+                    history + o_t + (t * N + i) * M.to(tl.int64),
+                    r[i],
+                    mask=m & (t < ITERATIONS - 1),
+                )
+    return c, r
 
 
-@triton.jit(do_not_specialize=["T"])
-def _backward(
-    logits, gradient, history, out, T, n,
-    ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, BT: tl.constexpr,
+@triton.jit
+def _load_scalings(history, t, o_t, m, M, N: tl.constexpr):
+    """r after iteration t; before the first it is one."""
+    r = ()
+    for i in tl.static_range(N):
+        r = r + (
+            tl.load(history + o_t + (t * N + i) * M.to(tl.int64), mask=m & (t >= 0), other=1.0),
+        )
+    return r
+
+
+@triton.jit
+def balance(logits, o_t, m, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr):
+    """The doubly stochastic matrices of tokens `o_t` of M."""
+    k = _exponentials(logits, FLOOR, N)
+    c, r = _scalings(k, None, o_t, m, M, ITERATIONS, N)
+    found = ()
+    for i in tl.static_range(N):
+        for j in tl.static_range(N):
+            found = found + (r[i] * k[i * N + j] * c[j],)
+    return found
+
+
+@triton.jit
+def balance_backward(
+    logits, gradient, history, o_t, m, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    b_k, offset, m = _exponentials(logits, o_t, T, n, FLOOR, N)
-    o_v = o_t[:, None] * (2 * ITERATIONS * n) + tl.arange(0, N)[None, :]
-    m_v = (o_t < T)[:, None] & (tl.arange(0, N) < n)[None, :]
-    b_c = tl.load(history + o_v + (2 * ITERATIONS - 2) * n, mask=m_v, other=0.0)
-    b_r = tl.load(history + o_v + (2 * ITERATIONS - 1) * n, mask=m_v, other=0.0)
-    b_g = tl.load(gradient + offset, mask=m, other=0.0)
-    b_g -= (tl.sum(b_g * b_k * b_c[:, None, :], 2) * b_r)[
-        :, :, None
-    ]  # see `centred` of the reference
-    b_dk = b_r[:, :, None] * b_g * b_c[:, None, :]
-    b_dr = tl.sum(b_g * b_k * b_c[:, None, :], 2)
-    b_dc = tl.sum(b_g * b_k * b_r[:, :, None], 1)
+    """The gradient of the logits."""
+    k = _exponentials(logits, FLOOR, N)
+    c, r = _scalings(k, history, o_t, m, M, ITERATIONS, N)
+    tl.debug_barrier()  # what was stored can be loaded
+    before = _load_scalings(history, ITERATIONS - 2, o_t, m, M, N)
+    dk, kg = (), ()
+    for i in tl.static_range(N):
+        mean = gradient[i * N] * k[i * N] * c[0]
+        for j in tl.static_range(1, N):
+            mean += gradient[i * N + j] * k[i * N + j] * c[j]
+        for j in tl.static_range(N):
+            g = gradient[i * N + j] - mean * r[i]  # see `centred` of the reference
+            dk = dk + (r[i] * g * c[j],)
+            kg = kg + (k[i * N + j] * g,)
+    dr, dc = _across(kg, c, N), _down(kg, r, N)
     for back in range(ITERATIONS):
-        t = ITERATIONS - 1 - back
-        b_c = tl.load(history + o_v + 2 * t * n, mask=m_v, other=0.0)
-        b_r = tl.load(history + o_v + (2 * t + 1) * n, mask=m_v, other=0.0)
-        b_before = tl.load(
-            history + o_v + (2 * t - 1) * n, mask=m_v & (t > 0), other=1.0
-        )  # r starts at one
-        b_da = -b_dr * b_r * b_r
-        b_dc += tl.sum(b_k * b_da[:, :, None], 1)
-        b_db = -b_dc * b_c * b_c
-        b_dk += b_da[:, :, None] * b_c[:, None, :] + b_before[:, :, None] * b_db[:, None, :]
-        b_dr = tl.sum(b_k * b_db[:, None, :], 2)
-        b_dc = b_dc * 0.0
-    tl.store(out + offset, tl.where(b_k > FLOOR, b_dk * b_k, 0.0), mask=m)
+        earlier = _load_scalings(history, ITERATIONS - 3 - back, o_t, m, M, N)  # for the next turn
+        c = _reciprocals(_down(k, before, N), N)
+        da = _through_reciprocals(dr, r, N)
+        more, kept, zeros = _down(k, da, N), (), ()
+        for j in tl.static_range(N):
+            kept = kept + (dc[j] + more[j],)
+            zeros = zeros + (dc[j] * 0.0,)
+        db = _through_reciprocals(kept, c, N)
+        added = ()
+        for i in tl.static_range(N):
+            for j in tl.static_range(N):
+                added = added + (dk[i * N + j] + da[i] * c[j] + before[i] * db[j],)
+        dk, dr, dc = added, _across(k, db, N), zeros
+        r, before = before, earlier
+    found = ()
+    for n in tl.static_range(N * N):
+        found = found + (tl.where(k[n] > FLOOR, dk[n] * k[n], 0.0),)
+    return found
+
+
+@triton.jit(do_not_specialize=["M"])
+def _balance(
+    logits, out, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, T: tl.constexpr
+):
+    o_t, m = tokens(M, T)
+    given = load_numbers(logits + o_t * (N * N), m, N * N)
+    found = balance(given, o_t, m, M, ITERATIONS, FLOOR, N)
+    store_numbers(out + o_t * (N * N), found, m, N * N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _balance_backward(
+    logits, gradient, history, out, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    o_t, m = tokens(M, T)
+    given = load_numbers(logits + o_t * (N * N), m, N * N)
+    b_g = load_numbers(gradient + o_t * (N * N), m, N * N)
+    found = balance_backward(given, b_g, history, o_t, m, M, ITERATIONS, FLOOR, N)
+    store_numbers(out + o_t * (N * N), found, m, N * N)
+
+
+def scratch(rows: int, iterations: int, n: int, like: Tensor) -> Tensor:
+    """For the `history` of a backward."""
+    return torch.empty(max(1, iterations - 1) * n * rows, dtype=torch.float32, device=like.device)
 
 
 def forward(logits: Tensor, iterations: int) -> Tensor:
     launches["sinkhorn"] += 1
     out = torch.empty_like(logits)
-    _launch_forward(logits, out, out, iterations, keep=False)
+    _launch(_balance, (logits, out), iterations)
     return out
 
 
 def backward(logits: Tensor, gradient: Tensor, iterations: int) -> Tensor:
     launches["sinkhorn_backward"] += 1
-    rows, n = logits.numel() // logits.shape[-1] ** 2, logits.shape[-1]
-    history = torch.empty(rows, 2 * iterations, n, dtype=torch.float32, device=logits.device)
-    _launch_forward(logits, logits, history, iterations, keep=True)
     out = torch.empty_like(logits)
-    constants = {"ITERATIONS": iterations, "FLOOR": FLOOR, "N": power_of_2(n), "BT": TOKENS}
-    args = (logits, gradient, history, out)
-    launch(_backward, (ceil_div(rows, TOKENS),), args, (rows, n), constants, num_warps=1)
+    rows, n, _ = logits.shape
+    history = scratch(rows, iterations, n, logits)
+    _launch(_balance_backward, (logits, gradient, history, out), iterations)
     return out
 
 
-def _launch_forward(
-    logits: Tensor, out: Tensor, history: Tensor, iterations: int, *, keep: bool
-) -> None:
-    rows, n = logits.numel() // logits.shape[-1] ** 2, logits.shape[-1]
-    constants = {
-        "ITERATIONS": iterations,
-        "KEEP": keep,
-        "FLOOR": FLOOR,
-        "N": power_of_2(n),
-        "BT": TOKENS,
-    }
-    launch(
-        _forward,
-        (ceil_div(rows, TOKENS),),
-        (logits, out, history),
-        (rows, n),
-        constants,
-        num_warps=1,
-    )
+def _launch(kernel, tensors: tuple[Tensor, ...], iterations: int) -> None:
+    rows, n, _ = tensors[0].shape
+    constants = {"ITERATIONS": iterations, "FLOOR": FLOOR, "N": n, "T": TOKENS}
+    launch(kernel, (ceil_div(rows, TOKENS),), tensors, (rows,), constants, num_warps=1)

@@ -7,10 +7,9 @@
 mHC, arXiv 2512.24880, eq. 9. Kept as two vectors, so an iteration never forms a matrix. The backward recomputes them
 and walks back through every iteration (not through the fixed point, which finitely many have not reached): in all,
 gradients cost the logits and nothing else between forward and backward. One node for torch.compile, whose code would
-grow with the iterations; on a GPU one launch each way, above four rows two backward. fp32 (fp64 stays fp64).
+grow with the iterations; on a GPU, for up to four rows, one launch each way. fp32 (fp64 stays fp64).
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,14 +22,7 @@ from headwater.ops.triton.registration import operator
 
 from . import reference
 
-MAX_SIZE = 16  # a program of the kernel holds whole matrices
-MAX_IN_REGISTERS = 4  # a thread does
-
-
-def _kernels(logits: Tensor) -> ModuleType:
-    from . import kernel, registers
-
-    return registers if logits.shape[-1] <= MAX_IN_REGISTERS else kernel
+MAX_SIZE = 4  # rows of a matrix that a thread of the kernel holds whole
 
 
 def _fake(logits: Tensor, iterations: int, triton: bool) -> Tensor:
@@ -40,7 +32,9 @@ def _fake(logits: Tensor, iterations: int, triton: bool) -> Tensor:
 @operator(_fake)
 def sinkhorn_forward(logits: Tensor, iterations: int, triton: bool) -> Tensor:
     if triton:
-        return _kernels(logits).forward(logits.contiguous(), iterations)
+        from . import kernel
+
+        return kernel.forward(logits.contiguous(), iterations)
     return reference.forward(logits, iterations)
 
 
@@ -51,7 +45,9 @@ def _fake_backward(logits: Tensor, gradient: Tensor, iterations: int, triton: bo
 @operator(_fake_backward)
 def sinkhorn_backward(logits: Tensor, gradient: Tensor, iterations: int, triton: bool) -> Tensor:
     if triton:
-        return _kernels(logits).backward(logits.contiguous(), gradient.contiguous(), iterations)
+        from . import kernel
+
+        return kernel.backward(logits.contiguous(), gradient.contiguous(), iterations)
     return reference.backward(logits, gradient, iterations)
 
 
@@ -90,7 +86,7 @@ def sinkhorn(logits: Tensor, iterations: int, *, backend: Backend = "auto") -> T
     Arguments:
         logits: (..., n, n).
         iterations: of a normalisation of columns, then of rows.
-        backend: auto (the kernel where one runs, n up to 16), reference, or triton, which raises where it cannot.
+        backend: auto (the kernel where one runs, n up to 4), reference, or triton, which raises where it cannot.
 
     Returns (..., n, n) in fp32 (fp64 for fp64). Rows sum to one exactly, columns up to convergence.
     Raises ValueError for matrices that are not square, no iteration, or a backend that does not run here.

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Coefficients of mHC, forward and backward: see `operators`. A thread owns a token, all of whose numbers are registers
-(`sinkhorn.registers`). For the gradients of bias and scale, sums over tokens, a program leaves one number each, and
+(`sinkhorn.kernel`). For the gradients of bias and scale, sums over tokens, a program leaves one number each, and
 these are added up in their order. A token moves 2 Q numbers forward and 3 Q backward, Q = n^2 + 2 n, besides the
 scratch of the iterations."""
 
@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwater.ops.sinkhorn.reference import FLOOR
-from headwater.ops.sinkhorn.registers import (
+from headwater.ops.sinkhorn.kernel import (
     TOKENS,
     balance,
     balance_backward,
@@ -21,6 +20,7 @@ from headwater.ops.sinkhorn.registers import (
     store_numbers,
     tokens,
 )
+from headwater.ops.sinkhorn.reference import FLOOR
 from headwater.ops.triton.launch import Launch, launches
 from headwater.ops.triton.registration import writer
 from headwater.ops.triton.tiles import ceil_div

@@ -24,7 +24,7 @@ second for the sums over tokens (see `gates`):
 from torch import Tensor
 
 from headwater.ops.routing import DTYPES, Backend, use_triton
-from headwater.ops.sinkhorn.operators import MAX_IN_REGISTERS
+from headwater.ops.sinkhorn.operators import MAX_SIZE
 
 from . import reference
 
@@ -77,7 +77,7 @@ def gate_streams(
         bias: (n^2 + 2 n,).
         scale: (3,), of pre, post and res.
         iterations: of `sinkhorn`.
-        backend: as in `depth_attention`; above 4 streams it is that of `sinkhorn`, and PyTorch does the rest.
+        backend: as in `depth_attention`; above 4 streams all of it is PyTorch's.
 
     Returns pre (..., n), post (..., n) and res (..., n, n) in fp32 (fp64 of fp64). Raises ValueError for sizes that do
     not fit together, no iteration, or a backend that does not run here.
@@ -87,11 +87,11 @@ def gate_streams(
         raise ValueError(f"z and bias take n^2 + 2 n numbers, got {z.shape[-1]} and {len(bias)}")
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
-    if n <= MAX_IN_REGISTERS and use_triton(backend, z):
+    if n <= MAX_SIZE and use_triton(backend, z):
         from . import autograd
 
         return autograd.gate_streams(z, bias, scale, iterations)
-    return reference.gate_streams(z, bias, scale, iterations, backend)
+    return reference.gate_streams(z, bias, scale, iterations)
 
 
 def read_streams(

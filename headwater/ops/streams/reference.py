@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from headwater.ops.numerics import full_precision, project_normed, wide
-from headwater.ops.routing import Backend
 from headwater.ops.sinkhorn import sinkhorn
 
 
@@ -48,12 +47,11 @@ def gate_logits(z: Tensor, bias: Tensor, scale: Tensor, sizes: Sequence[int]) ->
 
 
 def gate_streams(
-    z: Tensor, bias: Tensor, scale: Tensor, iterations: int, backend: Backend = "reference"
+    z: Tensor, bias: Tensor, scale: Tensor, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`backend`: of Sinkhorn's iteration."""
     n = streams_of(bias)
     pre, post, res = gate_logits(wide(z), bias, scale, (n, n, n * n))
-    mixed = sinkhorn(res.unflatten(-1, (n, n)), iterations, backend=backend)
+    mixed = sinkhorn(res.unflatten(-1, (n, n)), iterations, backend="reference")
     return pre.sigmoid(), 2 * post.sigmoid(), mixed
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Read, Residual
-from .registry import entry, parse
+from headwater.residuals.base import Read, Residual
+from headwater.residuals.registry import entry, parse
 
 Run = Callable[[int, Read], Tensor]
 Formula = Callable[
