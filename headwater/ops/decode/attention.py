@@ -1,15 +1,22 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Attention of one new token a row over a cache of fixed size, in one launch: `operators.attend` has the mathematics.
+"""Attention of one new token per row over a cache, in one launch.
 
-The rows' lengths are read on the device, so that a captured launch serves every length, and reads what there is and no
-more. A program takes one head of keys and a part of the tokens (flash decoding); where a row has tokens for fewer parts
-than its room, the others leave at once. The last program of a head to finish sums the parts up, always in the same
-order. Keys are handled in two halves, whose channels a rotation pairs; of an odd width the left one has one more.
+    y_h = sum_t softmax_t(scale <q_h, k_t>) v_t      over the row's tokens and the new one
+
+`operators.attend` has the mathematics with norm, rotation and window. Bytes: the keys and values that
+there are, once for all queries that share them.
+
+The rows' lengths are read on the device, so that a captured launch serves every length and reads no
+more than there is. A program takes one head of keys and a part of the tokens (flash decoding); where a
+row has tokens for fewer parts, the other programs leave at once. The last program of a head to finish
+sums the parts, always in the same order. Keys are handled in two halves, whose channels a rotation
+pairs; if the width is odd, the left half has one channel more.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -21,14 +28,14 @@ from headwater.ops.triton.tiles import ceil_div, power_of_2, processors
 
 from .reading import Norm
 
-PROGRAMS = 2  # a multiprocessor, where there are tokens for so many
-LEAST = 64  # tokens that are worth a program of their own
-TOGETHER = 16  # parts that are summed up at once
+PROGRAMS = 2  # per multiprocessor, if there are tokens for them
+LEAST = 64  # tokens that are worth a program
+TOGETHER = 16  # parts that are summed at once
 
 
 @triton.jit
 def _turned(left, right, gl, gr, cos, sin, D, eps, NORM: tl.constexpr, ROTATE: tl.constexpr):
-    """Rows in two halves, (rows, D / 2) each, normed and turned."""
+    """Norm and turn rows in two halves, (rows, D / 2) each."""
     if NORM:
         r = (1.0 / tl.sqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / D + eps))[:, None]
         left, right = left * r * gl, right * r * gr
@@ -42,14 +49,13 @@ def _tokens(
     keys, values, b, h, n, end, room, KV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr,
     BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Keys, in two halves, and values of tokens n to n + BN, or to `end`."""
+    """Load keys, in two halves, and values of tokens n to n + BN, or to `end`."""
     H: tl.constexpr = (D + 1) // 2
-    o_h, o_v, place = (
-        tl.arange(0, BH)[None, :],
-        tl.arange(0, BV)[None, :],
-        (n + tl.arange(0, BN))[:, None],
-    )
-    at, m_n = (b * room + place) * KV + h, place < end
+    o_h = tl.arange(0, BH)[None, :]
+    o_v = tl.arange(0, BV)[None, :]
+    place = (n + tl.arange(0, BN))[:, None]
+    at = (b * room + place) * KV + h
+    m_n = place < end
     left = tl.load(keys + at * D + o_h, mask=m_n & (o_h < H), other=0.0)
     right = tl.load(keys + at * D + H + o_h, mask=m_n & (o_h < D - H), other=0.0)
     return left, right, tl.load(values + at * SV + o_v, mask=m_n & (o_v < DV), other=0.0)
@@ -60,11 +66,15 @@ def _combine(
     parts, stats, y, one, used,
     G: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, CG: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """y of one head of keys from its first `used` parts, BS of them and CG queries at once."""
+    """Sum the first `used` parts of one head of keys into y, BS parts and CG queries at once.
+
+    Each part brings its largest logit, its sum of exponentials and its weighted sum of values.
+    """
     o_s, o_c, o_v = tl.arange(0, BS), tl.arange(0, CG), tl.arange(0, BV)[None, None, :]
     for start in range(0, G, CG):
         query = start + o_c[None, :]
-        top = tl.full([CG], -1e30, tl.float32)  # queries beyond the last have none
+        # Not minus infinity: queries beyond the last have no part, and would give NaN.
+        top = tl.full([CG], -1e30, tl.float32)
         total = tl.zeros([CG], tl.float32)
         acc = tl.zeros([CG, BV], tl.float32)
         for begin in range(0, used, BS):
@@ -101,17 +111,20 @@ def _attend(
     o_g, o_h, o_v, o_n = tl.arange(0, BG), tl.arange(0, BH), tl.arange(0, BV), tl.arange(0, BN)
     m_h, m_r, m_v = (o_h < H)[None, :], (o_h < D - H)[None, :], (o_v < DV)[None, :]
     length = tl.load(lengths + b)
+    # This program's part of the tokens, in whole tiles; a short row needs fewer parts.
     first = 0
     if WINDOW:
         first = tl.maximum(0, length + 1 - window)
-    each = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BN), 1) * BN
-    used = tl.maximum(tl.cdiv(length - first, each), 1)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BN), 1) * BN
+    used = tl.maximum(tl.cdiv(length - first, size), 1)
     if split >= used:
         return
-    begin = first + split * each
-    end = tl.minimum(begin + each, length)
-    if AHEAD:  # the first keys and values are under way while the query is made ready, and then always the next ones
+    begin = first + split * size
+    end = tl.minimum(begin + size, length)
+    # The first keys and values are under way while the query is made ready, later always the next.
+    if AHEAD:
         b_l, b_r, b_w = _tokens(keys, values, b, h, begin, end, room, KV, D, DV, SV, BH, BV, BN)
+    # Queries, normed, turned and scaled.
     c, s, gl, gr, kgl, kgr = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if ROTATE:
         c = tl.load(cos + length * H + o_h[None, :], mask=m_h, other=0.0)
@@ -130,7 +143,8 @@ def _attend(
     top = tl.full([BG], float("-inf"), tl.float32)
     total = tl.zeros([BG], tl.float32)
     acc = tl.zeros([BG, BV], tl.float32)
-    if split == 0:  # the new token itself
+    # The first part also has the new token: it is written to the cache, and attended to.
+    if split == 0:
         p_k = k + b * s_k + h * D + o_h[None, :]
         kl = tl.load(p_k, mask=m_h, other=0.0).to(tl.float32)
         kr = tl.load(p_k + H, mask=m_r, other=0.0).to(tl.float32)
@@ -148,6 +162,7 @@ def _attend(
         )
         total += 1.0
         acc += b_v.to(tl.float32)
+    # The other tokens, tile by tile, with a running maximum.
     for n in range(begin, end, BN):
         if AHEAD:
             a_l, a_r, a_w = b_l, b_r, b_w
@@ -164,6 +179,7 @@ def _attend(
         total = total * keep + tl.sum(w, 1)
         acc = tl.dot(w.to(a_w.dtype), a_w, acc * keep[:, None], input_precision="ieee")
         top = new
+    # One part is the result. Of several, the last program to finish sums all.
     m_y = m_g & m_v
     p_y = o_g[:, None] * DV + o_v[None, :]
     if used == 1:
@@ -173,10 +189,10 @@ def _attend(
             mask=m_y,
         )
     else:
-        mine = (one * SPLITS + split).to(tl.int64)
-        tl.store(parts + mine * G * DV + p_y, acc, mask=m_y)
-        tl.store(stats + mine * 2 * G + o_g, top, mask=o_g < G)
-        tl.store(stats + mine * 2 * G + G + o_g, total, mask=o_g < G)
+        slot = (one * SPLITS + split).to(tl.int64)
+        tl.store(parts + slot * G * DV + p_y, acc, mask=m_y)
+        tl.store(stats + slot * 2 * G + o_g, top, mask=o_g < G)
+        tl.store(stats + slot * 2 * G + G + o_g, total, mask=o_g < G)
         tl.debug_barrier()
         if tl.atomic_add(counters + one, 1, sem="acq_rel") == used - 1:
             _combine(parts, stats, y, one.to(tl.int64), used, G, DV, SPLITS, BS, CG, BV)
@@ -185,14 +201,14 @@ def _attend(
 
 @functools.cache  # never dropped: a CUDA graph that has recorded an address goes on using it
 def _counters(device: torch.device, programs: int) -> Tensor:
-    """Counters at zero, which every launch leaves behind as it found them."""
+    """Counters at zero; every launch leaves them at zero again."""
     return torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 def splits_of(batch: int, heads: int, room: int, device: torch.device) -> int:
-    """Into how many parts the tokens of a row are divided."""
-    wanted = PROGRAMS * processors(device) // (batch * heads)
-    return max(1, min(wanted, ceil_div(room, LEAST)))
+    """Count the parts that a row's tokens are divided into."""
+    enough = PROGRAMS * processors(device) // (batch * heads)
+    return max(1, min(enough, ceil_div(room, LEAST)))
 
 
 def attend(
@@ -208,22 +224,30 @@ def attend(
     scale: float,
     y: Tensor,
 ) -> None:
-    """Into y (B, H * DV); q (B, H, D), k (B, KV, D) and v (B, KV, DV) may be parts of one tensor's rows."""
+    """Write y (B, H * DV).
+
+    q (B, H, D), k (B, KV, D) and v (B, KV, DV) may be parts of one tensor's rows.
+    """
     launches["attend"] += 1
     batch, room, heads, width = keys.shape
     group, value = q.shape[1] // heads, values.shape[-1]
-    splits = splits_of(batch, heads, room if window is None else min(room, window), q.device)
-    parts = torch.empty(batch * heads * splits, group, value, dtype=torch.float32, device=q.device)
-    stats = torch.empty(batch * heads * splits, 2, group, dtype=torch.float32, device=q.device)
+    visible = room if window is None else min(room, window)
+    splits = splits_of(batch, heads, visible, q.device)
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    parts = torch.empty(batch * heads * splits, group, value, **fp32)
+    stats = torch.empty(batch * heads * splits, 2, group, **fp32)
     counters = _counters(q.device, batch * heads)
+    # Where there is no norm or rotation, any tensor stands for its numbers: nobody reads it.
     cos, sin = (y, y) if rotary is None else rotary
-    (gq, eps_q), (gk, eps_k) = ((y, 0.0), (y, 0.0)) if norms is None else norms
+    gq, eps_q = (y, 0.0) if norms is None else norms[0]
+    gk, eps_k = (y, 0.0) if norms is None else norms[1]
     tensors = (q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters)
     numbers = (q.stride(0), k.stride(0), v.stride(0), room, eps_q, eps_k, scale, window or 0)
-    # A part of one tile has nothing to overlap but its own start. In longer ones Triton's pipeline is faster: with 64
-    # and 256 rows of 1024 tokens, tiles that were fetched ahead by hand cost a step 0.5 and 0.8 ms more.
+    # A part of one tile has nothing to overlap but its own start. In longer parts Triton's pipeline is
+    # faster: with 64 and 256 rows of 1024 tokens, tiles fetched ahead by hand cost a step 0.5 and 0.8 ms.
     short = room <= LEAST * splits
-    half, wide = max(16, power_of_2(ceil_div(width, 2))), max(16, power_of_2(value))
+    half = max(16, power_of_2(ceil_div(width, 2)))
+    wide = max(16, power_of_2(value))
     constants = {
         "G": group, "KV": heads, "D": width, "DV": value, "SV": values.stride(2), "SPLITS": splits,
         "NORM": norms is not None, "ROTATE": rotary is not None, "WINDOW": window is not None,

@@ -1,6 +1,7 @@
-"""The parts of a decoding step, one token of each of B rows, for inference alone: no gradients, nothing is checked.
+"""The parts of a decoding step, one token of each of B rows: for inference, unchecked and without gradients.
 
-`reference` has them in plain PyTorch; the kernels, which a CUDA graph can record, run where the tensors are on a GPU.
+`reference` has them in plain PyTorch. The kernels run where the tensors are on a GPU, and a CUDA graph
+can record them.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ def project(
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Linear maps of what a sublayer reads.
+    """Project what a sublayer reads.
 
-        h = x, or with `merge` (1 - b) out + b x, b = sigmoid(<folded, x> / rms(x) - lse);   n = h / rms(h) * weight
+        h = x, or with `merge` (1 - b) out + b x, b = sigmoid(<folded, x> / rms(x) - lse)
+        n = h / rms(h) * weight
         y = [W_1 n, W_2 n, ...], or gated silu(W_1 n) * (W_2 n);   y += add
 
     Arguments:
         x: (B, D), the stream, or the running sum of a block.
         weights: up to three, (N_i, D) each, none divided or with a bias.
         norm: the reader's; None takes x as it is.
-        merge: with a norm alone.
-        add: (B, N), with one weight alone; may be `out`.
-        out: (B, N) to write to, else it is made.
+        merge: only with a norm.
+        add: (B, N), only with one weight; may be `out`.
+        out: (B, N) to write to; None allocates it.
         backend: as in `headwater.depth_attention`.
 
     Returns (B, N), N the sum of the N_i, or N_1 if gated.
@@ -49,7 +51,8 @@ def project(
     from . import projection as kernel
 
     if out is None:
-        out = x.new_empty(len(x), len(weights[0]) if gated else sum(map(len, weights)))
+        channels = len(weights[0]) if gated else sum(map(len, weights))
+        out = x.new_empty(len(x), channels)
     kernel.project(x, weights, norm, merge, add, gated, out)
     return out
 
@@ -68,7 +71,7 @@ def attend(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention of a new token of each row over those before it and itself, which is written to the cache.
+    """Attend with a new token of each row to the tokens before it and itself; write it to the cache.
 
     Arguments:
         q, k, v: (B, H, d), (B, KV, d), (B, KV, e); rows may be strided.
@@ -77,8 +80,8 @@ def attend(
         lengths: (B,) int64, the tokens that a row has so far, fewer than room.
         rotary: tables (positions, d / 2) of cosines and sines, to turn q and k by.
         norms: of queries and of keys, each over d, applied before the rotation.
-        window: look at the last so many tokens alone.
-        scale: of the logits; d ** -0.5 unless told.
+        window: look only at this many last tokens.
+        scale: of the logits; None takes d ** -0.5.
 
     Returns (B, H * e).
     """
@@ -103,8 +106,13 @@ def open_span(
 ) -> None:
     """Phase 1 of Block Attention Residuals: each of S queries reads all sources.
 
-    Arguments: sources (N, B, D), contiguous; folded (S, D), queries times the key norm's weight; eps of that norm;
-    outs (S, B, D) and lses (S, B), fp32, to write to: what is read, and the log-sum-exps. Rows of lses may be strided.
+    Arguments:
+        sources: (N, B, D), contiguous.
+        folded: (S, D), queries times the key norm's weight.
+        eps: of that norm.
+        outs, lses: (S, B, D) and (S, B) in fp32, to write reads and log-sum-exps to; rows of lses may
+            be strided.
+        backend: as in `headwater.depth_attention`.
     """
     if not use_triton(backend, sources, outs):
         read, lse = reference.open_span(sources, folded, eps)
@@ -117,7 +125,7 @@ def open_span(
 
 
 def take(weight: Tensor, tokens: Tensor, out: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Rows of weight (V, D) by tokens (B,) int64, into out (B, D), which is returned."""
+    """Write the rows of weight (V, D) that tokens (B,) int64 name to out (B, D), and return it."""
     if not use_triton(backend, weight):
         return torch.index_select(weight, 0, tokens, out=out)
     from . import token as kernel
@@ -127,8 +135,10 @@ def take(weight: Tensor, tokens: Tensor, out: Tensor, *, backend: Backend = "aut
 
 
 def likeliest(logits: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """The largest of each row of logits (B, V), contiguous: places (B,) int64, of equals the first; -1 where one of the
-    logits is NaN."""
+    """Find the largest of each row of logits (B, V), contiguous: places (B,) int64.
+
+    Of equals it is the first; -1 where one of the logits is NaN.
+    """
     if not use_triton(backend, logits[:, :1]):  # rows may be wider than those of other operators
         return reference.likeliest(logits)
     from . import token as kernel
@@ -139,10 +149,15 @@ def likeliest(logits: Tensor, *, backend: Backend = "auto") -> Tensor:
 
 
 def exponentials(seeds: Tensor, step: Tensor, count: int, *, backend: Backend = "auto") -> Tensor:
-    """Random numbers of the exponential distribution, the same on every device but for the logarithm's last bit.
+    """Draw from the exponential distribution, the same on every device but for the logarithm's last bit.
 
-    Arguments: seeds (B,) int64, one for each row; step (1,) int64, below 2 ** 31, the same seeds have other numbers at
-    another; count, how many for a row. Returns (B, count) in fp32, above zero, one in 2 ** 25 infinite.
+    Arguments:
+        seeds: (B,) int64, one for each row.
+        step: (1,) int64, below 2 ** 31; at another step the same seeds have other numbers.
+        count: numbers for each row.
+        backend: as in `headwater.depth_attention`.
+
+    Returns (B, count) in fp32, above zero; one in 2 ** 25 is infinite.
     """
     noise = torch.empty(len(seeds), count, device=seeds.device)
     if not use_triton(backend, noise[:, :1]):

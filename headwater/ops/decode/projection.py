@@ -1,11 +1,15 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Read, norm and project a few rows in one launch: `operators.project` has the mathematics.
 
-A norm does not wait for its sum: y = rstd(h) (W (g h)), so that squares are summed while the weights stream by. Nor
-does a merge, h = (1 - b) o + b P: both parts are projected, and b and rstd(h) are known when the last weight has come.
-One row is a sum over registers (`_one`; `_stream`, where the read fits there beside the weights, once a program). Of
-more rows the read is a launch of its own, whatever it is, and then come products on the matrix units (`_few`) or the
-library's: `tile_for` has what was fastest.
+    y = W (g h / rms(h)),   h = (1 - b) o + b P
+
+Bytes: the weights, once; everything else is small beside them. A norm does not wait for its sum,
+y = rstd(h) (W (g h)): squares are summed while the weights stream by. Nor does a merge: both parts are
+projected, and b and rstd(h) are known when the last weight has come.
+
+One row is a sum over registers: `_stream`, where the read fits into registers beside the weights and is
+made once per program, else `_one`. For more rows the read is a launch before (`_normed`), and then come
+products on the matrix units (`_few`) or the library's: `tile_for` has what was fastest.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ LONG = 16384  # output channels of a head rather than of a sublayer
 
 
 class Tile(NamedTuple):
-    """Which kernel, output channels and inputs of a tile, warps, and tiles under way (of `stream`: programs a
-    multiprocessor)."""
+    """A kernel's name, output channels and inputs of a tile, warps, and tiles under way.
+
+    Of `stream`, `under_way` is programs per multiprocessor.
+    """
 
     kernel: str
     channels: int = 0
@@ -42,34 +48,38 @@ class Tile(NamedTuple):
 def tile_for(
     rows: int, read: bool, gated: bool, channels: int, width: int, device: torch.device
 ) -> Tile:
-    """What was fastest on an H200 for weights of width 2048 (`benchmarks.projections`).
+    """Choose what was fastest on an H200 for weights of width 2048 (`benchmarks.projections`).
 
     `read`: there is a norm, and nothing is added; `channels`: of the output.
     """
     if rows == 1 and read and width <= STREAM_WIDTH:
+        inputs = power_of_2(width)
+        # Gate and up: 13.4 us; with 4 programs 14.1.
         if gated:
-            return Tile("stream", 1, power_of_2(width), 4, 8)  # 13.4 us; with 4 programs 14.1
+            return Tile("stream", 1, inputs, 4, 8)
+        # The head: 33.6 us; with two channels 34.6 to 35.8.
         if channels > LONG:
-            return Tile(
-                "stream", 4, power_of_2(width), 4, 4
-            )  # 33.6 us; with two channels 34.6 to 35.8
-        return Tile(
-            "stream", 2, power_of_2(width), 4, 6
-        )  # queries, keys and values: 6.7 us; with four channels 6.8
+            return Tile("stream", 4, inputs, 4, 4)
+        # Queries, keys and values: 6.7 us; with four channels 6.8.
+        return Tile("stream", 2, inputs, 4, 6)
     if rows == 1:
+        # Down: 8.6 us; with two channels 9.9.
         if gated or width > STREAM_WIDTH:
-            return Tile("one", 4, 1024)  # 8.6 us down; with two channels 9.9
-        return Tile("one", 2, 1024)  # 4.3 us out of attention; with four channels 4.5
+            return Tile("one", 4, 1024)
+        # Out of attention: 4.3 us; with four channels 4.5.
+        return Tile("one", 2, 1024)
+    # A head of 16 rows: 38.7 us; with the best tile here 45.2.
     if rows > FEW or channels > LONG:
-        return Tile("library")  # a head of 16 rows: 38.7 us, with the best tile here 45.2
-    # Every program reads all rows: 32 channels at once halve that (gate and up, 16 rows: 18.7 us against 24.2), where
-    # there is a program for each multiprocessor, or nearly (down: 14.4 against 12.6).
-    return Tile("few", 32 if channels // 32 >= 0.9 * processors(device) else 16, 128, 4, 5)
+        return Tile("library")
+    # Every program reads all rows. 32 channels at once halve that (gate and up, 16 rows: 18.7 us against
+    # 24.2), if there is a program for nearly each multiprocessor; else not (down: 14.4 against 12.6).
+    enough = channels // 32 >= 0.9 * processors(device)
+    return Tile("few", 32 if enough else 16, 128, 4, 5)
 
 
 @triton.jit
 def _weight(w0, w1, w2, first, N0, N1, WEIGHTS: tl.constexpr):
-    """The weight that output channel `first` of all belongs to, and its place there."""
+    """Find the weight that output channel `first` of all belongs to, and its place there."""
     p = w0
     if WEIGHTS == 3 and first >= N0 + N1:
         p = w2
@@ -87,8 +97,11 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def _share(pp, pf, oo, op, lse, D, key_eps):
-    """1 - b, b and the sum of h h, from the sums of P P, P f, o o and o P; and whether o and P nearly cancel, where the
-    squares of h must be summed themselves: of their difference rounding leaves little, and may make it negative."""
+    """Return 1 - b, b and the sum of h h, from the sums of P P, P f, o o and o P; and a warning.
+
+    The warning: o and P nearly cancel. Then the squares of h must be summed themselves, since rounding
+    leaves little of the difference, and may make it negative.
+    """
     a, b = shares(pf / tl.sqrt(pp / D + key_eps) - lse)
     apart = a * a * oo + b * b * pp
     hh = apart + 2 * a * b * op
@@ -316,16 +329,16 @@ def project(
     gated: bool,
     y: Tensor,
 ) -> None:
-    """Into y (B, N)."""
+    """Write y (B, N)."""
     launches["project"] += 1
     if norm is not None and len(x) > 1:
         x, norm, merge = read(x, norm, merge), None, None
     streams = norm is not None and add is None
-    tile = _fitting(
-        tile_for(len(x), streams, gated, y.shape[1], x.shape[1], x.device), weights, gated
-    )
+    tile = tile_for(len(x), streams, gated, y.shape[1], x.shape[1], x.device)
+    tile = _fitting(tile, weights, gated)
     if tile.kernel == "library":
-        _many(x if norm is None else read(x, norm, merge), weights, add, gated, y)
+        x = x if norm is None else read(x, norm, merge)
+        _many(x, weights, add, gated, y)
         return
     sizes = [len(weight) for weight in weights]
     three = tuple(weights[min(i, len(weights) - 1)] for i in range(3))
@@ -368,18 +381,24 @@ def project(
 
 
 def _fitting(tile: Tile, weights: Sequence[Tensor], gated: bool) -> Tile:
-    """The tile with so few channels that all are of one weight; the library, where addresses or sizes are too odd."""
+    """Narrow a tile until its channels are all of one weight.
+
+    Where addresses or sizes are too odd for that, return the library's product.
+    """
     if any(weight.data_ptr() % 16 for weight in weights):
         return Tile("library")
-    own = [len(weight) for weight in weights[:-1]] if not gated else []
-    channels = min([tile.channels, *(size & -size for size in own)])
+    channels = tile.channels
+    if not gated:
+        for weight in weights[:-1]:
+            # The largest power of two that divides the weight's channels.
+            channels = min(channels, len(weight) & -len(weight))
     if tile.kernel == "few" and channels < 16:  # the least that the matrix units take
         return Tile("library")
     return Tile(tile.kernel, channels, tile.inputs, tile.warps, tile.under_way)
 
 
 def _many(x, weights, add, gated, y) -> None:
-    """The library's products."""
+    """Project by the library's products."""
     if gated:
         gate, up = (x @ weight.T for weight in weights)
         count = y.numel()
@@ -397,8 +416,9 @@ def _many(x, weights, add, gated, y) -> None:
 
 
 def read(x: Tensor, norm: Norm, merge: Merge | None) -> Tensor:
-    """What the projections see, (B, D)."""
+    """Compute what the projections see, (B, D)."""
     y, wide = torch.empty_like(x), power_of_2(x.shape[1])
+    # Without a merge any tensor stands for its parts: nobody reads it.
     out, lse, folded, key_eps = (x, x, norm.weight, 0.0) if merge is None else merge
     tensors = (x, norm.weight, out, lse, folded, y)
     numbers = (x.shape[1], norm.eps, key_eps)

@@ -1,4 +1,4 @@
-"""What a projection reads: a stream as it is, normed, or merged with what a query found in the finished blocks."""
+"""The norm and the merge that a projection may apply to what it reads."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,11 @@ class Norm(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Phase 2 of Block Attention Residuals for one read: phase 1's output (B, D) and log-sum-exp (B,), and the query
-    times the key norm's weight, fp32 (D,); `eps` of the keys' norm."""
+    """Phase 2 of Block Attention Residuals for one read.
+
+    Phase 1's output (B, D) and log-sum-exp (B,); the query times the key norm's weight, fp32 (D,); eps
+    of the keys' norm.
+    """
 
     out: Tensor
     lse: Tensor

@@ -1,4 +1,7 @@
-"""The parts of a decoding step in plain PyTorch: one token of each of B rows. `operators` says what each computes."""
+"""The parts of a decoding step in plain PyTorch: one token of each of B rows.
+
+`operators` says what each part computes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from .reading import Merge, Norm
 
 
 def read(x: Tensor, norm: Norm | None, merge: Merge | None) -> Tensor:
-    """What the projections see, (B, D) in the stream's dtype."""
+    """Compute what the projections see, (B, D) in the stream's dtype."""
     if merge is not None:
         x = depth.merge_partial(x, merge.folded, merge.out, merge.lse, None, None, merge.eps)
     if norm is None:
         return x
+    # fp32 throughout, one rounding at the end.
     wide = x.to(accumulation_dtype(x.dtype))
-    return rms_norm(wide, norm.weight.to(wide.dtype), norm.eps).to(x.dtype)
+    weight = norm.weight.to(wide.dtype)
+    return rms_norm(wide, weight, norm.eps).to(x.dtype)
 
 
 def project(
@@ -41,7 +46,8 @@ def project(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (c, c + d / 2) of x (B, H, d) by the angles of its row, (B, d / 2)."""
     left, right = x.chunk(2, -1)
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    cos = cos[:, None].to(x.dtype)
+    sin = sin[:, None].to(x.dtype)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
 
@@ -58,19 +64,28 @@ def attend(
     scale: float,
 ) -> Tensor:
     if norms is not None:
-        q, k = (rms_norm(x, norm.weight.to(x.dtype), norm.eps) for x, norm in zip((q, k), norms))
+        query_norm, key_norm = norms
+        q = rms_norm(q, query_norm.weight.to(q.dtype), query_norm.eps)
+        k = rms_norm(k, key_norm.weight.to(k.dtype), key_norm.eps)
     if rotary is not None:
-        cos, sin = (table[lengths] for table in rotary)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        cos, sin = rotary
+        q = rotate(q, cos[lengths], sin[lengths])
+        k = rotate(k, cos[lengths], sin[lengths])
+    # The new token goes to its row's place in the cache, and is one of those looked at.
     row = torch.arange(len(q), device=q.device)
-    keys[row, lengths], values[row, lengths] = k.to(keys.dtype), v.to(values.dtype)
+    keys[row, lengths] = k.to(keys.dtype)
+    values[row, lengths] = v.to(values.dtype)
     place = torch.arange(keys.shape[1], device=q.device)
-    seen = place <= lengths[:, None]
+    visible = place <= lengths[:, None]
     if window is not None:
-        seen &= place > lengths[:, None] - window
-    heads, kept = (t.transpose(1, 2).to(q.dtype) for t in (keys, values))  # (B, kv_heads, room, d)
+        visible &= place > lengths[:, None] - window
     mixed = F.scaled_dot_product_attention(
-        q[:, :, None], heads, kept, attn_mask=seen[:, None, None], scale=scale, enable_gqa=True
+        q[:, :, None],
+        keys.transpose(1, 2).to(q.dtype),  # (B, KV, room, d)
+        values.transpose(1, 2).to(q.dtype),
+        attn_mask=visible[:, None, None],
+        scale=scale,
+        enable_gqa=True,
     )
     return mixed[:, :, 0].flatten(1)
 
@@ -85,23 +100,32 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def philox(counters: Sequence[Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Philox 4x32 in ten rounds (Salmon et al., SC 2011): four random numbers for four counters and a key of two, all
-    of 32 bits in int64, whose products wrap around as they should."""
+    """Philox 4x32 in ten rounds (Salmon et al., SC 2011): four random numbers.
+
+    Four counters and a key of two, all of 32 bits in int64, whose products wrap around as they should.
+    """
     low = 0xFFFFFFFF
-    (a, b, c, d), (k0, k1) = counters, key
+    a, b, c, d = counters
+    k0, k1 = key
     for _ in range(10):
-        first, third = a * 0xD2511F53, c * 0xCD9E8D57
-        a, c = (third >> 32 & low) ^ b ^ k0, (first >> 32 & low) ^ d ^ k1
-        b, d = third & low, first & low
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+        first = a * 0xD2511F53
+        third = c * 0xCD9E8D57
+        a = (third >> 32 & low) ^ b ^ k0
+        c = (first >> 32 & low) ^ d ^ k1
+        b = third & low
+        d = first & low
+        k0 = (k0 + 0x9E3779B9) & low
+        k1 = (k1 + 0xBB67AE85) & low
     return [a, b, c, d]
 
 
 def exponentials(seeds: Tensor, step: Tensor, count: int) -> Tensor:
+    # Each counter gives four numbers, which go to the four quarters of a row.
     quarter = -(-count // 4)
     zero = torch.zeros(1, dtype=torch.long, device=seeds.device)
     place = torch.arange(quarter, device=seeds.device)
     key = seeds[:, None] & 0xFFFFFFFF, seeds[:, None] >> 32 & 0xFFFFFFFF
     bits = torch.cat(philox((place, step, zero, zero), key), -1)[:, :count]
     u = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    # -log(1 - u), whose series is more exact for small u.
     return torch.where(u < 1e-3, u * (1 + u * (0.5 + u * (1 / 3))), -torch.log(1 - u))

@@ -1,10 +1,15 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Phase 1 of Block Attention Residuals for a few rows, in one launch: `operators.open_span` has the mathematics.
+"""Phase 1 of Block Attention Residuals for a few rows, in one launch.
 
-A program takes one row and one query, and some sources at once: what counts is how long one of them takes, not how
-often the sources are read, which are in the cache by then. Where there are many programs, each takes one source after
-the other, so that a multiprocessor holds ten of them rather than one, and has room for what runs beside: with 64 rows
-nothing of this launch shows in a step. With 16, one source after the other took 11 us a step more than two at once.
+    z_n = <f_s, v_n> / rms(v_n);   out_s = sum_n softmax_n(z) v_n;   lse_s = log sum_n exp z_n
+
+v_n are the N sources (B, D), f_s the S queries. Bytes: every query reads the sources, which are in the
+GPU's cache by then, so that the time of one program counts and not how often they are read.
+
+A program takes one row and one query, and some sources at once. If there are many programs, each takes
+one source after the other: a multiprocessor then holds ten programs rather than one, and has room for
+what runs beside. With 64 rows nothing of this launch shows in a step; with 16 rows, one source after
+the other took 11 us a step more than two at once.
 """
 
 from __future__ import annotations
@@ -17,8 +22,8 @@ from headwater.ops.triton.launch import launch, launches
 from headwater.ops.triton.tiles import power_of_2, processors, rows_of
 
 TOGETHER = 16384  # numbers of sources that a program holds at once
-FEW = 16  # sources: of so few, with several rows, two at once are fastest; 16 rows take 3 us a step less than with 8
-MANY = 1  # programs a multiprocessor, beyond which they take turns if each holds that many
+FEW = 16  # sources: with several rows two at once are fastest; 16 rows take 3 us a step less than with 8
+MANY = 1  # programs per multiprocessor, beyond which each takes one source after the other
 
 
 @triton.jit(do_not_specialize=["N", "B", "s_l"])
@@ -30,6 +35,7 @@ def _open(sources, folded, outs, lses, N, B, s_l, D, eps, BN: tl.constexpr, BD: 
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([BD], tl.float32)
+    # BN sources at once, with a running maximum of their logits.
     for n in range(0, N, BN):
         m = (n + o_n < N)[:, None] & m_d[None, :]
         b_v = tl.load(
@@ -47,13 +53,15 @@ def _open(sources, folded, outs, lses, N, B, s_l, D, eps, BN: tl.constexpr, BD: 
 
 
 def open_span(sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: Tensor) -> None:
-    """Into outs (S, B, D) and lses (S, B), whose rows may be strided."""
+    """Write outs (S, B, D) and lses (S, B), whose rows may be strided."""
     launches["open_span"] += 1
     count, (rows, width) = len(sources), rows_of(sources[0])
     wide = power_of_2(width)
     many = rows * len(folded) > MANY * processors(sources.device)
-    held = TOGETHER // wide if rows == 1 or count > FEW else 2
-    together = 1 if many else max(1, min(power_of_2(count), held))
+    together = 1
+    if not many:
+        most = TOGETHER // wide if rows == 1 or count > FEW else 2
+        together = max(1, min(power_of_2(count), most))
     warps = max(1, min(16, together * wide // (512 if many else 1024)))
     constants = {"BN": together, "BD": wide}
     tensors = (sources, folded, outs, lses)
