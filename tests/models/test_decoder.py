@@ -1,7 +1,6 @@
 """The decoder: counts, saving, sampling, limits."""
 
 import json
-from collections import Counter
 
 import pytest
 import torch
@@ -9,9 +8,6 @@ from safetensors.torch import load_file, save_file
 from tinymodels import model_of, tokens_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from headwater.generation.generate import generate
-from headwater.generation.next_token import Draw
-from headwater.generation.sampling import Sampling
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.attention import Attention, Rotary
 from headwater.ops.splitting import Split
@@ -324,107 +320,6 @@ def test_what_the_head_sees_of_the_last_token_alone():
         model.hidden(tokens_of(), last=True)
         if spec.startswith(("attnres", "standard")):
             assert reads == [1], spec
-
-
-def drawn_by_rows(logits, count, before=(), seed=0, **settings) -> list[int]:
-    """The first draws of rows with the same logits and text, each with a seed of its own."""
-    seeds = range(seed, seed + count)
-    draw = Draw(Sampling(**settings), [before] * count, seeds, logits.shape[-1], logits.device)
-    return draw(logits.expand(count, -1)).tolist()
-
-
-def test_sampling_respects_its_limits():
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])  # shares 0.64, 0.24, 0.09, 0.03
-
-    def drawn(**settings) -> set[int]:
-        return set(drawn_by_rows(logits, 500, **settings))
-
-    assert drawn() == {0, 1, 2, 3}
-    assert drawn(top_k=2) == {0, 1}
-    assert drawn(top_p=0.5) == {0}
-    assert drawn(top_p=0.8) == {0, 1}
-    # top_p counts shares after the temperature: at 3 they are 0.38, 0.27, 0.20, 0.14.
-    assert drawn(top_p=0.6, temperature=3.0) == {0, 1}
-    assert drawn(top_p=0.8, temperature=0.5) == {0}
-    assert drawn(min_p=0.3) == {0, 1}
-    assert drawn(min_p=0.1) == {0, 1, 2}
-    assert drawn(temperature=0.0) == {0}
-    assert drawn(temperature=0.0, repetition_penalty=3.0, before=(0, 3, 0)) == {1}
-    assert drawn(temperature=0.0, repetition_penalty=1.5, before=(0,)) == {0}
-    counts = Counter(drawn_by_rows(logits, 500, [3], repetition_penalty=40.0))
-    assert counts[3] == 0  # a logit below zero grows smaller too
-    for temperature in (0.5, 1.0, 3.0):
-        found = [token == 0 for token in drawn_by_rows(logits, 500, temperature=temperature)]
-        assert sum(found) / 500 == pytest.approx(
-            (logits[0] / temperature).softmax(-1)[0].item(), abs=0.06
-        )
-
-
-def test_a_draw_has_the_softmaxs_shares():
-    """Of 20,000 rows, each with a seed of its own, of their next draws, and of many draws of one: chi squared is within
-    four standard deviations of its mean."""
-    logits = torch.randn(200, generator=torch.Generator().manual_seed(4))
-    draw = Draw(Sampling(), [[]] * 20000, range(7, 20007), 200, torch.device("cpu"))
-    first, second = (draw(logits.expand(20000, 200)) for _ in range(2))
-    row = Draw(Sampling(), [[]], [7], 200, torch.device("cpu"))
-    alone = [int(row(logits[None])) for _ in range(2000)]
-    assert [int(first[0]), int(second[0])] == alone[:2]
-    for found in (first, second, torch.tensor(alone)):
-        wanted = logits.softmax(-1) * len(found)
-        chi = ((torch.bincount(found, minlength=200) - wanted).square() / wanted).sum()
-        assert abs(chi - 199) < 4 * (2 * 199) ** 0.5
-    assert (first == second).float().mean() == pytest.approx(
-        logits.softmax(-1).square().sum().item(), abs=0.004
-    )
-
-
-def test_what_was_drawn_counts_as_seen():
-    sampling = Sampling(temperature=0.0, repetition_penalty=3.0)
-    draw = Draw(sampling, [[2]], [0], 4, torch.device("cpu"))
-    assert [int(draw(torch.tensor([[2.0, 1.0, 1.5, 0.9]]))) for _ in range(4)] == [0, 1, 3, 0]
-
-
-def test_generation_depends_on_its_seed_and_leaves_the_model_as_it_was():
-    model = model_of("standard")
-    texts = {seed: generate(model, tokens_of(1, 4), 12, seed=seed).tolist() for seed in (0, 1, 2)}
-    assert texts[0] != texts[1] != texts[2]
-    assert generate(model, tokens_of(1, 4), 12, seed=1).tolist() == texts[1]
-    assert model.training
-    generate(model.eval(), tokens_of(1, 4), 1)
-    assert not model.training
-    model.sublayers[1].train()
-    generate(model, tokens_of(1, 4), 1)
-    assert [module.training for module in model.sublayers] == [False, True] + [False] * 6
-
-
-def test_generation_stops_where_told():
-    model = model_of("standard", scatter=True)
-    prompt = tokens_of(batch=1, length=4)
-    free = generate(model, prompt, 12, temperature=0.0)
-    stop = int(free[0, 6])
-    first = free[0, 4:].tolist().index(stop)
-    assert generate(model, prompt, 12, temperature=0.0, stop=stop).shape[1] == 4 + first + 1
-    prompts = torch.cat((prompt, tokens_of(batch=1, length=4, seed=5)))
-    one, other = generate(model, prompts, 12, temperature=0.0)[:, 4:].tolist()
-    stop = next(token for token in one[:8] if token not in other)
-    beside = generate(model, prompts, 12, temperature=0.0, stop=stop)[:, 4:].tolist()
-    assert beside == [[*one[: one.index(stop)], *[stop] * (12 - one.index(stop))], other]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_new_tokens": 40}, "exceed the context of 32"),
-        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more"),
-        ({"max_new_tokens": 2, "temperature": -1.0}, "temperature"),
-        ({"max_new_tokens": 2, "temperature": float("nan")}, "temperature"),
-        ({"max_new_tokens": 2, "top_k": 0}, "top_k"),
-        ({"max_new_tokens": 2, "top_p": 0.0}, "top_p"),
-    ],
-)
-def test_generation_refuses_what_cannot_work(settings, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model_of("standard"), tokens_of(), **settings)
 
 
 @pytest.mark.parametrize(
