@@ -1,4 +1,4 @@
-"""A decoding step in fused parts, and as a CUDA graph: the tokens are those of the decoder's own forward pass."""
+"""Decoding steps in fused launches, and as a CUDA graph: the tokens are those of the forward pass."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,7 +17,12 @@ from headwater.residuals import StandardResidual, names
 
 GPU = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+two_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
+ROWS = 3
 FUSED = [
     "standard",
     "attnres-full",
@@ -28,8 +33,12 @@ FUSED = [
 SHAPES = {"": {}, "qk_norm": {"qk_norm": True}, "tied": {"tie_embeddings": True}}
 
 
+def on_gpu(*values):
+    return [pytest.param(value, marks=gpu) for value in values]
+
+
 def cache_of(model, prompts, room=24):
-    """A cache that has the prompts, whose lengths the device alone knows."""
+    """A cache that has the prompts, whose lengths only the device knows."""
     rows = sorted(prompts, key=len)
     reader = CachedReader(model, rows, room - len(rows[-1]), None)
     with torch.no_grad():
@@ -52,19 +61,19 @@ def step_over(model, cache, backend):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("spec", FUSED)
 def test_the_fused_step_computes_the_forward_pass(spec, shape):
-    """Over the references of its parts, in fp64, so that an error of the plan cannot hide; caches included."""
+    """Over the references of its parts, in fp64, so that an error of the plan cannot hide; caches
+    included."""
     model = model_of(spec, scatter=True, **SHAPES[shape]).double().eval()
-    caches = [cache_of(model, PROMPTS) for _ in range(2)]
-    steps = step_over(model, caches[0], "reference"), GeneralStep(model, caches[1])
+    fused_cache, cache = (cache_of(model, PROMPTS) for _ in range(2))
+    fused, general = step_over(model, fused_cache, "reference"), GeneralStep(model, cache)
     with torch.no_grad():
         for token in range(3):
             tokens = torch.tensor([token, token + 1, token + 2])
-            mine, own = (step(tokens) for step in steps)
-            torch.testing.assert_close(mine, own, atol=1e-9, rtol=1e-9)
-    for mine, own in zip(*(cache.entries for cache in caches)):
-        if mine is not None:
-            torch.testing.assert_close(mine.tensors(), own.tensors())
-    assert torch.equal(caches[0].lengths.tokens, torch.tensor([4, 6, 10]))
+            torch.testing.assert_close(fused(tokens), general(tokens), atol=1e-9, rtol=1e-9)
+    for fused_entry, entry in zip(fused_cache.entries, cache.entries):
+        if entry is not None:
+            torch.testing.assert_close(fused_entry.tensors(), entry.tensors())
+    assert fused_cache.lengths.tokens.tolist() == [4, 6, 10]
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
@@ -76,20 +85,22 @@ def test_the_fused_step_over_its_kernels(rows, launched, monkeypatch):
     from headwater.ops.decode import attention, projection, span, token
     from headwater.ops.triton.launch import launch
 
-    count = []
+    launches = []
+
+    def counted(*args, **options):
+        launches.append(args[0])
+        launch(*args, **options)
+
     for part in (attention, projection, span, token):
-        monkeypatch.setattr(
-            part, "launch", lambda *words, **named: count.append(1) or launch(*words, **named)
-        )
+        monkeypatch.setattr(part, "launch", counted)
     model = model_of("attnres-block:block=3", scatter=True, layers=2).eval()
-    caches = [cache_of(model, PROMPTS[:rows]) for _ in range(2)]
+    logits = {}
     with torch.no_grad():
-        mine, own = (
-            step_over(model, cache, backend)(torch.tensor([3, 4][:rows]))
-            for cache, backend in zip(caches, ("triton", "reference"))
-        )
-    torch.testing.assert_close(mine, own, atol=2e-5, rtol=2e-5)
-    assert len(count) == launched + 2  # and one for each block
+        for backend in ("triton", "reference"):
+            step = step_over(model, cache_of(model, PROMPTS[:rows]), backend)
+            logits[backend] = step(torch.tensor([3, 4][:rows]))
+    torch.testing.assert_close(logits["triton"], logits["reference"], atol=2e-5, rtol=2e-5)
+    assert len(launches) == launched + 2  # and one for each block
 
 
 def test_residuals_without_a_form_for_one_token():
@@ -121,35 +132,48 @@ def test_parts_that_kernels_cannot_read():
 
 
 def as_on_a_gpu(monkeypatch):
-    """Generation on a CPU by the steps of a GPU: what is recorded runs again, and tokens are there at once."""
+    """Generate on a CPU by the steps of a GPU: what is recorded runs again, and tokens arrive at once."""
     monkeypatch.setattr("headwater.generation.generate.CachedReader", DeviceReader)
     monkeypatch.setattr(CapturedSteps, "_capture", lambda self: setattr(self, "replay", self._once))
-    done = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(CapturedSteps, "_send", lambda self: (self.drawn.clone(), done))
+    arrival = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(CapturedSteps, "_send", lambda self: (self.drawn.clone(), arrival))
+
+
+SETTINGS = [
+    {"temperature": 0.0, "stop": None},
+    {"seed": 3, "top_p": 0.9, "ended": lambda row, new: len(new) > row},
+    {"temperature": 0.0, "repetition_penalty": 3.0},
+    {"seed": 5, "repetition_penalty": 3.0, "top_k": 20},
+]
 
 
 @pytest.mark.parametrize(
-    ("spec", "chosen"), [("standard", 4), ("attnres-block:block=3", 2), ("mhc", 1)]
+    ("spec", "settings"),
+    [
+        ("standard", SETTINGS),
+        ("attnres-block:block=3", SETTINGS[:2]),
+        ("mhc", SETTINGS[:1]),  # what is done with logits knows of no residual
+    ],
 )
-def test_a_host_that_is_behind_sees_the_same_tokens(spec, chosen, monkeypatch):
-    """Draws, penalties and stops do not wait for the host; fewer tokens than it is behind are all there. What is done
-    with logits knows of no residual: the others have the first of the ways."""
+def test_a_host_that_is_behind_sees_the_same_tokens(spec, settings, monkeypatch):
+    """Draws, penalties and stops do not wait for the host; fewer tokens than it is behind all come."""
     model = model_of(spec, scatter=True)
     stop = generate(model, PROMPTS, 3, temperature=0.0)[0][-1]
-    ways = [
-        {"temperature": 0.0, "stop": stop},
-        {"seed": 3, "top_p": 0.9, "ended": lambda row, new: len(new) > row},
-        {"temperature": 0.0, "repetition_penalty": 3.0},
-        {"seed": 5, "repetition_penalty": 3.0, "top_k": 20},
-    ][:chosen]
-    counts = (0, 1, 3, 14)
-    own = [generate(model, PROMPTS, count, **way) for way in ways for count in counts]
+
+    def texts():
+        rows = []
+        for options in settings:
+            options = {**options, "stop": stop} if "stop" in options else options
+            rows += [generate(model, PROMPTS, count, **options) for count in (0, 1, 3, 14)]
+        return rows
+
+    expected = texts()
     as_on_a_gpu(monkeypatch)
-    assert [generate(model, PROMPTS, count, **way) for way in ways for count in counts] == own
+    assert texts() == expected
 
 
 def test_a_step_runs_with_its_own_gpu_as_the_current_one(monkeypatch):
-    current, seen = [], []
+    current, devices = [], []
 
     @contextmanager
     def device_of(tensor):
@@ -157,22 +181,20 @@ def test_a_step_runs_with_its_own_gpu_as_the_current_one(monkeypatch):
         yield
         current.pop()
 
-    model = model_of("standard").eval()
-
     def draw(logits):
-        seen.append(current[-1])
+        devices.append(current[-1])
         return logits.argmax(-1)
 
-    steps = captured_steps(model, PROMPTS, draw)
+    steps = captured_steps(model_of("standard").eval(), PROMPTS, draw)
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     with torch.no_grad():
         steps.run()
-    assert seen[0] is steps.tokens
+    assert devices[0] is steps.tokens
     assert not current
 
 
 def test_a_failed_recording_says_what_failed_and_leaves_its_stream_and_random_numbers(monkeypatch):
-    current, numbers = ["own"], ["in the recording's hands"]
+    current, numbers = ["the user's"], ["in the recording's hands"]
 
     class Recording:
         """As torch's: after an error it cannot be ended, and its stream stays the current one."""
@@ -190,22 +212,29 @@ def test_a_failed_recording_says_what_failed_and_leaves_its_stream_and_random_nu
             raise RuntimeError("a number was asked for\nwhile recording")
         return logits.argmax(-1)
 
+    def set_stream(stream):
+        current[0] = stream
+
     generator = SimpleNamespace(clone_state=lambda: "as before", graphsafe_set_state=numbers.append)
-    for name, value in {
-        "CUDAGraph": object, "graph": Recording, "synchronize": lambda: None,
-        "default_generators": [generator], "current_device": lambda: 0,
-        "current_stream": lambda: current[0], "set_stream": lambda new: current.__setitem__(0, new),
-    }.items():  # fmt: skip
+    cuda = {
+        "CUDAGraph": object,
+        "graph": Recording,
+        "synchronize": lambda: None,
+        "default_generators": [generator],
+        "current_device": lambda: 0,
+        "current_stream": lambda: current[0],
+        "set_stream": set_stream,
+    }
+    for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("headwater.generation.captured_step._capture_stream", lambda device: None)
-    model = model_of("standard").eval()
-    steps = captured_steps(model, PROMPTS, draw)
+    steps = captured_steps(model_of("standard").eval(), PROMPTS, draw)
     with torch.no_grad():
         steps.run()
         with pytest.warns(UserWarning, match=r"a CUDA graph: a number was asked for\. It goes on"):
             steps.run()
         steps.run()
-    assert current == ["own"]
+    assert current == ["the user's"]
     assert numbers[1:] == ["as before"]
 
 
@@ -227,46 +256,44 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("error:decoding is not captured")
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=gpu) for kind in MODELS])
+@pytest.mark.parametrize("kind", on_gpu(*MODELS))
 def test_replayed_tokens_are_the_tokens(kind, exact):
-    """Greedy, on the GPU, in fp32: each time from the first token on, step by step, and as a graph; alone too."""
+    """Greedy, on the GPU, in fp32: without a cache, step by step, and as a graph; one row too."""
     spec, settings = MODELS[kind]
     model = model_of(spec, scatter=True, **settings).cuda()
-    anew = generate(model, PROMPTS, 20, temperature=0.0, use_cache=False)
-    assert generate(model, PROMPTS, 20, temperature=0.0, graph=False) == anew
-    assert generate(model, PROMPTS, 20, temperature=0.0) == anew
-    assert generate(model, PROMPTS[:1], 20, temperature=0.0) == anew[:1]
-    assert generate(model, PROMPTS, 20, seed=3) == generate(model, PROMPTS, 20, seed=3, graph=False)
+    rows = generate(model, PROMPTS, 20, temperature=0.0, use_cache=False)
+    assert generate(model, PROMPTS, 20, temperature=0.0, graph=False) == rows
+    assert generate(model, PROMPTS, 20, temperature=0.0) == rows
+    assert generate(model, PROMPTS[:1], 20, temperature=0.0) == rows[:1]
+    drawn = generate(model, PROMPTS, 20, seed=3, graph=False)
+    assert generate(model, PROMPTS, 20, seed=3) == drawn
 
 
-@pytest.mark.parametrize("spec", [pytest.param(spec, marks=gpu) for spec in FUSED])
+def three_steps(model, batch, fused=False):
+    """Logits of three steps after prompts of three tokens, in fp64."""
+    prompts = [[1 + r % 40, 2, 3] for r in range(batch)]
+    cache = cache_of(model, prompts)
+    step = fused_step(model, cache) if fused else GeneralStep(model, cache)
+    assert isinstance(step, FusedStep) == fused
+    logits = [step(torch.full((batch,), token, device="cuda")) for token in range(3)]
+    return torch.stack(logits).double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", on_gpu(*FUSED))
 @pytest.mark.parametrize("batch", [1, 3, 20, 70])
 def test_a_step_in_bf16_is_as_near_to_the_truth(spec, batch):
-    """Logits of three steps against fp64: at most twice as far as the decoder's own pass in bf16."""
-    model = model_of(
-        spec, scatter=True, dim=128, heads=4, kv_heads=2, mlp_dim=192, qk_norm=True
-    ).eval()
-    prompts = [[1 + r % 40, 2, 3] for r in range(batch)]
-    found = {}
-    with torch.no_grad():
-        for way in ("truth", "own", "fused"):
-            mine = model.double().cuda() if way == "truth" else model.bfloat16().cuda()
-            cache = cache_of(mine, prompts)
-            step = fused_step(mine, cache) if way == "fused" else GeneralStep(mine, cache)
-            assert isinstance(step, FusedStep if way == "fused" else GeneralStep)
-            found[way] = torch.stack(
-                [step(torch.full((batch,), t, device="cuda")) for t in range(3)]
-            ).double()
-    far = {
-        way: (found[way] - found["truth"]).norm() / found["truth"].norm()
-        for way in ("own", "fused")
-    }
-    assert far["fused"] <= 2 * far["own"] + 1e-4
+    """Logits against fp64: at most twice as far as the decoder's own pass in bf16."""
+    shape = {"dim": 128, "heads": 4, "kv_heads": 2, "mlp_dim": 192, "qk_norm": True}
+    model = model_of(spec, scatter=True, **shape).eval()
+    truth = three_steps(model.double().cuda(), batch)
+    general = three_steps(model.bfloat16(), batch)
+    fused = three_steps(model, batch, fused=True)
+    distances = [(logits - truth).norm() / truth.norm() for logits in (general, fused)]
+    assert distances[1] <= 2 * distances[0] + 1e-4
 
 
-@pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block", "mhc")]
-)
+@pytest.mark.parametrize("spec", on_gpu("standard", "attnres-block", "mhc"))
 def test_steps_are_captured_and_stops_are_met(spec):
     model = model_of(spec, scatter=True).cuda()
     steps = captured_steps(model, PROMPTS)
@@ -276,79 +303,70 @@ def test_steps_are_captured_and_stops_are_met(spec):
     assert steps.replay is not None
     free = generate(model, PROMPTS, 14, temperature=0.0)
     stop = free[0][len(PROMPTS[0]) + 2]
-    for row, whole, prompt in zip(
-        generate(model, PROMPTS, 14, temperature=0.0, stop=stop), free, PROMPTS
-    ):
+    stopped = generate(model, PROMPTS, 14, temperature=0.0, stop=stop)
+    for row, whole, prompt in zip(stopped, free, PROMPTS):
         new = whole[len(prompt) :]
         assert row == prompt + (new[: new.index(stop) + 1] if stop in new else new)
-    found = list(
-        stream(model, PROMPTS, 14, Sampling(temperature=0.0), ended=lambda row, new: len(new) > row)
-    )
-    assert [sum(step[row] is not None for step in found) for row in range(3)] == [1, 2, 3]
-    assert len(found) == 3
+    greedy = Sampling(temperature=0.0)
+    tokens = list(stream(model, PROMPTS, 14, greedy, ended=lambda row, new: len(new) > row))
+    assert [sum(step[row] is not None for step in tokens) for row in range(ROWS)] == [1, 2, 3]
+    assert len(tokens) == 3
 
 
+@pytest.mark.parametrize("spec", on_gpu("standard", "attnres-block", "mhc"))
 @pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block", "mhc")]
-)
-def test_a_gpu_draws_the_tokens_of_a_cpu(spec):
-    """In fp32, token for token: prompts, steps and random numbers."""
-    model = model_of(spec, scatter=True, context=128)
-    for ways in (
+    "settings",
+    [
         {"temperature": 0.0},
         {"seed": 3},
         {"seed": 3, "top_p": 0.8, "repetition_penalty": 1.2},
-    ):
-        own = generate(model.cpu(), PROMPTS, 100, **ways)
-        assert generate(model.cuda(), PROMPTS, 100, **ways) == own
+    ],
+)
+def test_a_gpu_draws_the_tokens_of_a_cpu(spec, settings):
+    """In fp32, token for token: prompts, steps and random numbers."""
+    model = model_of(spec, scatter=True, context=128)
+    rows = generate(model, PROMPTS, 100, **settings)
+    assert generate(model.cuda(), PROMPTS, 100, **settings) == rows
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_a_gpu_says_that_logits_are_no_numbers():
-    model = model_of("attnres-block", scatter=True).cuda()
+@pytest.mark.parametrize("spec", on_gpu("attnres-block"))
+def test_a_gpu_says_that_logits_are_no_numbers(spec):
+    model = model_of(spec, scatter=True).cuda()
     token = generate(model, PROMPTS[:1], 3, temperature=0.0)[0][-1]
     model.embedding.weight.data[token] = torch.nan
-    with pytest.raises(
-        ValueError, match=r"after [123] new tokens the logits of prompt 0 are not numbers"
-    ):
+    with pytest.raises(ValueError, match=r"after [123] new tokens the logits of prompt 0 are not"):
         generate(model, PROMPTS[:1], 20, temperature=0.0)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_what_cannot_be_captured_goes_on_step_by_step():
+@pytest.mark.parametrize("spec", on_gpu("standard"))
+def test_what_cannot_be_captured_goes_on_step_by_step(spec):
     """A draw that asks the GPU for a number."""
-    model = model_of("standard", scatter=True).cuda()
-    own, before = (
-        generate(model, PROMPTS[:1], 8, temperature=0.0)[0][7:],
-        torch.cuda.current_stream(),
-    )
+    model = model_of(spec, scatter=True).cuda()
+    tokens = generate(model, PROMPTS[:1], 8, temperature=0.0)[0][7:]
+    before = torch.cuda.current_stream()
 
     def draw(logits):
         return torch.full((1,), int(logits.argmax()), device="cuda")
 
     steps = captured_steps(model, PROMPTS[:1], draw)
-    steps.tokens.fill_(own[0])
+    steps.tokens.fill_(tokens[0])
     with torch.no_grad(), pytest.warns(UserWarning, match="not captured as a CUDA graph"):
-        found = [int(steps.run().argmax()) for _ in range(7)]
-    assert found == own[1:]
+        drawn = [int(steps.run().argmax()) for _ in range(7)]
+    assert drawn == tokens[1:]
     assert torch.cuda.current_stream() == before
     torch.randn(1, device="cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("spec", ["standard", "attnres-block", "mhc"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=two_gpus) for spec in ("standard", "attnres-block", "mhc")]
+)
 def test_a_gpu_that_is_not_the_current_one(spec):
     model = model_of(spec, scatter=True).to("cuda:1")
-    anew = generate(model, PROMPTS, 20, temperature=0.0, use_cache=False)
-    assert generate(model, PROMPTS, 20, temperature=0.0) == anew
+    rows = generate(model, PROMPTS, 20, temperature=0.0, use_cache=False)
+    assert generate(model, PROMPTS, 20, temperature=0.0) == rows
 
 
-@pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=gpu) for spec in ("standard", "attnres-block")]
-)
+@pytest.mark.parametrize("spec", on_gpu("standard", "attnres-block"))
 def test_memory_does_not_grow_with_tokens(spec):
     model = model_of(spec, scatter=True, context=2100).cuda()
     steps, sizes = captured_steps(model, PROMPTS, room=2100), []
@@ -361,19 +379,16 @@ def test_memory_does_not_grow_with_tokens(spec):
     assert sizes[0] == sizes[1]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=gpu) for kind in ("attnres-block", "kimi")]
-)
+@pytest.mark.parametrize("kind", on_gpu("attnres-block", "kimi"))
 def test_portions_of_a_prompt_see_what_the_whole_sees(kind, dtype):
-    """A mask that is never written out: new tokens look at all past ones and at new ones up to themselves."""
+    """A mask that is never written out: new tokens look at the past and at new ones up to themselves."""
     spec, settings = MODELS[kind]
     heads = {"dim": 128, "heads": 4, "kv_heads": 2, "mlp_dim": 64, **settings}
     model = model_of(spec, scatter=True, **heads).to("cuda", dtype).eval()
     tokens = torch.arange(30, device="cuda")[None]
-    with torch.no_grad():
-        whole, cache = model.hidden(tokens), model.new_cache()
-        parts = torch.cat([model.hidden(part, cache) for part in tokens.split(11, 1)], 1)
-    assert (parts - whole).float().norm() <= (
-        0.05 if dtype == torch.bfloat16 else 1e-3
-    ) * whole.float().norm()
+    whole, cache = model.hidden(tokens).float(), model.new_cache()
+    portions = [model.hidden(part, cache) for part in tokens.split(11, 1)]
+    limit = 0.05 if dtype == torch.bfloat16 else 1e-3
+    assert (torch.cat(portions, 1).float() - whole).norm() <= limit * whole.norm()
