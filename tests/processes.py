@@ -167,7 +167,7 @@ class Forked:
     ) -> None:
         environment = {name: value for name, value in env.items() if name != PARENT}
         streams = (Path(stdout.name), Path(stdout.name))
-        words = ["-m", "headwater", *command[3:]]
+        words = ["-m", "headwater", *command[command.index("headwater.cli") + 1 :]]
         self._process = fork_server().Process(
             target=execute, args=(words, Path.cwd(), environment, streams)
         )

@@ -171,6 +171,8 @@ def make_comparison(
     for number, residual in enumerate(residuals):
         for seed in seeds:
             run = make_run(folder / "runs" / f"{number}-seed{seed}", residual, seed, **settings)
+            launch = {"corpus": corpus}
             if jobs is not None:
-                write_json(run / "launch.json", {"side_by_side": jobs})
+                launch["side_by_side"] = jobs
+            write_json(run / "launch.json", launch)
     return folder

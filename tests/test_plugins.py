@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ from headwater.residuals import (
 )
 from headwater.residuals.plugins import flags_for, import_plugins
 from headwater.train import compare, train
-from headwater.train.comparison import job_of
+from headwater.train.comparison import planned
 from headwater.train.config import asdict
+from headwater.train.files import write_json
 from headwater.train.jobs import Job, launch
 
 SPEC, SAVED = "leaky:start=0.5", "leaky@brook.leaky:start=0.5"
@@ -59,11 +61,12 @@ def run(*argv) -> int:
 def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(site)  # the headwater command does not look here by itself
     out = tmp_path / "family"
-    there, brook = out / "runs" / "leaky_start=0.5-seed0", ("--plugin", "brook")
+    brook = ("--plugin", "brook")
     assert (
         run("compare", *settings(tmp_path), "--residuals", SPEC, "--seeds", 0, "--out", out, *brook)
         == 0
     )
+    (there,) = (out / "runs").glob("leaky_start=0.5-seed0-*")
     assert json.loads((there / "config.json").read_text())["model"]["residual"] == SAVED
     (checkpoint,) = (there / "checkpoints").iterdir()
     assert json.loads((checkpoint / "config.json").read_text())["residual"] == SAVED
@@ -121,7 +124,7 @@ def test_a_study_takes_it(site, tmp_path, monkeypatch):
         ]
     recipe.write_text("\n".join(lines))
     monkeypatch.setattr(
-        "headwater.train.studies.run_all", lambda jobs, *rest, **more: {"a": str(jobs[0].plugin)}
+        "headwater.train.studies.run_all", lambda jobs, *rest, go_on, **more: {"a": go_on}
     )
     assert (
         run("study", recipe, "--out", tmp_path / "study", "--plugin", "brook.leaky") == 1
@@ -238,7 +241,8 @@ def test_from_python_an_import_is_enough(site, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "headwater.train.jobs.subprocess.Popen", lambda argv, **more: started.append((argv, more))
     )
-    launch(job_of(SPEC, 0, tmp_path, 2), 1)
+    config = planned(tiny(tmp_path), SPEC, 0).config
+    launch(Job(label="one", folder=tmp_path / "run", config=config), 1)
     ((argv, more),) = started
     assert argv[-2:] == ["--plugin", "brook.leaky"]
     assert more["env"]["PYTHONPATH"] == f"{site}{os.pathsep}elsewhere"
@@ -252,9 +256,11 @@ def test_runs_take_the_plugin_and_nothing_else_from_the_current_folder(site, mon
     __import__("brook.leaky")
     for module in ("difflib", "colorsys", "random", "queue"):
         (site / f"{module}.py").write_text(f"open({str(site / 'ran')!r}, 'a').write({module!r})\n")
-    residual = SPEC if plugin else "standard"
-    arguments = ("--residual", residual, "--source", "nowhere", "--device", "cpu")
-    job = Job(label="one", folder=site / "run", arguments=arguments, steps=1, plugin=plugin)
+    config = tiny(site, residual=SPEC if plugin else "standard")
+    config = replace(config, data=replace(config.data, source=("nowhere",)))
+    job = Job(label="one", folder=site / "runs" / "one", config=config)
+    job.settings.parent.mkdir()
+    write_json(job.settings, asdict(config))
     assert launch(job, 1).wait() == 1
     assert "no corpus at nowhere" in job.log.read_text()
     assert not (site / "ran").exists()
@@ -408,7 +414,7 @@ def test_an_interrupted_comparison_names_the_module_in_the_command_that_goes_on(
     def interrupted(*_, go_on, **__):
         raise UserError(go_on)
 
-    monkeypatch.setattr("headwater.train.comparison.run_all", interrupted)
+    monkeypatch.setattr("headwater.train.studies.run_all", interrupted)
     register("elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
     with pytest.raises(UserError, match=r"--out \S+ --plugin elsewhere --resume"):
         compare(tiny(tmp_path), tmp_path / "out", residuals=["standard", "elsewhere"], seeds=[0])

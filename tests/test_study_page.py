@@ -18,7 +18,6 @@ from headwater.analyze.plot import Panel, lines_of, picture
 from headwater.residuals.plugins import import_plugins
 from headwater.residuals.registry import build
 from headwater.runs.stats import t_quantile
-from headwater.train.files import read_json
 from headwater.train.studies import study
 
 STUDY = Path(__file__).parent.parent / "studies" / "attention-residuals"
@@ -91,12 +90,11 @@ def rivals():
 @pytest.mark.parametrize(
     "recipe", [file.name.removesuffix(".tar.xz") for file in (STUDY / "runs").glob("*.tar.xz")]
 )
-def test_a_recipe_goes_on_from_its_archive(recipe, rivals, tmp_path, monkeypatch):
+def test_a_recipe_goes_on_from_its_archive(recipe, rivals, script, tmp_path, monkeypatch):
     """As README.md says: what is packed there is what the recipe asks for, though defaults have changed since."""
     with tarfile.open(STUDY / "runs" / f"{recipe}.tar.xz") as packed:
         packed.extractall(tmp_path, filter="data")
-    noted = tmp_path / recipe / "corpora.json"
-    text = next(iter(read_json(noted).values())) if noted.exists() else {}
+    text = script("studies/attention-residuals/migrate.py").TEXT
     parts = {"identity": text, "tokenizer": SimpleNamespace(vocab_size=8192)}
     tokens = SimpleNamespace(**parts, check_length=lambda context: None)
     monkeypatch.setattr("headwater.train.recipes.prepare", lambda data: tokens)

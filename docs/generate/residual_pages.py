@@ -12,10 +12,10 @@ from command_page import wrapped
 from mathematics import symbols, typeset
 
 from benchmarks.tables import step_costs
-from headwater.analyze.groups import Group, group_runs
-from headwater.analyze.runs import read_runs
 from headwater.analyze.table import Row, residual_table
 from headwater.residuals import entry, options_of
+from headwater.runs.groups import Group, group_runs
+from headwater.runs.record import read_runs
 from headwater.runs.stats import Paired, pair
 from tests.formulas import FORMULAS
 

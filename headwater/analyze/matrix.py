@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from headwater.analyze import measures
-from headwater.analyze.groups import Group, group_runs
 from headwater.analyze.markup import cell, paragraphs, text
 from headwater.analyze.provenance import command_lines, commands
 from headwater.analyze.report import fill_template, payload, write_page
 from headwater.analyze.results import first_colour, row_name
-from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, read_runs
 from headwater.folders import at_home
 from headwater.residuals import build
+from headwater.runs.groups import Group, group_runs
+from headwater.runs.record import RecordedRun, beside, find_order, paths_of, read_runs
 
 COLUMNS = (
     "Residual",

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from headwater.analyze.inspector.inspection import Inspection
-from headwater.analyze.runs import RecordedRun
 from headwater.residuals.measures import entropy
+from headwater.runs.record import RecordedRun
 
 
 def prompted_run(inspection: Inspection, *, dim: int, layers: int) -> RecordedRun:

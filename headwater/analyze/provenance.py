@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwater.analyze.groups import Group, most_beside, noun, once
 from headwater.analyze.markup import count, definitions, text, unique
-from headwater.analyze.runs import Record, RecordedRun, find_runs, read_object, section
+from headwater.runs.files import read_object
+from headwater.runs.groups import Group, noun, once
+from headwater.runs.launch import most_at_a_time
+from headwater.runs.record import Record, RecordedRun, find_runs, section
 
 BYTES = 320  # what a model has at most for bytes and the end of a text, unless it is told otherwise
 
@@ -47,7 +49,7 @@ def plain_range(counts: set[int]) -> str:
 def side_by_side(groups: list[Group], runs: list[RecordedRun]) -> str:
     if len(runs) == 1:
         return ""
-    if (most := most_beside(groups)) is None:
+    if (most := most_at_a_time(group.beside for group in groups)) is None:
         return "; how many at a time is unknown"
     return ", one at a time" if most == 1 else f", up to {most} at a time"
 

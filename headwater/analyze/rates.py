@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from headwater.analyze.groups import UNFELT, settings_of
-from headwater.analyze.runs import RecordedRun, number, section
 from headwater.errors import UserError
+from headwater.runs.groups import UNFELT, settings_of
+from headwater.runs.record import RecordedRun, number, section
 
 RATE = "optim.lr"
 

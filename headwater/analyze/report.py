@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from headwater.analyze.groups import BASELINE, Group, draw_curves, draw_depth, group_runs
+from headwater.analyze.curves import draw_curves, draw_depth
 from headwater.analyze.markup import listing, paragraphs, text
 from headwater.analyze.provenance import (
     command_lines,
@@ -28,10 +28,11 @@ from headwater.analyze.provenance import (
     settings_table,
 )
 from headwater.analyze.results import first_colour, look, table
-from headwater.analyze.runs import RecordedRun, beside, find_order, paths_of, read_runs
 from headwater.analyze.words import caption, findings, has_results, headline, page_notes, trained
 from headwater.errors import UserError
 from headwater.folders import at_home, replace_file
+from headwater.runs.groups import BASELINE, Group, group_runs
+from headwater.runs.record import RecordedRun, beside, find_order, paths_of, read_runs
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
 # Less and less detail, until a page fits: points per curve, depth records per residual, significant digits.

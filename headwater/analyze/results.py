@@ -1,8 +1,8 @@
 """The table of a report: one row a residual, with the differences to the baseline drawn seed by seed."""
 
-from headwater.analyze.groups import Group, told_lowest
 from headwater.analyze.markup import breakable, cell, count, duration, memory, text
 from headwater.analyze.words import interval, mean
+from headwater.runs.groups import Group, told_lowest
 from headwater.runs.stats import Paired, Stat, minus
 
 COLUMNS = (

@@ -14,11 +14,11 @@ from typing import Literal
 import numpy as np
 
 from headwater.errors import UserError, nearest
+from headwater.runs.record import RecordedRun, paths_of, read_runs
 
 from .bootstrap import TWIN, Points, apart, draw_curves, places_of
 from .power_law import BUDGETS, Fit, fit
 from .rates import at_rate
-from .runs import RecordedRun, paths_of, read_runs
 from .scaling_points import confounders_of, points_of
 
 DRAWS = 4000

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from headwater.errors import UserError
+from headwater.runs.groups import UNFELT, differing, settings_of
+from headwater.runs.record import RecordedRun, number, section
 
 from .bootstrap import TWIN, apart
-from .groups import UNFELT, differing, settings_of
 from .provenance import corpus
 from .rates import RATE, rate_of, rates_told
-from .runs import RecordedRun, number, section
 
 NEAR = 0.03  # budgets whose logarithms differ by less are one
 

@@ -6,8 +6,9 @@ A verdict is that of headwater.runs.stats, in its words; none is stronger than t
 import math
 from collections import Counter
 
-from headwater.analyze.groups import Group, differing, most_beside, noun
 from headwater.analyze.markup import count, join
+from headwater.runs.groups import Group, differing, noun
+from headwater.runs.launch import most_at_a_time
 from headwater.runs.stats import HIGHER, LOWER, ONE_SEED, UNTOLD, Paired, limits, minus, pair
 
 BITS = "bits_per_byte"
@@ -163,7 +164,7 @@ def caption(groups: list[Group]) -> str:
 
 def wall_clock(groups: list[Group]) -> str:
     """Times of runs that shared the machine say how busy it was."""
-    if (most := most_beside(groups)) == 1:
+    if (most := most_at_a_time(group.beside for group in groups)) == 1:
         return "Runs were made one at a time."
     if any(group.timed for group in groups):
         return "Wall-clock is compared only where the runs of both were made one at a time."

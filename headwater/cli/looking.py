@@ -113,10 +113,10 @@ def scaling(argv: list[str]) -> None:
     flags = parse(ScalingFlags, argv, scaling)
     with user_values():
         from headwater.analyze.rates import at_rate, rates_by_budget
-        from headwater.analyze.runs import beside, number, read_runs
         from headwater.analyze.scaling import compare_runs
         from headwater.analyze.scaling_points import operations
         from headwater.analyze.scaling_report import table, write_plot
+        from headwater.runs.record import beside, number, read_runs
 
         runs = read_runs(list(flags.folders))
         taken = at_rate(runs, flags.lr)

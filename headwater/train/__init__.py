@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from headwater.runs.results import CompareResult, CompareRow, Spread, TrainResult
+
 from .config import (
     Config,
     DataSettings,
@@ -18,16 +20,11 @@ if TYPE_CHECKING:
     from .comparison import compare
     from .load import LoadedRun, load_run
     from .loop import train
-    from .results import CompareResult, CompareRow, Spread, TrainResult
     from .studies import StudyResult, study
 
 _homes = {
-    "CompareResult": "results",
-    "CompareRow": "results",
     "LoadedRun": "load",
-    "Spread": "results",
     "StudyResult": "studies",
-    "TrainResult": "results",
     "compare": "comparison",
     "load_run": "load",
     "study": "studies",

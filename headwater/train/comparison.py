@@ -1,7 +1,8 @@
-"""Several arms, residuals as a rule, by several seeds on equal tokens: one process per run, one table.
+"""A comparison: several arms, residuals as a rule, by several seeds on equal tokens, with one table.
 
-Runs with the same seed see the same batches in the same order, so their losses are compared in pairs. The folder is the
-state: finished runs are kept, unfinished ones resume.
+It is a study of two lists, arms and seeds, and runs on the same engine. Runs with the same seed see the same batches in
+the same order, so their losses are compared in pairs. The folder is the state: finished runs are kept, unfinished ones
+resume.
 """
 
 from __future__ import annotations
@@ -9,26 +10,30 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from shlex import quote
+from typing import Any
 
 from rich.console import Console
 
-from headwater.errors import UserError
+from headwater.errors import UserError, command, spell
 from headwater.folders import at_home
-from headwater.residuals.plugins import flags_for
-from headwater.residuals.registry import suspected
+from headwater.runs.files import read_object
+from headwater.runs.launch import most_at_a_time, read_launch
+from headwater.runs.record import COMPARISON
+from headwater.runs.results import CompareResult, TrainResult
 from headwater.runs.tables import print_table
 from headwater.train.arms import parse_arm
 from headwater.train.config import TOKENIZERS, Config, check, plain
-from headwater.train.data.dataset import Dataset, prepare
+from headwater.train.data.dataset import Dataset
 from headwater.train.data.tokenizer import kept_tokenizer
 from headwater.train.differences import OUTER, differences
-from headwater.train.files import locked, read_json, refuse_others, write_json
-from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all, side_by_side
-from headwater.train.monitor.interrupts import RESUME
-from headwater.train.optim import ends_in_warmup
-from headwater.train.results import CompareResult, TrainResult
+from headwater.train.files import locked, refuse_others, write_json
+from headwater.train.jobs import Job, plugin_for, refuse_failures
+from headwater.train.recipes import PlannedRun, prepared
+from headwater.train.studies import carry_out, place, plugins_of
 from headwater.train.table import table_of, tabulate
+
+# What a step that is not finite has stopped may go on without it.
+FREE = OUTER | {"train.skip_nonfinite", "train.skip_spikes", "train.spike_sigmas"}
 
 
 def compare(
@@ -46,11 +51,11 @@ def compare(
     Each run is a process of its own, so that this works from a script and from a notebook alike.
 
     Arguments:
-        config: of every run but for its residual and seed.
+        config: the settings that all runs share; residual and seed are set for each run.
         out: folder of the comparison: table.json, and under runs/ a folder for each run, which `load_run` takes.
         residuals: specifications such as "attnres-block:block=4", the baseline first; "all" is every registered one.
             Settings of the model may follow, which makes other arms of them: "standard+shortswa=4".
-        seeds: of the initial weights and the order of the data; runs of one seed are compared in pairs.
+        seeds: seeds of the initial weights and the order of the data; runs of one seed are compared in pairs.
         jobs: runs at a time; the cores are shared among them.
         resume: keep what is finished in `out`, continue what is not, and add the residuals and seeds that are new.
         progress: show how far the runs are, and the table at the end.
@@ -66,204 +71,136 @@ def compare(
     """
     config, console, out = check(config), Console(quiet=not progress), at_home(out)
     jobs = plain(jobs)
-    residuals, seeds = admit(config, residuals, plain(seeds), jobs)
-    if not (out / "compare.json").exists():
+    arms, seeds = admit(config, residuals, plain(seeds), jobs)
+    if not (out / COMPARISON).exists():
         if resume:
-            raise UserError(
-                f"there is no comparison at {out} to resume: check --out, or leave --resume out to start one"
-            )
-        refuse_others(out, "a comparison", known=("settings.json",))
+            raise UserError(f"there is no comparison at {out} to resume")
+        refuse_others(out, "a comparison", known=("settings.json", "settings"))
     with locked(out):
         config = replace(config, data=kept_tokenizer(config.data, out))
-        data = prepare(config.data)
-        if config.data.tokenizer not in TOKENIZERS:
-            data.tokenizer.save(out)
-        try_out(residuals, config, data)
-        residuals, seeds = plan(config, out, residuals, seeds, data.identity, resume=resume)
-        runs = {
-            (spec, seed): job_of(spec, seed, out, config.train.steps)
-            for seed in seeds
-            for spec in residuals
-        }
-        command = f"headwater compare --out {quote(str(out))}" + flags_for(
-            run.plugin for run in runs.values()
+        prepared.cache_clear()
+        data = prepared(config.data)
+        arms, seeds = merge_with_saved(config, out, arms, seeds, data, resume=resume)
+        runs = {(arm, seed): planned(config, arm, seed) for seed in seeds for arm in arms}
+        placed = dict(zip(runs, place(list(runs.values()), out, keep_weights=True), strict=True))
+        save(config, out, arms, seeds, data)
+        go_on = command("compare", out=out, plugin=plugins_of(runs.values()), resume=True)
+        failures = carry_out(
+            list(placed.values()),
+            out,
+            jobs,
+            console,
+            go_on=go_on,
+            table=lambda: result_of(placed, arms, out).table(),
         )
-        if problem := unlike(runs, config.train.steps, data):
-            raise UserError(problem)
-        left = not all(run.finished for run in runs.values())
-        if left and (said := ends_in_warmup(config.train.steps, config.optim)):
-            console.print(said, soft_wrap=True)
-        try:
-            failures = run_all(list(runs.values()), jobs, console, go_on=command + RESUME)
-        finally:  # also of what Ctrl-C has interrupted
-            result = result_of(runs, residuals, out)
-            if not (problem := unlike(runs, config.train.steps, data)):
-                write_json(out / "table.json", result.table())
-        if problem:
-            raise UserError(problem)
+        result = result_of(placed, arms, out)
         print_table(table_of(result.rows, config.train.steps), console)
-    refuse_failures(failures, len(runs), f"Mend the cause and go on with: {command} --resume")
+    refuse_failures(failures, len(runs), f"Mend the cause and go on with: {go_on}")
     return result
 
 
-def unlike(runs: dict[tuple[str, int], Job], steps: int, data: Dataset) -> str:
-    """Why what has finished is no comparison; empty if it is one. Each run reads the text by itself: one that was
-    changed meanwhile is another for those that began later. And a run may have been taken to other steps, alone."""
-    finished = [TrainResult.read(run.folder) for run in runs.values() if run.finished]
-    known = ("", data.identity["source_hash"])
-    if other := [str(run.folder) for run in finished if run.source_hash not in known]:
-        return (
-            f"the text has changed while runs were made: {', '.join(other)} saw another than the comparison began "
-            "with, so a table would not compare like with like. Put back the text, remove these folders, and --resume"
-        )
-    if other := [f"{run.folder} after {run.steps}" for run in finished if run.steps != steps]:
-        return (
-            f"runs of this comparison end after {steps} steps, and {', '.join(other)}, so a table would not compare "
-            "like with like. Remove these folders, and --resume"
-        )
-    return ""
-
-
-def result_of(runs: dict[tuple[str, int], Job], residuals: list[str], out: Path) -> CompareResult:
-    """Of the runs that are finished."""
-    done = {place: run for place, run in runs.items() if run.finished}
-    finished = {place: TrainResult.read(run.folder) for place, run in done.items()}
-    company = {
-        spec: side_by_side([run for (s, _), run in done.items() if s == spec]) for spec in residuals
-    }
-    return CompareResult(
-        folder=out, rows=tabulate(finished, residuals, company), runs=tuple(finished.values())
-    )
-
-
-def slug(residual: str, seed: int) -> str:
-    return f"{residual.replace(':', '_')}-seed{seed}"
-
-
-def job_of(text: str, seed: int, out: Path, steps: int) -> Job:
-    """A run of an arm of the comparison in `out`, whose settings.json has what all of them share."""
+def planned(config: Config, text: str, seed: int) -> PlannedRun:
+    """The run of an arm with a seed."""
     arm = parse_arm(text)
-    return Job(
-        label=f"{text} seed {seed}",
-        folder=out / "runs" / slug(text, seed),
-        arguments=("--config", str(out / "settings.json"), *arm.flags, "--seed", str(seed)),
-        steps=steps,
-        plugin=plugin_for(arm.residual),
-        arm=text if arm.switches else None,
-    )
+    settings = arm.apply(config)
+    settings = replace(settings, train=replace(settings.train, seed=seed))
+    # The name of a run without switches is its residual, which its settings have.
+    return PlannedRun(f"{text}-seed{seed}", settings, arm=text if arm.switches else "")
+
+
+def result_of(jobs: dict[tuple[str, int], Job], arms: Sequence[str], out: Path) -> CompareResult:
+    """The table of the runs that are finished."""
+    finished = {key: TrainResult.read(job.folder) for key, job in jobs.items() if job.finished}
+    side_by_side = {}
+    for arm in arms:
+        folders = [run.folder for (name, _), run in finished.items() if name == arm]
+        counts = [read_launch(folder).side_by_side for folder in folders]
+        side_by_side[arm] = most_at_a_time(counts)
+    rows = tabulate(finished, arms, side_by_side)
+    return CompareResult(folder=out, rows=rows, runs=tuple(finished.values()))
 
 
 def admit(
     config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: int
 ) -> tuple[list[str], list[int]]:
-    """The arguments checked, `all` spelled out and every repetition dropped."""
+    """Check the arguments, spell out `all` and drop repetitions."""
     if isinstance(residuals, str):
         raise UserError(
             f"residuals takes a list of names; got {residuals!r}: write [{residuals!r}]"
         )
     if isinstance(seeds, int):
         raise UserError(f"seeds takes a list of numbers; got {seeds}: write [{seeds}]")
-    seeds = [
-        check(replace(config, train=replace(config.train, seed=seed))).train.seed for seed in seeds
-    ]
     if not isinstance(jobs, int) or jobs < 1:
-        raise UserError(f"--jobs must be a whole number from 1; got {jobs}")
+        raise UserError(f"{spell('jobs')} must be a whole number from 1; got {jobs}")
     if not seeds:
-        raise UserError("--seeds needs at least one seed, for example: --seeds 0 1 2")
-    specs = expand(residuals)
-    for spec in specs:
-        plugin_for(parse_arm(spec).residual)
-    return specs, list(dict.fromkeys(seeds))
+        raise UserError(f"{spell('seeds')} needs at least one seed, for example 0 1 2")
+    for seed in seeds:
+        check(replace(config, train=replace(config.train, seed=seed)))
+    arms = expand(residuals)
+    for arm in arms:
+        plugin_for(parse_arm(arm).residual)
+    return arms, list(dict.fromkeys(map(int, seeds)))
 
 
 def expand(residuals: Sequence[str]) -> list[str]:
-    """`all` as every registered name, the plain residual first, for the first of the list is the baseline."""
+    """Spell out `all`, the plain residual first, and keep each arm once: the first of the list is the baseline."""
     from headwater.residuals import names
 
-    everything = names()
     if not residuals:
-        raise UserError(
-            f"--residuals needs at least one name, or `all`. Valid: {', '.join(everything)}"
-        )
-    return distinct(
-        [spec for entry in residuals for spec in (everything if entry == "all" else [entry])]
-    )
+        valid = ", ".join(names())
+        raise UserError(f"{spell('residuals')} needs at least one name, or `all`. Valid: {valid}")
+    arms: list[str] = []
+    for entry in residuals:
+        arms += names() if entry == "all" else [entry]
+    return distinct(arms)
 
 
 def distinct(arms: Sequence[str]) -> list[str]:
     """Each arm once, under the first of its spellings."""
-    kept: dict[Hashable, str] = {}
+    first: dict[Hashable, str] = {}
     for text in arms:
-        kept.setdefault(parse_arm(text).identity, text)
-    return list(kept.values())
+        first.setdefault(parse_arm(text).identity, text)
+    return list(first.values())
 
 
-def try_out(arms: Sequence[str], config: Config, data: Dataset) -> None:
-    """Corpus and arms are tried before anything runs, so that a misfit is known at once."""
-    from headwater.train.run import build_model, resolve_model
-
-    for text in arms:
-        try:
-            model = resolve_model(parse_arm(text).apply(config).model, data)
-            data.check_length(model.context)
-            with suspected(parse_arm(text).residual):
-                build_model(model, config.train.seed, meta=True)
-        except UserError as error:
-            raise UserError(f"arm {text!r} does not fit: {error}") from None
-
-
-def plan(
+def merge_with_saved(
     config: Config,
     out: Path,
-    residuals: list[str],
+    arms: list[str],
     seeds: list[int],
-    corpus: dict[str, str],
+    data: Dataset,
     *,
     resume: bool,
 ) -> tuple[list[str], list[int]]:
-    """What the folder is to hold, written to compare.json: on resuming, what it held and then what is new."""
-    path = out / "compare.json"
-    if path.exists():
-        if not resume:
-            raise UserError(
-                f"{out} already holds a comparison: continue it with --resume, or choose another --out"
-            )
-        saved = read_json(path)
-        # Its times and memory are compared too. What a step that is not finite stopped may go on without it.
-        free = OUTER | {"train.skip_nonfinite", *(f"corpus.{key}" for key in corpus)}
-        seen = {"corpus": saved["corpus"]} if "corpus" in saved else {}
-        differing = differences(
-            {**saved["config"], **seen}, {**asdict(config), "corpus": corpus}, free
-        )
-        if differing:
-            listing = "\n  ".join(differing)
-            raise UserError(
-                f"{out} holds a comparison of another configuration:\n  {listing}\nChoose another --out"
-            )
-        refuse_other_corpus(out, saved.get("corpus", corpus), corpus, config)
-        residuals, seeds = (
-            distinct(saved["residuals"] + residuals),
-            list(dict.fromkeys(saved["seeds"] + seeds)),
-        )
-    write_json(out / "settings.json", asdict(config))
-    write_json(
-        path, {"residuals": residuals, "seeds": seeds, "corpus": corpus, "config": asdict(config)}
-    )
-    return residuals, seeds
+    """The arms and seeds that the folder is to hold: on resuming, what it held and then what is new.
 
-
-def refuse_other_corpus(
-    out: Path, saved: dict[str, str], found: dict[str, str], config: Config
-) -> None:
-    """The configuration names the files; this holds what is in them."""
-    listing = [
-        f"{key}: {saved.get(key, '')[:12]} there, {found[key][:12]} now"
-        for key in found
-        if saved.get(key) != found[key]
-    ]
-    if listing:
+    Raises UserError if the folder holds a comparison, and it is not to be resumed or has other settings or text.
+    """
+    path = out / COMPARISON
+    if not path.exists():
+        return arms, seeds
+    if not resume:
+        resuming = spell("resume", True)
         raise UserError(
-            f"{out} holds a comparison on another corpus: {', '.join(config.data.source)} has changed since it began "
-            f"({'; '.join(listing)}), and its runs would no longer be on equal tokens. Restore the files (or, for "
-            "`stdlib`, run the same Python), or choose another --out"
+            f"{out} already holds a comparison: continue it with {resuming}, or choose another {spell('out')}"
         )
+    saved = read_object(path)
+    asked = {**asdict(config), "corpus": data.identity}
+    listing = differences({**saved["config"], "corpus": saved["corpus"]}, asked, FREE)
+    if listing:
+        details = "\n  ".join(listing)
+        raise UserError(
+            f"{out} holds a comparison with other settings, or on other text:\n  {details}\nTake back the change, or "
+            f"choose another {spell('out')}"
+        )
+    return distinct(saved["residuals"] + arms), list(dict.fromkeys(saved["seeds"] + seeds))
+
+
+def save(config: Config, out: Path, arms: list[str], seeds: list[int], data: Dataset) -> None:
+    """Write what the comparison is: its arms and seeds, its settings, and the tokenizer that it made."""
+    if config.data.tokenizer not in TOKENIZERS:
+        data.tokenizer.save(out)
+    settings = asdict(config)
+    write_json(out / "settings.json", settings)
+    values: dict[str, Any] = {"residuals": arms, "seeds": seeds, "corpus": data.identity}
+    write_json(out / COMPARISON, {**values, "config": settings})

@@ -8,50 +8,52 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import dropwhile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import TaskID
 
 from headwater.errors import UserError, user_values
-from headwater.train.files import read_json, write_json
+from headwater.runs.launch import LAUNCH, read_launch
+from headwater.runs.log import cause
+from headwater.runs.record import CONFIG, METRICS, SUMMARY
+from headwater.runs.results import DIVERGED, TrainResult
+from headwater.train.config import Config
+from headwater.train.files import write_json
 from headwater.train.monitor.interrupts import PARENT, Interruption
 from headwater.train.monitor.metrics import read_record
 from headwater.train.monitor.progress import Tasks
-from headwater.train.results import DIVERGED, SUMMARY, TrainResult
-from headwater.train.sharing import shared_gpu
 
 POLL_SECONDS = 0.2
-STARTING_SECONDS = 60  # at most: to compile takes that long
-ALIKE = 1.5  # times the operations: by less, residuals of one size differ, and a slow one may have fewer
-PROGRESS = re.compile(r"step \d+(/\d+|:) ")
+ALIKE = 1.5  # runs whose operations differ by less than this factor are of one size
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """A run to be made: `arguments` are those of `headwater train`, but for its folder."""
+    """A run to be made, in its folder."""
 
     label: str
     folder: Path
-    arguments: tuple[str, ...]
-    steps: int
-    plugin: str | None = None
-    """The module that registers the run's residual, where that is not headwater's own."""
-    arm: str | None = None
-    """What a comparison calls it, where that is more than its residual."""
+    config: Config
+    arm: str = ""
+    """Name of its arm in a comparison, where that is more than its residual."""
+    corpus: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of its text and tokenizer."""
     work: float = 1.0
-    """Its operations, where it is asked how long it will take beside others."""
+    """Its operations."""
     keep_weights: bool = True
     """Whether its checkpoints outlast it."""
+
+    @property
+    def settings(self) -> Path:
+        """The file of its settings, which its process reads."""
+        return self.folder.parent.parent / "settings" / f"{self.folder.name}.json"
 
     @property
     def log(self) -> Path:
@@ -81,17 +83,10 @@ class Active:
     log_start: int
     """Where in the log this attempt begins."""
     began: float
-    """On the clock of files."""
-
-    @property
-    def starting(self) -> bool:
-        """Whether it has recorded no step yet; one that rarely does is taken to be under way after a while."""
-        metrics = self.job.folder / "metrics.jsonl"
-        recorded = metrics.exists() and metrics.stat().st_mtime >= self.began
-        return not recorded and time.time() < self.began + STARTING_SECONDS
+    """Start of the process, on the clock of files."""
 
     def seconds(self) -> float:
-        """That the run has taken, now that it is finished: one that was resumed is soon done."""
+        """How long the run took, once it has finished. A run that was resumed has taken longer than its process."""
         return max(time.time() - self.began, TrainResult.read(self.job.folder).seconds)
 
 
@@ -104,55 +99,50 @@ def run_all(
     seconds: float = math.inf,
     whole: bool = False,
 ) -> dict[str, str]:
-    """Keep `jobs` processes busy until every run has ended, or for so many seconds: then none is started any more, and
-    those under way are asked to save and end; `whole`: none is started that would not end by then, going by those that
-    have ended, and a shorter one is started before a longer one that would not. Returns by label what to say about
-    those that failed; `go_on` is the command that continues, for whoever interrupts it.
+    """Keep `jobs` processes busy until every run has ended, or for so many seconds.
 
-    Of runs that share a GPU at most half are starting at a time, which is until they have recorded a step. Started
-    together they would end together too, wave after wave, and the GPU would wait while all of them compile."""
+    After the seconds none is started, and those under way are asked to save and end. `whole`: none is started that
+    would not end by then, judging by runs that have finished; a shorter run is started instead.
+
+    Returns, by label, what to say about each run that failed. Raises Interrupted after a signal, when every run has
+    saved and ended; `go_on` is the command that continues.
+    """
     deadline = time.monotonic() + seconds
     waiting = [job for job in runs if not job.finished]
     running: list[Active] = []
     failures: dict[str, str] = {}
-    took: list[tuple[float, float]] = []  # work and seconds of those that have finished
+    durations: list[tuple[float, float]] = []  # work and seconds of runs that have finished
 
     def next_run() -> Job | None:
-        left = deadline - time.monotonic()
-        return next((job for job in waiting if not whole or at_most(job.work, took) < left), None)
+        time_left = deadline - time.monotonic()
+        for job in waiting:
+            if not whole or at_most(job.work, durations) < time_left:
+                return job
+        return None
 
-    with (
-        Interruption() as interruption,
-        shared_gpu(min(jobs, len(waiting)), console.print) as environment,
-        Tasks(console) as tasks,
-    ):
+    with Interruption() as interruption, Tasks(console) as tasks:
         total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
-                while (
-                    len(running) < jobs
-                    and not (environment and half_start(running, jobs))
-                    and (job := next_run())
-                ):
+                while len(running) < jobs and (job := next_run()):
                     waiting.remove(job)
-                    task = tasks.add(job.label, job.steps, note="starting")
-                    start = job.log.stat().st_size if job.log.exists() else 0
-                    began = time.time()
-                    running.append(Active(job, launch(job, jobs, environment), task, start, began))
+                    running.append(start(job, jobs, tasks))
                 if not running:
-                    break  # what is left would not end in time
+                    break  # no run that waits would end in time
                 time.sleep(POLL_SECONDS)
                 for active in list(running):
                     show(active, tasks)
-                    if active.process.poll() is not None:
-                        running.remove(active)
-                        active.job.clear()  # at once: those of a long study fill a disk
-                        took += [(active.job.work, active.seconds())] if active.job.finished else []
-                        tasks.remove(active.task)
-                        tasks.update(total, len(runs) - len(waiting) - len(running))
-                        failures |= conclude(active, tasks)
+                    if active.process.poll() is None:
+                        continue
+                    running.remove(active)
+                    active.job.clear()  # at once: weights of a long study fill a disk
+                    if active.job.finished:
+                        durations.append((active.job.work, active.seconds()))
+                    tasks.remove(active.task)
+                    tasks.update(total, len(runs) - len(waiting) - len(running))
+                    failures |= conclude(active, tasks)
         finally:
-            stop(running)  # none is left, unless a signal or an error ended the loop
+            stop(running)  # none is running, unless a signal or an error ended the loop
             for job in runs:
                 job.clear()
         if interruption.signum:
@@ -161,38 +151,50 @@ def run_all(
     return failures
 
 
-def at_most(work: float, took: Sequence[tuple[float, float]]) -> float:
-    """How long a run may last, by work and seconds of those that have finished: as the longest of those like the
-    smallest that was no smaller, or in proportion to the largest. Before any has, no time."""
-    if not took:
+def at_most(work: float, durations: Sequence[tuple[float, float]]) -> float:
+    """Predict the seconds of a run from the work and seconds of finished ones.
+
+    The prediction is the slowest run of about the size of the smallest finished run that is at least this large. If
+    all are smaller, the largest is scaled up. It is 0 before any run has finished.
+    """
+    if not durations:
         return 0.0
-    like = min((done for done, _ in took if done >= work), default=max(done for done, _ in took))
-    longest = max(seconds for done, seconds in took if like / ALIKE < done < like * ALIKE)
-    return longest * max(1.0, work / like)
+    sizes = [done for done, _ in durations]
+    like = min((done for done in sizes if done >= work), default=max(sizes))
+    slowest = max(s for done, s in durations if like / ALIKE < done < like * ALIKE)
+    return slowest * max(1.0, work / like)
 
 
-def half_start(running: Sequence[Active], jobs: int) -> bool:
-    return sum(active.starting for active in running) >= max(1, jobs // 2)
+def start(job: Job, jobs: int, tasks: Tasks) -> Active:
+    """Launch a run and show it among the tasks."""
+    task = tasks.add(job.label, job.config.train.steps, note="starting")
+    log_start = job.log.stat().st_size if job.log.exists() else 0
+    began = time.time()
+    return Active(job, launch(job, jobs), task, log_start, began)
 
 
-def launch(job: Job, jobs: int, shared: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Its own session: Ctrl-C in the terminal reaches this process alone, which then asks the runs to stop once. Should
-    this process be killed, they notice that they are orphans."""
+def launch(job: Job, jobs: int) -> subprocess.Popen[bytes]:
+    """Start a run's process in a session of its own.
+
+    Ctrl-C in the terminal reaches this process alone, which then asks the runs to stop once. If this process is
+    killed, the runs notice that they are orphans.
+    """
     job.folder.mkdir(parents=True, exist_ok=True)
-    record_company(job, jobs)
-    environment = dict(shared or {})
+    record_launch(job, jobs)
+    environment = {}
     if jobs > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
-    flags = [*job.arguments, "--out", str(job.folder)]
-    if job.plugin:
+    flags = ["--config", str(job.settings), "--out", str(job.folder)]
+    plugin = plugin_for(job.config.model.residual)
+    if plugin:
         from headwater.residuals.plugins import folder_of
 
-        flags += ["--plugin", job.plugin]
+        flags += ["--plugin", plugin]
         # In the current folder --plugin looks by itself, and after the standard library.
-        if (folder := folder_of(job.plugin)) != os.getcwd():
+        if (folder := folder_of(plugin)) != os.getcwd():
             folders = (folder, os.environ.get("PYTHONPATH"))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    if (job.folder / "config.json").exists():
+    if (job.folder / CONFIG).exists():
         flags.append("--resume")
     with job.log.open("ab") as log:
         return subprocess.Popen(
@@ -222,25 +224,23 @@ def plugin_for(spec: str) -> str | None:
     return module
 
 
-def record_company(job: Job, jobs: int) -> None:
-    """launch.json: the most runs made at a time while this one ran, None where an attempt before did not say. Times of
-    runs that shared a machine tell how busy it was. And the arm, by which reports know the run."""
-    path, begun = job.folder / "launch.json", (job.folder / "config.json").exists()
-    before = read_json(path)["side_by_side"] if path.exists() else None if begun else 1
-    arm = {} if job.arm is None else {"arm": job.arm}
-    write_json(path, {"side_by_side": None if before is None else max(before, jobs), **arm})
+def record_launch(job: Job, jobs: int) -> None:
+    """Write launch.json: the most runs made at a time while this one ran, its arm, and its text.
 
-
-def side_by_side(jobs: Sequence[Job]) -> int | None:
-    """The most runs made at a time with any of these; None where one of them does not say."""
-    paths = [job.folder / "launch.json" for job in jobs]
-    counts = [read_json(path)["side_by_side"] for path in paths if path.exists()]
-    return None if None in counts or len(counts) < len(paths) else max(counts, default=None)
+    The number is None if an attempt before did not say, because times of runs that shared a machine tell how busy the
+    machine was.
+    """
+    begun = (job.folder / CONFIG).exists()
+    most = read_launch(job.folder).side_by_side
+    if not begun or most is not None:
+        most = max(most or 1, jobs)
+    corpus = dict(job.corpus)
+    write_json(job.folder / LAUNCH, {"side_by_side": most, "arm": job.arm, "corpus": corpus})
 
 
 def show(active: Active, tasks: Tasks) -> None:
     """The last complete training record, read from the end of the metrics file."""
-    path = active.job.folder / "metrics.jsonl"
+    path = active.job.folder / METRICS
     if not (tasks.watched and path.exists()):
         return
     with path.open("rb") as file:
@@ -257,36 +257,17 @@ def show(active: Active, tasks: Tasks) -> None:
 
 
 def conclude(active: Active, tasks: Tasks) -> dict[str, str]:
+    """Say how a run ended; returns what to say of its failure, by label."""
     job, code = active.job, active.process.returncode
     if code == 0:
         result = TrainResult.read(job.folder)
-        tasks.say(
-            f"{job.label}: {result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s"
-        )
+        bits = f"{result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s"
+        tasks.say(f"{job.label}: {bits}")
         return {}
     with job.log.open("rb") as file:
         file.seek(active.log_start)
-        said = file.read().decode(errors="replace")
-    return {job.label: f"{job.label} (exit code {code}, see {job.log}): {cause(said, code)}"}
-
-
-def cause(said: str, code: int) -> str:
-    """Why a run failed: its last message to the user in full, else the signal that killed it, else the error that its
-    last traceback ends with, its first line and its last, else its last words."""
-    lines = [line for line in said.splitlines() if line.strip() and not PROGRESS.match(line)]
-    begins = [number for number, line in enumerate(lines) if line.startswith("headwater: ")]
-    if begins:
-        first, *rest = lines[begins[-1] :]
-        return "\n    ".join([first.removeprefix("headwater: "), *rest])
-    if code < 0:
-        hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-        return f"it was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
-    traces = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-    raised = (
-        [*dropwhile(lambda line: line.startswith(" "), lines[traces[-1] + 1 :])] if traces else []
-    )
-    error = raised or lines[-1:]  # the traceback may be cut off
-    return "\n    ".join(dict.fromkeys((error[0], error[-1]))) if error else "it left no message"
+        text = file.read().decode(errors="replace")
+    return {job.label: f"{job.label} (exit code {code}, see {job.log}): {cause(text, code)}"}
 
 
 def refuse_failures(failures: Mapping[str, str], runs: int, advice: str) -> None:

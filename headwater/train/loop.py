@@ -24,6 +24,7 @@ from headwater.folders import at_home
 from headwater.models import Decoder
 from headwater.residuals import plugin_of
 from headwater.residuals.registry import how_to_test, suspected
+from headwater.runs.results import DIVERGED, SUMMARY, TrainResult
 from headwater.train.balance import balance
 from headwater.train.checkpoint.folder import last_good
 from headwater.train.checkpoint.saver import NotFinite
@@ -41,7 +42,6 @@ from headwater.train.monitor.interrupts import Interruption
 from headwater.train.monitor.progress import ProgressLine
 from headwater.train.monitor.watchdog import Watchdog
 from headwater.train.optim import ends_in_warmup, learning_rate, set_learning_rate
-from headwater.train.results import DIVERGED, SUMMARY, TrainResult
 from headwater.train.run import Run, begin, choose_device, finish, save
 
 TOGETHER = 1e-3  # seconds; no step is shorter

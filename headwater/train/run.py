@@ -23,6 +23,7 @@ from headwater.errors import UserError, user_values
 from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.sublayer import Sublayer
 from headwater.residuals import located, pinned
+from headwater.runs.results import DIVERGED, SUMMARY, TrainResult, code_of
 from headwater.train.balance import Load
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint.saver import Saver
@@ -41,7 +42,6 @@ from headwater.train.load import fill_from
 from headwater.train.monitor.bad_steps import Skips, drop_causes
 from headwater.train.monitor.metrics import START, MetricsLog, Mirror
 from headwater.train.optim import build_optimizers
-from headwater.train.results import DIVERGED, SUMMARY, TrainResult, code_of
 
 FRESH: dict[str, Any] = {
     "step": 0,
@@ -458,7 +458,7 @@ def finish(run: Run) -> TrainResult:
         tokenizer_hash=run.identity["corpus"]["tokenizer_hash"],
     )
     if run.ranks.main:
-        result.write()
+        write_json(run.folder / SUMMARY, result.summary())
     return result
 
 

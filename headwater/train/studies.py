@@ -1,55 +1,50 @@
-"""The folder of a study: which runs of a recipe are finished and count, what is missing and is run, how long it takes.
+"""The engine of many runs: their folders, what is missing of them, and `study`, which runs a recipe.
 
-A run's folder is named after what the recipe's lists gave it when it began, and keeps that name when they change. Its
-weights are dropped when it is finished, unless the recipe says `keep_weights = true`: metrics, settings and summary
-stay, which is what reports and fits are made of. Runs side by side on one GPU compute at the same time where NVIDIA's
-MPS is installed (sharing.py), else in turns.
+A run's folder is named after its settings and a hash of all that count and of its text (headwater.runs.identity), so
+what is there counts, and is never made twice. Weights are dropped when a run is finished, unless the recipe says
+`keep_weights = true`: metrics, settings and summary stay, which is what reports and fits are made of. `compare` runs on
+the same engine.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from rich.console import Console
 
-from headwater.errors import UserError
+from headwater.errors import UserError, command, dotted, spelling
 from headwater.folders import at_home
+from headwater.models.config import ModelConfig
 from headwater.residuals.parameter_groups import sort_parameters
-from headwater.residuals.plugins import flags_for
 from headwater.residuals.registry import suspected
-from headwater.train.config import Config
+from headwater.runs.files import read_object
+from headwater.runs.identity import HASHES, digits_of, folder_of, identity, slug
+from headwater.runs.launch import LAUNCH
+from headwater.runs.record import COMPARISON, CONFIG, SUMMARY
+from headwater.runs.results import DIVERGED, TrainResult
+from headwater.train.config import Config, flatten
 from headwater.train.data.dataset import Dataset
-from headwater.train.differences import FREE, OUTER, differences, fingerprint
-from headwater.train.files import locked, read_json, refuse_others, write_json
+from headwater.train.differences import FREE, OUTER, TEXT, differences
+from headwater.train.files import locked, refuse_others, write_json
 from headwater.train.jobs import Job, plugin_for, refuse_failures, run_all
 from headwater.train.optim import ends_in_warmup
-from headwater.train.recipes import (
-    Recipe,
-    as_settings,
-    in_words_of_recipes,
-    model_of,
-    prepared,
-    read_recipe,
-)
-from headwater.train.results import DIVERGED, SUMMARY, TrainResult
+from headwater.train.recipes import PlannedRun, model_of, prepared, read_recipe
 
-CORPORA = "corpora.json"  # of each run the tokens that it sees, as hashes
-KNOWN = ("settings", "runs", "table.json", CORPORA)  # what is there before its first run is
+TABLE = "table.json"
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """`finished` runs by name, those that `diverged`, and what is `left`; `seconds` is an estimate for that, None
-    before any run is done."""
+    """How a study stands: `finished` runs by the name of their folder, and those that `diverged` or are `left`.
+
+    `seconds` is an estimate for what is left, None before any run has finished.
+    """
 
     folder: Path
     finished: dict[str, TrainResult]
@@ -59,17 +54,13 @@ class StudyResult:
 
     def table(self) -> list[dict[str, Any]]:
         """The rows as table.json has them: the name of each finished run, its settings and its result."""
-        files = {
-            name: (run.folder / "config.json", run.folder / SUMMARY)
-            for name, run in self.finished.items()
-        }
-        return [
-            {"run": name, **read_json(config), **read_json(result)}
-            for name, (config, result) in files.items()
-        ]
+        rows = []
+        for name, run in self.finished.items():
+            settings, summary = read_object(run.folder / CONFIG), read_object(run.folder / SUMMARY)
+            rows.append({"run": name, **settings, **summary})
+        return rows
 
 
-@in_words_of_recipes()
 def study(
     recipe: str | Path,
     out: str | Path | None = None,
@@ -85,238 +76,242 @@ def study(
         out: folder of the study, by default runs/ and its name: table.json, and under runs/ a folder for each run.
             `headwater report` and `headwater scaling` take it.
         minutes: no run is started after them, and those under way are saved: the next call goes on from there.
-        whole: start no run that would not end in those minutes, going by those that have ended, but a shorter one
+        whole: start no run that would not end in those minutes, judging by those that have ended, but a shorter one
             instead: for a machine whose disk is lost.
         progress: show how far the runs are.
 
     Returns a `StudyResult`. A run that diverged is a result as well, and is not repeated unless its settings change or
-    its folder is removed. Raises `headwater.errors.UserError` for a file that does not fit, for a folder whose runs
-    were made with other settings, and, after all others have ended, for runs that failed.
+    its folder is removed. Raises `headwater.errors.UserError` for a file that does not fit, for a run whose folder was
+    changed, and, after all others have ended, for runs that failed.
 
         study("studies/noise/recipe.toml", minutes=20)
     """
     began = time.monotonic()
     if not minutes >= 0:
-        raise UserError(
-            f"minutes must be 0, to start nothing, or a positive number; got {minutes:g}"
-        )
-    console = Console(
-        quiet=not progress, markup=False, highlight=False
-    )  # names and messages may have [brackets]
-    plan = read_recipe(at_home(recipe))
-    go_on = f"headwater study {quote(str(recipe))}" + (
-        "" if out is None else f" --out {quote(str(out))}"
-    )
-    go_on += flags_for(plugin_for(config.model.residual) for config in plan.runs.values())
-    out = Path("runs") / plan.name if out is None else at_home(out)
-    if (out / "compare.json").exists() or not any((out / "runs").glob("*/config.json")):
-        refuse_others(out, "a study", known=KNOWN)
-    with locked(out):
-        (out / "settings").mkdir(exist_ok=True)
-        work = {name: operations_of(name, config) for name, config in plan.runs.items()}
-        seen = read_json(out / CORPORA) if (out / CORPORA).exists() else {}
-        names, others = folders_of(plan.runs, out / "runs", seen)
-        jobs = [
-            job_of(names[name], config, out, plan.keep_weights, work[name])
-            for name, config in plan.runs.items()
-        ]
-        plan = replace(plan, runs={names[name]: config for name, config in plan.runs.items()})
-        write_json(out / CORPORA, refuse_other_settings(jobs, plan, seen))
-        for name, config in plan.runs.items():
-            write_json(out / "settings" / f"{name}.json", asdict(config))
-        result = standing(out, jobs, plan)
-        before = describe(result)
-        console.print(before, soft_wrap=True)
-        if others:
-            console.print(
-                f"of no run of this file: {', '.join(others)}, in {out / 'runs'}", soft_wrap=True
+        raise UserError(f"minutes must be 0, to start nothing, or positive; got {minutes:g}")
+    # Names and messages may have [brackets], which rich would take for markup.
+    console = Console(quiet=not progress, markup=False, highlight=False)
+    with spelling(dotted):
+        plan = read_recipe(at_home(recipe))
+        go_on = command("study", recipe, out=out, plugin=plugins_of(plan.runs))
+        folder = Path("runs") / slug(plan.name) if out is None else at_home(out)
+        if (folder / COMPARISON).exists() or not any((folder / "runs").glob(f"*/{CONFIG}")):
+            refuse_others(folder, "a study", known=("settings", "runs", TABLE))
+        with locked(folder):
+            jobs = place(plan.runs, folder, keep_weights=plan.keep_weights)
+            result = standing(folder, jobs, plan.jobs)
+            say_how_it_stands(console, result, jobs)
+            failures = carry_out(
+                [job for job in jobs if not job.diverged],
+                folder,
+                plan.jobs,
+                console,
+                go_on=go_on,
+                seconds=60 * minutes - (time.monotonic() - began),  # text may take minutes
+                whole=whole,
+                table=lambda: standing(folder, jobs, plan.jobs).table(),
             )
-        left = [plan.runs[name] for name in result.left]
-        for said in dict.fromkeys(
-            filter(None, (ends_in_warmup(one.train.steps, one.optim) for one in left))
-        ):
-            console.print(as_settings(said), soft_wrap=True)
-        due = [job for job in jobs if not job.diverged]
-        try:
-            seconds = 60 * minutes - (
-                time.monotonic() - began
-            )  # to prepare the text may take minutes
-            failures = run_all(due, plan.jobs, console, go_on=go_on, seconds=seconds, whole=whole)
-        finally:  # also of what Ctrl-C has interrupted
-            result = standing(out, jobs, plan)
-            write_json(out / "table.json", result.table())
-        for label in failures.keys() & {*result.diverged}:
-            console.print(as_settings(failures.pop(label)), soft_wrap=True)
-        if describe(result) != before:
+            before, result = result, standing(folder, jobs, plan.jobs)
+        for job in jobs:
+            if job.diverged and job.label in failures:
+                console.print(failures.pop(job.label), soft_wrap=True)
+        if describe(result) != describe(before):
             console.print(describe(result), soft_wrap=True)
         if result.left and not failures and 0 < minutes < math.inf:
             why = "would end in" if whole else "is begun after"
-            console.print(
-                f"no other run {why} the {minutes:g} minutes; go on with: {go_on}", soft_wrap=True
-            )
-    refuse_failures(
-        failures,
-        len(jobs),
-        f"Settings are those of {recipe}; the same command tries again what failed",
-    )
+            words = f"no other run {why} the {minutes:g} minutes; go on with: {go_on}"
+            console.print(words, soft_wrap=True)
+        advice = f"Settings are those of {recipe}; the same command tries again what failed"
+        refuse_failures(failures, len(jobs), advice)
     return result
 
 
-def operations_of(name: str, config: Config) -> float:
-    """A run's model is made without weights, so that one that does not fit is known before anything runs, as is a
-    corpus that is too short."""
+def plugins_of(runs: Iterable[PlannedRun]) -> list[str]:
+    """Modules that the processes of these runs import for their residuals."""
+    modules = [plugin_for(run.config.model.residual) for run in runs]
+    return list(dict.fromkeys(module for module in modules if module))
+
+
+def place(runs: Sequence[PlannedRun], out: Path, *, keep_weights: bool) -> list[Job]:
+    """The job of each run, in its folder; writes the files of their settings.
+
+    Raises UserError before anything runs: for a model or a text that does not fit, and for a folder whose run is not
+    what its name says.
+    """
+    jobs: dict[str, Job] = {}
+    for run in runs:
+        data = prepared_for(run)
+        unfelt = unfelt_settings(run.config, data)
+        digits = identity_of(resolved(run.config, data), data.identity, unfelt)
+        if digits in jobs:
+            refuse_same_run(jobs[digits], run, unfelt)
+            continue
+        jobs[digits] = Job(
+            label=run.label,
+            folder=folder_of(out / "runs", run.label, digits),
+            config=run.config,
+            arm=run.arm,
+            corpus=data.identity,
+            work=operations(run.config, data),
+            keep_weights=keep_weights,
+        )
+    refuse_changed(jobs.values())
+    for job in jobs.values():
+        (out / "settings").mkdir(exist_ok=True, parents=True)
+        write_json(job.settings, asdict(job.config))
+        retry_with_other_limits(job)
+    return list(jobs.values())
+
+
+def prepared_for(run: PlannedRun) -> Dataset:
+    """The text of a run, once it is known that model and text fit."""
     try:
-        with suspected(config.model.residual):
-            work = operations(config)
-        data = prepared(config.data)
-        data.check_length(model_of(config, data).config.context)
-        return work
+        with suspected(run.config.model.residual):
+            data = prepared(run.config.data)
+            model = model_of(run.config, data)
+        data.check_length(model.config.context)
+        return data
     except UserError as error:
-        raise UserError(f"run {name} does not fit: {error}") from None
+        raise UserError(f"run {run.label} does not fit: {error}") from None
 
 
-def folders_of(
-    runs: Mapping[str, Config], folder: Path, seen: Mapping[str, Any]
-) -> tuple[dict[str, str], list[str]]:
-    """By the name that a run has in the file, that of its folder; and the folders that no run of the file has.
-
-    A run that began under another name, because the file's lists have changed their order or are more, keeps it: else
-    it would be made again, and a fit would have two runs of one seed. `seen`: by folder what it has seen of its text,
-    which may have moved."""
-    held: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.glob("*/config.json")):
-        if path.parent.name not in runs:
-            with suppress(UserError):  # one that cannot be read is of no run of the file
-                saved = read_json(path)
-                saved = saved if isinstance(saved, dict) else {}
-                held[path.parent.name] = {
-                    **saved,
-                    "data": seen.get(path.parent.name) or saved.get("data"),
-                }
-    known: dict[
-        frozenset[str], dict[Hashable, str]
-    ] = {}  # by what may differ, which the residual decides
-    names = {}
-    for name, config in runs.items():
-        names[name] = name
-        if held and not (folder / name / "config.json").exists():
-            data = prepared(config.data)
-            free = OUTER | idle(config, data)
-            if free not in known:
-                known[free] = {fingerprint(saved, free): other for other, saved in held.items()}
-            for text in (data.identity, asdict(config.data)):
-                if names[name] == name:
-                    asked = {**settings_of(config, data), "data": text}
-                    names[name] = known[free].pop(fingerprint(asked, free), name)
-    return names, sorted(held.keys() - names.values())
-
-
-def job_of(name: str, config: Config, out: Path, keep_weights: bool, work: float) -> Job:
-    return Job(
-        label=name,
-        folder=out / "runs" / name,
-        arguments=("--config", str(out / "settings" / f"{name}.json")),
-        steps=config.train.steps,
-        plugin=plugin_for(config.model.residual),
-        work=work,
-        keep_weights=keep_weights,
-    )
-
-
-def refuse_other_settings(
-    jobs: Sequence[Job], plan: Recipe, known: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A run that is finished counts, and one that was cut off goes on, only if it is the one that the file describes:
-    `headwater train --resume` would take the latter to other steps. One that diverged is tried again with other
-    settings, from the start if they make it another run. A factor on the rate of queries changes nothing where there
-    are none: runs from before its default was another still count. `known` is what each has seen of its text, and what
-    is returned what all of them see: a file that has changed keeps its name."""
-    seen = dict(known)
-    again: list[Job] = []
-    anew: list[Job] = []
-    for job, config in zip(jobs, plan.runs.values(), strict=True):
-        data = prepared(config.data)
-        if (
-            job.finished or job.diverged or any((job.folder / "checkpoints").glob("step-*"))
-        ):  # else it begins anew
-            text = {
-                **seen.get(job.label, {}),
-                **text_of(job),
-            }  # which may have changed while others ran
-            asked = {
-                **settings_of(config, data),
-                "corpus": {key: data.identity[key] for key in text},
-            }
-            saved = {**read_json(job.folder / "config.json"), "corpus": text}
-            unfelt = idle(config, data)
-            listing = differences(saved, asked, FREE | unfelt)
-            if listing and not job.diverged:
-                raise UserError(
-                    f"{job.folder} holds a run with other settings, or on other text:\n  "
-                    + "\n  ".join(listing)
-                    + "\nTake back the change, remove that folder, or choose another --out"
-                )
-            if listing:
-                anew.append(job)
-            if differences(
-                saved, asked, OUTER | unfelt
-            ):  # such as more steps that it may leave out: worth another try
-                again.append(job)
-        seen[job.label] = data.identity
-    for job in anew:
-        shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
-    for job in again:
-        (job.folder / DIVERGED).unlink(missing_ok=True)
-    return seen
-
-
-def settings_of(config: Config, data: Dataset) -> dict[str, Any]:
-    """As the config.json of a run has them."""
+def resolved(config: Config, data: Dataset) -> dict[str, Any]:
+    """Settings as the config.json of a run has them: the model with all that its size says."""
     from headwater.train.run import resolve_model
 
     return {**asdict(config), "model": resolve_model(config.model, data).to_dict()}
 
 
-def text_of(job: Job) -> dict[str, str]:
-    """What a run says of its text where no corpora.json does, as in an archive of metrics."""
-    known = TrainResult.read(job.folder).source_hash if job.finished else ""
-    return {"source_hash": known} if known else {}
+def unfelt_settings(config: Config, data: Dataset) -> frozenset[str]:
+    """Settings that change nothing in a run: a factor on the rate of queries, if the residual has no queries."""
+    if sort_parameters(model_of(config, data))["queries"]:
+        return frozenset()
+    return frozenset({"optim.query_lr"})
 
 
-def idle(config: Config, data: Dataset) -> frozenset[str]:
-    """Settings that change nothing of a run: a factor on the rate of queries where there are none."""
-    return (
-        frozenset()
-        if sort_parameters(model_of(config, data))["queries"]
-        else frozenset({"optim.query_lr"})
+def identity_of(
+    settings: Mapping[str, Any], corpus: Mapping[str, Any], unfelt: frozenset[str]
+) -> str:
+    """Hash of the settings that count and of the text.
+
+    Settings at their defaults are left out, so that a setting which a later version adds gives no run another name.
+    """
+    ignored = FREE | TEXT | unfelt
+    counted = {}
+    for key, value in flatten(dict(settings)).items():
+        if key not in ignored and (key not in DEFAULTS or DEFAULTS[key] != value):
+            counted[key] = value
+    return identity(counted, corpus)
+
+
+def _defaults() -> dict[str, Any]:
+    """Default of every setting by its dotted name, as far as it has one."""
+    values = {f"model.{each.name}": each.default for each in fields(ModelConfig)}
+    sections = {name: values for name, values in asdict(Config()).items() if name != "model"}
+    return values | flatten(sections)
+
+
+DEFAULTS = _defaults()
+
+
+def refuse_same_run(first: Job, other: PlannedRun, unfelt: frozenset[str]) -> None:
+    """Two runs of a recipe have one folder: fine if they are equal, and else no question that a study answers."""
+    listing = differences(asdict(first.config), asdict(other.config), unfelt | TEXT)
+    if listing:
+        details = "\n  ".join(listing)
+        raise UserError(
+            f"runs {first.label} and {other.label} compute the same, and differ only in:\n  {details}\nLeave one out, "
+            "or use another study for each"
+        )
+
+
+def refuse_changed(jobs: Iterable[Job]) -> None:
+    """A finished run counts only if it is what its folder's name says.
+
+    A run may have been taken to other steps by itself, and each run reads the text for itself, which may have changed
+    meanwhile.
+    """
+    changed = [job for job in jobs if job.finished and not is_what_its_name_says(job)]
+    if changed:
+        folders = ", ".join(str(job.folder) for job in changed)
+        raise UserError(
+            f"not the runs that they began as: {folders}. Their settings have changed since, or their text changed "
+            "while they ran, so they would be compared with unlike runs. Remove these folders, and run again"
+        )
+
+
+def is_what_its_name_says(job: Job) -> bool:
+    summary = read_object(job.folder / SUMMARY)
+    corpus = {name: summary.get(name) or job.corpus.get(name) for name in HASHES}
+    data = prepared(job.config.data)
+    unfelt = unfelt_settings(job.config, data)
+    settings = read_object(job.folder / CONFIG)
+    return identity_of(settings, corpus, unfelt) == digits_of(job.folder)
+
+
+def retry_with_other_limits(job: Job) -> None:
+    """A run that diverged is tried again if settings changed that its hash leaves out, such as steps to leave out."""
+    if not job.diverged or not (job.folder / CONFIG).exists():
+        return
+    data = prepared(job.config.data)
+    saved, asked = read_object(job.folder / CONFIG), resolved(job.config, data)
+    free = OUTER | TEXT | unfelt_settings(job.config, data)
+    if differences(saved, asked, free):
+        (job.folder / DIVERGED).unlink()
+
+
+def carry_out(
+    jobs: Sequence[Job],
+    out: Path,
+    processes: int,
+    console: Console,
+    *,
+    go_on: str,
+    table: Callable[[], Any],
+    seconds: float = math.inf,
+    whole: bool = False,
+) -> dict[str, str]:
+    """Make the runs that are missing and write table.json, also after Ctrl-C; returns what failed, by label."""
+    waiting = [job for job in jobs if not job.finished]
+    warnings = [ends_in_warmup(job.config.train.steps, job.config.optim) for job in waiting]
+    for warning in dict.fromkeys(filter(None, warnings)):
+        console.print(warning, soft_wrap=True)
+    try:
+        return run_all(jobs, processes, console, go_on=go_on, seconds=seconds, whole=whole)
+    finally:
+        refuse_changed(jobs)
+        write_json(out / TABLE, table())
+
+
+def standing(out: Path, jobs: Sequence[Job], processes: int) -> StudyResult:
+    """How the runs stand, with an estimate of the time for those that are left."""
+    finished = {job: TrainResult.read(job.folder) for job in jobs if job.finished}
+    left = [job for job in jobs if not (job.finished or job.diverged)]
+    seconds = None
+    if finished:
+        total = sum(seconds_for(job, finished) for job in left)
+        seconds = total / min(processes, len(left) or 1)
+    return StudyResult(
+        out,
+        {job.folder.name: result for job, result in finished.items()},
+        tuple(job.folder.name for job in left),
+        seconds,
+        tuple(job.folder.name for job in jobs if job.diverged),
     )
 
 
-def standing(out: Path, jobs: Sequence[Job], plan: Recipe) -> StudyResult:
-    """What is done and what is left. The time for the rest is estimated from the runs that are done: how long their
-    processes took to start, and then each operation. Of a run, by those that differ in the seed alone, where there are
-    any; else by those of its residual; else by all."""
-    finished = {job: TrainResult.read(job.folder) for job in jobs if job.finished}
-    diverged = tuple(job.label for job in jobs if job.diverged)
-    left, seconds = [job for job in jobs if not (job.finished or job.diverged)], None
+def seconds_for(job: Job, finished: Mapping[Job, TrainResult]) -> float:
+    """Estimate a run's time from finished runs: how long their processes took to start, and then each operation.
 
-    def seconds_for(job: Job) -> float:
-        asked = plan.runs[job.label]
-        kin = [
-            done
-            for done in finished
-            if plan.runs[done.label].model.residual == asked.model.residual
-        ]
-        twins = [done for done in kin if seedless(plan.runs[done.label]) == seedless(asked)]
-        alike = twins or kin or list(finished)
-        return statistics.median(
-            start_of(done.folder) + finished[done].seconds * job.work / done.work for done in alike
-        )
-
-    if finished:
-        seconds = sum(map(seconds_for, left)) / min(plan.jobs, len(left) or 1)
-    results = {job.label: result for job, result in finished.items()}
-    return StudyResult(out, results, tuple(job.label for job in left), seconds, diverged)
+    Runs that differ in the seed alone tell most; else those of the same residual; else all.
+    """
+    residual, settings = job.config.model.residual, seedless(job.config)
+    kin = [other for other in finished if other.config.model.residual == residual]
+    twins = [other for other in kin if seedless(other.config) == settings]
+    times = []
+    for other in twins or kin or finished:
+        times.append(start_of(other.folder) + finished[other].seconds * job.work / other.work)
+    return statistics.median(times)
 
 
 def seedless(config: Config) -> Config:
@@ -324,19 +319,33 @@ def seedless(config: Config) -> Config:
 
 
 def start_of(folder: Path) -> float:
-    """Seconds from the launch of a run's last process to its first step, by when files were written; the summary does
-    not count them."""
-    launched, began = (folder / name for name in ("launch.json", "config.json"))
+    """Seconds from the launch of a run's last process to its first step, which the summary does not count.
+
+    They are told by when files were written.
+    """
+    launched, began = folder / LAUNCH, folder / CONFIG
     return max(0.0, began.stat().st_mtime - launched.stat().st_mtime) if launched.exists() else 0.0
 
 
-def operations(config: Config) -> float:
-    model = model_of(config, prepared(config.data))
+def operations(config: Config, data: Dataset) -> float:
+    """Operations of a whole run."""
+    model = model_of(config, data)
     tokens = config.train.steps * config.train.batch_size * model.config.context
     return float(model.flops_per_token(model.config.context) * tokens)
 
 
+def say_how_it_stands(console: Console, result: StudyResult, jobs: Sequence[Job]) -> None:
+    """Print what is done and left, and which folders belong to no run: reports and fits would take them too."""
+    console.print(describe(result), soft_wrap=True)
+    ours = {job.folder.name for job in jobs}
+    runs = result.folder / "runs"
+    others = sorted({path.parent.name for path in runs.glob(f"*/{CONFIG}")} - ours)
+    if others:
+        console.print(f"of no run of this file: {', '.join(others)}, in {runs}", soft_wrap=True)
+
+
 def describe(result: StudyResult) -> str:
+    """Say in a line how many runs are done, and how long the others will take."""
     done, left, bad = len(result.finished), len(result.left), len(result.diverged)
     text = f"{result.folder}: {done} of {done + left + bad} runs finished"
     if bad:
@@ -346,8 +355,8 @@ def describe(result: StudyResult) -> str:
         return text
     if result.seconds is None:
         return f"{text}; how long the others take is known when one is done"
-    whole = round(result.seconds / 60)
-    minutes = (
-        "less than a minute" if result.seconds < 60 else f"about {whole} minute{'s' * (whole > 1)}"
-    )
-    return f"{text}; {minutes} for the {'one that is' if left == 1 else f'{left} that are'} left"
+    minutes = round(result.seconds / 60)
+    duration = f"about {minutes} minute{'s' * (minutes > 1)}"
+    if result.seconds < 60:
+        duration = "less than a minute"
+    return f"{text}; {duration} for the {'one that is' if left == 1 else f'{left} that are'} left"

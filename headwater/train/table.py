@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from headwater.runs.results import CompareRow, Spread, TrainResult
 from headwater.runs.stats import BASELINE, Stat, judge, limits, pair, summarize
 from headwater.runs.tables import Table
-from headwater.train.results import CompareRow, Spread, TrainResult
 
 COLUMNS = ("residual", "bits/byte", "difference", "params", "FLOPs", "seconds", "MiB")
 

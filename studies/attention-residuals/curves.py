@@ -22,11 +22,11 @@ from records import (
 )
 from tables import beside_plain, between
 
-from headwater.analyze.runs import RecordedRun
 from headwater.analyze.scaling import Interval, Scaling, compare_scaling
 from headwater.analyze.scaling_points import operations, points_of
 from headwater.analyze.scaling_report import shown
 from headwater.models.config import SIZES
+from headwater.runs.record import RecordedRun
 from headwater.runs.stats import Paired, pair, summarize
 
 TEXT = 102_435_696  # tokens of the training text

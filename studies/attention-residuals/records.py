@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headwater.analyze.plot import ARMS
-from headwater.analyze.runs import RecordedRun, find_runs, read_run
+from headwater.runs.identity import label_of
+from headwater.runs.record import RecordedRun, find_runs, read_run
 
 HERE = Path(__file__).parent
 BASELINE = "standard"
@@ -46,11 +47,11 @@ def finished(runs: Sequence[RecordedRun]) -> Runs:
 
 def left_out(runs: Sequence[RecordedRun]) -> str:
     """A line on runs without a result: a mean over seeds that did not diverge speaks of those alone."""
-    names = [
-        f"`{run.name}`" + (f" ({run.stopped})" if run.stopped else "")
-        for run in runs
-        if not run.summary
-    ]
+    names = []
+    for run in runs:
+        if not run.summary:
+            reason = f" ({run.stopped})" if run.stopped else ""
+            names.append(f"`{label_of(run.name)}`{reason}")
     return f"\nWithout a result, so not in the table: {'; '.join(names)}.\n" if names else ""
 
 

@@ -20,7 +20,7 @@ from records import (
 )
 from tables import FACTOR, arm_of, by_name
 
-from headwater.analyze.runs import RecordedRun
+from headwater.runs.record import RecordedRun
 from headwater.runs.stats import summarize
 
 NEAR_BEST = (8e-3, 1.1e-2, 1.6e-2)  # learning rates of the smallest size

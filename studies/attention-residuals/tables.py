@@ -26,7 +26,7 @@ from records import (
 )
 
 from headwater.analyze.plot import ARMS
-from headwater.analyze.runs import RecordedRun
+from headwater.runs.record import RecordedRun
 from headwater.runs.stats import UNTOLD, Paired, Stat, minus, pair, reach, spearman, summarize
 
 FACTOR = "optim.query_lr"

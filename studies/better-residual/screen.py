@@ -23,9 +23,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headwater.train.sharing import shared_gpu
+
 from headwater.models import Decoder, ModelConfig
 from headwater.train.config import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings
-from headwater.train.sharing import shared_gpu
 
 BASELINES = {
     "standard": "standard",

@@ -13,20 +13,12 @@ import pytest
 from runfolder import make_comparison, make_run, write_json
 
 from headwater.analyze import report
-from headwater.analyze.groups import (
-    curves,
-    draw_curves,
-    draw_depth,
-    group_runs,
-    smooth,
-    telling,
-    thin,
-    words_of,
-)
+from headwater.analyze.curves import curves, draw_curves, draw_depth, smooth, thin
 from headwater.analyze.matrix import write_matrix
 from headwater.analyze.report import make_page, write_report
-from headwater.analyze.runs import find_order, find_runs, read_run, read_runs
 from headwater.errors import UserError
+from headwater.runs.groups import group_runs, telling, words_of
+from headwater.runs.record import find_order, find_runs, read_run, read_runs
 
 
 def rewrite(path: Path, **changes) -> None:
@@ -304,9 +296,9 @@ def test_the_sizes_of_a_study_stand_side_by_side(tmp_path):
 def test_a_study_names_the_digest_of_its_text(tmp_path):
     make_run(tmp_path / "runs" / "a", layers=1, steps=5)
     make_run(tmp_path / "runs" / "b", layers=1, steps=5, lr=0.1)
-    write_json(
-        tmp_path / "corpora.json", {name: {"source_hash": "0123456789abcdef"} for name in "ab"}
-    )
+    for name in "ab":
+        launch = {"corpus": {"source_hash": "0123456789abcdef"}}
+        write_json(tmp_path / "runs" / name / "launch.json", launch)
     assert "Corpus stdlib, bytes tokens, 0123456789ab Training" in said_of(tmp_path)
 
 
@@ -574,7 +566,6 @@ def test_runs_with_other_settings_are_told_apart(tmp_path):
     [
         ("optim", "query_lr", 0.1, True),  # the plain residual has no queries
         ("train", "compile", "model", True),
-        ("model", "depth_start", True, True),  # the default, which older runs do not name
         ("model", "depth_start", False, False),
         ("optim", "lr", 0.1, False),
     ],

@@ -3,15 +3,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from runfolder import make_comparison, make_run, write_json
 from tinyrun import tiny
 
-from headwater.analyze.groups import most_beside
-from headwater.analyze.runs import find_runs, read_run
 from headwater.errors import UserError
+from headwater.runs.launch import most_at_a_time
+from headwater.runs.record import find_runs, read_run
 from headwater.train.loop import train
 
 
@@ -136,7 +135,7 @@ def test_else_the_log_has_its_last_words(tmp_path):
 
 def test_the_most_runs_at_a_time_are_unknown_where_one_does_not_say():
     def most(*counts):
-        return most_beside([SimpleNamespace(beside=count) for count in counts])
+        return most_at_a_time(counts)
 
     assert (most(1, 3, 2), most(3, None), most()) == (3, None, None)
 

@@ -17,12 +17,12 @@ from headwater.analyze.bootstrap import noise_groups
 from headwater.analyze.plot import FLOOR, HIGH, TOP, Line, Panel, lines_of, picture
 from headwater.analyze.power_law import Fit, fit
 from headwater.analyze.rates import at_rate, rates_by_budget
-from headwater.analyze.runs import RecordedRun
 from headwater.analyze.scaling import Interval, compare_scaling, without_ends
 from headwater.analyze.scaling_points import confounders_of, operations, points_of
 from headwater.analyze.scaling_report import plot, table, write_plot
 from headwater.cli import main
 from headwater.errors import UserError
+from headwater.runs.record import RecordedRun
 from headwater.runs.stats import t_quantile
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -20,11 +20,12 @@ import torch
 from tinyrun import STEPS, fingerprint, read_all, tiny, write_corpus
 
 from headwater.analyze import write_report
-from headwater.analyze.runs import read_run
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names, pinned
 from headwater.residuals import record as record_of
+from headwater.runs.record import read_run
+from headwater.runs.results import TrainResult, code_of
 from headwater.train import compare, load, loop, study
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.folder import checkpoints, damage, load_model, read_state
@@ -40,7 +41,6 @@ from headwater.train.load import LoadedRun, fill_from, load_run
 from headwater.train.loop import accumulate, evaluate, train, update, windows_of
 from headwater.train.monitor.bad_steps import Skips
 from headwater.train.optim import build_optimizers, learning_rate, set_learning_rate
-from headwater.train.results import TrainResult, code_of
 from headwater.train.run import begin, compile_mode, save
 
 

@@ -10,19 +10,20 @@ from typing import Any
 
 from headwater.errors import UserError
 from headwater.folders import at_home
-from headwater.train.files import read_json, write_json
+from headwater.runs.files import read_object
+from headwater.runs.record import SUMMARY
 
-SUMMARY = "summary.json"
 DIVERGED = "diverged.json"  # why a run gave up by itself; gone as soon as it is taken up again
 PACKAGE = Path(__file__).parents[1]
 
 
 @functools.cache
 def code_of(package: Path = PACKAGE) -> str:
-    """The first twelve digits of a hash of a package's own files: what tells versions between two releases apart."""
+    """The first twelve digits of a hash of a package's own files, which tell versions between two releases apart."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        for part in (path.relative_to(package).as_posix().encode(), path.read_bytes()):
+        name = path.relative_to(package).as_posix().encode()
+        for part in (name, path.read_bytes()):
             digest.update(len(part).to_bytes(8) + part)
     return digest.hexdigest()[:12]
 
@@ -36,32 +37,33 @@ class TrainResult:
     seed: int
     parameters: int
     residual_parameters: int
-    """Of them, the residual's own."""
+    """Parameters of the residual, which are among them."""
     flops_per_token: int
-    """Of a training step: the forward pass and twice as much for the backward pass."""
+    """Operations of a training step: the forward pass and twice as much for the backward pass."""
     tokens: int
-    """Seen in training, repetitions included."""
+    """Tokens seen in training, repetitions included."""
     steps: int
     skipped_steps: int = 0
-    """Left out because their loss was not finite or a spike."""
+    """Steps left out because their loss was not finite or a spike."""
     seconds: float
     """Wall-clock, over all the processes that the run took."""
     peak_memory_bytes: int
-    """Of the rank with the most: on a GPU what torch allocated, else the resident memory of the process."""
+    """Memory of the rank with the most: on a GPU what torch allocated, else the resident memory of the process."""
     loss: float
     """Nats per token on held-out text."""
     bits_per_byte: float
     """The same loss, comparable between tokenizers."""
     device: str
     torch: str
-    """Version, as the next one."""
+    """Version of torch."""
     headwater: str
+    """Version of headwater."""
     code: str = ""
-    """What `code_of` said of headwater when the run began, or was last taken up."""
+    """`code_of` headwater when the run began, or was last taken up."""
     source_hash: str = ""
-    """Of its text: runs with the same have seen the same documents, and were judged on the same."""
+    """Hash of its text: runs with the same hash saw the same documents, and were judged on the same."""
     tokenizer_hash: str = ""
-    """With the same of this too, they have seen the same tokens."""
+    """Hash of its tokenizer: with both hashes the same, runs saw the same tokens."""
 
     @classmethod
     def read(cls, folder: str | Path) -> TrainResult:
@@ -71,25 +73,24 @@ class TrainResult:
         """
         folder = at_home(folder)
         path = folder / SUMMARY
-        saved = read_json(path)
-        known = {field.name for field in fields(cls)} - {"folder"}
-        needed = {field.name for field in fields(cls) if field.default is MISSING} - {"folder"}
-        if not isinstance(saved, dict) or needed - saved.keys():
-            lacks = (
-                f"it lacks {', '.join(sorted(needed - saved.keys()))}"
-                if isinstance(saved, dict)
-                else "no section"
-            )
+        if not path.exists():
+            raise UserError(f"{path} is missing: {folder} holds no run that has finished")
+        saved = read_object(path)
+        names = {field.name for field in fields(cls)} - {"folder"}
+        required = {field.name for field in fields(cls) if field.default is MISSING} - {"folder"}
+        missing = sorted(required - saved.keys())
+        if missing:
             raise UserError(
-                f"{path} is not the summary of a run ({lacks}): restore it, or take the run up again"
+                f"{path} is not the summary of a run (it lacks {', '.join(missing)}): restore it, or take the run up "
+                "again"
             )
-        return cls(folder=folder, **{key: value for key, value in saved.items() if key in known})
+        return cls(folder=folder, **{key: value for key, value in saved.items() if key in names})
 
-    def write(self) -> None:
-        """summary.json, in the run's folder."""
+    def summary(self) -> dict[str, Any]:
+        """The values of summary.json."""
         values = asdict(self)
         del values["folder"]
-        write_json(self.folder / SUMMARY, values)
+        return values
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,11 @@ class CompareRow:
     seconds: Spread
     peak_memory_bytes: Spread
     difference: Spread = Spread(None, None)
-    """Bits per byte less those of the first row, seed by seed."""
+    """Bits per byte minus those of the first row, seed by seed."""
     pairs: int = 0
     """Seeds that both have."""
     interval: tuple[float, float] | None = None
-    """That holds the difference with 95 %, corrected for the number of residuals; from two pairs on."""
+    """95 % interval of the difference, corrected for the number of residuals; from two pairs on."""
     verdict: str | None = None
     """"lower", "higher" or "not told apart" (the interval holds zero); "one seed"; "baseline" of the first row; None
     without a pair."""
