@@ -1,4 +1,4 @@
-"""What this machine has, and what of headwater will run on it and how: for a bug report, or before a long run."""
+"""Describe this machine for a bug report or before a long run: packages, devices, and what runs on them."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def _program() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     for name, least, newest, purpose in PACKAGES:
         try:
-            found = importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield name, f"not installed; it is for {purpose}", name == "torch"
             continue
-        if _number(found) < _number(least):
-            yield name, f"{found}; {least} or later is needed, for {purpose}", True
-        elif newest and _number(found)[:2] > _number(newest)[:2]:
-            yield name, f"{found}, newer than the {newest} that headwater was tested with", False
+        if _number(version) < _number(least):
+            yield name, f"{version}; {least} or later is needed, for {purpose}", True
+        elif newest and _number(version)[:2] > _number(newest)[:2]:
+            yield name, f"{version}, newer than the {newest} that headwater was tested with", False
         else:
-            yield name, found, False
+            yield name, version, False
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -75,11 +75,9 @@ def _device() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        built = (
-            f"torch was built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "torch was built without CUDA"
-        )
+        built = "torch was built without CUDA"
+        if torch.version.cuda:
+            built = f"torch was built for CUDA {torch.version.cuda}"
         yield "GPU", f"none that torch can use; {built}", False
         yield "reads", "by the reference operators, which is what a CPU has", False
         return
@@ -96,7 +94,7 @@ def _device() -> Iterator[Finding]:
 
 
 def _reads(source: Tensor) -> tuple[str, bool]:
-    """Which backend a read of such a tensor gets, and why not the kernels."""
+    """Name the backend that reads such a tensor, and the reason if it is not the kernels."""
     from headwater.ops.routing import obstacle
 
     reason = obstacle(source)

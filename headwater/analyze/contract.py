@@ -1,8 +1,9 @@
-"""Whether a residual keeps what every residual promises, for whoever writes one.
+"""Check that a residual keeps what every residual promises, for whoever writes one.
 
-As `torch.library.opcheck` and scikit-learn's `check_estimator` do, every check runs by itself on a small random model,
-and what is wrong with one leaves the others their say; but for those without which the others cannot tell: that it can
-be built, that a pass has the right shapes, and that a state is a value.
+As in `torch.library.opcheck` and scikit-learn's `check_estimator`, every check runs by itself on a
+small random model, and a failure leaves the other checks their say. Only three end the list when they
+fail, since others would blame something else: that the residual can be built, that a pass has the
+right shapes, and that a state is a value.
 """
 
 import copy
@@ -45,7 +46,7 @@ SHAPE: dict[str, Any] = {
     "mlp_dim": 48,
 }
 DIM, SUBLAYERS = SHAPE["dim"], 2 * SHAPE["layers"]
-SAID = {"at_start": ("exact", "scaled", "different"), "mixes": ("scalar", "channel", "operator")}
+WORDS = {"at_start": ("exact", "scaled", "different"), "mixes": ("scalar", "channel", "operator")}
 
 
 def check_residual(spec: str) -> dict[str, str]:
@@ -61,37 +62,42 @@ def check_residual(spec: str) -> dict[str, str]:
     """
     parse(spec)
     with torch.random.fork_rng(devices=[]):
-        found: dict[str, str] = {}
+        outcomes: dict[str, str] = {}
         for check in CHECKS:
-            found[check.__name__] = outcome(check, spec)
-            if check in NEEDED and found[check.__name__]:
+            outcomes[check.__name__] = outcome(check, spec)
+            if check in NEEDED and outcomes[check.__name__]:
                 break
-        return found
+        return outcomes
 
 
 def outcome(check: Callable[[str], str], spec: str) -> str:
-    """What a check says, or what was raised on the way and in which method of the class."""
+    """The answer of a check, or what was raised on the way and in which method of the class."""
     torch.manual_seed(0)
     try:
         return check(spec)
-    except (
-        Exception
-    ) as error:  # a class of somebody else's: whatever it raises is what there is to say
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        inside = [
-            frame.f_code for frame in frames if isinstance(frame.f_locals.get("self"), Residual)
-        ]
-        own = [
-            code.co_name
-            for code in inside
-            if code.co_filename not in (base.__file__, module.__file__)
-        ]
-        verbs = [code.co_name for code in inside if code.co_filename == base.__file__]
-        where = (
-            own[-1:] or verbs[:1]
-        )  # a verb of ours, where it could not take what a method gave it
-        said = " ".join(str(error).partition("\n")[0].split())
-        return "".join(f"in {name}: " for name in where) + f"{type(error).__name__}: {said}"
+    except Exception as error:  # the class is somebody else's, and may raise anything
+        message = " ".join(str(error).partition("\n")[0].split())
+        return f"{place_of(error)}{type(error).__name__}: {message}"
+
+
+def place_of(error: Exception) -> str:
+    """The method of the class in which an error was raised.
+
+    Where none of its methods is on the stack, a method of the interface could not take the result
+    of one, and the first such is named.
+    """
+    methods, verbs = [], []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if not isinstance(frame.f_locals.get("self"), Residual):
+            continue
+        code = frame.f_code
+        if code.co_filename == base.__file__:
+            verbs.append(code.co_name)
+        elif code.co_filename != module.__file__:
+            methods.append(code.co_name)
+    if methods:
+        return f"in {methods[-1]}: "
+    return f"in {verbs[0]}: " if verbs else ""
 
 
 def methods(spec: str) -> str:
@@ -99,9 +105,10 @@ def methods(spec: str) -> str:
     if missing := sorted(entry(spec.partition(":")[0]).build.__abstractmethods__):
         return f"the class lacks {', '.join(missing)}"
     residual = build(spec, DIM, SUBLAYERS)
-    for name, words in SAID.items():
-        if (said := getattr(residual, name, None)) not in words:
-            return f"{name} must be one of {', '.join(words)}; got {said!r}"
+    for name, words in WORDS.items():
+        value = getattr(residual, name, None)
+        if value not in words:
+            return f"{name} must be one of {', '.join(words)}; got {value!r}"
     return ""
 
 
@@ -120,8 +127,9 @@ def shapes(spec: str) -> str:
             return f"_read of sublayer {i} {wrong}"
         if len(parts := inputs(read)) not in (1, 3):
             return f"_read of sublayer {i} gives {len(parts)} tensors: one, or three for query, key and value"
-        if wrong := next(filter(None, (unlike(part, x) for part in parts)), ""):
-            return f"_read of sublayer {i} {wrong}"
+        for part in parts:
+            if wrong := unlike(part, x):
+                return f"_read of sublayer {i} {wrong}"
         state = residual.write(state, i, y)
         if wrong := unlaid(residual, state, "read", i + 1):
             return f"_write of sublayer {i} {wrong}"
@@ -135,9 +143,8 @@ def unlaid(residual: Residual, state: State, verb: base.Next, i: int) -> str:
     layouts = residual.layouts[verb, i]
     if len(state) in map(len, layouts):
         return ""
-    return f"gives a state of {len(state)} tensors, and layout({i}) names " + " or ".join(
-        map(str, layouts)
-    )
+    names = " or ".join(map(str, layouts))
+    return f"gives a state of {len(state)} tensors, and layout({i}) names {names}"
 
 
 def unlike(read: Tensor, x: Tensor) -> str:
@@ -149,12 +156,10 @@ def unlike(read: Tensor, x: Tensor) -> str:
 
 
 def misshapen(weights: Tensor, i: int, x: Tensor) -> str:
-    fits = weights.dim() == x.dim() + 1 and weights.shape[1:-1] == x.shape[:-1]
-    return (
-        ""
-        if fits
-        else f"_weights of read {i} gives {tuple(weights.shape)}, not (N, ..., H) for {tuple(x.shape)}"
-    )
+    if weights.dim() == x.dim() + 1 and weights.shape[1:-1] == x.shape[:-1]:
+        return ""
+    shape = tuple(weights.shape)
+    return f"_weights of read {i} gives {shape}, not (N, ..., H) for {tuple(x.shape)}"
 
 
 @torch.no_grad()
@@ -186,11 +191,13 @@ def states(spec: str) -> str:
     residual, one, two = scattered(spec).residual, sources(), sources()
     guard = Guard()
     with watched(residual, guard):
-        alone = [flat(replay(residual, each)) for each in (one, two)]
+        alone = [flat(replay(residual, sources_of_pass)) for sources_of_pass in (one, two)]
     if guard.changed:
         return f"{', '.join(guard.changed)} changes in place what it was given: make a new tensor"
     if not equal(flat(replay(residual, two)), alone[1]):
         return "the same pass gives something else the second time: reads follow from the state and parameters alone"
+
+    # Both passes at a time, step by step.
     first, second = residual.begin(one[0]), residual.begin(two[0])
     reads: list[tuple[Read, Read]] = []  # of both passes
     for i in range(SUBLAYERS):
@@ -200,57 +207,50 @@ def states(spec: str) -> str:
     reads.append((residual.end(first), residual.end(second)))
     if not all(map(equal, map(flat, zip(*reads)), alone)):
         return "two passes at a time disturb each other: what a pass needs belongs into the state, not self"
-    before = attributes(
-        residual
-    )  # what a first pass works out once and keeps, such as a layout, is there
+
+    # A first pass may work out something once and keep it, such as a layout; a later one may not.
+    before = attributes(residual)
     replay(residual, sources())
-    kept = [name for name, value in attributes(residual).items() if before.get(name) is not value]
-    return (
-        f"a pass sets {', '.join(kept)} of self: what a pass needs belongs into the state"
-        if kept
-        else ""
-    )
+    changed = [name for name, now in attributes(residual).items() if before.get(name) is not now]
+    if not changed:
+        return ""
+    return f"a pass sets {', '.join(changed)} of self: what a pass needs belongs into the state"
 
 
 def attributes(residual: Residual) -> dict[str, Any]:
-    """What its modules hold, by path."""
-    return {
-        f"{path}.{name}".lstrip("."): v
-        for path, m in residual.named_modules()
-        for name, v in vars(m).items()
-    }
+    """The attributes of its modules, by path."""
+    values = {}
+    for path, part in residual.named_modules():
+        for name, value in vars(part).items():
+            values[f"{path}.{name}".lstrip(".")] = value
+    return values
 
 
 def gradients(spec: str) -> str:
     """They reach every parameter of the residual."""
     model, text = scattered(spec), tokens()
     cross_entropy(model(text)[:, :-1].flatten(0, 1), text[:, 1:].flatten()).backward()
-    found = {name: p.grad for name, p in model.residual.named_parameters()}
-    silent = [name for name, gradient in found.items() if gradient is None or not gradient.any()]
-    bad = [
-        name
-        for name, gradient in found.items()
-        if gradient is not None and not gradient.isfinite().all()
-    ]
-    said = (
-        f"no gradient reaches {', '.join(silent)}: does _read, _write or _end use it?"
-        if silent
-        else ""
-    )
-    return f"the gradient of {', '.join(bad)} is not finite" if bad else said
+    silent, infinite = [], []
+    for name, parameter in model.residual.named_parameters():
+        gradient = parameter.grad
+        if gradient is None or not gradient.any():
+            silent.append(name)
+        elif not gradient.isfinite().all():
+            infinite.append(name)
+    if infinite:
+        return f"the gradient of {', '.join(infinite)} is not finite"
+    if silent:
+        return f"no gradient reaches {', '.join(silent)}: does _read, _write or _end use it?"
+    return ""
 
 
 def start(spec: str) -> str:
     """It starts as `at_start` says."""
-    found, said = (
-        start_class(spec, dim=DIM, sublayers=SUBLAYERS),
-        build(spec, DIM, SUBLAYERS).at_start,
-    )
-    return (
-        ""
-        if found == said
-        else f"at_start says {said!r}, and against the plain residual it starts as {found!r}"
-    )
+    promise = build(spec, DIM, SUBLAYERS).at_start
+    measured = start_class(spec, dim=DIM, sublayers=SUBLAYERS)
+    if measured == promise:
+        return ""
+    return f"at_start says {promise!r}, and against the plain residual it starts as {measured!r}"
 
 
 @torch.no_grad()
@@ -260,11 +260,11 @@ def maps(spec: str) -> str:
     with record(model.residual) as trace:
         model(tokens())
     matrix = mixing(model.residual, trace.sources)
+    if not model.residual.scalar_mixing:
+        return ""
     for i, (row, read) in enumerate(zip(matrix, trace.reads)):
         mixed = torch.einsum("n...,n...d->...d", row, torch.stack(trace.sources))
-        if model.residual.scalar_mixing and not torch.allclose(
-            mixed, inputs(read)[0], atol=1e-4, rtol=1e-4
-        ):
+        if not torch.allclose(mixed, inputs(read)[0], atol=1e-4, rtol=1e-4):
             cure = "weights that are computed from the state pass through hold; or mixes is 'channel' or 'operator'"
             return f"the mixing matrix does not give back read {i}: {cure}"
     return ""
@@ -274,15 +274,13 @@ def maps(spec: str) -> str:
 def cache(spec: str) -> str:
     """Tokens that come in portions see what they see in a whole pass."""
     model, text = scattered(spec), tokens()
-    kept, whole = model.new_cache(len(text)), model(text)
-    portions = torch.cat([model(part, kept) for part in text.split([5, 1, 1, 5], 1)], 1)
+    cache, whole = model.new_cache(len(text)), model(text)
+    portions = torch.cat([model(part, cache) for part in text.split([5, 1, 1, 5], 1)], 1)
+    distance = (portions - whole).abs().max()
+    if distance < 1e-3:
+        return ""
     cure = "a read that looks at other tokens needs token_local = False, resume and past"
-    far = (portions - whole).abs().max()
-    return (
-        ""
-        if far < 1e-3
-        else f"decoding from a cache differs from a whole pass by {far:.2g}: {cure}"
-    )
+    return f"decoding from a cache differs from a whole pass by {distance:.2g}: {cure}"
 
 
 @torch.no_grad()
@@ -291,11 +289,13 @@ def loading(spec: str) -> str:
     model, text = scattered(spec), tokens()
     with TemporaryDirectory() as folder:
         model.save(Path(folder))
-        far = (Decoder.load(Path(folder)).eval()(text) - model(text)).abs().max()
-    cure = (
-        "what it computes with must be a parameter or a buffer, or follow from __init__'s arguments"
+        distance = (Decoder.load(Path(folder)).eval()(text) - model(text)).abs().max()
+    if distance == 0:
+        return ""
+    cure = "a parameter or a buffer, or follow from __init__'s arguments"
+    return (
+        f"a saved and loaded model differs by {distance:.2g}: what it computes with must be {cure}"
     )
-    return "" if far == 0 else f"a saved and loaded model differs by {far:.2g}: {cure}"
 
 
 @torch.no_grad()
@@ -317,12 +317,11 @@ def stages(spec: str) -> str:
             state = last.adopt(tuple(first.settle(state, i)), i)
         stage = first if i < cut else last
         state = stage.write(stage.read(state, i)[1], i, y)
-    far = (last.end(state) - inputs(replay(residual, [x, *outputs])[-1])[0]).abs().max()
-    return (
-        ""
-        if far < 1e-3
-        else f"cut before sublayer {cut}, as a pipeline does, it ends {far:.2g} away: {cure}"
-    )
+    whole = inputs(replay(residual, [x, *outputs])[-1])[0]
+    distance = (last.end(state) - whole).abs().max()
+    if distance < 1e-3:
+        return ""
+    return f"cut before sublayer {cut}, as a pipeline does, it ends {distance:.2g} away: {cure}"
 
 
 @torch.no_grad()
@@ -362,7 +361,7 @@ CHECKS = (
 
 
 class Guard(Watcher):
-    """Notes which methods change what they are given."""
+    """Notes the methods that change their arguments in place."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
@@ -385,10 +384,10 @@ class Guard(Watcher):
     def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
         return self.compared("_end", state, lambda: super(Guard, self).end(residual, state, norm))
 
-    def compared(self, method: str, given: Sequence[Tensor], call: Callable[[], Any]) -> Any:
-        before = [tensor.clone() for tensor in given]
+    def compared(self, method: str, arguments: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+        before = [tensor.clone() for tensor in arguments]
         result = call()
-        if method not in self.changed and not equal(before, given):
+        if method not in self.changed and not equal(before, arguments):
             self.changed.append(method)
         return result
 

@@ -27,7 +27,7 @@ def row_sums(matrix: Tensor) -> Tensor:
 
 
 def effective_sources(matrix: Tensor) -> Tensor:
-    """How many equally weighted sources have a row's entropy, (reads, ...)."""
+    """The number of equally weighted sources with a row's entropy, (reads, ...)."""
     return entropy(matrix).exp()
 
 
@@ -38,8 +38,9 @@ def effective_depth(matrix: Tensor) -> Tensor:
     """
     reads, sources = matrix.shape[:2]
     distance = torch.arange(reads).unsqueeze(1) - torch.arange(sources)
-    distance = distance.clamp_min(0).to(matrix).view(reads, sources, *[1] * (matrix.dim() - 2))
-    return (shares(matrix) * distance).sum(1)
+    distance = distance.clamp_min(0).to(matrix)
+    trailing = [1] * (matrix.dim() - 2)  # axes of tokens
+    return (shares(matrix) * distance.view(reads, sources, *trailing)).sum(1)
 
 
 def numerical_rank(matrix: Tensor, tolerance: float = TOLERANCE) -> Tensor:

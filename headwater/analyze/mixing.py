@@ -32,7 +32,7 @@ class MixingMatrix:
 
     @property
     def exact(self) -> bool:
-        """Whether the matrix, applied to the sources, gives back the reads."""
+        """True if the matrix, applied to the sources, gives back the reads."""
         return self.kind == "scalar"
 
     @property

@@ -4,11 +4,11 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
-from itertools import groupby
+from itertools import cycle, groupby
 from typing import NamedTuple
 
-# Colours on white and on black, that people with any colour vision tell apart; the three residuals of most pictures
-# have the same in all of them.
+# Colours on white and on black that people with any colour vision tell apart; the three residuals of
+# most pictures have the same ones in all of them.
 COLOURS = {
     "plain": ("#6b6b6b", "#a8a8a8"), "block": ("#2b6ca3", "#74b3e8"), "full": ("#b3690f", "#e5a04b"),
     "other0": ("#1b7f5c", "#4fc79b"), "other1": ("#a3417c", "#e08bbb"), "other2": ("#7a6a00", "#d9c84a"),
@@ -20,20 +20,16 @@ ARMS = {
     "attnres-full": ("full", "Full"),
 }
 PANEL, HIGH, LEFT, RIGHT, TOP, FLOOR = 380, 280, 52, 84, 36, 236
-LETTER, APART = (
-    7.5,
-    36,
-)  # how wide one of a name is in a wide font; how far apart the numbers across are at least
+LETTER = 7.5  # the width of a letter of a name in a wide font
+APART = 36  # the least distance of the numbers across
 MAP, EDGE, SHADES = 260, 30, 20
 SIDE = 5  # from one line with intervals to the next
 
 
 def _style() -> str:
-    """No ground of its own: a page may be dark, and its pictures are then asked for in dark."""
-    light, dark = (
-        " ".join(f".{name} {{ color: {pair[shade]} }}" for name, pair in COLOURS.items())
-        for shade in (0, 1)
-    )
+    """Colours for light and dark pages; no background, since a page has its own."""
+    light = " ".join(f".{name} {{ color: {on_white} }}" for name, (on_white, _) in COLOURS.items())
+    dark = " ".join(f".{name} {{ color: {on_black} }}" for name, (_, on_black) in COLOURS.items())
     return (
         "<style>\ntext { fill: #222 } .quiet { fill: #555 } line { stroke: #ddd } .named { fill: currentColor }\n"
         f"{light}\n@media (prefers-color-scheme: dark) {{ text {{ fill: #e2e2e2 }} .quiet {{ fill: #b0b0b0 }} "
@@ -42,8 +38,11 @@ def _style() -> str:
 
 
 class Line(NamedTuple):
-    """`points`: at each x one y a run. `curve`: what goes through them, if not their means; it may be empty. `spans`,
-    by x: from where to where an interval reaches, which may be infinity."""
+    """A line with its dots.
+
+    `points`: at each x one y a run. `curve`: the line through them, if not their means; it may be
+    empty. `spans`: the ends of an interval by x, which may be infinite.
+    """
 
     name: str
     colour: str
@@ -53,7 +52,7 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """`label` writes a number of the axis across. `zero`: the axis upwards begins there."""
+    """Lines over two axes. `label` writes a number across; with `zero` the axis upwards begins there."""
 
     title: str
     across: str
@@ -64,7 +63,7 @@ class Panel(NamedTuple):
 
 
 class Map(NamedTuple):
-    """Who reads whom, in one of COLOURS: `shares`, a row for each read, in which 1 is an even share."""
+    """A map of who reads whom. `shares`: a row for each read, in which 1 is an even share."""
 
     title: str
     colour: str
@@ -72,12 +71,10 @@ class Map(NamedTuple):
 
 
 def colours_of(arms: Collection[str]) -> dict[str, str]:
-    """One of COLOURS for each residual; beyond nine they come again."""
-    free = [name for name in COLOURS if name not in {colour for colour, _ in ARMS.values()}]
-    others = [arm for arm in arms if arm not in ARMS]
-    return {
-        arm: ARMS[arm][0] if arm in ARMS else free[others.index(arm) % len(free)] for arm in arms
-    }
+    """A name of COLOURS for each residual; beyond nine residuals they come again."""
+    reserved = {colour for colour, _ in ARMS.values()}
+    free = cycle(name for name in COLOURS if name not in reserved)
+    return {arm: ARMS[arm][0] if arm in ARMS else next(free) for arm in arms}
 
 
 def lines_of(points: Mapping[str, Mapping[float, Sequence[float]]]) -> list[Line]:
@@ -87,37 +84,43 @@ def lines_of(points: Mapping[str, Mapping[float, Sequence[float]]]) -> list[Line
 
 
 def picture(panels: Sequence[Panel | Map], label: str) -> str:
-    """Panels two in a row; maps, which are square and small, three."""
-    wide, high = (MAP, MAP) if isinstance(panels[0], Map) else (_width(panels), HIGH)
-    columns = min(3 if isinstance(panels[0], Map) else 2, len(panels))
-    rows = -(-len(panels) // columns)
+    """An SVG with panels two in a row, or maps, which are square and small, three in a row."""
+    if isinstance(panels[0], Map):
+        wide, high, most = MAP, MAP, 3
+    else:
+        wide, high, most = _width(panels), HIGH, 2
+    columns = min(most, len(panels))
+    rows = math.ceil(len(panels) / columns)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide * columns} {high * rows}" '
         f'font-family="system-ui, sans-serif" font-size="12" role="img" aria-label="{escape(label)}">',
         _style(),
     ]
     for index, panel in enumerate(panels):
-        at = f"{wide * (index % columns)} {high * (index // columns)}"
-        drawn = _cells(panel) if isinstance(panel, Map) else _drawn(panel)
-        parts += [f'<g transform="translate({at})">', *drawn, "</g>"]
+        place = f"{wide * (index % columns)} {high * (index // columns)}"
+        elements = _cells(panel) if isinstance(panel, Map) else _panel(panel)
+        parts += [f'<g transform="translate({place})">', *elements, "</g>"]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _width(panels: Sequence[Panel | Map]) -> int:
-    """A panel and the longest name beside it."""
+    """The width of a panel with the longest name beside it."""
     names = [line.name for panel in panels if isinstance(panel, Panel) for line in panel.lines]
-    return PANEL - RIGHT + max([RIGHT, *(20 + math.ceil(LETTER * len(name)) for name in names)])
+    longest = max(map(len, names), default=0)
+    return PANEL - RIGHT + max(RIGHT, 20 + math.ceil(LETTER * longest))
 
 
 def _cells(panel: Map) -> list[str]:
-    """Cells, the darker the larger their share, in SHADES steps up to the largest: one path a step, in which equal
-    neighbours of a row are one piece."""
+    """Cells, the darker the larger their share, in SHADES steps up to the largest.
+
+    There is one path a step, in which equal neighbours of a row are one piece.
+    """
     most = max(map(max, panel.shares))
     shades: dict[int, list[str]] = {}
     for row, shares in enumerate(panel.shares):
         column = 0
-        for shade, alike in groupby(round(SHADES * share / most) for share in shares):
-            wide = len([*alike])
+        for shade, neighbours in groupby(round(SHADES * share / most) for share in shares):
+            wide = len([*neighbours])
             if shade:
                 shades.setdefault(shade, []).append(f"M{column} {row}h{wide}v1h-{wide}z")
             column += wide
@@ -137,75 +140,95 @@ def _cells(panel: Map) -> list[str]:
     ]  # fmt: skip
 
 
-def _drawn(panel: Panel) -> list[str]:
-    xs = sorted({x for line in panel.lines for x in line.points})
-    every = [
-        y
-        for line in panel.lines
-        for ys in (*line.points.values(), *line.spans.values())
-        for y in ys
-    ]
-    every = [y for y in every if math.isfinite(y)]
-    ticks = _ticks(0 if panel.zero else min(every), max(every))
-    spanned = [
-        line for line in panel.lines if line.spans
-    ]  # side by side, so that no interval hides another
-    room = SIDE * max(0, len(spanned) - 1) / 2
-    place_x = _scale(
-        [math.log(x) if panel.log else x for x in (xs[0], xs[-1])],
-        LEFT + 8 + room,
-        PANEL - RIGHT - room,
-    )
-    place_y = _scale([ticks[0], ticks[-1]], FLOOR, TOP)
+class _Axes:
+    """Where numbers stand in a panel: the range of both axes, and room for intervals side by side."""
 
-    def at(x: float, y: float, aside: float = 0.0) -> tuple[float, float]:
-        across = place_x(math.log(x) if panel.log else x) + aside
-        return round(across, 1), round(place_y(min(max(y, ticks[0]), ticks[-1])), 1)
+    def __init__(self, panel: Panel) -> None:
+        self.log = panel.log
+        self.xs = sorted({x for line in panel.lines for x in line.points})
+        values: list[float] = []
+        for line in panel.lines:
+            for ys in (*line.points.values(), *line.spans.values()):
+                values += filter(math.isfinite, ys)
+        self.ticks = _ticks(0 if panel.zero else min(values), max(values))
 
+        # Lines with intervals stand side by side, so that no interval hides another one.
+        self.spanned = [line for line in panel.lines if line.spans]
+        self.room = SIDE * max(0, len(self.spanned) - 1) / 2
+        ends = [self._across(self.xs[0]), self._across(self.xs[-1])]
+        self._place_x = _scale(ends, LEFT + 8 + self.room, PANEL - RIGHT - self.room)
+        self._place_y = _scale([self.ticks[0], self.ticks[-1]], FLOOR, TOP)
+
+    def _across(self, x: float) -> float:
+        return math.log(x) if self.log else x
+
+    def aside(self, line: Line) -> float:
+        return SIDE * self.spanned.index(line) - self.room if line in self.spanned else 0.0
+
+    def place(self, x: float, y: float, aside: float = 0.0) -> tuple[float, float]:
+        """The place of a point; what lies beyond the axis upwards stands at its end."""
+        y = min(max(y, self.ticks[0]), self.ticks[-1])
+        return round(self._place_x(self._across(x)) + aside, 1), round(self._place_y(y), 1)
+
+
+def _panel(panel: Panel) -> list[str]:
+    axes = _Axes(panel)
     parts = [f'<text x="{LEFT}" y="18" font-size="14">{escape(panel.title)}</text>']
-    for tick in ticks:
-        y = at(xs[0], tick)[1]
-        parts.append(f'<line x1="{LEFT}" x2="{PANEL - RIGHT + 8}" y1="{y}" y2="{y}"/>')
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end" class="quiet">{tick + 0.0:g}</text>'
-        )
-    last = -math.inf
-    for value in xs:
-        x, shown = at(value, ticks[0])[0], escape(panel.label(value))
-        if x - last > APART:
-            parts.append(
-                f'<text x="{x}" y="{FLOOR + 18}" text-anchor="middle" class="quiet">{shown}</text>'
-            )
-            last = x
-    middle = (LEFT + PANEL - RIGHT) / 2
-    parts.append(
-        f'<text x="{middle}" y="{FLOOR + 36}" text-anchor="middle" class="quiet">{escape(panel.across)}</text>'
-    )
-    ends = [(at(*(line.curve or _means(line))[-1])[1], line) for line in panel.lines]
+    parts += _numbers_upwards(axes)
+    parts += _numbers_across(axes, panel)
+
+    # Names stand beside the ends of their lines, from the top.
+    ends = [(axes.place(*(line.curve or _means(line))[-1])[1], line) for line in panel.lines]
     ends.sort(key=lambda item: item[0])
-    for (_, line), end in zip(ends, _spaced([y + 4 for y, _ in ends])):
-        aside = SIDE * spanned.index(line) - room if line in spanned else 0.0
-        parts.append(f'<g class="{line.colour}">')
-        path = [at(x, y, aside) for x, y in (_means(line) if line.curve is None else line.curve)]
-        parts.append(
-            f'<polyline points="{" ".join(f"{x},{y}" for x, y in path)}" fill="none" stroke="currentColor" '
-            'stroke-width="2"/>'
-        )
-        for value, (low, high) in line.spans.items():
-            (x, bottom), (_, top) = at(value, low, aside), at(value, high, aside)
-            parts.append(
-                f'<path d="M{x} {bottom}V{top}" stroke="currentColor" stroke-opacity="0.5"/>'
-            )
-        for value, ys in line.points.items():
-            for x, y in (at(value, y, aside) for y in ys):
-                parts.append(
-                    f'<circle cx="{x}" cy="{y}" r="2.5" fill="currentColor" fill-opacity="0.6"/>'
-                )
-        name = escape(line.name)
-        parts.append(
-            f'<text x="{PANEL - RIGHT + 12}" y="{end:.1f}" class="named">{name}</text></g>'
-        )
+    places = _spaced([y + 4 for y, _ in ends])
+    for (_, line), end in zip(ends, places, strict=True):
+        parts += _line(line, axes, end)
     return parts
+
+
+def _numbers_upwards(axes: _Axes) -> list[str]:
+    parts = []
+    for tick in axes.ticks:
+        y = axes.place(axes.xs[0], tick)[1]
+        parts.append(f'<line x1="{LEFT}" x2="{PANEL - RIGHT + 8}" y1="{y}" y2="{y}"/>')
+        place = f'x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end"'
+        parts.append(f'<text {place} class="quiet">{tick + 0.0:g}</text>')
+    return parts
+
+
+def _numbers_across(axes: _Axes, panel: Panel) -> list[str]:
+    """The numbers that have room, and the name of the axis."""
+    parts = []
+    last = -math.inf
+    for value in axes.xs:
+        x = axes.place(value, axes.ticks[0])[0]
+        if x - last > APART:
+            place = f'x="{x}" y="{FLOOR + 18}" text-anchor="middle"'
+            parts.append(f'<text {place} class="quiet">{escape(panel.label(value))}</text>')
+            last = x
+    place = f'x="{(LEFT + PANEL - RIGHT) / 2}" y="{FLOOR + 36}" text-anchor="middle"'
+    return [*parts, f'<text {place} class="quiet">{escape(panel.across)}</text>']
+
+
+def _line(line: Line, axes: _Axes, end: float) -> list[str]:
+    """The curve, the intervals, the dots, and the name, which stands at the height `end`."""
+    aside = axes.aside(line)
+    curve = _means(line) if line.curve is None else line.curve
+    path = " ".join("{},{}".format(*axes.place(x, y, aside)) for x, y in curve)
+    parts = [
+        f'<g class="{line.colour}">',
+        f'<polyline points="{path}" fill="none" stroke="currentColor" stroke-width="2"/>',
+    ]
+    for value, (low, high) in line.spans.items():
+        x, bottom = axes.place(value, low, aside)
+        top = axes.place(value, high, aside)[1]
+        parts.append(f'<path d="M{x} {bottom}V{top}" stroke="currentColor" stroke-opacity="0.5"/>')
+    for value, ys in line.points.items():
+        for y in ys:
+            place = 'cx="{}" cy="{}"'.format(*axes.place(value, y, aside))
+            parts.append(f'<circle {place} r="2.5" fill="currentColor" fill-opacity="0.6"/>')
+    name = f'x="{PANEL - RIGHT + 12}" y="{end:.1f}" class="named"'
+    return [*parts, f"<text {name}>{escape(line.name)}</text></g>"]
 
 
 def _means(line: Line) -> list[tuple[float, float]]:
@@ -213,14 +236,14 @@ def _means(line: Line) -> list[tuple[float, float]]:
 
 
 def _spaced(ends: Sequence[float]) -> list[float]:
-    """Where names go, from the top: beside their ends, unless they would overlap, or stand among the numbers below."""
-    found: list[float] = []
-    floor = min(HIGH - 6, max(FLOOR, TOP + 13 * (len(ends) - 1)))
+    """Move names apart, from the top, that would overlap or stand among the numbers below."""
+    places: list[float] = []
     for end in ends:
-        found.append(max([end, *(before + 13 for before in found[-1:])]))
-    for index in reversed(range(len(found))):
-        found[index] = min(found[index], floor - 13 * (len(found) - 1 - index))
-    return found
+        places.append(max(end, places[-1] + 13) if places else end)
+    floor = min(HIGH - 6, max(FLOOR, TOP + 13 * (len(ends) - 1)))
+    for below, index in enumerate(reversed(range(len(places)))):
+        places[index] = min(places[index], floor - 13 * below)
+    return places
 
 
 def _scale(values: Sequence[float], low: float, high: float) -> Callable[[float], float]:
@@ -229,7 +252,7 @@ def _scale(values: Sequence[float], low: float, high: float) -> Callable[[float]
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers around what there is, four to seven of them."""
+    """Round numbers around a range, four to seven of them."""
     span = (high - low) or 1
     step = 10 ** math.floor(math.log10(span))
     step = next(step * part for part in (0.1, 0.2, 0.25, 0.5, 1, 2) if span / (step * part) <= 6)

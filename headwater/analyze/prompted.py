@@ -17,8 +17,9 @@ def prompted_run(inspection: Inspection, *, dim: int, layers: int) -> RecordedRu
     `dim`, `layers`: the width of the stream and the decoder layers. Returns what `write_report` and `write_matrix` take
     as `models`.
 
-        found = headwater.inspect(model, tokens, name="llama-attnres", removals="none")
-        write_matrix([], Path("matrix.html"), models=[prompted_run(found, dim=2048, layers=16)])
+        inspection = headwater.inspect(model, tokens, name="llama-attnres", removals="none")
+        run = prompted_run(inspection, dim=2048, layers=16)
+        write_matrix([], Path("matrix.html"), models=[run])
     """
     tokens = len(inspection.ids)
     record = {
@@ -50,5 +51,5 @@ def prompted_run(inspection: Inspection, *, dim: int, layers: int) -> RecordedRu
 
 
 def _over_tokens(sizes: Tensor) -> list[float]:
-    """Root mean square of what is one over channels, (places, T)."""
+    """Root mean square over tokens too, of sizes (places, T) that are one over channels."""
     return sizes.square().mean(-1).sqrt().tolist()

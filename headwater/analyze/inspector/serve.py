@@ -92,15 +92,15 @@ class _Handler(BaseHTTPRequestHandler):
         return prompt
 
     def _welcome(self, page: str) -> bool:
-        """Whether the request may be answered; otherwise it has been refused, and told nothing."""
+        """Check that the request may be answered; otherwise refuse it, and tell it nothing."""
         origin = self.headers.get("Origin")
         foreign = origin is not None and origin.removeprefix("http://") not in self.server.hosts
         elsewhere = self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
         if self.headers.get("Host") not in self.server.hosts or foreign or elsewhere:
             self._answer_json(HTTPStatus.FORBIDDEN, {"error": "refused"})
             return False
-        given = self.path.partition("?")[0].encode()
-        if not secrets.compare_digest(given, f"/{self.server.token}/{page}".encode()):
+        path = self.path.partition("?")[0].encode()
+        if not secrets.compare_digest(path, f"/{self.server.token}/{page}".encode()):
             self._answer_json(HTTPStatus.NOT_FOUND, {"error": "not found"})
             return False
         return True
