@@ -32,7 +32,8 @@ class GeneralStep:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits (B, vocab) after tokens (B,), which the cache then has."""
-        return self.model.head(self.model.hidden(tokens[:, None], self.cache)[:, -1])
+        hidden = self.model.hidden(tokens[:, None], self.cache)
+        return self.model.head(hidden[:, -1])
 
 
 def step_of(model: Decoder, cache: Cache) -> FusedStep | GeneralStep:

@@ -43,7 +43,8 @@ class FusedStep:
             y = sublayer.body.step(reading, self.rotary, self.cache[i], backend)
             depth.write(i, y, cast(nn.Linear, sublayer.body.output).weight)
         self.cache.lengths.advance(1)
-        return depth.end(model.norm.for_kernels()).project(model.head.weight, backend=backend)
+        reading = depth.end(model.norm.for_kernels())
+        return reading.project(model.head.weight, backend=backend)
 
 
 def fused_step(model: Decoder, cache: Cache, backend: Backend = "auto") -> FusedStep | None:

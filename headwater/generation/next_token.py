@@ -50,6 +50,7 @@ class Draw:
         if greedy and self.seen is None:
             return likeliest(logits)
         logits = logits.float()
+        # Tokens that the text has become less likely.
         if self.seen is not None:
             penalty = self.sampling.repetition_penalty
             penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -69,7 +70,8 @@ def shares_of(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities (B, vocab), up to a factor, of the tokens to draw from; logits are in fp32."""
     logits = logits / sampling.temperature
     if sampling.top_k is not None:
-        smallest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
+        count = min(sampling.top_k, logits.shape[-1])
+        smallest = logits.topk(count).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     if sampling.top_p is not None:
         ordered, order = logits.sort(descending=True)

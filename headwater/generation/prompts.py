@@ -37,7 +37,8 @@ class Reader:
         logits = []
         for prompt, new in zip(self.rows, drawn):
             text = torch.tensor([prompt + new], device=self.device)
-            logits.append(self.model.head(self.model.hidden(text)[:, -1]))
+            hidden = self.model.hidden(text)
+            logits.append(self.model.head(hidden[:, -1]))
         return torch.cat(logits)
 
 
@@ -61,7 +62,8 @@ class CachedReader(Reader):
             return self.read_prompts()
         # Later only the last token of each row is new.
         last = torch.tensor([row[-1:] for row in drawn], device=self.device)
-        return self.model.head(self.model.hidden(last, self.cache)[:, -1])
+        hidden = self.model.hidden(last, self.cache)
+        return self.model.head(hidden[:, -1])
 
     def read_prompts(self) -> Tensor:
         """Logits (B, vocab) after the prompts, which the cache then has."""
@@ -70,7 +72,8 @@ class CachedReader(Reader):
         for _, prompts in groupby(self.rows, key=len):
             texts = torch.tensor(list(prompts), device=self.device)
             view = self.cache.rows(first, first + len(texts))
-            logits.append(self.model.head(self.read(texts, view)[:, -1]))
+            hidden = self.read(texts, view)
+            logits.append(self.model.head(hidden[:, -1]))
             views.append(view)
             first += len(texts)
         self.cache.join(views)
@@ -88,5 +91,6 @@ class DeviceReader(CachedReader):
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
         logits = self.read_prompts()
-        steps = CapturedSteps(step_of(self.model, self.cache), len(self.rows), self.device, draw)
+        step = step_of(self.model, self.cache)
+        steps = CapturedSteps(step, len(self.rows), self.device, draw)
         yield from steps.tokens_after(logits, count)

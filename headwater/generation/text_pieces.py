@@ -49,8 +49,10 @@ class Continuation:
         """Return what has not been shown and will not change."""
         end = len(self.text)
         if not (self.done or last):
+            # Hold back half a character, and then what may become a stop word.
             end = len(self.text.rstrip(HALF))
-            end -= max((_overlap(self.text[:end], word) for word in self.stops), default=0)
+            overlaps = [_overlap(self.text[:end], word) for word in self.stops]
+            end -= max(overlaps, default=0)
         new = self.text[self.shown : max(end, self.shown)]
         self.shown += len(new)
         return new
@@ -58,7 +60,8 @@ class Continuation:
 
 def _overlap(text: str, word: str) -> int:
     """Count the characters at the end of a text that are the beginning of a word."""
-    for count in range(min(len(word) - 1, len(text)), 0, -1):
+    longest = min(len(word) - 1, len(text))
+    for count in range(longest, 0, -1):
         if text.endswith(word[:count]):
             return count
     return 0
@@ -90,7 +93,10 @@ def continue_texts(
         for (new,) in continue_texts(run.model, run.tokenizer, ["def "], 50):
             print(new, end="", flush=True)
     """
-    ids = [list(map(int, tokenizer.encode(text))) or [tokenizer.end_of_text] for text in prompts]
+    ids = []
+    for text in prompts:
+        tokens = [int(token) for token in tokenizer.encode(text)]
+        ids.append(tokens or [tokenizer.end_of_text])
     texts = [Continuation(tokenizer, stops) for _ in prompts]
     steps = stream(
         model,

@@ -78,7 +78,8 @@ def continuation_mask(count: int, past: int, device: torch.device) -> Tensor:
         from torch.nn.attention.bias import causal_lower_right  # which imports triton
 
         return causal_lower_right(count, past + count)
-    return torch.ones(count, past + count, dtype=torch.bool, device=device).tril(diagonal=past)
+    mask = torch.ones(count, past + count, dtype=torch.bool, device=device)
+    return mask.tril(diagonal=past)
 
 
 @dataclass
@@ -106,10 +107,12 @@ class KeysValues:
         # The first tokens are all there is; as they came they are laid out best.
         if self.lengths.empty:
             return keys, values
+        # Of a window, only the tokens that the first new one looks at, if all rows have one length.
         first = 0
         if self.window is not None and self.lengths.even is not None:
             first = max(0, self.lengths.even + 1 - self.window)
-        return all_keys[:, first:].transpose(1, 2), all_values[:, first:].transpose(1, 2)
+        all_keys, all_values = all_keys[:, first:], all_values[:, first:]
+        return all_keys.transpose(1, 2), all_values.transpose(1, 2)
 
     def attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Write one token of every row and attend, (B, H, 1, d), where a kernel does both."""

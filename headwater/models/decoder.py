@@ -184,7 +184,9 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         dtype = self._stream_dtype(x.device)
         x = x if dtype is None else x.to(dtype)
-        return self.residual.begin(x) if cache is None else self.residual.resume(x, cache.past)
+        if cache is None:
+            return self.residual.begin(x)
+        return self.residual.resume(x, cache.past)
 
     def run(
         self,
@@ -233,7 +235,7 @@ class Decoder(nn.Module):
         return (*self.residual.settle(state, i), *kept)
 
     def adopt(self, state: State, i: int) -> State:
-        """A settled state before sublayer i as the residual likes it best: what a pipeline stage runs on."""
+        """A settled state before sublayer i as the residual likes it best: a pipeline stage runs on it."""
         state, kept = self._split(i, state)
         return (*self.residual.adopt(state, i), *kept)
 
@@ -245,10 +247,11 @@ class Decoder(nn.Module):
         return torch.float32 if self.config.fp32_stream else torch.get_autocast_dtype(device.type)
 
     def compile_layers(self, **options: Any) -> None:
-        """Compile what a sublayer does, once for all sublayers of a kind: seconds, where a whole model takes a minute.
+        """Compile what a sublayer does, once for all sublayers of a kind.
 
-        `options` are torch.compile's. Where the residual has no parameters, its read and write are compiled with the
-        sublayer; others run as they are around it, with a kernel of their own or eagerly.
+        That takes seconds, where a whole model takes a minute. `options` are torch.compile's. If the
+        residual has no parameters, its read and write are compiled with the sublayer; other residuals
+        run around it as they are, with a kernel or eagerly.
         """
         if next(self.residual.parameters(), None) is None:
             self._run_sublayer = torch.compile(run_sublayer, **options)
@@ -267,8 +270,10 @@ class Decoder(nn.Module):
         )
 
     def _split(self, i: int, state: State) -> tuple[State, State]:
-        """The residual's state before sublayer i, and behind it the first attention's values where they are kept."""
-        return (state[:-1], state[-1:]) if i > self.values_from else (state, ())
+        """The residual's state before sublayer i, and the first attention's values, where it has been."""
+        if i > self.values_from:
+            return state[:-1], state[-1:]
+        return state, ()
 
     def parameter_count(self) -> dict[str, int]:
         """Count parameters: `total`; of these `active`, which one token meets, with only the experts
@@ -325,7 +330,8 @@ class Decoder(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """The tensors that a file holds, by name, each once: parameters, and what training moves
         without a gradient."""
-        return {name: tensor.detach().contiguous() for name, tensor in saved_tensors(self).items()}
+        tensors = saved_tensors(self)
+        return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         tensors = saved_tensors(self)

@@ -47,7 +47,8 @@ class DecayGate(Part):
                 self.rate.uniform_(1, 16).log_()
             else:
                 self.rate.zero_()
-            step = self.bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+            self.bias.uniform_(math.log(1e-3), math.log(1e-1))
+            step = self.bias.exp_().clamp_(min=1e-4)
             # The inverse of softplus: softplus of the bias is the step.
             self.bias.copy_(step + torch.log(-torch.expm1(-step)))
 
@@ -95,12 +96,14 @@ class KDA(Part):
         )
 
     def forward(self, x: Tensor, cache: States | None = None) -> Tensor:
-        inputs = torch.cat(project_together(x, self.query, self.key, self.value), -1)
-        q, k, v = self._convolve(inputs, cache)
+        projections = project_together(x, self.query, self.key, self.value)
+        q, k, v = self._convolve(torch.cat(projections, -1), cache)
         decay, gate = project_together(x, self.decay_down, self.gate_down)
         g = self.decay(self.decay_up(decay))  # (B, T, H, K)
         beta = torch.sigmoid(self.beta(x).to(g.dtype))  # (B, T, H)
-        o, state = kda(q, k, v, g, beta, None if cache is None else cache.state)
+        # The state of earlier tokens goes in, the state after these comes out.
+        state = None if cache is None else cache.state
+        o, state = kda(q, k, v, g, beta, state)
         if cache is not None:
             cache.state.copy_(state)
         gate = self.gate_up(gate).unflatten(-1, (self.heads, self.head_dim))
@@ -124,5 +127,5 @@ class KDA(Part):
         with full_precision(x):
             y = F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight))
             y = F.silu(y.transpose(1, 2))
-        q, k, v = (part.unflatten(-1, (self.heads, self.head_dim)) for part in y.chunk(3, -1))
+        q, k, v = y.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)
         return q, k, v

@@ -19,7 +19,8 @@ FLEX_HEAD_DIM = 16  # flex attention's kernels need heads at least this wide
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Attend with q (B, H, Tq, d) over the window in k and v (B, H_kv, Tk, d), Tq <= Tk."""
     grouped = q.shape[1] != k.shape[1]
-    if q.is_cuda and q.shape[-2] == k.shape[-2] and q.shape[-1] >= FLEX_HEAD_DIM:
+    whole = q.shape[-2] == k.shape[-2]
+    if q.is_cuda and whole and q.shape[-1] >= FLEX_HEAD_DIM:
         blocks = _block_mask(q.shape[-2], window, q.device)
         return _compiled_flex_attention()(q, k, v, block_mask=blocks, enable_gqa=grouped)
     mask = window_mask(q.shape[-2], k.shape[-2], window, q.device)

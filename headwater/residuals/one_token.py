@@ -106,9 +106,9 @@ class BlockSources(OneToken):
         # at multiples of 16 bytes: kernels are compiled once for such addresses, and once for others.
         rows, span = len(stream), min(block, self.sublayers)
         self.outs = stream.new_empty(2, span, *stream.shape)
-        lses = torch.empty(
-            2, span, rows + -rows % 4, dtype=accumulation_dtype(stream.dtype), device=stream.device
-        )
+        wide = accumulation_dtype(stream.dtype)
+        padded = rows + -rows % 4
+        lses = torch.empty(2, span, padded, dtype=wide, device=stream.device)
         self.lses = lses[..., :rows]
         self.beside = _stream_beside(stream.device) if BESIDE and stream.is_cuda else None
 
@@ -140,7 +140,8 @@ class BlockSources(OneToken):
         turn = i // self.block % 2
         queries = self.queries[i + 1 : i + 1 + self.block]
         finished = self.sources[: 1 + i // self.block]
-        outs, lses = self.outs[turn, : len(queries)], self.lses[turn, : len(queries)]
+        outs = self.outs[turn, : len(queries)]
+        lses = self.lses[turn, : len(queries)]
         open_span(finished, queries, self.eps, outs, lses, backend=self.backend)
 
     def _newest(self, i: int, norm: Norm) -> Reading:
@@ -151,7 +152,8 @@ class BlockSources(OneToken):
         if self.beside is not None and place == 0:
             torch.cuda.current_stream().wait_stream(self.beside)
         out, lse = self.outs[span % 2, place], self.lses[span % 2, place]
-        return Reading(self.sources[1 + span], norm, Merge(out, lse, self.queries[i], self.eps))
+        merge = Merge(out, lse, self.queries[i], self.eps)
+        return Reading(self.sources[1 + span], norm, merge)
 
 
 @functools.cache  # one a GPU: what runs there waits for all before it and is waited for
