@@ -1,4 +1,4 @@
-"""Continuing text on one GPU: a token by batch, depth and context; reading prompts; the first token of a new process.
+"""Continuing text on one GPU: new tokens, prompts, memory, and the first token of a new process.
 
     python -m benchmarks.generate --out FILE                          # one H200, about 8 minutes
     python -m benchmarks.generate --parts decode context --limit 60   # some of it, in at most a minute
@@ -48,8 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 48, "vocab_size": 64},
 }
-# batches, context of decoding, contexts, prompts, the longest of all and its chunk, new tokens of Hugging Face's
-# generate, tokens after which memory is looked at again
+# `longest` is the longest prompt of all, read in chunks; `new` are tokens of transformers' generate;
+# `tokens` is the number after which memory is looked at again.
 SIZES: dict[str, dict[str, Any]] = {
     "xl": {
         "batches": (1, 16, 64, 256), "context": 1024, "contexts": (1024, 8192, 32768, 131072),
@@ -63,7 +63,7 @@ SIZES: dict[str, dict[str, Any]] = {
 PARTS = ("decode", "kernels", "prefill", "hf", "peak", "depth", "memory", "context", "cold")
 HF = ("transformers", "llama")
 CALLS, WARM_UP, ROUNDS = 32, 2, 7
-GATE = 0.1  # what two orders of summation in bf16 come to after 48 sublayers is a few hundredths
+GATE = 0.1  # two orders of summation in bf16 differ by a few hundredths after 48 sublayers
 
 
 class Out(Exception):
@@ -74,12 +74,8 @@ class Bench:
     """What all parts share: the size, the device, the clock."""
 
     def __init__(self, size: str, device: str, limit: float, rounds: int) -> None:
-        self.size, self.device, self.rounds, self.end = (
-            size,
-            device,
-            rounds,
-            time.monotonic() + limit,
-        )
+        self.size, self.device, self.rounds = size, device, rounds
+        self.end = time.monotonic() + limit
         self.sizes = SIZES[size]
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
@@ -90,13 +86,12 @@ class Bench:
     def model(self, arm: str, context: int, **settings: Any) -> Decoder:
         self.check()
         torch.manual_seed(0)
+        shape = {**SHAPES[self.size], "context": context, "residual": ARMS[arm], **settings}
         with torch.device(self.device):
-            config = ModelConfig(
-                **{**SHAPES[self.size], "context": context, "residual": ARMS[arm], **settings}
-            )
-            model = Decoder(config)
+            model = Decoder(ModelConfig(**shape))
             for name, parameter in model.named_parameters():
-                if name.endswith("query"):  # queries at zero would make every read a mean
+                # Queries at zero would make every read a mean.
+                if name.endswith("query"):
                     torch.nn.init.normal_(parameter, std=0.02)
         return model.to(self.dtype).eval()
 
@@ -105,7 +100,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def clock(self, function: Callable[[], Any], calls: int = 1) -> float:
-        """Milliseconds of a call, of several in a row."""
+        """Measure the milliseconds of a call, over several in a row."""
         self.wait()
         began = time.perf_counter()
         for _ in range(calls):
@@ -114,31 +109,32 @@ class Bench:
         return (time.perf_counter() - began) * 1e3 / calls
 
     def turns(self, functions: dict[str, Callable[[], Any]], calls: int) -> dict[str, Any]:
-        """Medians of functions that take turns, each against the first: as a median of the rounds' quotients.
+        """Time functions that take turns: their medians, and medians of quotients with the first one's.
 
         Two rounds before do not count: what the first allocates, the second may divide otherwise.
         """
-        found, order = [], list(functions)
+        rounds, order = [], list(functions)
         gc.collect()
         gc.disable()  # a collection amid a round would be one arm's
         try:
             for number in range(WARM_UP + self.rounds):
                 self.check()
-                one = {name: self.clock(functions[name], calls) for name in order}
-                found += [one] if number >= WARM_UP else []
+                times = {name: self.clock(functions[name], calls) for name in order}
+                if number >= WARM_UP:
+                    rounds.append(times)
                 order.reverse()  # nobody is always behind the same one
         finally:
             gc.enable()
         first = next(iter(functions), "")
-        return {
-            name: {
-                "ms": statistics.median(one[name] for one in found),
-                "lowest": min(one[name] for one in found),
-                "over_first_percent": 100
-                * (statistics.median(one[name] / one[first] for one in found) - 1),
+        medians = {}
+        for name in functions:
+            quotient = statistics.median(times[name] / times[first] for times in rounds)
+            medians[name] = {
+                "ms": statistics.median(times[name] for times in rounds),
+                "lowest": min(times[name] for times in rounds),
+                "over_first_percent": 100 * (quotient - 1),
             }
-            for name in functions
-        }
+        return medians
 
     def filled(self, model: Decoder, batch: int, room: int) -> Cache:
         """A cache with noise for what it has seen, whose lengths the device alone knows."""
@@ -155,27 +151,30 @@ class Bench:
 
 
 def steps_of(
-    bench: Bench, model: Decoder, cache: Cache, context: int, found: dict[str, Any]
+    bench: Bench, model: Decoder, cache: Cache, context: int, notes: dict[str, Any]
 ) -> CapturedSteps | None:
-    """Captured steps of a model whose logits are right, replayed too; else None, and what was wrong is noted."""
+    """Capture steps of a model and hold their logits, replayed too, against its forward pass.
+
+    Where they are wrong, return None; `notes` says what was wrong.
+    """
     lengths = cache.lengths.tokens
     tokens = torch.arange(len(lengths), device=bench.device) % model.config.vocab_size
     lengths.fill_(context)
-    own = GeneralStep(model, cache)(tokens).float()
-    steps, far = bench.steps(model, cache), []
+    expected = GeneralStep(model, cache)(tokens).float()
+    steps, distances = bench.steps(model, cache), []
     for _ in range(2):  # the second is a replay
         lengths.fill_(context)
         steps.tokens.copy_(tokens)
-        far.append(float((steps.run().float() - own).norm() / own.norm()))
-    found |= {
-        "off_by": far[0],
+        error = steps.run().float() - expected
+        distances.append(float(error.norm() / expected.norm()))
+    notes |= {
+        "off_by": distances[0],
         "way": "fused" if isinstance(steps.step, FusedStep) else "forward",
         "captured": steps.replay is not None,
     }
-    if not all(one <= GATE for one in far):
-        found["refused"] = (
-            f"logits are off by {far[0]:.3g}, replayed {far[1]:.3g}, more than {GATE}"
-        )
+    if not all(distance <= GATE for distance in distances):
+        first, replayed = distances
+        notes["refused"] = f"logits are off by {first:.3g}, replayed {replayed:.3g}: above {GATE}"
         return None
     return steps
 
@@ -183,22 +182,23 @@ def steps_of(
 def timed_steps(
     bench: Bench, models: dict[str, Decoder], cache: Cache, context: int
 ) -> dict[str, Any]:
-    """A step of each model at a context, over one cache that they share."""
+    """Time a step of each model at a context, over one cache that they share."""
     calls = CALLS if bench.device == "cuda" else 1
     notes: dict[str, Any] = {arm: {} for arm in models}
     steps = {
         arm: steps_of(bench, model, cache, context, notes[arm]) for arm, model in models.items()
     }
 
-    def several(one: CapturedSteps) -> None:
+    def several(model_steps: CapturedSteps) -> None:
         cache.lengths.tokens.fill_(context)
         for _ in range(calls):
-            one.run()
+            model_steps.run()
 
-    running = {arm: partial(several, one) for arm, one in steps.items() if one is not None}
+    running = {arm: partial(several, timed) for arm, timed in steps.items() if timed is not None}
     result = bench.turns(running, 1)
     for values in result.values():
-        values["ms"], values["lowest"] = values["ms"] / calls, values["lowest"] / calls
+        values["ms"] /= calls
+        values["lowest"] /= calls
     return {arm: {**result.get(arm, {}), **notes[arm]} for arm in models}
 
 
@@ -214,7 +214,7 @@ def decode(bench: Bench) -> Iterator[tuple[str, Any]]:
 
 
 def kernels(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """What the GPU works in a step, by kernel: microseconds and launches."""
+    """Time a step's kernels: microseconds and launches of each."""
     context = bench.sizes["context"]
     for arm in ("plain", "block"):
         model = bench.model(arm, context + 64)
@@ -232,22 +232,21 @@ def kernels(bench: Bench) -> Iterator[tuple[str, Any]]:
 
 
 def by_kernel(function: Callable[[], Any]) -> list[tuple[float, int, str]]:
-    """Microseconds and launches of a call, of the kernels that take longest."""
+    """Find the kernels of a call that take longest: microseconds, launches, name."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
         torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for event in profile.events() or ():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            found.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
-    return sorted(((round(sum(us), 1), len(us), name) for name, us in found.items()), reverse=True)[
-        :16
-    ]
+            times.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
+    kernels = [(round(sum(us), 1), len(us), name) for name, us in times.items()]
+    return sorted(kernels, reverse=True)[:16]
 
 
 def context(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """At batch 1: what a step costs as the text grows."""
+    """Time a step of one row as the text grows."""
     longest = max(bench.sizes["contexts"])
     models = {arm: bench.model(arm, longest + 64) for arm in ARMS}
     cache = bench.filled(models["plain"], 1, longest + 64)
@@ -282,47 +281,53 @@ def prefill(bench: Bench) -> Iterator[tuple[str, Any]]:
     models = {arm: bench.model(arm, max(prompts)) for arm in ARMS}
     for length in prompts:
         functions = {arm: read_prompt(bench, model, length, None) for arm, model in models.items()}
-        # up to a third of a second each: the GPU is at its power limit, and its clock wanders
+        # Up to a third of a second each: the GPU is at its power limit, and its clock wanders.
         calls = max(1, min(6, 32768 // length)) if bench.device == "cuda" else 1
         yield f"prompt {length}", bench.turns(functions, calls)
 
 
 def peak(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """GiB above weights while the longest prompt is read in chunks; `bank`: the sources of one chunk."""
+    """Measure GiB above the weights while the longest prompt is read in chunks.
+
+    `bank_gib` is for the sources of one chunk.
+    """
     length, chunk = bench.sizes["longest"], bench.sizes["chunk"]
     for arm, size in (("plain", chunk), ("block", chunk), ("plain", None)):
         model = bench.model(arm, length)
-        function, found = read_prompt(bench, model, length, size), {}
+        function, result = read_prompt(bench, model, length, size), {}
         sources = model.residual.num_sources(2 * model.config.layers) if arm == "block" else 0
-        found["bank_gib"] = (
+        result["bank_gib"] = (
             sources * chunk * model.config.dim * model.embedding.weight.element_size() / 2**30
         )
         if bench.device == "cuda":
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        found["seconds"] = bench.clock(function) / 1e3
+        result["seconds"] = bench.clock(function) / 1e3
         if bench.device == "cuda":
-            found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        yield f"{arm}, {'whole' if size is None else f'chunks of {size}'}", found
+            result["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        portions = "whole" if size is None else f"chunks of {size}"
+        yield f"{arm}, {portions}", result
         del model, function
 
 
 def memory(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """Bytes that a step leaves behind: after its first tokens, and after many. On a CPU the peak of the process."""
+    """Measure the memory after the first tokens and after many; on a CPU the peak of the process."""
     tokens = bench.sizes["tokens"]
     for arm in ("block", "plain"):
         model = bench.model(arm, tokens + 64)
         steps = bench.steps(model, bench.filled(model, 1, tokens + 64))
-        found = {}
+        result = {}
         for number in range(tokens):
             steps.run()
             if number in (tokens // 10, tokens - 1):
                 bench.wait()
-                own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                used = torch.cuda.memory_allocated() if bench.device == "cuda" else own
-                found[f"bytes_after_{number + 1}"] = used
-        yield arm, found
+                if bench.device == "cuda":
+                    used = torch.cuda.memory_allocated()
+                else:
+                    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                result[f"bytes_after_{number + 1}"] = used
+        yield arm, result
 
 
 COLD = """
@@ -343,8 +348,10 @@ print(loaded - began, first - began, time.perf_counter() - began)
 
 
 def cold(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """Seconds of a new process without any kernel compiled before: until the model is there, the first token, and four
-    more tokens (with the step captured)."""
+    """Time a new process without any kernel compiled before, in seconds.
+
+    Until the model is there, the first token, and four more tokens (with the step captured).
+    """
     for arm in ("plain", "block"):
         bench.check()
         with tempfile.TemporaryDirectory() as folder:
@@ -392,36 +399,34 @@ def main() -> None:
     parser.add_argument("--part-limit", type=float, default=1e9, help="seconds of a part")
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
-    found: dict[str, Any] = provenance(
-        "python -m benchmarks.generate " + " ".join(sys.argv[1:]), flags.device
-    )
-    found["copy_tb_per_second"] = copy_bandwidth() if flags.device == "cuda" else None
-    began = time.monotonic()
+    command = "python -m benchmarks.generate " + " ".join(sys.argv[1:])
+    results: dict[str, Any] = provenance(command, flags.device)
+    results["copy_tb_per_second"] = copy_bandwidth() if flags.device == "cuda" else None
+    lists = {name: getattr(flags, name) for name in ("batches", "prompts", "tokens", "hf")}
+    end = time.monotonic() + flags.limit
     for part in flags.parts:
-        left = min(flags.part_limit, began + flags.limit - time.monotonic())
-        bench, mine = Bench(flags.size, flags.device, left, flags.rounds), {}
-        chosen = {
-            "batches": flags.batches,
-            "prompts": flags.prompts,
-            "tokens": flags.tokens,
-            "hf": flags.hf,
-        }
-        bench.sizes = bench.sizes | {name: value for name, value in chosen.items() if value}
-        found[part] = mine
+        bench = Bench(
+            flags.size, flags.device, min(flags.part_limit, end - time.monotonic()), flags.rounds
+        )
+        bench.sizes = bench.sizes | {name: value for name, value in lists.items() if value}
+        results[part] = {}
         try:
             with torch.no_grad():
                 for name, value in globals()[part](bench):
-                    mine[name] = value
+                    results[part][name] = value
                     print(part, name, json.dumps(value), flush=True)
-                    if flags.out:
-                        flags.out.write_text(json.dumps(found, indent=1) + "\n")
+                    write(flags.out, results)
         except Out:
-            mine["left_out"] = "the rest: the time was over"
+            results[part]["left_out"] = "the rest: the time was over"
         if flags.device == "cuda":
             torch.cuda.empty_cache()
-        if flags.out:
-            flags.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+        write(flags.out, results)
+    print(json.dumps(results))
+
+
+def write(path: Path | None, results: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Which tile a projection of a decoding step takes: every candidate beside the library's product, as a share of the
-bandwidth of a large copy.
+"""Time the tiles that a projection of a decoding step may take, beside the library's product.
+
+Results are microseconds, and shares of the bandwidth of a large copy.
 
     python -m benchmarks.projections --out FILE                 # one H200, about 90 seconds, most of them compiling
 
@@ -48,19 +49,21 @@ TOTAL = 400 << 20  # bytes of all copies of a weight
 
 
 class Case:
-    """One shape at one batch: its tensors, its reference, its candidates."""
+    """One shape at one batch: tensors, reference and candidates."""
 
     def __init__(self, name: str, batch: int, merged: bool) -> None:
         sizes, inner, normed, self.gated, added = SHAPES[name]
+        channels = sizes[0] if self.gated else sum(sizes)
         copies = max(2, TOTAL // (2 * inner * sum(sizes)))
         draw = torch.Generator("cuda").manual_seed(0)
 
         def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
             return (scale * torch.randn(*shape, generator=draw, device="cuda")).to(dtype)
 
-        self.weights = [
-            [numbers(size, inner, scale=inner**-0.5) for size in sizes] for _ in range(copies)
-        ]
+        self.weights = []
+        for _ in range(copies):
+            weights = [numbers(size, inner, scale=inner**-0.5) for size in sizes]
+            self.weights.append(weights)
         self.x, self.bytes = numbers(batch, inner), 2 * inner * sum(sizes)
         self.norm = Norm(1 + numbers(inner, scale=0.1), 1e-6) if normed else None
         self.merge = None
@@ -73,12 +76,10 @@ class Case:
                 1e-6,
             )
         self.add = numbers(batch, sizes[0]) if added else None
-        self.out = torch.empty(
-            batch, sizes[0] if self.gated else sum(sizes), dtype=torch.bfloat16, device="cuda"
-        )
+        self.out = torch.empty(batch, channels, dtype=torch.bfloat16, device="cuda")
 
     def run(self, weights: list[Tensor], backend: str = "triton") -> Tensor:
-        """With `backend` reference: in fp32."""
+        """Project by the kernels, or with `backend` reference by PyTorch in fp32."""
         if backend == "triton":
             return project(
                 self.x,
@@ -103,39 +104,51 @@ class Case:
         )
 
     def timed(self, function: Callable[[list[Tensor]], Any], bandwidth: float) -> dict[str, float]:
-        """Of one weight, from a captured pass over all."""
-        us = times(captured(lambda: [function(weights) for weights in self.weights]), repeats=7)[
-            "ms"
-        ]
-        us = us / len(self.weights) * 1e3
+        """Time one projection, from a captured pass over all copies of the weights."""
+
+        def all_copies() -> None:
+            for weights in self.weights:
+                function(weights)
+
+        milliseconds = times(captured(all_copies), repeats=7)["ms"]
+        us = milliseconds / len(self.weights) * 1e3
         return {"us": round(us, 2), "share": round(self.bytes / us / 1e6 / bandwidth, 3)}
 
     def library(self, weights: list[Tensor]) -> Tensor:
-        """The products alone."""
+        """Only the products, by the library."""
         return torch.cat([F.linear(self.x, weight) for weight in weights], -1)
 
     def candidates(self, tiles: tuple[tuple[int, ...], ...], bandwidth: float) -> dict[str, Any]:
-        """Of tiles of `projection`; timed unless the bandwidth is 0."""
-        truth, found = self.run(self.weights[0], "reference"), {}
-        kept = projection.tile_for
-        for tile in tiles:
-            kernel = "few" if len(self.x) > 1 else "stream" if len(tile) == 3 else "one"
-            inputs, rest = (4096, tile[1:]) if kernel == "stream" else (tile[1], tile[2:])
-            one = projection.Tile(kernel, tile[0], inputs, *rest)
-            projection.tile_for = lambda *_, one=one: one
+        """Compare tiles of `projection` with the reference; time them unless the bandwidth is 0."""
+        truth, results = self.run(self.weights[0], "reference"), {}
+        chooser = projection.tile_for
+        for numbers in tiles:
+            tile = self.tile(numbers)
+            projection.tile_for = lambda *_, tile=tile: tile
+            result: dict[str, Any] = {}
             try:
                 self.out.fill_(torch.nan)
-                off = float((self.run(self.weights[0]).float() - truth).norm() / truth.norm())
-                found[str(tile)] = {"off_by": round(off, 5)}
-                if off < 0.01 and bandwidth:
-                    found[str(tile)] |= self.timed(self.run, bandwidth)
-            except RuntimeError as error:
-                found[str(tile)] = {"refused": str(error)[:200]}
+                error = self.run(self.weights[0]).float() - truth
+                result["off_by"] = round(float(error.norm() / truth.norm()), 5)
+                if result["off_by"] < 0.01 and bandwidth:
+                    result |= self.timed(self.run, bandwidth)
+            except RuntimeError as failure:
+                result = {"refused": str(failure)[:200]}
             finally:
-                projection.tile_for = kept
+                projection.tile_for = chooser
+            results[str(numbers)] = result
         if bandwidth:
-            found["library"] = self.timed(self.library, bandwidth)
-        return found
+            results["library"] = self.timed(self.library, bandwidth)
+        return results
+
+    def tile(self, numbers: tuple[int, ...]) -> projection.Tile:
+        """Make a tile of a candidate's numbers: three for `stream`, which reads all inputs at once."""
+        if len(self.x) > 1:
+            return projection.Tile("few", *numbers)
+        if len(numbers) == 4:
+            return projection.Tile("one", *numbers)
+        channels, *rest = numbers
+        return projection.Tile("stream", channels, 4096, *rest)
 
 
 def main() -> None:
@@ -149,29 +162,27 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
-    found: dict[str, Any] = provenance("python -m benchmarks.projections " + " ".join(sys.argv[1:]))
-    bandwidth = found["copy_tb_per_second"] = copy_bandwidth()
+    results: dict[str, Any] = provenance(
+        "python -m benchmarks.projections " + " ".join(sys.argv[1:])
+    )
+    bandwidth = results["copy_tb_per_second"] = copy_bandwidth()
     for batch, name in itertools.product(flags.batches, flags.shapes):
-        for merged in (False, True) if SHAPES[name][2] and name != "head" else (False,):
+        merges = SHAPES[name][2] and name != "head"
+        for merged in (False, True) if merges else (False,):
             case = Case(name, batch, merged)
             peak = 0.0 if flags.untimed else bandwidth
-            one = case.candidates(ONE if batch == 1 else FEW, peak)
+            candidates = case.candidates(ONE if batch == 1 else FEW, peak)
             if batch == 1 and case.norm is not None:
-                one |= case.candidates(STREAM, peak)
+                candidates |= case.candidates(STREAM, peak)
             title = f"batch {batch}, {name}{', merged' if merged else ''}"
-            found[title] = one
-            print(
-                title,
-                "best",
-                min((v.get("us", 1e9), k) for k, v in one.items()),
-                json.dumps(one),
-                flush=True,
-            )
+            results[title] = candidates
+            best = min((result.get("us", 1e9), tile) for tile, result in candidates.items())
+            print(title, "best", best, json.dumps(candidates), flush=True)
             if flags.out:
-                flags.out.write_text(json.dumps(found, indent=1) + "\n")
+                flags.out.write_text(json.dumps(results, indent=1) + "\n")
             del case
             torch.cuda.empty_cache()
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
