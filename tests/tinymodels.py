@@ -32,13 +32,24 @@ def model_of(spec, seed=0, scatter=False, **settings):
 
 
 def tokens_of(batch=2, length=12, seed=2):
-    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (batch, length), generator=generator)
+
+
+def in_pieces(model, tokens, *sizes):
+    """Logits of tokens that a cache is given in pieces of these sizes."""
+    cache = model.new_cache(len(tokens))
+    return torch.cat([model(piece, cache) for piece in tokens.split(sizes, 1)], 1)
+
+
+def without_gradient(gradients):
+    """Names of parameters that no gradient reaches."""
+    return [name for name, g in gradients.items() if g is None or g.abs().max() == 0]
 
 
 def gradients_of(model, tokens):
     model.zero_grad()
     logits = model(tokens)
-    torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-    ).backward()
+    predictions, following = logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    torch.nn.functional.cross_entropy(predictions, following).backward()
     return logits.detach(), {name: p.grad for name, p in model.named_parameters()}

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinymodels import model_of, tokens_of
+from tinymodels import in_pieces, model_of, tokens_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from headwater.models import SIZES, Decoder, ModelConfig
@@ -47,21 +47,20 @@ def test_flops_agree_with_pytorchs_counter():
 
 @pytest.mark.parametrize("depth_start", [True, False])
 def test_weights_start_at_the_scale_that_they_say(depth_start):
-    """Standard deviations, of matrices with thousands of numbers; output projections by sublayers, not by layers."""
+    """Standard deviations of matrices with thousands of numbers; outputs shrink by sublayers, not by
+    layers."""
     shape = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "mlp_dim": 256, "context": 8}
     model = Decoder(ModelConfig(vocab_size=400, depth_start=depth_start, **shape))
-    found, expected = {"embedding": model.embedding.weight, "head": model.head.weight}, {}
+    weights = {"embedding": model.embedding.weight, "head": model.head.weight}
+    expected = {"embedding": 1.0, "head": 0.02}
     for i, sublayer in enumerate(model.sublayers):
         for name, linear in sublayer.body.named_children():
             if isinstance(linear, torch.nn.Linear):
-                found[f"{i}.{name}"] = linear.weight
-                expected[f"{i}.{name}"] = (
-                    linear.in_features * (6 if name == "output" and depth_start else 1)
-                ) ** -0.5
-    expected |= {"embedding": 1.0, "head": 0.02}
-    assert {name: weight.std().item() for name, weight in found.items()} == pytest.approx(
-        expected, rel=0.03
-    )
+                weights[f"{i}.{name}"] = linear.weight
+                shrinks = name == "output" and depth_start
+                expected[f"{i}.{name}"] = (linear.in_features * (6 if shrinks else 1)) ** -0.5
+    deviations = {name: weight.std().item() for name, weight in weights.items()}
+    assert deviations == pytest.approx(expected, rel=0.03)
 
 
 def test_a_decoder_is_its_formula():
@@ -140,13 +139,10 @@ def test_parts_of_a_product_are_put_together_by_one_node():
         return torch.autograd.grad(sum((part * part.sin()).sum() for part in parts[:2]), x)[0]
 
     traced = make_fx(lambda x: gradient(x, Split.apply))(x)
-    wanted = gradient(x, lambda x, sizes: x.split(sizes, -1))
-    for found in (
-        gradient(x, Split.apply),
-        traced(x),
-        gradient(x, torch.compile(Split.apply, backend="aot_eager")),
-    ):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    expected = gradient(x, lambda x, sizes: x.split(sizes, -1))
+    compiled = gradient(x, torch.compile(Split.apply, backend="aot_eager"))
+    for result in (gradient(x, Split.apply), traced(x), compiled):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
     targets = [str(node.target) for node in traced.graph.nodes]
     assert targets.count("headwater.join_parts.default") == 1
     assert "aten.cat.default" not in targets
@@ -290,9 +286,8 @@ def test_cached_logits_equal_uncached_logits_chunk_by_chunk(settings):
     }
     model = Decoder(ModelConfig(**{**shape, **settings}))
     tokens = tokens_of(length=20)
-    cache = model.new_cache(len(tokens))
-    pieces = [model(tokens[:, a:b], cache) for a, b in [(0, 7), (7, 8), (8, 15), (15, 20)]]
-    torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), atol=1e-5, rtol=1e-5)
+    pieces = in_pieces(model, tokens, 7, 1, 7, 5)
+    torch.testing.assert_close(pieces, model(tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_a_token_never_sees_its_future():

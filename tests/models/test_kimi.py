@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tinykimi import KIMI
-from tinymodels import gradients_of, model_of, tokens_of
+from tinymodels import gradients_of, in_pieces, model_of, tokens_of, without_gradient
 from torch.utils.checkpoint import checkpoint
 
 from headwater.generation.generate import generate
@@ -18,6 +18,8 @@ from headwater.residuals import names
 from headwater.residuals.parameter_groups import sort_parameters
 
 KINDS = ("kda", "mlp", "kda", "moe", "kda", "moe", "mla", "moe")
+
+MLA_ONLY = {**KIMI, "pattern": "mla"}
 
 
 def test_the_published_model_has_the_published_counts():
@@ -114,18 +116,13 @@ def test_every_residual_trains_and_decodes_it(spec):
     model, tokens = model_of(spec, scatter=True, **KIMI), tokens_of(length=20)
     assert model.config.kinds == KINDS
     logits, gradients = gradients_of(model, tokens)
-    dead = [name for name, g in gradients.items() if g is None or g.abs().max() == 0]
-    assert dead == []
+    assert without_gradient(gradients) == []
     model.around = partial(checkpoint, use_reentrant=False)
     for name, gradient in gradients_of(model, tokens)[1].items():
         torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=1e-5, msg=name)
-    cache = model.new_cache(len(tokens))
     with torch.no_grad():
-        pieces = [
-            model(tokens[:, a:b], cache)
-            for a, b in [(0, 9), (9, 10), (10, 17), (17, 18), (18, 19), (19, 20)]
-        ]
-    torch.testing.assert_close(torch.cat(pieces, 1), logits, atol=2e-5, rtol=2e-5)
+        pieces = in_pieces(model, tokens, 9, 1, 7, 1, 1, 1)
+    torch.testing.assert_close(pieces, logits, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,39 +173,38 @@ def test_a_cache_is_as_small_as_promised():
 
 
 def test_absorbed_decoding_is_the_plain_one(monkeypatch):
-    model, tokens = (
-        model_of("standard", scatter=True, **{**KIMI, "pattern": "mla"}),
-        tokens_of(length=20),
-    )
-    called = []
-    absorbed = MLA._absorbed
-    monkeypatch.setattr(
-        MLA, "_absorbed", lambda self, *args: called.append(1) or absorbed(self, *args)
-    )
+    model, tokens = model_of("standard", scatter=True, **MLA_ONLY), tokens_of(length=20)
+    calls, absorbed = [], MLA._absorbed
+
+    def counted(self, *args):
+        calls.append(1)
+        return absorbed(self, *args)
 
     def decode(limit):
         monkeypatch.setattr("headwater.models.mla.ABSORBED", limit)
-        cache = model.new_cache(len(tokens))
-        return torch.cat(
-            [model(tokens[:, a:b], cache) for a, b in [(0, 10), (10, 11), (11, 18), (18, 20)]], 1
-        )
+        return in_pieces(model, tokens, 10, 1, 7, 2)
 
+    monkeypatch.setattr(MLA, "_absorbed", counted)
     plain = decode(0)
-    assert not called
+    assert not calls
     torch.testing.assert_close(decode(8), plain, atol=1e-5, rtol=1e-5)
-    assert len(called) == 3 * 4
+    assert len(calls) == 3 * 4
 
 
 def test_a_gain_starts_values_smaller_and_leaves_keys():
     """MLA makes both with one matrix: for each head the keys' rows, then the values'."""
-    shape = {**KIMI, "pattern": "mla"}
-    plain, scaled = (model_of(spec, **shape) for spec in ("standard", "deepnorm"))
-    body, smaller = plain.sublayers[0].body, scaled.sublayers[0].body
+    plain, scaled = (model_of(spec, **MLA_ONLY) for spec in ("standard", "deepnorm"))
     gain = scaled.residual.weight_gain
     assert gain < 1
-    ours, theirs = (mla.up.weight.unflatten(0, (mla.heads, -1)) for mla in (smaller, body))
-    assert torch.equal(ours[:, : body.head_dim], theirs[:, : body.head_dim])
-    assert torch.equal(ours[:, body.head_dim :], gain * theirs[:, body.head_dim :])
+    keys, values = keys_and_values(plain.sublayers[0].body)
+    scaled_keys, scaled_values = keys_and_values(scaled.sublayers[0].body)
+    assert torch.equal(scaled_keys, keys)
+    assert torch.equal(scaled_values, gain * values)
+
+
+def keys_and_values(mla):
+    rows = mla.up.weight.unflatten(0, (mla.heads, -1))
+    return rows[:, : mla.head_dim], rows[:, mla.head_dim :]
 
 
 def test_flops_count_what_a_token_meets():
@@ -225,9 +221,9 @@ def test_flops_count_what_a_token_meets():
 
 def test_convolutions_and_decays_do_not_decay():
     model = model_of("standard", **KIMI)
-    known = {id(p): name for name, p in model.named_parameters()}
+    names_by_id = {id(p): name for name, p in model.named_parameters()}
     groups = {
-        group: {known[id(p)].split("body.")[-1] for p in ps}
+        group: {names_by_id[id(p)].split("body.")[-1] for p in ps}
         for group, ps in sort_parameters(model).items()
     }
     assert {"query_conv.weight", "decay.rate", "decay.bias", "norm.weight"} <= groups["rest"]

@@ -1,4 +1,4 @@
-"""Experts: the formula token by token, grouped = plain, no token dropped, a bias that evens the load and is saved."""
+"""Experts: the formula token by token, no token dropped, a bias that evens the load and is saved."""
 
 import pytest
 import torch
@@ -27,21 +27,18 @@ def moe_of(seed=0, **settings):
 
 def by_token(moe: MoE, x):
     """The formula, one token after the other."""
-    found = []
+    router, expert, outputs = moe.router, moe.experts, []
     for token in x.flatten(0, -2):
-        scores = torch.sigmoid(moe.router.weight @ token)
-        chosen = sorted(range(len(scores)), key=lambda e: -(scores[e] + moe.router.bias[e]).item())[
-            : moe.router.chosen
-        ]
+        scores = torch.sigmoid(router.weight @ token)
+        ranked = (scores + router.bias).argsort(descending=True)
+        chosen = ranked[: router.chosen].tolist()
         y = moe.shared(token) if moe.shared is not None else 0
         for e in chosen:
-            expert = moe.experts
             hidden = F.silu(expert.gate[e] @ token) * (expert.up[e] @ token)
-            y = y + moe.router.scale * scores[e] / scores[chosen].sum() * (
-                expert.output[e] @ hidden
-            )
-        found.append(y)
-    return torch.stack(found).view_as(x)
+            weight = router.scale * scores[e] / scores[chosen].sum()
+            y = y + weight * (expert.output[e] @ hidden)
+        outputs.append(y)
+    return torch.stack(outputs).view_as(x)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +48,11 @@ def test_it_is_the_formula(settings):
     moe = moe_of(**settings)
     moe.router.bias.copy_(torch.linspace(-0.2, 0.2, 6))
     x = torch.randn(2, 7, 16, dtype=torch.float64)
-    ours, theirs = moe(x), by_token(moe, x)
-    torch.testing.assert_close(ours, theirs)
-    along = torch.randn_like(ours)
-    for found, expected in zip(
-        *(torch.autograd.grad(y, list(moe.parameters()), along) for y in (ours, theirs))
-    ):
-        torch.testing.assert_close(found, expected)
+    outputs, expected = moe(x), by_token(moe, x)
+    torch.testing.assert_close(outputs, expected)
+    along, parameters = torch.randn_like(outputs), list(moe.parameters())
+    gradients = torch.autograd.grad(outputs, parameters, along)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, parameters, along))
 
 
 def test_the_bias_chooses_and_does_not_weigh():
@@ -65,10 +60,8 @@ def test_the_bias_chooses_and_does_not_weigh():
     moe.router.bias[3] = 10.0
     routes = moe.router(x)
     assert (routes.experts == 3).any(-1).all()
-    torch.testing.assert_close(routes.weights.sum(-1), torch.full((50,), 1.7, dtype=torch.float64))
-    torch.testing.assert_close(
-        routes.weights, 1.7 * F.normalize(routes.scores.gather(1, routes.experts), p=1, dim=-1)
-    )
+    scores = routes.scores.gather(1, routes.experts)
+    torch.testing.assert_close(routes.weights, 1.7 * scores / scores.sum(-1, keepdim=True))
     assert not moe.router.bias.requires_grad
 
 
@@ -81,30 +74,31 @@ def test_scores_are_fp32_under_autocast():
 
 
 def test_no_token_is_dropped_where_all_want_one_expert():
-    moe, x = (
-        moe_of(experts_per_token=1, shared_experts=0),
-        torch.randn(1000, 16, dtype=torch.float64),
-    )
+    moe = moe_of(experts_per_token=1, shared_experts=0)
+    x = torch.randn(1000, 16, dtype=torch.float64)
     moe.router.bias[2] = 10.0
     expert = moe.experts
-    alone = (F.silu(x @ expert.gate[2].T) * (x @ expert.up[2].T)) @ expert.output[2].T
-    torch.testing.assert_close(moe(x), 1.7 * alone)
+    hidden = F.silu(x @ expert.gate[2].T) * (x @ expert.up[2].T)
+    torch.testing.assert_close(moe(x), 1.7 * hidden @ expert.output[2].T)
     assert moe.router.load.tolist() == [0, 0, 1000, 0, 0, 0]
 
 
 def grouped_results(backend, ends, rest=False):
     torch.manual_seed(0)
-    x, weight = torch.randn(40, 8, requires_grad=True), torch.randn(4, 12, 8, requires_grad=True)
-    y = grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32), rest=rest, backend=backend)
+    x = torch.randn(40, 8, requires_grad=True)
+    weight = torch.randn(4, 12, 8, requires_grad=True)
+    bounds = torch.tensor(ends, dtype=torch.int32)
+    y = grouped_linear(x, weight, bounds, rest=rest, backend=backend)
     return y, *torch.autograd.grad(y, (x, weight), torch.randn(40, 12))
 
 
 @pytest.mark.parametrize("ends", [[10, 20, 30, 40], [0, 40, 40, 40], [0, 0, 0, 40], [3, 3, 39, 40]])
 def test_grouped_products_are_the_plain_ones(ends):
     """torch's grouped product runs on a CPU too, where it is slow."""
-    for other in ("grouped", "copied"):
-        for mine, loop in zip(grouped_results(other, ends), grouped_results("loop", ends)):
-            torch.testing.assert_close(mine, loop, atol=1e-5, rtol=1e-5)
+    expected = grouped_results("loop", ends)
+    for backend in ("grouped", "copied"):
+        results = grouped_results(backend, ends)
+        torch.testing.assert_close(results, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["loop", "grouped", "copied"])
@@ -112,8 +106,9 @@ def test_rows_of_nobody_give_zeros(backend):
     y, d_x, d_weight = grouped_results(backend, [5, 5, 20, 25], rest=True)
     assert not y[25:].any()
     assert not d_x[25:].any()
-    for found, expected in zip((y[:25], d_x[:25]), grouped_results("loop", [5, 5, 20, 40])):
-        torch.testing.assert_close(found, expected[:25], atol=1e-5, rtol=1e-5)
+    whole_y, whole_d_x, _ = grouped_results("loop", [5, 5, 20, 40])
+    torch.testing.assert_close(y[:25], whole_y[:25], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(d_x[:25], whole_d_x[:25], atol=1e-5, rtol=1e-5)
     assert d_weight.isfinite().all()
 
 
@@ -160,7 +155,7 @@ def test_the_bias_is_saved_and_moves_toward_the_mean(tmp_path):
 
 @pytest.mark.slow
 def test_after_200_steps_the_load_is_less_than_half_as_uneven():
-    """Text of which few kinds of tokens are most: without the rule, they all want the same experts."""
+    """A few tokens make most of the text: without the rule, they all choose the same experts."""
 
     def unevenness(rate):
         torch.manual_seed(0)
@@ -172,18 +167,20 @@ def test_after_200_steps_the_load_is_less_than_half_as_uneven():
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         likely = torch.arange(1, 33).float().reciprocal()
         generator = torch.Generator().manual_seed(1)
-        found = []
+        spreads = []
         for step in range(200):
             tokens = torch.multinomial(likely, 8 * 17, True, generator=generator).view(8, 17)
-            F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            logits = model(tokens[:, :-1])
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
             for router in routers(model).values():
                 if step >= 180:
-                    found.append((router.load.std(correction=0) / router.load.mean()).item())
+                    spread = router.load.std(correction=0) / router.load.mean()
+                    spreads.append(spread.item())
                 router.move_bias(router.load, rate)
                 router.load.zero_()
-        return sum(found) / len(found)
+        return sum(spreads) / len(spreads)
 
     assert unevenness(0.01) < 0.5 * unevenness(0.0)
 
