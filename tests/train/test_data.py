@@ -1,13 +1,11 @@
 """The corpus becomes the same tokens everywhere, and a batch depends on (seed, step) alone."""
 
-import errno
 import gzip
 import json
 import lzma
 import multiprocessing
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,9 +13,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import zstandard
+from processes import python
 
 from headwater.errors import UserError
-from headwater.folders import hash_file
 from headwater.train.config import DataSettings
 from headwater.train.data.corpus import documents, find_files
 from headwater.train.data.dataset import cache_folder, damage, permute, prepare
@@ -74,49 +72,46 @@ def test_the_order_does_not_depend_on_ranks_or_micro_batches(tmp_path):
         windows.batch(seed=3, step=0, size=24, world=5)
 
 
-def test_a_file_has_one_name_in_a_corpus(tmp_path, monkeypatch):
-    """Names decide what is held out: under two names the same text might be on both sides."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts" / "inner").mkdir(parents=True)
-    (tmp_path / "texts" / "inner" / "a.txt").write_text("some text")
-    for other in ("texts/inner", str(tmp_path / "texts" / "inner" / "a.txt")):
-        with pytest.raises(
-            UserError, match=r"a.txt is there twice, as inner/a.txt and as a.txt: .*--source"
-        ):
-            find_files(("texts", other))
-    assert len(find_files(("texts", "texts"))) == 2  # a larger share of the same
-    for hidden in ("texts/.copies/a.txt", "texts/inner/.a.txt"):
-        (tmp_path / hidden).parent.mkdir(exist_ok=True)
-        (tmp_path / hidden).write_text("some text")
-    assert [file.name for file in find_files(("texts",))] == ["inner/a.txt"]
-    (tmp_path / "linked.txt").symlink_to(tmp_path / "texts" / "inner" / "a.txt")
-    with pytest.raises(
-        UserError, match=r"a.txt is there twice, as inner/a.txt and as linked.txt: .*links"
-    ):
-        find_files(("texts", "linked.txt"))
+def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(tmp_path, capsys):
+    """What is left out, and what was found, is said once: when the text is tokenised."""
+    folder = corpus(tmp_path)
+    for name in ("page.html", "other.HTML.gz", "table.csv", "README", ".hidden.txt"):
+        (folder / name).write_text("not read")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "b.txt").write_text("read " * 20)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "a.txt").write_text("not read")
+    (folder / "link.txt").symlink_to(folder / "000.txt")
+    names = [file.name for file in find_files((str(folder),))]
+    assert names == [*(f"{i:03d}.txt" for i in range(60)), "inner/b.txt", "link.txt"]
+    data = prepare(settings(tmp_path, folder))
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{folder}: 4 of 66 files are left out: from a folder only .txt")
+    train, held_out = (f"{data.manifest[split]['tokens']:,}" for split in ("train", "validation"))
+    found = f"tokens {train} to train on and {held_out} held out"
+    assert last == f"text: files 62, documents 62, {found}"
+    prepare(settings(tmp_path, folder))
+    assert capsys.readouterr().err == ""
 
 
-def test_a_standard_library_may_hold_links_to_its_own_files(tmp_path, monkeypatch):
-    """As Debian's: nobody can mend that."""
-    (tmp_path / "a.py").write_text("1")
-    (tmp_path / "b.py").symlink_to("a.py")
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert [file.name for file in find_files(("stdlib",))] == ["a.py", "b.py"]
-
-
-def test_folders_are_entered_once_whatever_links_lead_to_them(tmp_path):
-    """By their own name, where they have one in the corpus: it says what is held out."""
-    folder, other = tmp_path / "texts", tmp_path / "other"
-    (folder / "z").mkdir(parents=True)
-    (folder / "z" / "a.txt").write_text("one")
-    (folder / "z" / "up").symlink_to(folder)
-    (folder / "zz").symlink_to(folder / "z")
-    other.mkdir()
-    (other / "b.txt").write_text("two")
-    (folder / "linked").symlink_to(other)
-    (folder / "gone").symlink_to(tmp_path / "nowhere")
-    (folder / "above").symlink_to(tmp_path)
-    assert [file.name for file in find_files((str(folder),))] == ["linked/b.txt", "z/a.txt"]
+def test_a_long_document_takes_a_few_times_its_size(tmp_path):
+    """In memory, with all that is made of it on the way to the disk; compressed or not."""
+    size = 60_000_000
+    text = b"a line of a long document, as there are many\n" * (size // 46)
+    (tmp_path / "long.txt").write_bytes(text)
+    (tmp_path / "long.txt.zst").write_bytes(zstandard.ZstdCompressor().compress(text))
+    del text
+    for name in ("long.txt", "long.txt.zst"):
+        code = (
+            "import resource, sys\n"
+            "from headwater.train.config import DataSettings\n"
+            "from headwater.train.data.dataset import prepare\n"
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            f"prepare(DataSettings(source=({str(tmp_path / name)!r},), cache={str(tmp_path / name)!r} + '-cache'))\n"
+            "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)\n"
+        )
+        used = int(python("-c", code).splitlines()[-1])
+        assert used < 6 * size, name
 
 
 def test_endings_may_be_in_capitals(tmp_path):
@@ -132,96 +127,6 @@ def test_endings_may_be_in_capitals(tmp_path):
     ]
     (tmp_path / "E.JSON").write_text('["five"]')
     assert [d.text for d in documents(find_files((str(tmp_path / "E.JSON"),)))] == ["five"]
-
-
-def test_what_a_folder_leaves_out_is_said(tmp_path, capsys, monkeypatch):
-    folder = corpus(tmp_path)
-    for name in ("page.html", "other.HTML.gz", "table.csv", "README", ".hidden.pdf"):
-        (folder / name).write_text("not read")
-    prepare(settings(tmp_path, folder, folder / "table.csv"))
-    said = (
-        f"{folder}: 3 of 64 files are left out (.html 2, no suffix 1): from a folder only .txt .md .rst .py .jsonl are "
-        "read, compressed or not; name the others one by one\n"
-    )
-    assert capsys.readouterr().err.startswith(said)
-    prepare(settings(tmp_path, folder, folder / "table.csv"))
-    assert capsys.readouterr().err == ""
-    for kind in range(10):
-        (folder / f"of-many-kinds.{kind}").write_text("not read")
-    (folder / "other.html").write_text("not read")
-    (tmp_path / "linked").symlink_to(folder)
-    prepare(settings(tmp_path, tmp_path / "linked"))
-    said = r"15 of 75 files are left out \((?=.*\.html 3, )((\.\w+|no suffix) \d, ){5}and others\)"
-    assert re.search(said, capsys.readouterr().err)
-    prepare(settings(tmp_path, corpus(tmp_path / "clean")))
-    assert "left out" not in capsys.readouterr().err
-
-
-def test_runs_of_headwater_are_no_text(tmp_path, capsys):
-    """A run in the folder that it reads goes on, and another begins there."""
-    folder = corpus(tmp_path)
-    begun, started = (
-        folder / "runs" / "first",
-        folder / "runs" / "compare" / "runs" / "standard-seed0",
-    )
-    names = [file.name for file in find_files((str(folder),))]
-    for run, written in (
-        (begun, ("config.json", "metrics.jsonl")),
-        (started, ("launch.json", "log.txt")),
-    ):
-        run.mkdir(parents=True)
-        for name in written:
-            (run / name).write_text('{"step": 1}\n')
-    (folder / "runs" / "notes.txt").write_text("not a run's")
-    assert [file.name for file in find_files((str(folder),))] == [*names, "runs/notes.txt"]
-    prepare(settings(tmp_path, folder))
-    assert (
-        f"{folder}: 2 of 63 files are left out (runs of headwater 2): from"
-        in capsys.readouterr().err
-    )
-
-
-def test_a_folder_that_may_not_be_read_is_left_out_and_said(tmp_path, capsys, monkeypatch):
-    folder, enter = corpus(tmp_path), Path.iterdir
-    (folder / "lost.txt").mkdir()
-
-    def refuse(path):
-        if path.name == "lost.txt":
-            raise PermissionError
-        return enter(path)
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
-    prepare(settings(tmp_path, folder))
-    assert (
-        f"{folder}: 1 of 61 files are left out (folders that may not be read 1): from"
-        in capsys.readouterr().err
-    )
-    with pytest.raises(PermissionError):
-        prepare(settings(tmp_path, folder / "lost.txt"))
-
-
-@pytest.mark.parametrize(
-    ("sources", "told"),
-    [
-        (["corpus"], r"60 files, 60 documents; [\d,]+ tokens to train on, [\d,]+ held out"),
-        (["corpus", "corpus"], r"60 files \(named more than once\), 120 documents; .*"),
-        (
-            ["corpus", "book.txt", "corpus"],
-            r"61 files \(60 of them named more than once\), 121 documents; .*",
-        ),
-        (["book.txt"], r"1 file, 1 document; .*"),
-    ],
-)
-def test_the_text_that_was_found_is_summed_up_once(tmp_path, capsys, sources, told):
-    corpus(tmp_path)
-    (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(2000)))
-    data = prepare(settings(tmp_path, *(tmp_path / source for source in sources)))
-    said = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(f"text: {told}", said[-1])
-    counted = [f"{data.manifest[split]['tokens']:,}" for split in ("train", "validation")]
-    assert said[-1].endswith(f"{counted[0]} tokens to train on, {counted[1]} held out")
-    prepare(settings(tmp_path, *(tmp_path / source for source in sources)))
-    assert capsys.readouterr().err == ""
 
 
 def test_a_tokenizer_is_taken_as_it_is(tmp_path, capsys):
@@ -273,10 +178,10 @@ def test_tokens_that_were_made_with_another_tokenizer_are_refused(tmp_path):
         == made.identity
     )
     with pytest.raises(
-        UserError, match=rf"not made with the tokenizer {other.folder}: give --source the text"
+        UserError, match=rf"not made with the tokenizer {other.folder}: give data.source the text"
     ):
         prepare(settings(tmp_path, made.folder, tokenizer=str(other.folder)))
-    with pytest.raises(UserError, match="not made with the tokenizer bpe: give --source the text"):
+    with pytest.raises(UserError, match=r"not made with the tokenizer bpe: give .* the text"):
         prepare(settings(tmp_path, made.folder, tokenizer="bpe"))
     assert prepare(settings(tmp_path, other.folder, tokenizer="bpe")).identity == other.identity
 
@@ -408,7 +313,7 @@ def test_the_field_of_json_lines(tmp_path):
         '{"id": 1}': "found 'id': none of them is a string",
         "{}": "found no field",
         "[1]": "expected a JSON object on a line of its own",
-        '{"a": "x", "long": "longer"}': "choose one with --text-field long",
+        '{"a": "x", "long": "longer"}': "choose one with data.text_field long",
     }.items():
         (tmp_path / "rows.jsonl").write_text(line)
         with pytest.raises(UserError, match=f"line 1: .*{words}"):
@@ -430,11 +335,11 @@ def test_a_json_file_is_an_array_of_documents_or_json_lines(tmp_path):
             found = documents(find_files((str(tmp_path / source),), "body"))
             assert [document.text for document in found] == ["one\n", "two", "drei ß"], source
     for text, words in {
-        '["fine", {"id": "1"}]': r"item 2: expected a string under 'body'; found 'id': choose one with --text-field id",
+        '["fine", {"id": "1"}]': r"item 2: expected a string under 'body'; found 'id': choose one with .*text_field id",
         '["fine", 2]': r"item 2: expected a JSON object .*in the array of a \.json file",
-        '{\n"body": "fine"}': r"line 1: expected a JSON object on a line of its own",
-        '\n["fine",\n': r"begins as .* cannot be read as one \(.*: line 3 .*\): mend it, or write one object a line",
-        "[" * 100_000: r"begins as a JSON array and cannot be read as one \(",
+        '{\n"body": "fine"}': r"line 1: this is not JSON",
+        '\n["fine",\n': r"line 2: this is not JSON \(.*: line 3 .*\): write one object a line",
+        "[" * 100_000: r"line 1: this is not JSON \(",
     }.items():
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(UserError, match=rf"bad\.json,? {words}"):
@@ -548,7 +453,7 @@ def test_a_large_corpus_is_tokenised_once_and_says_so(
     source.write_bytes(gzip.compress(noise, 1) if name == "a.gz" else noise)
     folder, size = prepare(settings(tmp_path, source)).folder, source.stat().st_size
     said = f"tokenising files of {size / 1e6:.0f} MB, whose tokens are kept in {folder} for later\n"
-    assert capsys.readouterr().err.startswith(said if told else "text: 1 file, ")
+    assert capsys.readouterr().err.startswith(said if told else "text: files 1, ")
     prepare(settings(tmp_path, source))
     assert capsys.readouterr().err == ""
 
@@ -593,23 +498,40 @@ def test_a_cache_that_is_not_what_was_written_is_made_anew_and_says_so(
     assert capsys.readouterr().err == ""
 
 
-def test_a_cache_is_hashed_when_it_is_new_here_and_not_again(tmp_path, monkeypatch):
-    folder, looked_at = corpus(tmp_path), []
+def test_every_start_looks_at_some_blocks(tmp_path, capsys, monkeypatch):
+    """A bit may turn on a disk without a trace: sizes and times of the files stay."""
+    monkeypatch.setattr("headwater.train.data.dataset.BLOCK", 4096)
+    folder = corpus(tmp_path)
     first = prepare(settings(tmp_path, folder))
-    monkeypatch.setattr(
-        "headwater.train.data.dataset.hash_file",
-        lambda path: looked_at.append(path) or hash_file(path),
-    )
-    prepare(settings(tmp_path, folder))
-    assert looked_at == []
-    os.utime(first.folder / "train-00000.bin")
-    for _ in range(2):
-        prepare(settings(tmp_path, folder))
-    assert sorted(path.name for path in looked_at) == [
-        "tokenizer.json",
-        "train-00000.bin",
-        "validation-00000.bin",
-    ]
+    expected = tokens(first, "train").copy()
+    shard = first.folder / "train-00000.bin"
+    assert len(first.manifest["sha256"][shard.name]) > 4
+    monkeypatch.setattr("headwater.train.data.dataset._is_checked", lambda folder: True)
+    content = bytearray(shard.read_bytes())
+    content[9000] ^= 1
+    shard.write_bytes(content)
+    assert any(damage(first.folder, 4) for _ in range(100))
+    assert not all(damage(first.folder, 4) for _ in range(100))
+    monkeypatch.setattr("headwater.train.data.dataset.SAMPLE", 1000)
+    capsys.readouterr()
+    assert np.array_equal(tokens(prepare(settings(tmp_path, folder)), "train"), expected)
+    assert "is damaged (train-00000.bin is not what was written)" in capsys.readouterr().err
+
+
+def test_a_cache_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(handle):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = prepare(settings(tmp_path, corpus(tmp_path))).folder
+    files = {path.name for path in folder.iterdir() if path.name != "checked.json"}
+    assert files - {"tokenizer.json"} <= set(synced)
+    assert synced.index("manifest.json") > synced.index("train-00000.bin")
+    assert f".tmp-{folder.name}" in synced
+    assert "cache" in synced
 
 
 def test_tokens_from_another_machine_are_a_source(tmp_path):
@@ -640,34 +562,6 @@ def test_an_edit_that_keeps_size_and_time_is_noticed(tmp_path):
     assert (
         prepare(settings(tmp_path, folder)).identity["source_hash"] != first.identity["source_hash"]
     )
-
-
-def refuse_writing(monkeypatch, number=errno.EROFS):
-    """As a file system that is mounted read-only; root may write anywhere else."""
-
-    def open_lock(path):
-        raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr("headwater.train.files.open_lock", open_lock)
-
-
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_cache_that_may_only_be_read(tmp_path, monkeypatch, number):
-    folder = corpus(tmp_path)
-    first = prepare(settings(tmp_path, folder))
-    refuse_writing(monkeypatch, number)
-    (first.folder / "checked.json").unlink()  # made elsewhere
-    assert prepare(settings(tmp_path, folder)).identity == first.identity
-    zero(first.folder / "train-00000.bin")
-    with pytest.raises(
-        UserError,
-        match=r"damaged \(train-00000.bin is not what was written\): have it deleted, or choose",
-    ):
-        prepare(settings(tmp_path, folder))
-    with pytest.raises(
-        UserError, match=r"cannot be written \(.*\): choose another folder with --cache"
-    ):
-        prepare(settings(tmp_path, folder, validation=0.2))
 
 
 def prepare_in_rounds(barrier, rounds, failures):
@@ -780,7 +674,7 @@ def test_bad_corpora_are_named(tmp_path):
         prepare(settings(tmp_path, tmp_path / "bad.jsonl"))
     with pytest.raises(
         UserError,
-        match="expected a string under 'text'; found 'body': choose one with --text-field body",
+        match=r"expected a string under 'text'; found 'body': choose one with .*text_field body",
     ):
         prepare(settings(tmp_path, tmp_path / "bad.jsonl"))
     (tmp_path / "torn.txt.gz").write_bytes(gzip.compress(b"text " * 1000)[:-20])
@@ -791,7 +685,10 @@ def test_bad_corpora_are_named(tmp_path):
         (tmp_path / "torn.txt.zst").write_bytes(torn)
         with pytest.raises(UserError, match=r"cannot read .*torn\.txt\.zst"):
             prepare(settings(tmp_path, tmp_path / "torn.txt.zst"))
-    for split, advice in (("train", "lower --validation"), ("validation", "raise --validation")):
+    for split, advice in (
+        ("train", "lower data.validation"),
+        ("validation", "raise data.validation"),
+    ):
         with pytest.raises(
             UserError,
             match=rf"shorter than the context: its {split} split has \d+ tokens.*{advice}",
@@ -814,7 +711,7 @@ def test_damaged_and_marked_files_are_read_or_named_with_the_line(tmp_path):
         prepare(settings(tmp_path, tmp_path / "half.jsonl"))
 
     (tmp_path / "nested.jsonl").write_text('{"text": "fine"}\n' + "[" * 100_000 + "\n")
-    with pytest.raises(UserError, match=r"nested\.jsonl, line 2: expected a JSON object"):
+    with pytest.raises(UserError, match=r"nested\.jsonl, line 2: this is not JSON"):
         prepare(settings(tmp_path, tmp_path / "nested.jsonl"))
 
     digits = random.Random(0)

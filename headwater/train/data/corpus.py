@@ -1,9 +1,9 @@
 """Where text comes from: files in a fixed order, and the documents inside them.
 
-A text file is one document, or several separated by lines that read `<|endoftext|>`; a .jsonl file has one document a
-line, under "text" or the field that is named, and so has a .json file, unless it is an array of documents. Each may be
-compressed (.gz, .xz, .zst). The default corpus needs no download: the source and documentation of Python's standard
-library.
+There are three kinds of file. A text is one document, or several separated by lines that read `<|endoftext|>`. A .jsonl
+file has one document a line, under "text" or the field that is named. A .json file has the same, or is an array of
+documents. Each may be compressed (.gz, .xz, .zst). The default corpus needs no download: sources and documentation of
+Python's standard library.
 """
 
 from __future__ import annotations
@@ -12,26 +12,20 @@ import gzip
 import io
 import json
 import lzma
-import os
 import sysconfig
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.folders import at_home
 from headwater.train.data.tokenizer import END_OF_TEXT
 from headwater.train.files import from_here
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer as WriteableBuffer
-
 STDLIB = "stdlib"
-KINDS = 5  # of files that are left out, which a line names
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")  # that are read from a folder
 COMPRESSED = (".gz", ".xz", ".zst")
 # Tests are as large as the rest together and repeat themselves; `encodings` is tables of numbers.
 STDLIB_SKIPS = {
@@ -56,9 +50,8 @@ class TextFile:
     """Where an object of a .jsonl or .json file has its document."""
 
     @property
-    def place(self) -> str:
-        """What the file is, whatever link led to it; a library may hold links to its own files, as Debian's Python."""
-        return os.path.realpath(self.path) if self.strict else os.path.abspath(self.path)
+    def suffix(self) -> str:
+        return plain_suffix(self.path)
 
 
 @dataclass(frozen=True)
@@ -68,52 +61,43 @@ class Document:
 
 
 def find_files(sources: tuple[str, ...], field: str = "text") -> list[TextFile]:
-    """Every text file of the sources, each source's files sorted by name."""
+    """List every text file of the sources, each source's files sorted by name."""
     if not sources:
-        raise UserError(f"no corpus was named: give files or folders with --source, or {STDLIB!r}")
+        raise UserError(
+            f"no corpus was named: give files or folders with {spell('data.source')}, or {STDLIB!r}"
+        )
     files: list[TextFile] = []
     for source in sources:
         files += _stdlib_files() if source == STDLIB else _user_files(at_home(source), field)
-    names: dict[str, str] = {}
-    for file in files:  # by its name a document is held out or not
-        if names.setdefault(file.place, file.name) != file.name:
-            raise UserError(
-                f"{file.place} is there twice, as {names[file.place]} and as {file.name}: the same text could be "
-                "trained on and held out. Name it, or the folder that holds it, once with --source, and leave "
-                "out links to it"
-            )
     return files
 
 
-def left_out(sources: tuple[str, ...], files: list[TextFile]) -> list[str]:
-    """A line for each folder of the sources that holds visible files which are not among those found."""
-    read, lines = {file.place for file in files}, []
+def left_out(sources: tuple[str, ...]) -> list[str]:
+    """A line for each folder with visible files that are not read."""
+    lines = []
     for source in dict.fromkeys(sources):
         folder = at_home(source)
-        if source != STDLIB and folder.is_dir():
-            there = list(_visible(folder))
-            others = [path for path in there if os.path.realpath(path) not in read]
-            kinds = Counter(_kind(path) for path in others)
-            if kinds:
-                listing = ", ".join(
-                    f"{kind} {count}" for kind, count in sorted(kinds.most_common(KINDS))
-                )
-                listing += ", and others" if len(kinds) > KINDS else ""
-                lines.append(
-                    f"{source}: {len(others)} of {len(there)} files are left out ({listing}): from a folder only "
-                    f"{' '.join(SUFFIXES)} are read, compressed or not; name the others one by one"
-                )
+        if source == STDLIB or not folder.is_dir():
+            continue
+        files = list(_visible(folder))
+        others = sum(plain_suffix(path) not in SUFFIXES for path in files)
+        if others:
+            lines.append(
+                f"{source}: {others} of {len(files)} files are left out: from a folder only {' '.join(SUFFIXES)} are "
+                "read, compressed or not; name the others one by one"
+            )
     return lines
 
 
 def documents(files: list[TextFile]) -> Iterator[Document]:
-    """The documents of the files in order; blank ones are dropped."""
+    """Read the documents of the files in order; blank ones are dropped."""
     for file in files:
         lines = _Lines(file)
+        texts = _json_texts(file, lines) if _is_json(file) else _split_texts(lines)
         try:
-            texts = _json_texts(file, lines) if _is_json(file) else _split_texts(lines)
-            kept = ((number, text) for number, text in enumerate(texts) if text.strip())
-            yield from (Document(f"{file.name}#{number}", text) for number, text in kept)
+            for number, text in enumerate(texts):
+                if text.strip():
+                    yield Document(f"{file.name}#{number}", text)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{lines.place} is not UTF-8 text ({error}): convert it or leave it out"
@@ -131,7 +115,8 @@ class _Lines:
 
     def __iter__(self) -> Iterator[str]:
         with _open(self.file) as lines:
-            for self.count, line in enumerate(lines, start=1):
+            for line in lines:
+                self.count += 1
                 yield line
 
     @property
@@ -141,19 +126,16 @@ class _Lines:
 
 def _stdlib_files() -> list[TextFile]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [
-            name for name in inside if name not in STDLIB_SKIPS
-        ]  # never walk into site-packages
-        found += [Path(folder, name) for name in names if name.endswith((".py", ".txt", ".rst"))]
-    if not found:
+    files = []
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root)
+        if path.suffix in (".py", ".txt", ".rst") and not STDLIB_SKIPS & set(name.parts[:-1]):
+            files.append(TextFile(name.as_posix(), path, strict=False))
+    if not files:
         raise UserError(
-            f"this Python keeps no standard library sources under {root}: name a corpus with --source"
+            f"this Python keeps no standard library sources under {root}: name a corpus with {spell('data.source')}"
         )
-    return [
-        TextFile(path.relative_to(root).as_posix(), path, strict=False) for path in sorted(found)
-    ]
+    return files
 
 
 def _user_files(source: Path, field: str) -> list[TextFile]:
@@ -161,65 +143,34 @@ def _user_files(source: Path, field: str) -> list[TextFile]:
         return [TextFile(source.name, source, field=field)]
     if not source.is_dir():
         raise UserError(
-            f"no corpus at {from_here(source)}: --source takes text, .jsonl or .json files, folders, or {STDLIB!r}; "
-            "a run that goes on needs the text that it began with, and --source says where that is now"
+            f"no corpus at {from_here(source)}: {spell('data.source')} takes text, .jsonl or .json files, folders, or "
+            f"{STDLIB!r}; a run that goes on needs the text that it began with"
         )
-    found = sorted(path for path in _visible(source) if _kind(path) in SUFFIXES)
-    if not found:
+    files = []
+    for path in _visible(source):
+        if plain_suffix(path) in SUFFIXES:
+            files.append(TextFile(path.relative_to(source).as_posix(), path, field=field))
+    if not files:
         raise UserError(
             f"the corpus folder {source} is empty: it holds no file that ends in {', '.join(SUFFIXES)}; others, such "
-            "as .json, are read if --source names each of them"
+            f"as .json, are read if {spell('data.source')} names each of them"
         )
-    return [TextFile(path.relative_to(source).as_posix(), path, field=field) for path in found]
+    return files
 
 
 def _visible(source: Path) -> Iterator[Path]:
-    """The files of a folder and of those inside of it, of which each is entered once, by its own name before links to
-    it, and never what the folder lies in; and what may not be entered, or is a run of headwater. What is hidden is a
-    program's own, such as an editor's copies of texts."""
-    folders, links, entered = (
-        [source],
-        list[Path](),
-        {str(folder) for folder in source.resolve().parents},
-    )
-    while folders or links:
-        folder = folders.pop() if folders else links.pop(0)
-        if (place := os.path.realpath(folder)) in entered:
-            continue
-        entered.add(place)
-        if folder != source and _is_run(folder):
-            yield folder
-            continue
-        try:
-            visible = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-            inside = {path: path.is_dir() for path in visible}
-        except PermissionError:  # as lost+found on a disk of one's own
-            if folder == source:
-                raise
-            yield folder
-            continue
-        for path, is_folder in inside.items():
-            if is_folder:
-                (links if path.is_symlink() else folders).append(path)
-            elif path.is_file():
-                yield path
+    """The files of a folder and of the folders inside of it, sorted by path. Links to folders are not followed.
+
+    Hidden files belong to a program, such as an editor's copies of texts.
+    """
+    for path in sorted(source.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
+        if not hidden and path.is_file():
+            yield path
 
 
-def _is_run(folder: Path) -> bool:
-    """Whether a run, or its comparison, wrote this folder: metrics and logs are no text, and change as it goes on."""
-    pairs = (("config.json", "metrics.jsonl"), ("launch.json", "log.txt"))
-    return any(all(os.path.isfile(folder / name) for name in pair) for pair in pairs)
-
-
-def _kind(path: Path) -> str:
-    """As a line about what is left out has it."""
-    if path.is_dir():
-        return "runs of headwater" if _is_run(path) else "folders that may not be read"
-    return _plain_suffix(path) or path.suffix or "no suffix"
-
-
-def _plain_suffix(path: Path) -> str:
-    """In small letters; of a compressed file, that of what is in it."""
+def plain_suffix(path: Path) -> str:
+    """The suffix in small letters; for a compressed file, that of the file inside."""
     return Path(path.stem if is_compressed(path) else path).suffix.lower()
 
 
@@ -228,79 +179,92 @@ def is_compressed(path: Path) -> bool:
 
 
 def _is_json(file: TextFile) -> bool:
-    return ".jsonl" in map(str.lower, file.path.suffixes) or _plain_suffix(file.path) == ".json"
+    return file.suffix in (".jsonl", ".json")
 
 
-class _Zstd(io.RawIOBase):
-    """The bytes of a .zst file, of all its frames: the package's own reader ends after the first, and takes a file that
-    was cut off for a whole one."""
+def _open(file: TextFile) -> IO[str]:
+    suffix = file.path.suffix.lower()
+    raw: Any
+    if suffix == ".gz":
+        raw = gzip.open(file.path)  # noqa: SIM115 - closed with what wraps it
+    elif suffix == ".xz":
+        raw = lzma.open(file.path)  # noqa: SIM115
+    elif suffix == ".zst":
+        raw = io.BufferedReader(_Chunks(_zstd_chunks(file.path)))
+    else:
+        raw = file.path.open("rb")
+    # A mark that the encoding is UTF-8 may open a JSON file without being part of it; in a text file it is text.
+    # newline="" keeps \r\n as written: a corpus is bytes, and bits per byte must count them all.
+    return io.TextIOWrapper(
+        raw,
+        encoding="utf-8-sig" if _is_json(file) else "utf-8",
+        errors="strict" if file.strict else "replace",
+        newline="",
+    )
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise UserError(
-                f"{path}: to read .zst, Python needs a package: pip install 'headwater[zst]'"
-            ) from None
-        self.frame, self.error = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-        self.file, self.now, self.ready = path.open("rb"), self.frame(), b""
+
+def _zstd_chunks(path: Path) -> Iterator[bytes]:
+    """Decompress all frames of a .zst file. The library's own reader takes a file that was cut off for a whole one."""
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            f"{path}: to read .zst, Python needs a package: pip install 'headwater[zst]'"
+        ) from None
+    library = zstandard.ZstdDecompressor()
+    frame = library.decompressobj()
+    with path.open("rb") as file:
+        while data := file.read(1 << 13):  # little at a time: it may stand for very much
+            while data:
+                if frame.eof:
+                    frame = library.decompressobj()
+                try:
+                    yield frame.decompress(data)
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from None
+                data = frame.unused_data
+        if file.tell() and not frame.eof:
+            raise EOFError("it ends inside of a compressed frame")
+
+
+class _Chunks(io.RawIOBase):
+    """Chunks of bytes as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self.chunks = chunks
+        self.rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        while not self.ready:
-            given = self.now.unused_data or self.file.read(1 << 17)
-            if not given and self.file.tell() and not self.now.eof:
-                raise EOFError("it ends inside of a compressed frame")
-            if not given:
+    def readinto(self, buffer: Any) -> int:
+        while not self.rest:
+            chunk = next(self.chunks, None)
+            if chunk is None:
                 return 0
-            if self.now.eof:
-                self.now = self.frame()
-            try:
-                self.ready = self.now.decompress(given)
-            except self.error as error:
-                raise OSError(str(error)) from None
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), len(self.ready))
-        view[:count], self.ready = self.ready[:count], self.ready[count:]
+            self.rest = memoryview(chunk)
+        count = min(len(buffer), len(self.rest))
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
         return count
 
-    def close(self) -> None:
-        self.file.close()
-        super().close()
 
-
-def _open(file: TextFile) -> IO[str]:
-    # A mark that the encoding is UTF-8 may open a JSON file without being part of it; in a text file it is text.
-    # newline="" keeps \r\n as written: a corpus is bytes, and bits per byte must count them all.
-    encoding = "utf-8-sig" if _is_json(file) else "utf-8"
-    errors = "strict" if file.strict else "replace"
-    suffix = file.path.suffix.lower()
-    if suffix == ".zst":
-        return io.TextIOWrapper(
-            io.BufferedReader(_Zstd(file.path)), encoding=encoding, errors=errors, newline=""
-        )
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(suffix, open)
-    return opener(file.path, "rt", encoding=encoding, errors=errors, newline="")  # type: ignore[operator]
-
-
-def _split_texts(lines: Iterable[str]) -> Iterator[str]:
-    text: list[str] = []
+def _split_texts(lines: _Lines) -> Iterator[str]:
+    text = io.StringIO(newline="")  # a list of lines would take several times the text
     for line in lines:
         if line.strip() == END_OF_TEXT:
-            yield "".join(text)
-            text = []
+            yield text.getvalue()
+            text = io.StringIO(newline="")
         else:
-            text.append(line)
-    yield "".join(text)
+            text.write(line)
+    yield text.getvalue()
 
 
-def _json_texts(file: TextFile, lines: Iterable[str]) -> Iterator[str]:
-    for place, found in _json_values(file, lines):
-        text = found.get(file.field) if isinstance(found, dict) else found
+def _json_texts(file: TextFile, lines: _Lines) -> Iterator[str]:
+    for place, value in _json_values(file, lines):
+        text = value.get(file.field) if isinstance(value, dict) else value
         if not isinstance(text, str):
-            raise UserError(f"{file.path}, {place}: {_not_a_document(found, file.field)}")
+            raise UserError(f"{file.path}, {place}: {_not_a_document(value, file.field)}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -311,34 +275,37 @@ def _json_texts(file: TextFile, lines: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _json_values(file: TextFile, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """What is on each line; or the items of an array, which a .json file may be, and which is read whole."""
-    lines = iter(lines)
-    for number, line in enumerate(lines, start=1):
-        if line.lstrip().startswith("[") and _plain_suffix(file.path) == ".json":
-            try:
-                items = json.loads("\n" * (number - 1) + line + "".join(lines))
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{file.path} begins as a JSON array and cannot be read as one ({error}): mend it, or write one "
-                    "object a line"
-                ) from None
-            yield from ((f"item {item}", found) for item, found in enumerate(items, start=1))
+def _json_values(file: TextFile, lines: _Lines) -> Iterator[tuple[str, Any]]:
+    """The value of each line, with its place; or the items of an array, which is read whole."""
+    remaining = iter(lines)
+    for line in remaining:
+        place = f"line {lines.count}"
+        if file.suffix == ".json" and line.lstrip().startswith("["):
+            # Empty lines before it keep the numbers of lines in an error.
+            array = "\n" * (lines.count - 1) + line + "".join(remaining)
+            for number, value in enumerate(_parse(file, place, array), start=1):
+                yield f"item {number}", value
         elif line.strip():
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                found = None
-            yield f"line {number}", found
+            yield place, _parse(file, place, line)
 
 
-def _not_a_document(found: Any, field: str) -> str:
-    """Why this has no text, and which of its fields do."""
-    if not isinstance(found, dict):
+def _parse(file: TextFile, place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file.path}, {place}: this is not JSON ({error}): write one object a line, or in a .json file one array"
+        ) from None
+
+
+def _not_a_document(value: Any, field: str) -> str:
+    """Say why a value has no text, and which of its fields does."""
+    if not isinstance(value, dict):
         return "expected a JSON object on a line of its own, or in the array of a .json file"
-    texts = sorted(
-        (key for key, value in found.items() if isinstance(value, str)),
-        key=lambda key: -len(found[key]),
-    )
-    choice = f"choose one with --text-field {texts[0]}" if texts else "none of them is a string"
-    return f"expected a string under {field!r}; found {', '.join(map(repr, found)) or 'no field'}: {choice}"
+    lengths = {key: len(text) for key, text in value.items() if isinstance(text, str)}
+    choice = "none of them is a string"
+    if lengths:
+        longest = max(lengths, key=lengths.__getitem__)
+        choice = f"choose one with {spell('data.text_field')} {longest}"
+    fields = ", ".join(map(repr, value)) or "no field"
+    return f"expected a string under {field!r}; found {fields}: {choice}"

@@ -8,14 +8,13 @@ whatever their number.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
+import random
 import shutil
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -26,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from headwater.errors import UserError
-from headwater.folders import at_home, hash_file
+from headwater.errors import UserError, spell
+from headwater.folders import at_home, sync, write_file
 from headwater.train.config import TOKENIZERS, DataSettings
 from headwater.train.data.corpus import (
     Document,
@@ -49,11 +48,14 @@ from headwater.train.data.tokenizer import (
 from headwater.train.differences import CORPUS
 from headwater.train.files import seal, taking_turns, unseal, write_json
 
-FORMAT = 5  # raised when the same files would be read as other text, or be kept in another way
+FORMAT = 6  # raised when the same files would be read as other text, or be kept in another way
 MANIFEST = "manifest.json"  # what was written, and the sha256 of every file and of itself
-CHECKED = "checked.json"  # size and times of the files when their hashes were last checked
+CHECKED = "checked.json"  # size and times of the files when all hashes were last checked
+BLOCK = 1 << 24  # bytes under one hash
+SAMPLE = 4  # blocks that every start looks at: bits may turn on a disk without a trace
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 27
+PORTION = 1 << 20  # tokens that are brought into their type at once
 LARGE = 16e6  # bytes of text; BPE takes a second for each megabyte
 PACKED = 4  # times its bytes is the text of a compressed file, about
 Divide = Callable[[Document], Iterable[tuple[str, str]]]
@@ -64,20 +66,19 @@ BPE_DOCUMENTS = 100_000  # enough to learn merges from; a longer corpus only cos
 def prepare(settings: DataSettings) -> Dataset:
     """The corpus as tokens: from the cache when the same files were tokenised before, else built now.
 
-    What the cache holds is checked against its hashes when it is opened first, and again when a file has changed since.
+    All of the cache is checked against its hashes when it is opened first, and again when a file has changed since; a
+    few blocks of it, drawn at random, whenever it is opened.
     A source that is itself a folder of such tokens, brought from another machine, is opened as it is.
     """
     if any((at_home(source) / MANIFEST).is_file() for source in settings.source):
         return _tokens_of(settings)
     files = find_files(settings.source, settings.text_field)
     folder = cache_folder(settings) / _cache_key(settings, files)
-    if not _is_known(folder):
-        try:
-            with taking_turns(folder.with_name(f".lock-{folder.name}")):
-                if not _is_known(folder):  # else another process did this while this one waited
-                    _repair(settings, files, folder)
-        except OSError as error:
-            _bear_read_only(folder, error)
+    if not _is_checked(folder) or damage(folder, SAMPLE):
+        with taking_turns(folder.with_name(f".lock-{folder.name}")):
+            # Another process may have done this while this one waited.
+            if not _is_checked(folder) or damage(folder, SAMPLE):
+                _repair(settings, files, folder)
     return Dataset(folder)
 
 
@@ -88,22 +89,25 @@ def _tokens_of(settings: DataSettings) -> Dataset:
             f"a folder of tokens must be the only source, got {', '.join(settings.source)}"
         )
     folder = at_home(settings.source[0])
-    if not _is_known(folder):
-        if problem := damage(folder):
-            raise UserError(f"the tokens in {folder} are damaged ({problem}): bring them again")
+    checked = _is_checked(folder)
+    if problem := damage(folder, SAMPLE if checked else None):
+        raise UserError(f"the tokens in {folder} are damaged ({problem}): bring them again")
+    if not checked:
         with suppress(OSError):  # a folder that may only be read is checked each time
             write_json(folder / CHECKED, _stats(folder))
-    found = Dataset(folder)
-    named = (
-        None if settings.tokenizer in TOKENIZERS else hash_of(find_tokenizer(settings.tokenizer))
-    )
-    unlike = settings.tokenizer == "bpe" and isinstance(found.tokenizer, ByteTokenizer)
-    if unlike or named not in (None, found.manifest["tokenizer_hash"]):
+    data = Dataset(folder)
+    if settings.tokenizer == "bytes":  # the default, which says nothing
+        fits = True
+    elif settings.tokenizer == "bpe":
+        fits = not isinstance(data.tokenizer, ByteTokenizer)
+    else:
+        fits = hash_of(find_tokenizer(settings.tokenizer)) == data.manifest["tokenizer_hash"]
+    if not fits:
         raise UserError(
-            f"the tokens in {folder} were not made with the tokenizer {settings.tokenizer}: give --source the text "
-            "itself, or leave out --tokenizer"
+            f"the tokens in {folder} were not made with the tokenizer {settings.tokenizer}: give "
+            f"{spell('data.source')} the text itself, or leave out {spell('data.tokenizer')}"
         )
-    return found
+    return data
 
 
 def cache_folder(settings: DataSettings) -> Path:
@@ -147,10 +151,11 @@ class Windows:
         ]
         self.ends = np.cumsum([(len(shard) - 1) // context for shard in self.shards])
         if len(self) == 0:
+            change = "raise" if split == "validation" else "lower"
             raise UserError(
                 f"the corpus is shorter than the context: its {split} split has {manifest[split]['tokens']} tokens, "
-                f"and one window takes {context + 1}. Add text, lower --context, or "
-                f"{'raise' if split == 'validation' else 'lower'} --validation, the share of the text that is held out"
+                f"and one window takes {context + 1}. Add text, lower {spell('model.context')}, "
+                f"or {change} {spell('data.validation')}, the share that is held out"
             )
 
     def __len__(self) -> int:
@@ -255,40 +260,34 @@ def _repair(settings: DataSettings, files: list[TextFile], folder: Path) -> None
     write_json(folder / CHECKED, _stats(folder))
 
 
-def _bear_read_only(folder: Path, error: OSError) -> None:
-    """A cache that may only be read, as one that others share, is checked each time, and must be whole."""
-    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        raise error
-    if problem := damage(folder):
-        broken = (
-            f" and what is there is damaged ({problem}): have it deleted, or"
-            if folder.exists()
-            else ":"
-        )
-        raise UserError(
-            f"the token cache {folder} cannot be written ({error.strerror}){broken} choose another folder with --cache "
-            "or $HEADWATER_CACHE"
-        )
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a cache, or None: every byte of it is looked at."""
+def damage(folder: Path, sample: int | None = None) -> str | None:
+    """Say what is wrong with a cache, or None. Every byte is looked at, or so many blocks drawn at random."""
     try:
         manifest = unseal((folder / MANIFEST).read_bytes())
     except OSError:
         return f"{MANIFEST} is missing"
     if manifest is None or not isinstance(manifest.get("sha256"), dict):
         return f"{MANIFEST} is not what was written"
-    for name, expected in manifest["sha256"].items():
-        if not (folder / name).is_file():
+    blocks = []
+    for name, hashes in manifest["sha256"].items():
+        path = folder / name
+        if not path.is_file():
             return f"{name} is missing"
-        if hash_file(folder / name) != expected:
+        if len(hashes) != -(-path.stat().st_size // BLOCK):
             return f"{name} is not what was written"
+        blocks += [(path, number, expected) for number, expected in enumerate(hashes)]
+    if sample is not None and sample < len(blocks):
+        blocks = random.sample(blocks, sample)
+    for path, number, expected in blocks:
+        with path.open("rb") as file:
+            file.seek(number * BLOCK)
+            if hashlib.sha256(file.read(BLOCK)).hexdigest() != expected:
+                return f"{path.name} is not what was written"
     return None
 
 
-def _is_known(folder: Path) -> bool:
-    """Whether the cache was checked, and no file of it has changed since."""
+def _is_checked(folder: Path) -> bool:
+    """Tell whether all of the cache was checked, and no file of it has changed since."""
     try:
         return json.loads((folder / CHECKED).read_text(encoding="utf-8")) == _stats(folder)
     except (OSError, ValueError):
@@ -297,12 +296,12 @@ def _is_known(folder: Path) -> bool:
 
 def _stats(folder: Path) -> dict[str, list[int]]:
     """Size and times of everything in a cache."""
-    found = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.name != CHECKED)
-    return {
-        name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        for name, stat in found
-        if name[0] != "."
-    }
+    stats = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != CHECKED and not path.name.startswith("."):
+            stat = path.stat()
+            stats[path.name] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return stats
 
 
 def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
@@ -312,40 +311,42 @@ def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
         if stale.exists():
             shutil.rmtree(stale)
     scratch.mkdir(parents=True)
-    for line in left_out(settings.source, files):
+    for line in left_out(settings.source):
         print(line, file=sys.stderr)
-    sizes = {file.path: file.path.stat().st_size for file in files}
-    if sum(size * (PACKED if is_compressed(path) else 1) for path, size in sizes.items()) > LARGE:
-        told = f"tokenising files of {sum(sizes.values()) / 1e6:.0f} MB, whose tokens are kept in {folder} for later"
-        print(told, file=sys.stderr)
+    on_disk = text = 0
+    for file in files:
+        size = file.path.stat().st_size
+        on_disk += size
+        text += size * (PACKED if is_compressed(file.path) else 1)
+    if text > LARGE:
+        print(
+            f"tokenising files of {on_disk / 1e6:.0f} MB, whose tokens are kept in {folder} for later",
+            file=sys.stderr,
+        )
     try:
         manifest = _tokenise(settings, files, scratch)
-        (scratch / MANIFEST).write_bytes(seal(manifest))
+        write_file(scratch / MANIFEST, [seal(manifest)])
+        sync(scratch)
         scratch.rename(folder)
+        sync(folder.parent)
         print(_summary(settings, files, manifest), file=sys.stderr)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _summary(settings: DataSettings, files: list[TextFile], manifest: dict[str, Any]) -> str:
-    """What was found, so that what was not is noticed."""
-
-    def number(count: int, what: str) -> str:
-        return f"{count:,} {what}" + ("" if count == 1 else "s")
-
-    counts = Counter(file.place for file in files)
-    again = sum(count > 1 for count in counts.values())
-    some = "" if again == len(counts) else f"{again:,} of them "
-    told = number(len(counts), "file") + (f" ({some}named more than once)" if again else "")
-    train, held_out = (manifest[name]["tokens"] for name in SPLITS)
-    pieces = {
-        name: manifest[name]["documents"] for name in SPLITS
-    }  # where documents are cut, each has one held out
-    found = pieces["validation"] + (pieces["train"] if manifest["split"] == "by_document" else 0)
-    told += f", {number(found, 'document')}; {number(train, 'token')} to train on, {held_out:,} held out"
+    """Say what was found, so that what was not is noticed."""
+    train, held_out = (manifest[name] for name in SPLITS)
+    documents = held_out["documents"]
+    if manifest["split"] == "by_document":  # where documents are cut, each has a part held out
+        documents += train["documents"]
+    summary = (
+        f"text: files {len(files):,}, documents {documents:,}, "
+        f"tokens {train['tokens']:,} to train on and {held_out['tokens']:,} held out"
+    )
     if settings.tokenizer not in TOKENIZERS:
-        told += f", of the {manifest['vocab_size']:,} of {settings.tokenizer}"
-    return f"text: {told}"
+        summary += f", of the {manifest['vocab_size']:,} of {settings.tokenizer}"
+    return summary
 
 
 def _tokenise(settings: DataSettings, files: list[TextFile], scratch: Path) -> dict[str, Any]:
@@ -424,18 +425,21 @@ def _write_shards(
     content = hashlib.sha256()
     for name, text in pieces:
         raw = text.encode()
-        content.update(f"{name}/{len(raw)}/".encode() + raw)
+        content.update(f"{name}/{len(raw)}/".encode())
+        content.update(raw)
         ids = tokenizer.encode(text)
         if taken and tokenizer.token_bytes[ids].sum() != len(raw):
             raise UserError(
-                f"{taken} is a tokenizer that changes text: --tokenizer takes one that headwater made"
+                f"{taken} is a tokenizer that changes text: {spell('data.tokenizer')} takes one that headwater made"
             )
-        writers[name].add(np.append(ids, tokenizer.end_of_text).astype(dtype), raw)
+        writers[name].add(ids, tokenizer.end_of_text, raw)
     _tell_copies(writers["train"], writers["validation"])
     tokenizer.save(scratch)
     tokenizer_hash = hash_of(tokenizer)
     splits = {name: writer.close() for name, writer in writers.items()}
-    hashes = {name: digest for writer in writers.values() for name, digest in writer.hashes.items()}
+    hashes = {TOKENIZER: hash_blocks(scratch / TOKENIZER)}
+    for writer in writers.values():
+        hashes |= writer.hashes
     return {
         "format": FORMAT,
         "source_hash": content.hexdigest(),
@@ -443,7 +447,7 @@ def _write_shards(
         "vocab_size": tokenizer.vocab_size,
         "dtype": dtype.str,
         **splits,
-        "sha256": {**hashes, TOKENIZER: tokenizer_hash},
+        "sha256": hashes,
     }
 
 
@@ -454,33 +458,40 @@ def _tell_copies(train: _ShardWriter, held_out: _ShardWriter) -> None:
     if share >= COPIES:
         print(
             f"headwater: copies of {both.sum()} of the {held_out.documents} held-out documents, {100 * share:.0f} % of "
-            "that text, are trained on, so that losses on it look better than they are: leave copies out of --source",
+            "that text, are trained on, so that losses on it look better than they are: leave copies out of the source",
             file=sys.stderr,
         )
 
 
+def hash_blocks(path: Path) -> list[str]:
+    """The sha256 of each block of a file."""
+    hashes = []
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            hashes.append(hashlib.sha256(block).hexdigest())
+    return hashes
+
+
 class _ShardWriter:
-    """Appends documents to a split's shards, and counts and hashes what it wrote."""
+    """Appends documents to the shards of a split, and counts and hashes what it wrote."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
         self.folder, self.split, self.dtype = folder, split, dtype
         self.shards: list[dict[str, Any]] = []
-        self.hashes: dict[str, str] = {}
+        self.hashes: dict[str, list[str]] = {}
         self.bytes = self.documents = 0
         self.keys, self.sizes = array("q"), array("q")  # of each document, eight bytes each
 
-    def add(self, tokens: np.ndarray, text: bytes) -> None:
+    def add(self, ids: np.ndarray, end_of_text: int, text: bytes) -> None:
+        """Append a document. Its tokens are written as they are: copies of a long one fill the memory."""
         if not self.shards or self.shards[-1]["tokens"] >= SHARD_TOKENS:
             self._end_shard()
             self.shards.append({"file": f"{self.split}-{len(self.shards):05d}.bin", "tokens": 0})
-            self.file, self.digest = (
-                (self.folder / self.shards[-1]["file"]).open("wb"),
-                hashlib.sha256(),
-            )
-        raw = tokens.tobytes()
-        self.file.write(raw)
-        self.digest.update(raw)
-        self.shards[-1]["tokens"] += len(tokens)
+            self.file = (self.folder / self.shards[-1]["file"]).open("wb")
+        for start in range(0, len(ids), PORTION):
+            self.file.write(ids[start : start + PORTION].astype(self.dtype).data)
+        self.file.write(np.array([end_of_text], dtype=self.dtype).data)
+        self.shards[-1]["tokens"] += len(ids) + 1
         self.keys.append(hash(text))
         self.sizes.append(len(text))
         self.bytes += len(text)
@@ -489,13 +500,14 @@ class _ShardWriter:
     def _end_shard(self) -> None:
         if self.shards:
             self.file.close()
-            self.hashes[self.shards[-1]["file"]] = self.digest.hexdigest()
+            path = self.folder / self.shards[-1]["file"]
+            sync(path)
+            self.hashes[path.name] = hash_blocks(path)
 
     def close(self) -> dict[str, Any]:
         self._end_shard()
-        tokens = sum(shard["tokens"] for shard in self.shards)
         return {
-            "tokens": tokens,
+            "tokens": sum(shard["tokens"] for shard in self.shards),
             "bytes": self.bytes,
             "documents": self.documents,
             "shards": self.shards,
