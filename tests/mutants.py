@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from longest import LONGEST
 
@@ -156,20 +157,24 @@ def tests_of(root: Path, file: str) -> tuple[str, ...]:
 
 
 def read_faults(root: Path, paths: Sequence[Path]) -> list[Mutant]:
-    """Read faults that are written down.
-
-    Raises ValueError for one that has lost its place, SyntaxError for one that does not compile.
-    """
+    """Read faults that are written down, as `fault_of` does."""
     mutants = []
     for path in paths:
         for fault in tomllib.loads(path.read_text(encoding="utf-8"))["fault"]:
-            before = (root / fault["file"]).read_text(encoding="utf-8")
-            places = before.count(fault["old"])
-            if places != 1:
-                raise ValueError(f"{fault['name']}: `old` stands {places} times in {fault['file']}")
-            after = before.replace(fault["old"], fault["new"])
-            if fault["file"].endswith(".py"):
-                compile(after, fault["name"], "exec")
-            tests = tuple(fault["tests"])
-            mutants.append(Mutant(fault["name"], fault["file"], before, after, tests))
+            mutants.append(fault_of(root, fault))
     return mutants
+
+
+def fault_of(root: Path, fault: dict[str, Any]) -> Mutant:
+    """The mutant of a table [[fault]].
+
+    Raises ValueError for a fault that has lost its place, SyntaxError if it does not compile.
+    """
+    before = (root / fault["file"]).read_text(encoding="utf-8")
+    places = before.count(fault["old"])
+    if places != 1:
+        raise ValueError(f"{fault['name']}: `old` stands {places} times in {fault['file']}")
+    after = before.replace(fault["old"], fault["new"])
+    if fault["file"].endswith(".py"):
+        compile(after, fault["name"], "exec")
+    return Mutant(fault["name"], fault["file"], before, after, tuple(fault["tests"]))

@@ -1,12 +1,18 @@
 """The mutation run on a small tree: what it draws, and what it says of a mutant."""
 
 import ast
+import functools
 import json
 import subprocess
+import tomllib
 
 import mutants
 import mutate
 import pytest
+
+FAULTS = []
+for path in sorted((mutate.ROOT / "tests" / "faults").glob("*.toml")):
+    FAULTS += tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
 
 SUMS = '''"""Sums."""
 
@@ -100,3 +106,17 @@ def test_the_same_seed_draws_the_same_lines_and_each_line_once(tree):
         f"package/sums.py:{n}" for n in (4, 5, 6, 7, 8)
     ]
     assert {mutant.tests for mutant in drawn} == {("tests/test_sums.py",)}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["name"])
+def test_a_fault_has_its_place_and_its_tests(fault):
+    """After a refactoring: say where the fault lies now. A fault that nobody can make any more goes."""
+    for test in mutants.fault_of(mutate.ROOT, fault).tests:
+        file, _, name = test.partition("::")
+        assert not name or name.partition("[")[0] in functions_of(file), test
+
+
+@functools.cache
+def functions_of(file):
+    tree = ast.parse((mutate.ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
