@@ -1,4 +1,4 @@
-"""What the GPU does in a function, recorded as a CUDA graph: all of it is then one call for the host."""
+"""Recording what the GPU does in a function as a CUDA graph: one call for the host from then on."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ class NotCaptured(RuntimeError):
 def record(
     function: Callable[[], None], pool: Any = None, stream: torch.cuda.Stream | None = None
 ) -> Any:
-    """The recorded graph (`.replay()` runs it, `.pool()` is its memory) of a function, which is not run by this.
+    """Record a function without running it.
 
     Arguments:
-        function: takes and returns nothing, and launches on the current GPU, always with tensors in the same places.
-            It must have run before, so that whatever it compiles or allocates once is there.
-        pool: memory of a graph that never runs at the same time, to be shared.
-        stream: which one records; by default one that all recordings share.
+        function: takes and returns nothing, and launches on the current GPU, always with tensors in
+            the same places. It must have run before, so that whatever it compiles or allocates once
+            is there.
+        pool: memory of a graph that never runs at the same time, to share.
+        stream: the stream that records; by default one that all recordings share.
 
-    Raises: NotCaptured. Stream, random numbers and memory are then as before, and the function can be called as it is.
+    Returns the graph: `.replay()` runs it, `.pool()` is its memory.
+
+    Raises NotCaptured. Stream, random numbers and memory are then as before, and the function can be
+        called as it is.
     """
     graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -33,13 +37,12 @@ def record(
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             function()
     except RuntimeError as error:
-        # A recording that cannot be ended leaves its stream the current one, and random numbers in its hands: the next
-        # one drawn on this GPU, by anyone, would be an error.
+        # A recording that cannot be ended leaves its stream the current one and keeps the random
+        # numbers: the next number drawn on this GPU, by anyone, would be an error.
         torch.cuda.set_stream(before)
         generator.graphsafe_set_state(numbers)
         torch.cuda.synchronize()
-        cause = (
-            error.__context__ if isinstance(error.__context__, RuntimeError) else error
-        )  # what broke it off
+        # The error that broke the recording off comes first.
+        cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         raise NotCaptured(str(cause).strip().splitlines()[0]) from error
     return graph

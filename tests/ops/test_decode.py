@@ -17,29 +17,28 @@ from headwater.ops.decode.reference import philox
 
 pytest.importorskip("triton", reason="the kernels need triton")
 GPU = torch.cuda.is_available()
+interpreted = pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
-    ),
-    pytest.param(
-        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
-    ),
+    pytest.param("cpu", marks=interpreted),
+    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
 ]
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
 
 def numbers(*shape, device="cpu", seed=0, scale=1.0):
-    return (
-        scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-    ).to(device)
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (scale * torch.randn(*shape, generator=generator)).to(device)
 
 
 def reading(batch, width, device, merged):
     norm = Norm(1 + 0.1 * numbers(width, device=device, seed=1), 1e-6)
     if not merged:
         return norm, None
-    out, lse = numbers(batch, width, device=device, seed=2), numbers(batch, device=device, seed=3)
-    return norm, Merge(out, lse, numbers(width, device=device, seed=4, scale=0.1), 1e-6)
+    out = numbers(batch, width, device=device, seed=2)
+    lse = numbers(batch, device=device, seed=3)
+    query = numbers(width, device=device, seed=4, scale=0.1)
+    return norm, Merge(out, lse, query, 1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,42 +87,43 @@ def test_one_row_that_is_too_wide_to_stay(sizes, gated, way, device, monkeypatch
     ("batch", "added"), [(1, False), (3, False), (1, True)], ids=["stay", "few", "one by one"]
 )
 def test_a_sum_that_nearly_vanishes_is_normed_by_what_is_left(batch, added, device):
-    """Its square as |out|^2 + 2 <out, x> + |x|^2 would have no digits left, and may be negative: NaN behind a root."""
-    x, weight = numbers(batch, 72, device=device, scale=100.0), numbers(40, 72, device=device)
+    """As |out|^2 + 2 <out, x> + |x|^2 its square would have no digits left, or be negative: NaN
+    behind a root."""
+    x = numbers(batch, 72, device=device, scale=100.0)
+    weight = numbers(40, 72, device=device)
     left = 0.02 * numbers(batch, 72, device=device, seed=5)
     zeros = torch.zeros(72, device=device)
     merge = Merge(
         left - x, torch.zeros(batch, device=device), zeros, 1e-6
     )  # x and out have half of the weight each
     add = torch.zeros(batch, 40, device=device) if added else None
-    found = project(
-        x, [weight], norm=Norm(zeros + 1, 1e-6), merge=merge, add=add, backend="triton"
-    ).double()
+    norm = Norm(zeros + 1, 1e-6)
+    y = project(x, [weight], norm=norm, merge=merge, add=add, backend="triton").double()
     h = (merge.out.double() + x) / 2
-    want = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() @ weight.double().T
-    assert (found - want).norm() < 1e-2 * want.norm()  # the last digits of x and out alone are 1e-3
+    rms = (h.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = h / rms @ weight.double().T
+    # The last digits of x and out are 1e-3 by themselves.
+    assert (y - expected).norm() < 1e-2 * expected.norm()
 
 
 def check_projection(sizes, gated, added, batch, way, device):
     width = 72  # no power of two
     x = numbers(batch, width, device=device)
-    weights = [
-        numbers(size, width, device=device, scale=0.1, seed=i) for i, size in enumerate(sizes)
-    ]
-    norm, merge = (
-        (None, None) if way == "as it is" else reading(batch, width, device, way == "merged")
-    )
+    weights = []
+    for seed, size in enumerate(sizes):
+        weights.append(numbers(size, width, device=device, scale=0.1, seed=seed))
+    norm = merge = None
+    if way != "as it is":
+        norm, merge = reading(batch, width, device, way == "merged")
     add = numbers(batch, sizes[0], device=device, seed=7) if added else None
-    want = project(x, weights, norm=norm, merge=merge, add=add, gated=gated, backend="reference")
-    out = torch.full_like(want, torch.nan)
-    found = project(
-        x, weights, norm=norm, merge=merge, add=add, gated=gated, out=out, backend="triton"
-    )
-    torch.testing.assert_close(found, want, **CLOSE)
-    if added:
-        torch.testing.assert_close(
-            project(x, weights, norm=norm, merge=merge, add=add, out=add, backend="triton"), want
-        )
+    options = {"norm": norm, "merge": merge, "add": add, "gated": gated}
+    expected = project(x, weights, **options, backend="reference")
+    out = torch.full_like(expected, torch.nan)
+    y = project(x, weights, **options, out=out, backend="triton")
+    torch.testing.assert_close(y, expected, **CLOSE)
+    if added:  # in place
+        y = project(x, weights, **options, out=add, backend="triton")
+        torch.testing.assert_close(y, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -136,36 +136,36 @@ def test_attention_is_its_reference(form, room, device, monkeypatch):
 
     monkeypatch.setattr(attention, "PROGRAMS", 1 if room == 70 else 16)
     monkeypatch.setattr(attention, "TOGETHER", 2)  # the parts of a row are summed up in turns
-    odd = form == "odd latents"  # the halves of a head are not of one size
-    batch, heads, kv, width, value = (
-        (3, 4, 1, 24 - odd, 16) if "latents" in form else (3, 6, 2, 16, 16)
-    )
+    batch, heads, kv, width, value = 3, 6, 2, 16, 16
+    if "latents" in form:
+        heads, kv, width = 4, 1, 24
+    if form == "odd latents":
+        width = 23  # the halves of a head are not of one size
     lengths = torch.tensor([0, 5, room - 1], device=device)
     qkv = numbers(batch, (heads + kv) * width + kv * value, device=device)
-    q = qkv[:, : heads * width].unflatten(1, (heads, width))
-    k = qkv[:, heads * width : (heads + kv) * width].unflatten(1, (kv, width))
-    v = qkv[:, (heads + kv) * width :].unflatten(1, (kv, value))
-    cached = (
-        numbers(batch, room, kv, width, device=device),
-        numbers(batch, room, kv, value, device=device),
-    )
-    angle = numbers(room, width // 2, device=device)
-    ways = {
-        "rotary": (angle.cos(), angle.sin()) if form in ("rotated", "normed") else None,
-        "norms": tuple(Norm(numbers(width, device=device, seed=s), 1e-6) for s in (5, 6))
-        if form == "normed"
-        else None,
-        "window": 4 if form == "window" else None,
-    }
+    q, k, v = qkv.split((heads * width, kv * width, kv * value), 1)
+    q = q.unflatten(1, (heads, width))
+    k = k.unflatten(1, (kv, width))
+    v = v.unflatten(1, (kv, value))
+    old_keys = numbers(batch, room, kv, width, device=device)
+    old_values = numbers(batch, room, kv, value, device=device)
+    options = {}
+    if form in ("rotated", "normed"):
+        angle = numbers(room, width // 2, device=device)
+        options["rotary"] = angle.cos(), angle.sin()
+    if form == "normed":
+        weights = [numbers(width, device=device, seed=seed) for seed in (5, 6)]
+        options["norms"] = tuple(Norm(weight, 1e-6) for weight in weights)
+    if form == "window":
+        options["window"] = 4
     results = []
     for backend in ("reference", "triton"):
-        keys, values = (t.clone() for t in cached)
-        for _ in range(2):  # the second call finds the counters as the first one left them
-            y = attend(q, k, v, keys, values, lengths, **ways, backend=backend)
+        keys, values = old_keys.clone(), old_values.clone()
+        for _ in range(2):  # the second call meets the counters that the first one left
+            y = attend(q, k, v, keys, values, lengths, **options, backend=backend)
         results.append((y, keys, values))
-    for found, want in zip(results[1], results[0]):
-        torch.testing.assert_close(found, want, **CLOSE)
-    assert not torch.equal(results[1][1], cached[0])  # the new token's keys are there
+    torch.testing.assert_close(results[1], results[0], **CLOSE)
+    assert not torch.equal(results[1][1], old_keys)  # the new token's keys are there
 
 
 def test_counters_stay_where_a_graph_has_found_them():
@@ -186,17 +186,15 @@ def test_a_span_opens_as_its_reference(count, many, device, monkeypatch):
 
     monkeypatch.setattr(span, "TOGETHER", 1024)  # 19 sources do not fit at once
     monkeypatch.setattr(span, "MANY", many)
-    sources, folded = numbers(count, 3, 72, device=device), numbers(4, 72, device=device, scale=0.2)
+    sources = numbers(count, 3, 72, device=device)
+    folded = numbers(4, 72, device=device, scale=0.2)
     results = []
-    for way in ("triton", "reference"):
-        outs, lses = (
-            torch.full_like(sources[:1].expand(4, 3, 72), torch.nan),
-            torch.zeros(4, 4, device=device)[:, :3],
-        )
-        open_span(sources, folded, 1e-6, outs, lses, backend=way)
+    for backend in ("triton", "reference"):
+        outs = torch.full((4, 3, 72), torch.nan, device=device)
+        lses = torch.zeros(4, 4, device=device)[:, :3]
+        open_span(sources, folded, 1e-6, outs, lses, backend=backend)
         results.append((outs, lses))
-    for found, want in zip(*results):
-        torch.testing.assert_close(found, want, **CLOSE)
+    torch.testing.assert_close(results[0], results[1], **CLOSE)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -204,16 +202,18 @@ def test_tokens_are_looked_up_and_chosen(device, monkeypatch):
     from headwater.ops.decode import token
 
     monkeypatch.setattr(token, "LOGITS", 64)
-    weight, tokens = numbers(300, 72, device=device), torch.tensor([7, 299, 0], device=device)
+    weight = numbers(300, 72, device=device)
+    tokens = torch.tensor([7, 299, 0], device=device)
     rows = take(weight, tokens, torch.empty(3, 72, device=device), backend="triton")
     assert torch.equal(rows, weight[tokens])
     logits = numbers(5, 300, device=device)
     logits[1, [40, 200]] = 9.0  # of equals the first
-    logits[2], logits[3], logits[4, 70] = float("-inf"), torch.nan, torch.nan
+    logits[2] = float("-inf")
     logits[2, 299] = -1e30
-    found = likeliest(logits, backend="triton")
-    assert torch.equal(found, likeliest(logits, backend="reference"))
-    assert found.tolist()[1:] == [40, 299, -1, -1]
+    logits[3] = logits[4, 70] = torch.nan
+    places = likeliest(logits, backend="triton")
+    assert torch.equal(places, likeliest(logits, backend="reference"))
+    assert places.tolist()[1:] == [40, 299, -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,9 @@ def test_tokens_are_looked_up_and_chosen(device, monkeypatch):
 )
 def test_philox_has_its_authors_numbers(counters, key, numbers):
     """The known answers of Random123."""
-    found = philox([torch.tensor([c]) for c in counters], tuple(torch.tensor([k]) for k in key))
-    assert " ".join(f"{int(number):08x}" for number in found) == numbers
+    key_low, key_high = (torch.tensor([k]) for k in key)
+    results = philox([torch.tensor([c]) for c in counters], (key_low, key_high))
+    assert " ".join(f"{int(number):08x}" for number in results) == numbers
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -240,11 +241,10 @@ def test_exponentials_are_their_reference(count, device):
     seeds = torch.tensor([0, 5, 2**62 + 3], device=device)
     for number in (0, 1, 2**31 - 1):
         step = torch.tensor([number], device=device)
-        mine, own = (
-            exponentials(seeds, step, count, backend=way) for way in ("triton", "reference")
-        )
-        torch.testing.assert_close(mine, own, atol=0.0, rtol=1e-6)
-        assert (own > 0).all()
+        expected = exponentials(seeds, step, count, backend="reference")
+        noise = exponentials(seeds, step, count, backend="triton")
+        torch.testing.assert_close(noise, expected, atol=0.0, rtol=1e-6)
+        assert (expected > 0).all()
         if count > 3000:
-            assert own.mean().item() == pytest.approx(1, abs=0.05)
-            assert len(own.unique()) > 0.999 * own.numel()
+            assert expected.mean().item() == pytest.approx(1, abs=0.05)
+            assert len(expected.unique()) > 0.999 * expected.numel()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import spawn, torchrun
 from tinykimi import KIMI
-from tinymodels import DIM, LAYERS, VOCAB, model_of
+from tinymodels import DIM, LAYERS, model_of, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from headwater._torch import TorchDispatchMode
@@ -41,59 +41,55 @@ def continue_as_one():
         divided = TensorParallelEngine(copy.deepcopy(whole), mesh)
         ways = [(5, {"temperature": 0.0, "prefill_chunk": 3})]
         if name == "attnres-block":
-            ways += [(LONG, {"temperature": 0.0}), (2, {"temperature": 0.0, "use_cache": False})]
-            ways += [(5, {"top_p": 0.9, "seed": 3, "repetition_penalty": 1.3})]
-        for new, way in ways:
-            assert generate(divided, PROMPTS, new, **way) == generate(whole, PROMPTS, new, **way), (
-                name,
-                way,
-            )
+            ways.append((LONG, {"temperature": 0.0}))
+            ways.append((2, {"temperature": 0.0, "use_cache": False}))
+            ways.append((5, {"top_p": 0.9, "seed": 3, "repetition_penalty": 1.3}))
+        for new, options in ways:
+            rows = generate(divided, PROMPTS, new, **options)
+            assert rows == generate(whole, PROMPTS, new, **options), (name, options)
         with torch.no_grad():
-            readers = (
-                engine.reader(sorted(PROMPTS, key=len), 1, None, True, False)
-                for engine in (Engine(whole), divided)
-            )
-            mine, ours = (getattr(reader, "reader", reader).read_prompts() for reader in readers)
-        torch.testing.assert_close(ours, mine, atol=1e-5, rtol=1e-5)
+            logits = shared_reader(divided, PROMPTS).read_prompts()
+            expected = reader_of(Engine(whole), PROMPTS).read_prompts()
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     read_long_texts(mesh)
     count_bytes(mesh)
     agree_on_portions(mesh)
 
 
+def reader_of(engine, prompts, chunk=None):
+    return engine.reader(sorted(prompts, key=len), 1, chunk, True, False)
+
+
+def shared_reader(engine, prompts, chunk=None):
+    """What reads on each rank, below the agreement on tokens."""
+    return reader_of(engine, prompts, chunk).reader
+
+
 def agree_on_portions(mesh):
     """One rank has less memory than the other."""
-    engine, rows = (
-        TensorParallelEngine(model_of("attnres-block:block=3").eval(), mesh),
-        [[1] * 2000],
-    )
-    least, own = 10**6, 10 ** (6 + mesh.get_local_rank())
-    with mock.patch.object(divided_generate, "free_bytes", return_value=own):
-        portion = engine.reader(rows, 1, "auto", True, False).reader.chunk
-    assert (
-        portion
-        == choose_chunk(engine.model, 1, 2001, least)
-        != choose_chunk(engine.model, 1, 2001, 10 * least)
-    )
+    engine = TensorParallelEngine(model_of("attnres-block:block=3").eval(), mesh)
+    least, free = 10**6, 10 ** (6 + mesh.get_local_rank())
+    with mock.patch.object(divided_generate, "free_bytes", return_value=free):
+        portion = shared_reader(engine, [[1] * 2000], "auto").chunk
+    assert portion == choose_chunk(engine.model, 1, 2001, least)
+    assert portion != choose_chunk(engine.model, 1, 2001, 10 * least)
 
 
 @torch.no_grad()
 def read_long_texts(mesh):
-    """With every residual: the logits after each of 256 tokens, of which a rank has 128, and the likeliest tokens."""
-    text, rank = (
-        torch.randint(0, VOCAB, (1, 256), generator=torch.Generator().manual_seed(0)),
-        mesh.get_local_rank(),
-    )
+    """With every residual: logits and likeliest tokens after each of 256 tokens, 128 on each rank."""
+    text, rank = tokens_of(batch=1, length=256), mesh.get_local_rank()
     for name in names():
         whole = model_of(name, scatter=True, layers=2, context=256).eval()
         divided = TensorParallelEngine(copy.deepcopy(whole), mesh)
         with dividing(divided.exchange):
-            mine = divided.model(text.chunk(RANKS, 1)[rank], divided.model.new_cache())
-        own = whole(text).chunk(RANKS, 1)[rank]
-        torch.testing.assert_close(mine, own, atol=2e-5, rtol=1e-4, msg=name)
-        top, second = own.topk(2).values.unbind(-1)
+            logits = divided.model(text.chunk(RANKS, 1)[rank], divided.model.new_cache())
+        expected = whole(text).chunk(RANKS, 1)[rank]
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4, msg=name)
+        top, second = expected.topk(2).values.unbind(-1)
         clear = top - second > 1e-3
         assert clear.float().mean() > 0.9
-        assert torch.equal(mine.argmax(-1)[clear], own.argmax(-1)[clear]), name
+        assert torch.equal(logits.argmax(-1)[clear], expected.argmax(-1)[clear]), name
 
 
 class Sent(TorchDispatchMode):
@@ -122,16 +118,16 @@ class Longest(Watcher):
 
 
 def count_bytes(mesh):
-    rows, tokens = [list(range(12)), list(range(20, 32))], 12
     engine = TensorParallelEngine(model_of("attnres-block:block=3").eval(), mesh)
-    reader, longest = engine.reader(rows, 1, None, True, False).reader, Longest()
+    reader, longest = shared_reader(engine, [list(range(12)), list(range(20, 32))]), Longest()
+    per_token = 2 * (RANKS - 1) / RANKS * 2 * LAYERS * DIM * 4  # the formula for one row
     with torch.no_grad(), Sent() as sent, watched(engine.model.residual, longest):
         reader.read_prompts()
-    assert sent.bytes == 2 * (RANKS - 1) / RANKS * 2 * LAYERS * len(rows) * tokens * DIM * 4
+    assert sent.bytes == 2 * 12 * per_token
     assert longest.tokens == 5  # of 12, the last two are on both ranks
     with torch.no_grad(), Sent() as sent:
         reader.next_logits([[1], [2]])
-    assert sent.bytes == 2 * (RANKS - 1) / RANKS * 2 * LAYERS * len(rows) * DIM * 4
+    assert sent.bytes == 2 * per_token
     with pytest.raises(UserError, match=r"parallel.tensor is 2, which must divide model.heads, 3"):
         TensorParallelEngine(model_of("standard", dim=24, heads=3, kv_heads=1), mesh)
 

@@ -1,12 +1,14 @@
-"""Continuing prompts on several ranks: tensor parallelism, with the tokens of a prompt divided between the sublayers.
+"""Continuing prompts on several ranks: tensor parallelism, with a prompt's tokens divided too.
 
-N ranks read a prompt of T tokens together. Between bodies each has T / N of its tokens, and of the residual's sources
-just those: the bank takes 1 / N of the memory. On the way into attention or MLP tokens are gathered, on the way out
-summed over the ranks and divided again (`tensor_parallel`); a rank keeps the keys and values of its own heads. The last
-tokens of a prompt, N at most, and those that are drawn are too few to divide: all ranks have them, and sum what leaves
-a body. Either way a rank sends, of numbers of e bytes through L sublayers of width D,
+N ranks read a prompt of T tokens together. Between bodies each rank has T / N of the tokens and only
+their sources: the bank takes 1 / N of the memory. On the way into attention or MLP tokens are gathered;
+on the way out results are summed over the ranks and divided again (`tensor_parallel`). A rank keeps the
+keys and values of its heads. The last tokens of a prompt, N at most, and the drawn tokens are too few to
+divide: all ranks have them, and sum what leaves a body. With numbers of e bytes, through L sublayers of
+width D, a rank sends
 
-    2 (N - 1) / N * L B T D e    bytes for B prompts of T tokens, and 2 (N - 1) / N * L B D e for one more token of each
+    2 (N - 1) / N * L B T D e    bytes for B prompts of T tokens
+    2 (N - 1) / N * L B D e      bytes for one more token of each
 """
 
 from __future__ import annotations
@@ -44,13 +46,14 @@ from headwater.train.load import load_run
 
 
 class TensorParallelEngine(Engine):
-    """A decoder for `headwater.generate` on the ranks of a mesh, each of which calls it with the same arguments.
+    """A decoder for `headwater.generate` on the ranks of a mesh; each calls it with the same arguments.
 
     Arguments:
-        model: the whole decoder, the same on every rank. It is divided in place; move what is left to a GPU.
-        mesh: of one axis, the ranks that share the work.
+        model: the whole decoder, the same on every rank. It is divided in place; move it to a GPU
+            afterwards.
+        mesh: the ranks that share the work, along one axis.
 
-    Raises UserError for a model that cannot be divided among so many.
+    Raises UserError for a model that cannot be divided among the ranks.
 
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (8,))
         headwater.generate(TensorParallelEngine(model, mesh), [[1, 2, 3]], max_new_tokens=20)
@@ -85,22 +88,23 @@ class TensorParallelEngine(Engine):
 def divided_run(
     folder: Path, device: str, tensor: int
 ) -> Iterator[tuple[TensorParallelEngine, Tokenizer]]:
-    """A run's decoder on the `tensor` ranks that torchrun has started, and its tokenizer; connections end with it."""
+    """Load a run's decoder on the `tensor` ranks that torchrun has started, and its tokenizer."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != tensor or tensor < 1:
         raise UserError(
-            f"--tensor {tensor} needs as many processes, and there are {world}. Start them with: torchrun --standalone "
-            f"--nproc-per-node {tensor} -m headwater.cli generate ... --tensor {tensor}"
+            f"--tensor {tensor} needs as many processes, and there are {world}. Start them with: "
+            f"torchrun --standalone --nproc-per-node {tensor} -m headwater.cli generate ... "
+            f"--tensor {tensor}"
         )
-    own = torch.device(device)
-    if own == torch.device("cuda"):
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(own)
+    place = torch.device(device)
+    if place == torch.device("cuda"):
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
     run = load_run(folder)
-    with gathered(ParallelSettings(tensor=tensor), own) as ranks:
+    with gathered(ParallelSettings(tensor=tensor), place) as ranks:
         assert ranks.mesh is not None
         engine = TensorParallelEngine(run.model, ranks.mesh["tensor"])
-        engine.model.to(own)
+        engine.model.to(place)
         yield engine, run.tokenizer
 
 
