@@ -29,6 +29,7 @@ def generate(argv: list[str]) -> None:
             "leave it out"
         )
     check_device(flags.device)
+    # A folder of transformers is continued by transformers, a run by headwater.
     prompts = [_as_text(word) for word in flags.prompt]
     if is_transformers(flags.folder):
         continue_with_transformers(flags, prompts)

@@ -71,6 +71,7 @@ class CapturedSteps:
     def run(self) -> Tensor:
         """Logits after `self.tokens`, always in one place; `self.tokens` then has the next ones."""
         with torch.cuda.device_of(self.tokens):  # streams are those of the current GPU
+            # The first step has compiled its kernels and allocated what it needs.
             if self.graph and self.replay is None and self.count == 1:
                 self._capture()
             if self.replay is None:
@@ -110,6 +111,7 @@ class CapturedSteps:
             else:
                 self._draw(logits)
             pending.append(self._send())
+            # The host waits for tokens only when the GPU has a few more steps to do.
             if len(pending) > AHEAD:
                 yield _received(*pending.pop(0))
         for transfer in pending:

@@ -39,6 +39,7 @@ class FusedStep:
         model, depth, backend = self.model, self.depth, self.backend
         take(model.embedding.weight, tokens, depth.begin(), backend=backend)
         for i, sublayer in enumerate(cast(list[Sublayer], model.sublayers)):
+            # The sublayer's projections compute the read, its output projection the write.
             reading = depth.read(i, sublayer.norm.for_kernels())
             y = sublayer.body.step(reading, self.rotary, self.cache[i], backend)
             depth.write(i, y, cast(nn.Linear, sublayer.body.output).weight)
@@ -50,6 +51,7 @@ class FusedStep:
 def fused_step(model: Decoder, cache: Cache, backend: Backend = "auto") -> FusedStep | None:
     """Make a fused step of a decoder, if its residual and all its parts have one."""
     weight = model.embedding.weight.detach()
+    # By name the kernels (or their references) run, or say why not.
     if backend == "auto" and obstacle(weight) is not None:
         return None
     if not can_step(model):

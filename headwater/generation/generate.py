@@ -135,6 +135,7 @@ def stream(
             f"model must be a Decoder, got a {type(model).__name__}: a model of transformers has a "
             "`generate` of its own"
         )
+    # Settings and prompts are checked before anything is allocated.
     engine = Engine(model) if isinstance(model, Decoder) else model
     prompts = _check(engine.model, tokens, max_new_tokens, sampling, prefill_chunk)
 
@@ -146,6 +147,7 @@ def stream(
     draw = Draw(sampling, rows, seeds, engine.model.config.vocab_size, device)
     reader = engine.reader(rows, max_new_tokens, prefill_chunk, use_cache, graph)
 
+    # The reader sees what was drawn; a row that has ended goes on, and is shown no more.
     drawn: list[list[int]] = [[] for _ in rows]
     live = [True] * len(rows)
     for new in _in_evaluation(engine.model, reader.tokens(draw, drawn, max_new_tokens)):

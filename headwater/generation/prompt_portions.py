@@ -28,6 +28,7 @@ def bytes_per_token(model: Decoder) -> int:
     residual, config = model.residual, model.config
     sources = max(len(residual.layout(i)) for i in range(residual.sublayers + 1))
     widest = max(_produced(sublayer) for sublayer in model.sublayers)
+    # A token meets its chosen experts, with three matrices each.
     if config.experts:
         widest = max(widest, 3 * config.experts_per_token * config.expert_width)
     width = config.dim * (sources + residual.reads_at_once + 6) + 2 * widest
@@ -88,5 +89,6 @@ def choose_chunk(model: Decoder, batch: int, room: int, free: int | None = None)
             f"a cache of {batch} rows of {room} tokens takes {cache / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} GiB are free: {cure}lower max_new_tokens, or shorten the prompts"
         )
+    # Half of what the cache leaves, in whole multiples of the least portion.
     tokens = max(0, free - cache) // 2 // batch // bytes_per_token(model)
     return None if tokens >= room else max(LEAST, tokens // LEAST * LEAST)

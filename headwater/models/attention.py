@@ -35,6 +35,7 @@ class Rotary(nn.Module):
 
     def tables(self, context: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         options: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        # In fp64: in fp32 the angles of late positions would be off.
         exponents = -torch.arange(0, self.head_dim, 2, **options) / self.head_dim
         positions = torch.arange(context, **options)
         angles = torch.outer(positions, self.theta**exponents)  # (T, head_dim / 2)
@@ -99,6 +100,7 @@ class Attention(Part):
     ) -> tuple[Tensor, Tensor]:
         """Return the output, and the values of the tokens in x."""
         q, k, v = self._turned(x, rotary, cached=cache is not None)
+        # The first attention's values join these, with two learned shares.
         if self.value_mix is not None and first_values is not None:
             first_share, share = self.value_mix.to(v.dtype)
             v = first_share * first_values + share * v
@@ -113,6 +115,7 @@ class Attention(Part):
         return KeysValues(lengths, keys, values, self.window)
 
     def can_step(self) -> bool:
+        # Kernels read the weights of linear layers and norms, and pair the channels of a head.
         norms = {type(self.query_norm), type(self.key_norm)}
         plain = are_plain(self.query, self.key, self.value, self.output)
         usual = self.window is None and self.value_mix is None and self.head_dim % 2 == 0
@@ -125,6 +128,7 @@ class Attention(Part):
         cache: Entry | None,
         backend: Backend,
     ) -> Tensor:
+        # First the projections; then one launch norms, turns, writes to the cache and attends.
         weights = self.query.weight, self.key.weight, self.value.weight
         joined = reading.project(*weights, backend=backend)  # (B, (heads + 2 kv_heads) d)
         q, k, v = joined.split([len(weight) for weight in weights], 1)
@@ -153,6 +157,7 @@ class Attention(Part):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, turned by their positions, and values, (B, heads, T, d) each."""
         parts = self._project(x, cached)
+        # One kernel splits and turns what one product made, unless a norm or a cache is between.
         if len(parts) == 1 and not (self.qk_norm or cached):
             return rotate_joined(parts[0], rotary, self.heads, self.kv_heads, backend=self.backend)
         q, k, v = split_heads(parts, (self.heads, self.kv_heads, self.kv_heads))
@@ -169,9 +174,11 @@ class Attention(Part):
         """Attention of new tokens over themselves and those in the cache, (B, H, T, d)."""
         if cache is None:
             return self._attend(q, k, v, None, causal=True)
+        # One token of every row: on a GPU a kernel writes it and attends.
         y = cache.attend_one(q, k, v)
         if y is not None:
             return y
+        # Else the tokens are written, and look at what the rows then have.
         mask = cache.mask(q.shape[-2])
         keys, values = cache.append(k, v)
         return self._attend(q, keys, values, mask, causal=cache.lengths.empty)

@@ -41,10 +41,12 @@ def run_sublayer(
 
     `dtype` is the stream's, if that is not what sublayers produce.
     """
+    # A kernel may fold the pre-norm into the read; else the sublayer applies it.
     normed = residual.folds_norm(held, i)
     norm = sublayer.norm if normed else None
     x, held = residual.read(held, i, norm=norm)
     y, kept = sublayer(x, rotary, cache, kept, normed)
+    # Under autocast sublayers may compute in another dtype than the stream's.
     if dtype is not None:
         y = y.to(dtype)
     return (*residual.write(held, i, y), *kept)
@@ -104,6 +106,7 @@ class Decoder(nn.Module):
             return
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=0.02)
+        # Every matrix keeps the scale of what it reads; those that start otherwise follow.
         for module in self.sublayers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -124,6 +127,7 @@ class Decoder(nn.Module):
             std = 0.0 if begins_as_nothing else (body.output.in_features * count) ** -0.5
             nn.init.normal_(body.output.weight, std=gain * std)
             return
+        # Experts are in no linear layer: each is drawn as its matrix would be.
         for weight in (body.router.weight, body.experts.gate, body.experts.up):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         shared = [] if body.shared is None else [body.shared.output.weight]
@@ -167,6 +171,7 @@ class Decoder(nn.Module):
         rotary = self._positions(tokens.shape[1], cache)
         state = self.begin(tokens, cache)
         state = self.run(state, 0, len(self.sublayers), rotary, cache)
+        # Only now: until here all sublayers write at the same places.
         if cache is not None:
             cache.lengths.advance(tokens.shape[1])
         return self._end(state, cache, last)
@@ -175,6 +180,7 @@ class Decoder(nn.Module):
         """Rotary tables for the next tokens."""
         if cache is None:
             return self.rotary(0, count)
+        # Rows of different lengths have positions of their own.
         if cache.lengths.even is None:
             return self.rotary.at(cache.lengths.positions(count))
         return self.rotary(cache.lengths.even, count)
@@ -182,6 +188,7 @@ class Decoder(nn.Module):
     def begin(self, tokens: Tensor, cache: Cache | None = None) -> State:
         """The state before the first sublayer."""
         x = self.embedding(tokens)
+        # Autocast leaves an embedding in fp32; the stream has the dtype of the sublayers' outputs.
         dtype = self._stream_dtype(x.device)
         x = x if dtype is None else x.to(dtype)
         if cache is None:
@@ -213,6 +220,7 @@ class Decoder(nn.Module):
 
     def _end(self, state: State, cache: Cache | None = None, last: bool = False) -> Tensor:
         state, _ = self._split(len(self.sublayers), state)
+        # Of a prompt's end only the last token's read is needed.
         x = self._end_last(state) if last else self.residual.end(state, norm=self.norm)
         # Only now: the state may hold what the cache has kept so far.
         if cache is not None:
@@ -308,8 +316,10 @@ class Decoder(nn.Module):
         attention = 2 * config.kinds.count("attention") * context * config.dim
         window = min(config.shortswa or 0, context)
         attention += 4 * config.kinds.count("shortswa") * window * config.dim
+        # MLA: keys of head and shared part, and values; causal attention looks at half of the context.
         for mla in self._bodies(MLA):
             attention += mla.heads * context * (mla.head_dim + mla.shared_dim + mla.value_dim)
+        # KDA: products with its state, and the pairs of tokens inside a chunk.
         for kda in self._bodies(KDA):
             chunk = min(CHUNK, context)
             attention += kda.heads * kda.head_dim * (6 * kda.head_dim + 5 * chunk)

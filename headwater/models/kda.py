@@ -98,6 +98,7 @@ class KDA(Part):
     def forward(self, x: Tensor, cache: States | None = None) -> Tensor:
         projections = project_together(x, self.query, self.key, self.value)
         q, k, v = self._convolve(torch.cat(projections, -1), cache)
+        # Decay and output gate come through narrow layers.
         decay, gate = project_together(x, self.decay_down, self.gate_down)
         g = self.decay(self.decay_up(decay))  # (B, T, H, K)
         beta = torch.sigmoid(self.beta(x).to(g.dtype))  # (B, T, H)
@@ -116,7 +117,7 @@ class KDA(Part):
         weights = [self.here(convolution.weight) for convolution in convolutions]
         weight = torch.cat(weights)  # (3 H K, 1, kernel)
         behind = weight.shape[-1] - 1
-        # Before the first token the convolutions see zeros, later what the cache has kept.
+        # One convolution for all three. Before the first token it sees zeros, later what the cache has kept.
         if cache is None:
             tail = x.new_zeros(len(x), behind, x.shape[-1])
         else:

@@ -54,6 +54,7 @@ class MLA(Part):
         return Latents(lengths, torch.zeros(shape, dtype=dtype, device=lengths.tokens.device))
 
     def forward(self, x: Tensor, cache: Latents | None = None) -> Tensor:
+        # The latent is normed, the shared part of the keys is not: both go to the cache.
         q, latent = project_together(x, self.query, self.down)
         q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, head + shared)
         latent, shared = latent.split((self.latent_dim, self.shared_dim), -1)
@@ -86,6 +87,7 @@ class MLA(Part):
 
     def _absorbed(self, q: Tensor, latent: Tensor, cache: Latents) -> Tensor:
         """The same, with the latents as the keys and values of one head that all queries share."""
+        # Each head's matrix for keys moves to the query's side, the one for values behind the sum.
         weight = self.here(self.up.weight).to(q.dtype)
         up = weight.unflatten(0, (self.heads, -1))  # (H, head + value, latent)
         to_key, to_value = up.split((self.head_dim, self.value_dim), 1)

@@ -60,6 +60,7 @@ class Router(Part):
         experts = biased.topk(self.chosen, -1, sorted=False).indices
         weights = scores.gather(-1, experts)
         weights = self.scale * weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        # In training, count for the next move of the bias.
         if self.training and torch.is_grad_enabled():
             self.load.add_(count(experts, len(self.bias)))
         return Routes(scores, experts, weights)
