@@ -1,7 +1,7 @@
 """Continuing text on one GPU: new tokens, prompts, memory, and the first token of a new process.
 
     python -m benchmarks.generate --out FILE                          # one H200, about 8 minutes
-    python -m benchmarks.generate --parts decode context --limit 60   # some of it, in at most a minute
+    python -m benchmarks.generate --parts decode context --limit 60   # some of it, in a minute
 
 Arms take turns within a process, so that a drift of the machine meets all: decoders of size xl
 (1.26 billion parameters, bf16) with the plain residual, Block and Full Attention Residuals.
@@ -48,8 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_dim": 48, "vocab_size": 64},
 }
-# `longest` is the longest prompt of all, read in chunks; `new` are tokens of transformers' generate;
-# `tokens` is the number after which memory is looked at again.
+# `longest` is the longest prompt of all, read in chunks; `new` are tokens of transformers'
+# generate; `tokens` is the number after which memory is looked at again.
 SIZES: dict[str, dict[str, Any]] = {
     "xl": {
         "batches": (1, 16, 64, 256), "context": 1024, "contexts": (1024, 8192, 32768, 131072),
@@ -109,7 +109,7 @@ class Bench:
         return (time.perf_counter() - began) * 1e3 / calls
 
     def turns(self, functions: dict[str, Callable[[], Any]], calls: int) -> dict[str, Any]:
-        """Time functions that take turns: their medians, and medians of quotients with the first one's.
+        """Time functions that take turns: medians, and medians of quotients with the first.
 
         Two rounds before do not count: what the first allocates, the second may divide otherwise.
         """
@@ -312,7 +312,7 @@ def peak(bench: Bench) -> Iterator[tuple[str, Any]]:
 
 
 def memory(bench: Bench) -> Iterator[tuple[str, Any]]:
-    """Measure the memory after the first tokens and after many; on a CPU the peak of the process."""
+    """Measure memory after the first tokens and after many; on a CPU the peak of the process."""
     tokens = bench.sizes["tokens"]
     for arm in ("block", "plain"):
         model = bench.model(arm, tokens + 64)

@@ -2,10 +2,11 @@
 
 Results are microseconds, and shares of the bandwidth of a large copy.
 
-    python -m benchmarks.projections --out FILE                 # one H200, about 90 seconds, most of them compiling
+    python -m benchmarks.projections --out FILE      # one H200, about 90 seconds, mostly compiling
 
-Shapes are those of the 1.26 billion decoder of `benchmarks.generate`. Weights rotate among copies that together are far
-larger than the cache. A candidate whose result is not the reference's shows no time.
+Shapes are those of the 1.26 billion decoder of `benchmarks.generate`. Weights rotate among copies
+that together are far larger than the cache. A candidate whose result is not the reference's shows
+no time.
 """
 
 import argparse
@@ -142,7 +143,7 @@ class Case:
         return results
 
     def tile(self, numbers: tuple[int, ...]) -> projection.Tile:
-        """Make a tile of a candidate's numbers: three for `stream`, which reads all inputs at once."""
+        """Make a tile of a candidate's numbers: three are for `stream`, which reads all inputs."""
         if len(self.x) > 1:
             return projection.Tile("few", *numbers)
         if len(numbers) == 4:

@@ -1,8 +1,8 @@
 """A decoding step that leaves the host out: one token of every row, recorded as a CUDA graph.
 
 Lengths, tokens and caches stay on the device and where they are. The host replays the step, and
-learns the tokens some steps late. Recorded or not, the same kernels run in the same order. The first
-step runs as it is, which compiles what there is to compile; the second is recorded.
+learns the tokens some steps late. Recorded or not, the same kernels run in the same order. The
+first step runs as it is, which compiles what there is to compile; the second is recorded.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 What lies between two products is folded into them: the residual's read and the norm into the
 projections that follow, its write into the projections before, the rotation and the cache into
-attention (`headwater.ops.decode`). The residual says how it reads and writes one token (`one_token`),
-each part of a sublayer how it runs one (`step`). The results are those of `Decoder.hidden` but for
-the order of some sums, and with it the last bits.
+attention (`headwater.ops.decode`). The residual says how it reads and writes one token
+(`one_token`), each part of a sublayer how it runs one (`step`). The results are those of
+`Decoder.hidden` but for the order of some sums, and with it the last bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt to read at once: as many as half of the free memory is for.
+"""The portions in which prompts are read: as many tokens as half of the free memory is for.
 
     tokens = (free - cache) / 2 / rows / (e (D (N + S + 6) + 2 W))
 

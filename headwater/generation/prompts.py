@@ -80,7 +80,7 @@ class CachedReader(Reader):
         return torch.cat(logits)
 
     def read(self, texts: Tensor, cache: Cache) -> Tensor:
-        """What the head sees of the last tokens of texts (B, T), all of which the cache then has."""
+        """Read texts (B, T) into the cache; return what the head sees of their last tokens."""
         for portion in texts.split(self.chunk or texts.shape[1], dim=1):
             hidden = self.model.hidden(portion, cache, last=True)
         return hidden

@@ -19,7 +19,7 @@ class Sampling:
     min_p: float | None = None
     """Draw among tokens at least this share as likely as the likeliest."""
     repetition_penalty: float = 1.0
-    """For tokens that the text has: positive logits are divided by this, negative ones multiplied."""
+    """Positive logits of tokens that the text has are divided by this, negative ones multiplied."""
 
     def check(self) -> None:
         """Raise ValueError that names the setting, what it must be and what it is."""

@@ -17,7 +17,7 @@ HALF = "\ufffd"  # what a decoder of bytes shows for a character whose last byte
 
 
 class TextTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is needed here."""
 
     @property
     def end_of_text(self) -> int: ...

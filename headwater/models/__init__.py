@@ -1,4 +1,4 @@
-"""Decoder language models. Names load on first use, so that describing a model does not import torch."""
+"""Decoder language models. Names load on first use: describing a model imports no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

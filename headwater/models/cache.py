@@ -1,4 +1,4 @@
-"""What a decoder keeps of the tokens it has seen: keys and values, latents, or states.
+"""The cache of a decoder: keys and values, latents, or states of the tokens it has seen.
 
 A cache is allocated once, for B rows of at most `room` tokens. Each row has its own length: new
 tokens are written at the row's place and look at what the row has. Nothing ever moves, so that a
@@ -41,7 +41,7 @@ class Lengths:
             self.even += count
 
     def write(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Write `new` (B, T, ...) into `stored` (B, room, ...), and return as much as a row may have."""
+        """Write `new` (B, T, ...) into `stored` (B, room, ...); return what a row may have."""
         count = new.shape[1]
         # One length for all rows: a slice, and what there is so far.
         if self.even is not None:
@@ -55,7 +55,7 @@ class Lengths:
         return stored.scatter_(1, places.expand_as(new), new.to(stored.dtype))
 
     def mask(self, count: int, window: int | None) -> Tensor | None:
-        """Where the next tokens may look, (B, 1, count, room) or shorter; None: at all that came."""
+        """Say where the next tokens may look, (B, 1, count, room); None: attention knows."""
         if self.even is not None:
             # Attention knows by itself what one token, a window and a beginning look at.
             if count == 1 or window is not None or self.empty:
@@ -152,7 +152,7 @@ class Latents:
         return latents if self.lengths.empty else all_latents
 
     def attend_one(self, q: Tensor, latent: Tensor, values: int, scale: float) -> Tensor | None:
-        """As `KeysValues.attend_one`, with absorbed queries (B, H, 1, latent + shared)."""
+        """Write and attend as above, with absorbed queries, (B, H, 1, latent + shared)."""
         if q.shape[2] != 1 or not use_triton("auto", q, latent, self.latents):
             return None
         keys = self.latents[:, :, None]  # (B, room, 1, latent + shared)
@@ -164,9 +164,9 @@ class Latents:
 
 @dataclass
 class States:
-    """What a KDA sublayer knows of all tokens, however many there were.
+    """The memory of a KDA sublayer, as large after many tokens as after one.
 
-    `state` (B, H, K, V) in fp32, and the last inputs of its convolutions, `tail` (B, kernel - 1, 3 H K).
+    `state` (B, H, K, V) in fp32; `tail` (B, kernel - 1, 3 H K), its convolutions' last inputs.
     """
 
     state: Tensor

@@ -34,32 +34,34 @@ def run_sublayer(
     dtype: torch.dtype | None,
     rotary: tuple[Tensor, Tensor],
     cache: Entry | None,
-    held: State,
-    kept: State,
+    state: State,
+    values: State,
 ) -> State:
-    """Read, run and write sublayer i; return the state after it, with the kept values last.
+    """Read, run and write sublayer i; return the state after it, then the first attention's values.
 
     `dtype` is the stream's, if that is not what sublayers produce.
     """
     # A kernel may fold the pre-norm into the read; else the sublayer applies it.
-    normed = residual.folds_norm(held, i)
+    normed = residual.folds_norm(state, i)
     norm = sublayer.norm if normed else None
-    x, held = residual.read(held, i, norm=norm)
-    y, kept = sublayer(x, rotary, cache, kept, normed)
+    x, state = residual.read(state, i, norm=norm)
+    y, values = sublayer(x, rotary, cache, values, normed)
     # Under autocast sublayers may compute in another dtype than the stream's.
     if dtype is not None:
         y = y.to(dtype)
-    return (*residual.write(held, i, y), *kept)
+    return (*residual.write(state, i, y), *values)
 
 
 class Decoder(nn.Module):
-    """A pre-norm decoder, (B, T) tokens to (B, T, vocab) logits, whose residual `config.residual` names.
+    """A pre-norm decoder, (B, T) tokens to (B, T, vocab) logits, with the residual of its config.
 
         model = Decoder(ModelConfig.named("nano", vocab_size=256, residual="attnres-block"))
         logits = model(tokens)
 
-    `around`, None at first, is what each sublayer of a forward pass is called through, as `around(step, *args)`:
-    activation checkpointing is `model.around = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)`.
+    `around`, None at first, is called as `around(step, *args)` in place of each sublayer's `step`.
+    For activation checkpointing:
+
+        model.around = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     """
 
     around: Callable[..., State] | None
@@ -95,11 +97,11 @@ class Decoder(nn.Module):
         """Start matrices so that they keep the scale of what they read.
 
         Output projections are smaller by sqrt(sublayers), where `depth_start` is on. Those of short
-        windows start at zero, unless the residual can make nothing of that. A residual keeps the start
-        it defines itself, and may ask for smaller weights in the sublayers.
+        windows start at zero, unless the residual can make nothing of that. A residual keeps the
+        start it defines itself, and may ask for smaller weights in the sublayers.
 
-        The embedding starts at unit scale unless the head shares it: sources averaged over a deep stack
-        must stay far above the norms' eps.
+        The embedding starts at unit scale unless the head shares it: sources averaged over a deep
+        stack must stay far above the norms' eps.
         """
         # On the meta device there are no values, and to draw shapes takes longer than all the rest.
         if self.embedding.weight.is_meta:
@@ -160,13 +162,14 @@ class Decoder(nn.Module):
         return Cache([body.new_entry(lengths, dtype) for body in bodies], lengths)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Tokens (B, T) to logits (B, T, vocab). With a cache, tokens that continue those it has seen."""
+        """Map tokens (B, T) to logits (B, T, vocab); with a cache they continue earlier tokens."""
         return self.head(self.hidden(tokens, cache))
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
-        """Compute what the output head sees, (B, T, D), for a loss that does not need all logits at once.
+        """Compute what the output head sees, (B, T, D): a loss may not need all logits at once.
 
-        `last`: only of the last token, (B, 1, D), as for a prompt: a final read looks at every source.
+        `last`: only of the last token, (B, 1, D), as for a prompt: a final read looks at every
+        source.
         """
         rotary = self._positions(tokens.shape[1], cache)
         state = self.begin(tokens, cache)
@@ -239,13 +242,13 @@ class Decoder(nn.Module):
 
     def settle(self, state: State, i: int) -> State:
         """The state before sublayer i in its shortest form: what a pipeline stage sends on."""
-        state, kept = self._split(i, state)
-        return (*self.residual.settle(state, i), *kept)
+        state, values = self._split(i, state)
+        return (*self.residual.settle(state, i), *values)
 
     def adopt(self, state: State, i: int) -> State:
-        """A settled state before sublayer i as the residual likes it best: a pipeline stage runs on it."""
-        state, kept = self._split(i, state)
-        return (*self.residual.adopt(state, i), *kept)
+        """Return a settled state before sublayer i as a pipeline stage best runs on it."""
+        state, values = self._split(i, state)
+        return (*self.residual.adopt(state, i), *values)
 
     def _stream_dtype(self, device: torch.device) -> torch.dtype | None:
         """The stream's dtype under autocast: fp32 if the configuration says so, else that of the
@@ -257,9 +260,9 @@ class Decoder(nn.Module):
     def compile_layers(self, **options: Any) -> None:
         """Compile what a sublayer does, once for all sublayers of a kind.
 
-        That takes seconds, where a whole model takes a minute. `options` are torch.compile's. If the
-        residual has no parameters, its read and write are compiled with the sublayer; other residuals
-        run around it as they are, with a kernel or eagerly.
+        That takes seconds, where a whole model takes a minute. `options` are torch.compile's. If
+        the residual has no parameters, its read and write are compiled with the sublayer; other
+        residuals run around it as they are, with a kernel or eagerly.
         """
         if next(self.residual.parameters(), None) is None:
             self._run_sublayer = torch.compile(run_sublayer, **options)
@@ -270,7 +273,7 @@ class Decoder(nn.Module):
     def _step(
         self, i: int, rotary: tuple[Tensor, Tensor], cache: Entry | None, *state: Tensor
     ) -> State:
-        """Run one sublayer. The state comes as separate tensors: activation checkpointing needs that."""
+        """Run one sublayer, with a state of separate tensors: checkpointing needs that."""
         sublayer = cast(Sublayer, self.sublayers[i])
         dtype = self._stream_dtype(state[0].device)
         return self._run_sublayer(
@@ -278,14 +281,16 @@ class Decoder(nn.Module):
         )
 
     def _split(self, i: int, state: State) -> tuple[State, State]:
-        """The residual's state before sublayer i, and the first attention's values, where it has been."""
+        """The residual's state before sublayer i, and the first attention's values behind it."""
         if i > self.values_from:
             return state[:-1], state[-1:]
         return state, ()
 
     def parameter_count(self) -> dict[str, int]:
-        """Count parameters: `total`; of these `active`, which one token meets, with only the experts
-        that it chooses; and those of the `embedding` and the `residual`."""
+        """Count parameters: `total`, `embedding`, `residual`; and `active`, which one token meets.
+
+        A token meets only the experts that it chooses.
+        """
         total, config = _numbers(self), self.config
         experts = sum(_numbers(body.experts) for body in self._bodies(MoE))
         idle = 0
@@ -301,9 +306,9 @@ class Decoder(nn.Module):
     def flops_per_token(self, context: int | None = None) -> int:
         """Operations of one training step per token at a context.
 
-        Matrices, causal attention and depth mixing; backward counts twice as much as forward. Experts
-        count as far as one token meets them, KDA as three products with its state and the pairs inside
-        a chunk.
+        Matrices, causal attention and depth mixing; backward counts twice as much as forward.
+        Experts count as far as one token meets them, KDA as three products with its state and the
+        pairs inside a chunk.
         """
         config = self.config
         context = context or config.context
@@ -316,7 +321,8 @@ class Decoder(nn.Module):
         attention = 2 * config.kinds.count("attention") * context * config.dim
         window = min(config.shortswa or 0, context)
         attention += 4 * config.kinds.count("shortswa") * window * config.dim
-        # MLA: keys of head and shared part, and values; causal attention looks at half of the context.
+        # MLA: keys of head and shared part, and values; causal attention looks at half of the
+        # context.
         for mla in self._bodies(MLA):
             attention += mla.heads * context * (mla.head_dim + mla.shared_dim + mla.value_dim)
         # KDA: products with its state, and the pairs of tokens inside a chunk.
@@ -331,7 +337,7 @@ class Decoder(nn.Module):
         return [body for body in bodies if isinstance(body, kind)]
 
     def save(self, folder: str | Path) -> None:
-        """Write config.json, model.safetensors and the hash of the latter. A tied head is stored once."""
+        """Write config.json, model.safetensors and its hash. A tied head is stored once."""
         settings = {**self.config.to_dict(), "residual": pinned(self.residual)}
         with whole_folder(at_home(folder)) as partial:
             (partial / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -362,8 +368,10 @@ class Decoder(nn.Module):
 
 
 def saved_tensors(model: Decoder) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of a decoder, or of a part of one, holds: its parameters, each once, and buffers
-    that are not made anew, such as the routers' biases."""
+    """The tensors that a checkpoint of a decoder, or of a part of one, holds.
+
+    Parameters, each once, and buffers that are not computed anew, such as the routers' biases.
+    """
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters(remove_duplicate=True)), **buffers}

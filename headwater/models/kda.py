@@ -1,4 +1,4 @@
-"""Kimi Delta Attention as a sublayer: short convolutions, gates, the operator, a gated norm; and its state.
+"""Kimi Delta Attention as a sublayer: convolutions, gates, the operator, a gated norm.
 
     q, k, v = SiLU(conv(W x));  g = gate(F2 F1 x);  b = sigmoid(B x)
     y = O (RMSNorm(kda(q, k, v, g, b)) sigmoid(G2 G1 x))
@@ -59,7 +59,7 @@ class DecayGate(Part):
 
 
 class KDA(Part):
-    """Kimi Delta Attention over (B, T, D); with `States`, over tokens that continue earlier ones."""
+    """Kimi Delta Attention over (B, T, D); with `States`, tokens continue earlier ones."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -117,7 +117,8 @@ class KDA(Part):
         weights = [self.here(convolution.weight) for convolution in convolutions]
         weight = torch.cat(weights)  # (3 H K, 1, kernel)
         behind = weight.shape[-1] - 1
-        # One convolution for all three. Before the first token it sees zeros, later what the cache has kept.
+        # One convolution for all three. Before the first token it sees zeros, later what the cache
+        # has kept.
         if cache is None:
             tail = x.new_zeros(len(x), behind, x.shape[-1])
         else:

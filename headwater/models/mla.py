@@ -3,7 +3,8 @@
     c = RMSNorm(A x), the latent;  s = A' x, a part of the key that all heads share
     q_h = [q_h', q_h''] = Q_h x;  k_h = [B_h c, s];  v_h = C_h c
 
-The cache holds c and s. A few new tokens are decoded without ever forming keys and values (`absorbed`):
+The cache holds c and s. A few new tokens are decoded without ever forming keys and values
+(`absorbed`):
 
     <q_h', B_h c> = <B_h^T q_h', c>          sum_t a_t C_h c_t = C_h (sum_t a_t c_t)
 
@@ -45,7 +46,8 @@ class MLA(Part):
         self.output = nn.Linear(self.heads * self.value_dim, config.dim, bias=False)
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
-        """The weights that a residual may ask to start smaller, besides the output's: the values'."""
+        """The weights that a residual may ask to start smaller, besides the output's."""
+        # Keys and values come from one matrix: only the values' rows start smaller.
         rows = self.up.weight.unflatten(0, (self.heads, self.head_dim + self.value_dim))
         return (rows[:, self.head_dim :],)
 

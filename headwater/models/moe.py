@@ -1,10 +1,11 @@
-"""A mixture of experts: each token through the few SwiGLUs that its router chooses, and through one that all share.
+"""A mixture of experts: each token runs through a few SwiGLUs, and one that all tokens share.
 
     s = sigmoid(R x) in fp32;   chosen = top-k of s + bias;   w = scale s / sum s over the chosen
     y = shared(x) + sum over the chosen of w_e expert_e(x)
 
-The bias decides who is chosen and nothing else. No gradient moves it: after each step it goes up for experts that had
-fewer tokens than the mean and down for those that had more (arXiv 2408.15664, DeepSeek-V3). No token is dropped.
+The bias decides who is chosen and nothing else. No gradient moves it: after each step it goes up
+for experts that had fewer tokens than the mean and down for those that had more (arXiv 2408.15664,
+DeepSeek-V3). No token is dropped.
 """
 
 from typing import Any, NamedTuple, Self
@@ -30,7 +31,7 @@ class Routes(NamedTuple):
 
 
 class Router(Part):
-    """Scores tokens (N, D) for E experts and chooses k of them for each; `load` counts what it chose in training."""
+    """Scores tokens (N, D) for E experts and chooses k for each; `load` counts in training."""
 
     bias: Tensor
     load: Tensor
@@ -67,7 +68,7 @@ class Router(Part):
 
     @torch.no_grad()
     def move_bias(self, load: Tensor, rate: Tensor | float) -> None:
-        """Take a step toward an even load; `load` (E,): tokens that each expert had on all ranks."""
+        """Step toward an even load; `load` (E,): tokens that each expert had on all ranks."""
         self.bias.add_(rate * torch.sign(load.mean() - load))
 
 

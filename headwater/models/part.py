@@ -1,4 +1,4 @@
-"""What every part of a decoder answers, with the answers of a part that does nothing special."""
+"""A part of a decoder, with the answers of a part that keeps nothing and has no fused step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Part(nn.Module):
         return weight
 
     def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> Entry | None:
-        """Allocate what this part keeps of the tokens of a cache; None for one that mixes channels."""
+        """Allocate what this part keeps of a cache's tokens; None if it mixes channels."""
         return None
 
     def can_step(self) -> bool:

@@ -23,8 +23,9 @@ def layers_of(pattern: str, layers: int, *, experts: int, dense: int) -> tuple[L
     """Name the sublayers of each layer that a pattern describes.
 
     Arguments:
-        pattern: layers separated by colons. Each names its mixers (attention, kda, mla, shortswa) and,
-            if it likes, its feed-forward (mlp, moe), joined by `+`; `*3` behind a layer repeats it.
+        pattern: layers separated by colons. Each names its mixers (attention, kda, mla, shortswa)
+            and, if it likes, its feed-forward (mlp, moe), joined by `+`; `*3` behind a layer
+            repeats it.
         layers: the number of layers; the pattern is one period of them, or all.
         experts: of a mixture. With any, feed-forwards that the pattern leaves out are mixtures.
         dense: the number of first layers whose feed-forward is an MLP all the same.

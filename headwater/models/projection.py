@@ -8,15 +8,16 @@ FEW = 1024  # tokens
 
 
 def project_joined(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """Apply linear layers to x, (..., N_i) each; on a GPU in one tensor (..., sum of N_i), side by side.
+    """Apply linear layers to x: tensors (..., N_i), on a GPU one of (..., sum of N_i).
 
-    One product makes that tensor: x is read once, and its gradient is one product instead of a sum of
-    several. Layers that something has wrapped or divided are called one by one.
+    One product makes that tensor: x is read once, and its gradient is one product instead of a sum
+    of several. Layers that something has wrapped or divided are called one by one.
     """
     if not can_join(x, layers):
         return tuple(layer(x) for layer in layers)
-    # For few tokens without gradients a copy of the weights would cost more than the products. Their
-    # results are joined, so that a pass that is repeated with gradients goes the same way from here.
+    # For few tokens without gradients a copy of the weights would cost more than the products.
+    # Their results are joined, so that a pass that is repeated with gradients goes the same way
+    # from here.
     if are_few(x):
         return (torch.cat([layer(x) for layer in layers], -1),)
     weights = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
@@ -43,5 +44,5 @@ def are_few(x: Tensor) -> bool:
 
 
 def are_plain(*modules: nn.Module) -> bool:
-    """Tell whether all are linear layers whose weights may be read: not wrapped, divided or biased."""
+    """Tell whether all are linear layers, neither wrapped nor divided, and without a bias."""
     return all(type(module) is nn.Linear and module.bias is None for module in modules)

@@ -31,8 +31,8 @@ BODIES: dict[str, Callable[[ModelConfig, bool], Body]] = {
 class Sublayer(nn.Module):
     """A pre-norm and the part behind it, by its kind.
 
-    `mixes_values`: attention also reads the first attention's values; `keeps_values`: it hands on the
-    values that it computed.
+    `mixes_values`: attention also reads the first attention's values; `keeps_values`: it hands on
+    the values that it computed.
     """
 
     def __init__(
@@ -54,17 +54,22 @@ class Sublayer(nn.Module):
         return type(self.norm) is RMSNorm and not self.keeps_values and self.body.can_step()
 
     def forward(
-        self, x: Read, rotary: tuple[Tensor, Tensor], cache: Entry | None, kept: State, normed: bool
+        self,
+        x: Read,
+        rotary: tuple[Tensor, Tensor],
+        cache: Entry | None,
+        values: State,
+        normed: bool,
     ) -> tuple[Tensor, State]:
-        """Return the output (..., D), and the first attention's values where they are kept.
+        """Return the output (..., D), and the first attention's values once they are there.
 
         `normed`: the read has applied the norm already.
         """
         if not normed:
             x = apply_norm(self.norm, x)
         if isinstance(self.body, Attention):
-            y, values = self.body(x, rotary, cache, *kept)
-            return y, (values,) if self.keeps_values else kept
+            y, new_values = self.body(x, rotary, cache, *values)
+            return y, (new_values,) if self.keeps_values else values
         if isinstance(self.body, KDA | MLA):
-            return self.body(x, cache), kept
-        return self.body(x), kept
+            return self.body(x, cache), values
+        return self.body(x), values

@@ -26,8 +26,8 @@ def record(
 
     Returns the graph: `.replay()` runs it, `.pool()` is its memory.
 
-    Raises NotCaptured. Stream, random numbers and memory are then as before, and the function can be
-        called as it is.
+    Raises NotCaptured. Stream, random numbers and memory are then as before, and the function can
+        be called as it is.
     """
     graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]

@@ -1,8 +1,8 @@
 """Residuals for one token of every row, in tensors that stay where they are: for a decoding step.
 
-A read is not computed by itself: a `Reading` is handed to the projections that follow, whose kernels
-fold the norm and the merge into their products (`headwater.ops.decode`). A write is folded into the
-product that makes the output.
+A read is not computed by itself: a `Reading` is handed to the projections that follow, whose
+kernels fold the norm and the merge into their products (`headwater.ops.decode`). A write is folded
+into the product that makes the output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BESIDE = True  # on a GPU, what later reads need is computed beside the sublayer
 
 
 class Reading(NamedTuple):
-    """What a sublayer or the head reads: x (B, D), merged with finished blocks or not, and normed."""
+    """A read that is not computed yet: x (B, D), which may be merged, and is normed."""
 
     x: Tensor
     norm: Norm
@@ -76,12 +76,12 @@ class PlainStream(OneToken):
 
 
 class BlockSources(OneToken):
-    """Attention Residuals in two phases: the sources, of which the newest is its block's sum so far.
+    """Attention Residuals in two phases: sources, of which the newest is its block's sum so far.
 
-    Every read merges the newest source with what its query reads in the sources before. At the start
-    of a block those are the same for the queries of its other sublayers and of the next block's first
-    sublayer: one launch reads them for all these queries, beside the block's first sublayer, which
-    needs none of it. So no sublayer waits for it, on a GPU.
+    Every read merges the newest source with what its query reads in the sources before. At the
+    start of a block those are the same for the queries of its other sublayers and of the next
+    block's first sublayer: one launch reads them for all these queries, beside the block's first
+    sublayer, which needs none of it. So no sublayer waits for it, on a GPU.
 
     Arguments:
         block, eps: sublayers of a block, and eps of the keys' norm.
@@ -102,8 +102,9 @@ class BlockSources(OneToken):
         self.block, self.eps, self.queries, self.backend = block, eps, queries, backend
         self.sublayers = len(queries) - 1
         self.sources = stream.new_empty(count, *stream.shape)
-        # Two of each: one is written while the next read is still of the other. Rows of `lses` begin
-        # at multiples of 16 bytes: kernels are compiled once for such addresses, and once for others.
+        # Two of each: one is written while the next read is still of the other. Rows of `lses`
+        # begin at multiples of 16 bytes: kernels are compiled once for such addresses, and once for
+        # others.
         rows, span = len(stream), min(block, self.sublayers)
         self.outs = stream.new_empty(2, span, *stream.shape)
         wide = accumulation_dtype(stream.dtype)

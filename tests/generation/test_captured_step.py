@@ -1,4 +1,4 @@
-"""Decoding steps in fused launches, and as a CUDA graph: the tokens are those of the forward pass."""
+"""Decoding steps in fused launches and as CUDA graphs: the tokens of the forward pass."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -132,7 +132,7 @@ def test_parts_that_kernels_cannot_read():
 
 
 def as_on_a_gpu(monkeypatch):
-    """Generate on a CPU by the steps of a GPU: what is recorded runs again, and tokens arrive at once."""
+    """Generate on a CPU by a GPU's steps: what is recorded runs again, tokens arrive at once."""
     monkeypatch.setattr("headwater.generation.generate.CachedReader", DeviceReader)
     monkeypatch.setattr(CapturedSteps, "_capture", lambda self: setattr(self, "replay", self._once))
     arrival = SimpleNamespace(synchronize=lambda: None)
@@ -156,7 +156,7 @@ SETTINGS = [
     ],
 )
 def test_a_host_that_is_behind_sees_the_same_tokens(spec, settings, monkeypatch):
-    """Draws, penalties and stops do not wait for the host; fewer tokens than it is behind all come."""
+    """Draws, penalties and stops do not wait for the host, however few tokens there are."""
     model = model_of(spec, scatter=True)
     stop = generate(model, PROMPTS, 3, temperature=0.0)[0][-1]
 
@@ -383,7 +383,7 @@ def test_memory_does_not_grow_with_tokens(spec):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", on_gpu("attnres-block", "kimi"))
 def test_portions_of_a_prompt_see_what_the_whole_sees(kind, dtype):
-    """A mask that is never written out: new tokens look at the past and at new ones up to themselves."""
+    """The mask is never written out: tokens look at the past, and at new ones up to themselves."""
     spec, settings = MODELS[kind]
     heads = {"dim": 128, "heads": 4, "kv_heads": 2, "mlp_dim": 64, **settings}
     model = model_of(spec, scatter=True, **heads).to("cuda", dtype).eval()

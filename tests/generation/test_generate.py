@@ -1,4 +1,4 @@
-"""Continuing prompts: with a cache or without, in portions, alone or in a batch: the same tokens."""
+"""Continuing prompts with a cache or without, in portions, in a batch: the same tokens."""
 
 import numpy as np
 import pytest
@@ -39,8 +39,8 @@ def cut_at(stop, prompt, row):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", MODELS)
 def test_rows_of_any_length_are_what_each_is_alone(kind):
-    """Greedy. Every token is the likeliest after the tokens before it, where its row is read by itself
-    and at once: by induction it is the token that is drawn without a cache."""
+    """Greedy. Every token is the likeliest after the tokens before it, where its row is read by
+    itself and at once: by induction it is the token that is drawn without a cache."""
     model = tiny(kind)
     rows = generate(model, PROMPTS, 8, temperature=0.0)
     assert generate(model, PROMPTS, 8, temperature=0.0, prefill_chunk=4) == rows

@@ -47,8 +47,7 @@ def test_flops_agree_with_pytorchs_counter():
 
 @pytest.mark.parametrize("depth_start", [True, False])
 def test_weights_start_at_the_scale_that_they_say(depth_start):
-    """Standard deviations of matrices with thousands of numbers; outputs shrink by sublayers, not by
-    layers."""
+    """Standard deviations of matrices; outputs shrink by sublayers, not by layers."""
     shape = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "mlp_dim": 256, "context": 8}
     model = Decoder(ModelConfig(vocab_size=400, depth_start=depth_start, **shape))
     weights = {"embedding": model.embedding.weight, "head": model.head.weight}
@@ -64,7 +63,7 @@ def test_weights_start_at_the_scale_that_they_say(depth_start):
 
 
 def test_a_decoder_is_its_formula():
-    """Norms with a weight and a large eps, SwiGLU, the head: written out around what attention gives."""
+    """Norms with a weight and a large eps, SwiGLU, the head: written out around attention."""
     model = model_of("standard", scatter=True, layers=2, norm_eps=0.5)
     rotary = model.rotary(0, 12)
 
@@ -82,7 +81,7 @@ def test_a_decoder_is_its_formula():
 
 
 def test_attention_is_its_formula():
-    """Grouped queries, norms of queries and keys before their rotation, written with complex numbers and loops."""
+    """Grouped queries, norms of queries and keys before their rotation, in complex numbers."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": 8,
@@ -131,7 +130,7 @@ def test_attention_is_its_formula():
 
 
 def test_parts_of_a_product_are_put_together_by_one_node():
-    """What a GPU does with queries, keys and values: the same gradient, and the compiler does not look into it."""
+    """The gradient is the same, and the compiler does not look into the node."""
     x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
 
     def gradient(x, split):
@@ -164,7 +163,7 @@ def test_under_autocast_the_stream_has_the_sublayers_dtype_unless_fp32_is_asked_
 
 @pytest.mark.parametrize("pattern", ["attention", "attention:shortswa", "kda:mla"])
 def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(pattern):
-    """As loops with FSDP2 do it: rotary tables and what routers have counted are in no checkpoint."""
+    """Loops with FSDP2 do this. Rotary tables and routers' counts are in no checkpoint."""
     shape = {
         "dim": 16,
         "heads": 2,
@@ -204,7 +203,7 @@ def test_named_sizes_are_valid(size):
 
 
 def test_named_sizes_stay_the_size_that_they_are():
-    """Millions of parameters between embedding and head, and the context: a study of last year names its model so."""
+    """Millions of parameters between embedding and head, and the context."""
     expected = {
         "nano": (0.185, 128), "tiny": (1.477, 256), "deep": (1.035, 128), "small": (35.402, 1024),
         "medium": (151.033, 2048), "large": (704.731, 4096), "xl": (1132.562, 4096),

@@ -1,4 +1,4 @@
-"""Kimi Linear as settings of the decoder: patterns, KDA, MLA and experts as parts, counts, caches, gradients."""
+"""Kimi Linear as settings of the decoder: patterns, parts, counts, caches, gradients."""
 
 import time
 from functools import partial
@@ -32,7 +32,8 @@ def test_the_published_model_has_the_published_counts():
     assert count["active"] - count["residual"] == 3_484_453_248
     parts = {s.kind: sum(p.numel() for p in s.body.parameters()) for s in model.sublayers}
     assert parts == {"kda": 39_514_272, "mlp": 63_700_992, "moe": 1_819_607_040, "mla": 29_114_880}
-    # Published is a pair of 2304 numbers for each of 55 reads; the first has one source, hence here no parameters.
+    # Published is a pair of 2304 numbers for each of 55 reads; the first has one source, hence here
+    # no parameters.
     assert count["residual"] == 253_440 - 2 * 2304
     assert [i // 2 for i, kind in enumerate(model.config.kinds) if kind == "mla"] == [
         3,
@@ -112,7 +113,7 @@ def test_what_cannot_be_built_is_named(settings, message):
 
 @pytest.mark.parametrize("spec", names())
 def test_every_residual_trains_and_decodes_it(spec):
-    """Gradients reach every parameter, equal under recomputation; a prompt in pieces is the whole."""
+    """Gradients reach every parameter and recompute; a prompt in pieces is the whole."""
     model, tokens = model_of(spec, scatter=True, **KIMI), tokens_of(length=20)
     assert model.config.kinds == KINDS
     logits, gradients = gradients_of(model, tokens)

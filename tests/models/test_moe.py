@@ -1,4 +1,4 @@
-"""Experts: the formula token by token, no token dropped, a bias that evens the load and is saved."""
+"""Experts: the formula, no token dropped, a bias that evens the load and is saved."""
 
 import pytest
 import torch

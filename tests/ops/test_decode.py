@@ -1,4 +1,4 @@
-"""The parts of a decoding step: kernels against their references, in every form that a decoder asks for."""
+"""The parts of a decoding step: kernels against references, in every form that decoders use."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Two ranks continue prompts as one does: the same greedy tokens, logits to 1e-5, and the bytes of the formula."""
+"""Two ranks continue prompts as one does: tokens, logits to 1e-5, the bytes of the formula."""
 
 import copy
 from unittest import mock
@@ -77,7 +77,7 @@ def agree_on_portions(mesh):
 
 @torch.no_grad()
 def read_long_texts(mesh):
-    """With every residual: logits and likeliest tokens after each of 256 tokens, 128 on each rank."""
+    """Every residual: logits and likeliest tokens after each of 256 tokens, 128 on a rank."""
     text, rank = tokens_of(batch=1, length=256), mesh.get_local_rank()
     for name in names():
         whole = model_of(name, scatter=True, layers=2, context=256).eval()

@@ -3,14 +3,14 @@
 
     y_h = sum_t softmax_t(scale <q_h, k_t>) v_t      over the row's tokens and the new one
 
-`operators.attend` has the mathematics with norm, rotation and window. Bytes: the keys and values that
-there are, once for all queries that share them.
+`operators.attend` has the mathematics with norm, rotation and window. Bytes: the keys and values
+that there are, once for all queries that share them.
 
 The rows' lengths are read on the device, so that a captured launch serves every length and reads no
-more than there is. A program takes one head of keys and a part of the tokens (flash decoding); where a
-row has tokens for fewer parts, the other programs leave at once. The last program of a head to finish
-sums the parts, always in the same order. Keys are handled in two halves, whose channels a rotation
-pairs; if the width is odd, the left half has one channel more.
+more than there is. A program takes one head of keys and a part of the tokens (flash decoding);
+where a row has tokens for fewer parts, the other programs leave at once. The last program of a head
+to finish sums the parts, always in the same order. Keys are handled in two halves, whose channels a
+rotation pairs; if the width is odd, the left half has one channel more.
 """
 
 from __future__ import annotations
@@ -243,8 +243,9 @@ def attend(
     gk, eps_k = (y, 0.0) if norms is None else norms[1]
     tensors = (q, k, v, keys, values, lengths, cos, sin, gq, gk, y, parts, stats, counters)
     numbers = (q.stride(0), k.stride(0), v.stride(0), room, eps_q, eps_k, scale, window or 0)
-    # A part of one tile has nothing to overlap but its own start. In longer parts Triton's pipeline is
-    # faster: with 64 and 256 rows of 1024 tokens, tiles fetched ahead by hand cost a step 0.5 and 0.8 ms.
+    # A part of one tile has nothing to overlap but its own start. In longer parts Triton's pipeline
+    # is faster: with 64 and 256 rows of 1024 tokens, tiles fetched ahead by hand cost a step 0.5
+    # and 0.8 ms.
     short = room <= LEAST * splits
     half = max(16, power_of_2(ceil_div(width, 2)))
     wide = max(16, power_of_2(value))

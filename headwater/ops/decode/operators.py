@@ -1,7 +1,7 @@
-"""The parts of a decoding step, one token of each of B rows: for inference, unchecked and without gradients.
+"""The parts of a decoding step, one token of each of B rows: unchecked, without gradients.
 
-`reference` has them in plain PyTorch. The kernels run where the tensors are on a GPU, and a CUDA graph
-can record them.
+`reference` has them in plain PyTorch. The kernels run where the tensors are on a GPU, and a CUDA
+graph can record them.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def attend(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attend with a new token of each row to the tokens before it and itself; write it to the cache.
+    """Attend with a new token of each row to itself and the tokens before; write it to the cache.
 
     Arguments:
         q, k, v: (B, H, d), (B, KV, d), (B, KV, e); rows may be strided.
-        keys, values: (B, room, KV, d) and (B, room, KV, e), contiguous; the new token is written at its row's place.
-            Values may be the first e channels of the keys.
+        keys, values: (B, room, KV, d) and (B, room, KV, e), contiguous; the new token is written at
+            its row's place. Values may be the first e channels of the keys.
         lengths: (B,) int64, the tokens that a row has so far, fewer than room.
         rotary: tables (positions, d / 2) of cosines and sines, to turn q and k by.
         norms: of queries and of keys, each over d, applied before the rotation.
@@ -110,8 +110,8 @@ def open_span(
         sources: (N, B, D), contiguous.
         folded: (S, D), queries times the key norm's weight.
         eps: of that norm.
-        outs, lses: (S, B, D) and (S, B) in fp32, to write reads and log-sum-exps to; rows of lses may
-            be strided.
+        outs, lses: (S, B, D) and (S, B) in fp32, to write reads and log-sum-exps to; rows of lses
+            may be strided.
         backend: as in `headwater.depth_attention`.
     """
     if not use_triton(backend, sources, outs):
@@ -149,7 +149,7 @@ def likeliest(logits: Tensor, *, backend: Backend = "auto") -> Tensor:
 
 
 def exponentials(seeds: Tensor, step: Tensor, count: int, *, backend: Backend = "auto") -> Tensor:
-    """Draw from the exponential distribution, the same on every device but for the logarithm's last bit.
+    """Draw from the exponential distribution, the same on every device but for a last bit.
 
     Arguments:
         seeds: (B,) int64, one for each row.

@@ -3,13 +3,14 @@
 
     y = W (g h / rms(h)),   h = (1 - b) o + b P
 
-Bytes: the weights, once; everything else is small beside them. A norm does not wait for its sum,
-y = rstd(h) (W (g h)): squares are summed while the weights stream by. Nor does a merge: both parts are
-projected, and b and rstd(h) are known when the last weight has come.
+Bytes: the weights, once; everything else is small beside them. A norm does not wait for its sum:
+squares are summed while the weights stream by, and rstd(h) multiplies W (g h). Nor does a merge:
+both parts are projected, and b and rstd(h) are known when the last weight has come.
 
-One row is a sum over registers: `_stream`, where the read fits into registers beside the weights and is
-made once per program, else `_one`. For more rows the read is a launch before (`_normed`), and then come
-products on the matrix units (`_few`) or the library's: `tile_for` has what was fastest.
+One row is a sum over registers: `_stream`, where the read fits into registers beside the weights
+and is made once per program, else `_one`. For more rows the read is a launch before (`_normed`),
+and then come products on the matrix units (`_few`) or the library's: `tile_for` has what was
+fastest.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def tile_for(
     # A head of 16 rows: 38.7 us; with the best tile here 45.2.
     if rows > FEW or channels > LONG:
         return Tile("library")
-    # Every program reads all rows. 32 channels at once halve that (gate and up, 16 rows: 18.7 us against
-    # 24.2), if there is a program for nearly each multiprocessor; else not (down: 14.4 against 12.6).
+    # Every program reads all rows. 32 channels at once halve that (gate and up, 16 rows: 18.7 us
+    # against 24.2), if there is a program for nearly each multiprocessor; else not (down: 14.4
+    # against 12.6).
     enough = channels // 32 >= 0.9 * processors(device)
     return Tile("few", 32 if enough else 16, 128, 4, 5)
 
@@ -99,8 +101,8 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 def _share(pp, pf, oo, op, lse, D, key_eps):
     """Return 1 - b, b and the sum of h h, from the sums of P P, P f, o o and o P; and a warning.
 
-    The warning: o and P nearly cancel. Then the squares of h must be summed themselves, since rounding
-    leaves little of the difference, and may make it negative.
+    The warning: o and P nearly cancel. Then the squares of h must be summed themselves, since
+    rounding leaves little of the difference, and may make it negative.
     """
     a, b = shares(pf / tl.sqrt(pp / D + key_eps) - lse)
     apart = a * a * oo + b * b * pp

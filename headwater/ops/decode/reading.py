@@ -15,8 +15,8 @@ class Norm(NamedTuple):
 class Merge(NamedTuple):
     """Phase 2 of Block Attention Residuals for one read.
 
-    Phase 1's output (B, D) and log-sum-exp (B,); the query times the key norm's weight, fp32 (D,); eps
-    of the keys' norm.
+    Phase 1's output (B, D) and log-sum-exp (B,); the query times the key norm's weight, fp32 (D,);
+    eps of the keys' norm.
     """
 
     out: Tensor

@@ -102,7 +102,8 @@ def likeliest(logits: Tensor) -> Tensor:
 def philox(counters: Sequence[Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Philox 4x32 in ten rounds (Salmon et al., SC 2011): four random numbers.
 
-    Four counters and a key of two, all of 32 bits in int64, whose products wrap around as they should.
+    Four counters and a key of two, all of 32 bits in int64, whose products wrap around as they
+    should.
     """
     low = 0xFFFFFFFF
     a, b, c, d = counters

@@ -3,13 +3,13 @@
 
     z_n = <f_s, v_n> / rms(v_n);   out_s = sum_n softmax_n(z) v_n;   lse_s = log sum_n exp z_n
 
-v_n are the N sources (B, D), f_s the S queries. Bytes: every query reads the sources, which are in the
-GPU's cache by then, so that the time of one program counts and not how often they are read.
+v_n are the N sources (B, D), f_s the S queries. Bytes: every query reads the sources, which are in
+the GPU's cache by then, so that the time of one program counts and not how often they are read.
 
-A program takes one row and one query, and some sources at once. If there are many programs, each takes
-one source after the other: a multiprocessor then holds ten programs rather than one, and has room for
-what runs beside. With 64 rows nothing of this launch shows in a step; with 16 rows, one source after
-the other took 11 us a step more than two at once.
+A program takes one row and one query, and some sources at once. If there are many programs, each
+takes one source after the other: a multiprocessor then holds ten programs rather than one, and has
+room for what runs beside. With 64 rows nothing of this launch shows in a step; with 16 rows, one
+source after the other took 11 us a step more than two at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headwater.ops.triton.launch import launch, launches
 from headwater.ops.triton.tiles import power_of_2, processors, rows_of
 
 TOGETHER = 16384  # numbers of sources that a program holds at once
-FEW = 16  # sources: with several rows two at once are fastest; 16 rows take 3 us a step less than with 8
+FEW = 16  # sources: with several rows two at once are fastest, by 3 us a step with 16 rows
 MANY = 1  # programs per multiprocessor, beyond which each takes one source after the other
 
 

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Three launches around a decoding step: `operators.take`, `likeliest` and `exponentials`.
 
-    y_b = weight[token_b]        token_b = argmax_v logits_bv        e_bv = -log(1 - u(seed_b, step, v))
+    y_b = weight[token_b];   token_b = argmax_v logits_bv;   e_bv = -log(1 - u(seed_b, step, v))
 
-A program has one row, or a part of one. PyTorch's own operators take 13 us for 16 rows of an embedding,
-and 11 us for 32,000 logits.
+A program has one row, or a part of one. PyTorch's own operators take 13 us for 16 rows of an
+embedding, and 11 us for 32,000 logits.
 """
 
 from __future__ import annotations

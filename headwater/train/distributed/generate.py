@@ -1,11 +1,11 @@
 """Continuing prompts on several ranks: tensor parallelism, with a prompt's tokens divided too.
 
-N ranks read a prompt of T tokens together. Between bodies each rank has T / N of the tokens and only
-their sources: the bank takes 1 / N of the memory. On the way into attention or MLP tokens are gathered;
-on the way out results are summed over the ranks and divided again (`tensor_parallel`). A rank keeps the
-keys and values of its heads. The last tokens of a prompt, N at most, and the drawn tokens are too few to
-divide: all ranks have them, and sum what leaves a body. With numbers of e bytes, through L sublayers of
-width D, a rank sends
+N ranks read a prompt of T tokens together. Between bodies each rank has T / N of the tokens and
+only their sources: the bank takes 1 / N of the memory. On the way into attention or MLP tokens are
+gathered; on the way out results are summed over the ranks and divided again (`tensor_parallel`). A
+rank keeps the keys and values of its heads. The last tokens of a prompt, N at most, and the drawn
+tokens are too few to divide: all ranks have them, and sum what leaves a body. With numbers of e
+bytes, through L sublayers of width D, a rank sends
 
     2 (N - 1) / N * L B T D e    bytes for B prompts of T tokens
     2 (N - 1) / N * L B D e      bytes for one more token of each
@@ -46,7 +46,7 @@ from headwater.train.load import load_run
 
 
 class TensorParallelEngine(Engine):
-    """A decoder for `headwater.generate` on the ranks of a mesh; each calls it with the same arguments.
+    """A decoder on the ranks of a mesh: each calls `headwater.generate` with the same arguments.
 
     Arguments:
         model: the whole decoder, the same on every rank. It is divided in place; move it to a GPU
