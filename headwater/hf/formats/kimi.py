@@ -2,14 +2,13 @@
 
 A checkpoint of transformers' `kimi_linear` is a decoder of `models`, with its layers as a pattern. Released files keep
 the three convolutions apart and every expert by itself; transformers joins the former to one tensor and stacks the
-latter, gate and up together.
+latter, gate and up together. One table has all names, and is read in both directions.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -26,58 +25,101 @@ from headwater.residuals.attention import AttentionResidual
 from .export import OUTER
 from .released import KIMI_K3, from_release, to_release
 
-PARTS = {  # ours to transformers', of each kind of body; what is joined or stacked there is in JOINED
-    "kda": {
-        "query.weight": "self_attn.q_proj.weight",
-        "key.weight": "self_attn.k_proj.weight",
-        "value.weight": "self_attn.v_proj.weight",
-        "decay_down.weight": "self_attn.forget_gate.f_a_proj.weight",
-        "decay_up.weight": "self_attn.forget_gate.f_b_proj.weight",
-        "decay.rate": "self_attn.forget_gate.A_log",
-        "decay.bias": "self_attn.forget_gate.dt_bias",
-        "beta.weight": "self_attn.b_proj.weight",
-        "gate_down.weight": "self_attn.g_a_proj.weight",
-        "gate_up.weight": "self_attn.g_b_proj.weight",
-        "norm.weight": "self_attn.o_norm.weight",
-        "output.weight": "self_attn.o_proj.weight",
-    },
-    "mla": {
-        "query.weight": "self_attn.q_proj.weight",
-        "down.weight": "self_attn.kv_a_proj_with_mqa.weight",
-        "norm.weight": "self_attn.kv_a_layernorm.weight",
-        "up.weight": "self_attn.kv_b_proj.weight",
-        "output.weight": "self_attn.o_proj.weight",
-    },
-    "mlp": {
-        "gate.weight": "mlp.gate_proj.weight",
-        "up.weight": "mlp.up_proj.weight",
-        "output.weight": "mlp.down_proj.weight",
-    },
-    "moe": {
-        "router.weight": "mlp.gate.weight",
-        "router.bias": "mlp.gate.e_score_correction_bias",
-        "experts.output": "mlp.experts.down_proj",
-        "shared.gate.weight": "mlp.shared_experts.gate_proj.weight",
-        "shared.up.weight": "mlp.shared_experts.up_proj.weight",
-        "shared.output.weight": "mlp.shared_experts.down_proj.weight",
-    },
+# For each kind of body its tensors here, in transformers, and in the released files. Where two of ours have one name in
+# transformers, they are joined there along an axis. A name with braces stands for one tensor an expert, which we stack.
+NAMES = {
+    "kda": (
+        ("query.weight", "self_attn.q_proj.weight", "self_attn.q_proj.weight"),
+        ("key.weight", "self_attn.k_proj.weight", "self_attn.k_proj.weight"),
+        ("value.weight", "self_attn.v_proj.weight", "self_attn.v_proj.weight"),
+        ("query_conv.weight", "self_attn.conv1d.weight", "self_attn.q_conv1d.weight"),
+        ("key_conv.weight", "self_attn.conv1d.weight", "self_attn.k_conv1d.weight"),
+        ("value_conv.weight", "self_attn.conv1d.weight", "self_attn.v_conv1d.weight"),
+        ("decay_down.weight", "self_attn.forget_gate.f_a_proj.weight", "self_attn.f_a_proj.weight"),
+        ("decay_up.weight", "self_attn.forget_gate.f_b_proj.weight", "self_attn.f_b_proj.weight"),
+        ("decay.rate", "self_attn.forget_gate.A_log", "self_attn.A_log"),
+        ("decay.bias", "self_attn.forget_gate.dt_bias", "self_attn.dt_bias"),
+        ("beta.weight", "self_attn.b_proj.weight", "self_attn.b_proj.weight"),
+        ("gate_down.weight", "self_attn.g_a_proj.weight", "self_attn.g_a_proj.weight"),
+        ("gate_up.weight", "self_attn.g_b_proj.weight", "self_attn.g_b_proj.weight"),
+        ("norm.weight", "self_attn.o_norm.weight", "self_attn.o_norm.weight"),
+        ("output.weight", "self_attn.o_proj.weight", "self_attn.o_proj.weight"),
+    ),
+    "mla": (
+        ("query.weight", "self_attn.q_proj.weight", "self_attn.q_proj.weight"),
+        (
+            "down.weight",
+            "self_attn.kv_a_proj_with_mqa.weight",
+            "self_attn.kv_a_proj_with_mqa.weight",
+        ),
+        ("norm.weight", "self_attn.kv_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+        ("up.weight", "self_attn.kv_b_proj.weight", "self_attn.kv_b_proj.weight"),
+        ("output.weight", "self_attn.o_proj.weight", "self_attn.o_proj.weight"),
+    ),
+    "mlp": (
+        ("gate.weight", "mlp.gate_proj.weight", "mlp.gate_proj.weight"),
+        ("up.weight", "mlp.up_proj.weight", "mlp.up_proj.weight"),
+        ("output.weight", "mlp.down_proj.weight", "mlp.down_proj.weight"),
+    ),
+    "moe": (
+        ("router.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"),
+        (
+            "router.bias",
+            "mlp.gate.e_score_correction_bias",
+            "block_sparse_moe.gate.e_score_correction_bias",
+        ),
+        ("experts.gate", "mlp.experts.gate_up_proj", "block_sparse_moe.experts.{}.w1.weight"),
+        ("experts.up", "mlp.experts.gate_up_proj", "block_sparse_moe.experts.{}.w3.weight"),
+        ("experts.output", "mlp.experts.down_proj", "block_sparse_moe.experts.{}.w2.weight"),
+        (
+            "shared.gate.weight",
+            "mlp.shared_experts.gate_proj.weight",
+            "block_sparse_moe.shared_experts.gate_proj.weight",
+        ),
+        (
+            "shared.up.weight",
+            "mlp.shared_experts.up_proj.weight",
+            "block_sparse_moe.shared_experts.up_proj.weight",
+        ),
+        (
+            "shared.output.weight",
+            "mlp.shared_experts.down_proj.weight",
+            "block_sparse_moe.shared_experts.down_proj.weight",
+        ),
+    ),
 }
-# transformers' tensor to ours, which it holds behind one another along an axis
-JOINED: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
-    "kda": {
-        "self_attn.conv1d.weight": (
-            0,
-            ("query_conv.weight", "key_conv.weight", "value_conv.weight"),
-        )
-    },
-    "moe": {"mlp.experts.gate_up_proj": (1, ("experts.gate", "experts.up"))},
-}
-RELEASED = (  # a part of transformers' names and of the released ones
-    ("self_attn.forget_gate.", "self_attn."),
-    ("mlp.gate.", "block_sparse_moe.gate."),
-    ("mlp.shared_experts.", "block_sparse_moe.shared_experts."),
-)
-CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+EXPERTS, MLP = "block_sparse_moe.", "mlp."
+NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")  # before attention, the MLP
+
+
+class Place(NamedTuple):
+    """Where tensors of ours stand in a checkpoint: several are joined there, or one is apart by expert."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    axis: int = 0  # along which several of ours are joined
+    stacked: bool = False  # ours has one of theirs for each expert
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our tensors by name."""
+        tensor = tensors[self.theirs[0]]
+        if self.stacked:
+            tensor = torch.stack([tensors[name] for name in self.theirs])
+        parts = tensor.chunk(len(self.ours), self.axis)
+        return {name: _shaped_here(name, part) for name, part in zip(self.ours, parts)}
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Their tensors by name."""
+        tensor = torch.cat([_shaped_there(name, tensors[name]) for name in self.ours], self.axis)
+        return dict(zip(self.theirs, tensor.unbind() if self.stacked else [tensor]))
+
+
+def _shaped_here(name: str, tensor: Tensor) -> Tensor:
+    return (tensor.reshape(-1) if name.endswith("decay.rate") else tensor).contiguous()
+
+
+def _shaped_there(name: str, tensor: Tensor) -> Tensor:
+    return tensor.view(1, 1, -1, 1) if name.endswith("decay.rate") else tensor
 
 
 def load_kimi(folder: str | Path, residual: str | None = None) -> Decoder:
@@ -396,26 +438,25 @@ def read_kimi(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dic
 
     Raises: UserError for a tensor that is missing or that it has no place for, as where the layer list is another's.
     """
-    found, config = _stacked(weights), ModelConfig.from_dict(settings)
-    outer = dict(OUTER)
+    config = ModelConfig.from_dict(settings)
+    # transformers writes dense layers under the name of experts too.
+    tensors = {name.replace(EXPERTS, MLP): tensor for name, tensor in weights.items()}
     if config.tie_embeddings:
-        found.pop(outer.pop("head.weight"), None)
-    expected = [*outer.values(), *(theirs for *_, theirs in _places(config))]
+        tensors.pop(OUTER["head.weight"], None)
+    released = any(".experts.0." in name or ".q_conv1d." in name for name in tensors)
+    places = list(_places(config, released, experts=MLP))
+    expected = [name for place in places for name in place.theirs]
     try:
         check_fit(
             dict.fromkeys(expected, ()),
-            dict.fromkeys(found, ()),
+            dict.fromkeys(tensors, ()),
             "the weights are not those of the layers named",
         )
     except ValueError as error:
         raise UserError(f"{error} (layers: {config.pattern})") from None
-    ours = {name: found[theirs] for name, theirs in outer.items()}
-    for prefix, names, axis, theirs in _places(config):
-        parts = found[theirs].chunk(len(names), axis) if len(names) > 1 else (found[theirs],)
-        for name, tensor in zip(names, parts):
-            ours[prefix + name] = (
-                tensor.reshape(-1) if name == "decay.rate" else tensor
-            ).contiguous()
+    ours: dict[str, Tensor] = {}
+    for place in places:
+        ours |= place.read(tensors)
     return ours
 
 
@@ -423,77 +464,29 @@ def write_kimi(
     weights: Mapping[str, Tensor], settings: Mapping[str, Any], *, released: bool = False
 ) -> dict[str, Tensor]:
     """The other way."""
-    config = ModelConfig.from_dict(settings)
-    theirs = {other: weights[name] for name, other in OUTER.items() if name in weights}
-    for prefix, names, axis, other in _places(config):
-        tensor = torch.cat([weights[prefix + name] for name in names], axis)
-        theirs[other] = tensor.view(1, 1, -1, 1) if names == ("decay.rate",) else tensor
-    if released:
-        theirs = {name: tensor for pair in theirs.items() for name, tensor in _released(*pair)}
+    theirs: dict[str, Tensor] = {}
+    for place in _places(ModelConfig.from_dict(settings), released):
+        theirs |= place.write(weights)
     return {name: tensor.contiguous().clone() for name, tensor in theirs.items()}
 
 
-def _places(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...], int, str]]:
-    """For each tensor of transformers' layers: our prefix, our names behind it, the axis along which they are joined
-    there, and its name."""
+def _places(config: ModelConfig, released: bool, experts: str = EXPERTS) -> Iterator[Place]:
+    """Each tensor of a checkpoint, with transformers' names or the released ones; `experts` is what holds experts."""
+    for ours, theirs in OUTER.items():
+        if ours != "head.weight" or not config.tie_embeddings:
+            yield Place((ours,), (theirs,))
     for i, kind in enumerate(config.kinds):
-        layer, norm = (
-            f"model.layers.{i // 2}.",
-            "post_attention_layernorm" if i % 2 else "input_layernorm",
-        )
-        yield f"sublayers.{i}.", ("norm.weight",), 0, f"{layer}{norm}.weight"
-        for name, theirs in PARTS[kind].items():
-            yield f"sublayers.{i}.body.", (name,), 0, layer + theirs
-        for theirs, (axis, names) in JOINED.get(kind, {}).items():
-            yield f"sublayers.{i}.body.", names, axis, layer + theirs
-
-
-def _stacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Released names, if they are, as transformers has them."""
-    found, experts = {}, re.compile(r"(.*\.)block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
-    stacks: dict[str, dict[str, dict[int, Tensor]]] = {}
-    for name, tensor in weights.items():
-        if match := experts.fullmatch(name):
-            stacks.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
-            continue
-        name = name.replace(
-            ".block_sparse_moe.", ".mlp."
-        )  # transformers writes dense layers so, too
-        name = re.sub(
-            r"self_attn\.(f_a_proj|f_b_proj|A_log|dt_bias)", r"self_attn.forget_gate.\1", name
-        )
-        found[name] = tensor
-    for layer, parts in stacks.items():
-        gate, down, up = (
-            torch.stack([parts[w][e] for e in sorted(parts[w])]) for w in ("w1", "w2", "w3")
-        )
-        found[f"{layer}mlp.experts.gate_up_proj"] = torch.cat((gate, up), 1)
-        found[f"{layer}mlp.experts.down_proj"] = down
-    for name in [name for name in found if f".{CONVOLUTIONS[0]}." in name]:
-        three = [
-            found.pop(name.replace(CONVOLUTIONS[0], convolution)) for convolution in CONVOLUTIONS
-        ]
-        found[name.replace(CONVOLUTIONS[0], "conv1d")] = torch.cat(three)
-    return found
-
-
-def _released(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """One tensor of transformers' as the released files have it."""
-    if name.endswith("self_attn.conv1d.weight"):
-        for convolution, part in zip(CONVOLUTIONS, tensor.chunk(3)):
-            yield name.replace("conv1d", convolution), part
-    elif ".mlp.experts." in name:
-        layer, _, kind = name.partition("mlp.experts.")
-        parts = (
-            zip(("w1", "w3"), tensor.chunk(2, 1)) if kind == "gate_up_proj" else (("w2", tensor),)
-        )
-        for which, stack in parts:
-            for e, matrix in enumerate(stack):
-                yield f"{layer}block_sparse_moe.experts.{e}.{which}.weight", matrix
-    else:
-        for plain, released in RELEASED:
-            name = name.replace(plain, released)
-        yield name, tensor
+        here, there = f"sublayers.{i}.", f"model.layers.{i // 2}."
+        yield Place((f"{here}norm.weight",), (there + NORMS[i % 2],))
+        joined: dict[str, list[str]] = {}
+        for ours, theirs, release in NAMES[kind]:
+            name = release.replace(EXPERTS, experts) if released else theirs
+            joined.setdefault(name, []).append(f"{here}body.{ours}")
+        for theirs, parts in joined.items():
+            stacked = "{}" in theirs
+            names = [there + theirs.format(e) for e in range(config.experts if stacked else 1)]
+            axis = 1 if "experts.gate_up" in theirs else 0
+            yield Place(tuple(parts), tuple(names), axis, stacked)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
