@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PACKAGES = (
     ("torch", "2.10", "2.15", "everything"),
     ("triton", "3.6", "3.9", "the fused reads on a GPU"),
-    ("transformers", "5.20", "5.23", "convert, verify, eval"),
+    ("transformers", "5.19", "5.23", "convert, verify, eval"),
     ("tokenizers", "0.20", "0.23", "--tokenizer bpe"),
     ("zstandard", "0.22", "0.25", ".zst files"),
     ("lm_eval", "0.4.13", "0.4.13", "eval"),

@@ -8,7 +8,7 @@ import torch
 from processes import python
 from safetensors.torch import load_file, save_file
 from tinyhf import stir, tiny_config, tiny_model, tokens
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headwater.errors import UserError
 from headwater.hf import Layout, convert, revert, verify
@@ -30,6 +30,8 @@ STATEFUL = {  # bodies with a state of their own besides keys and values
 
 @pytest.mark.parametrize("model_type", STATEFUL)
 def test_a_body_with_a_state_of_its_own_decodes_from_a_cache(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers has no {model_type}")
     model, plain = tiny_model(model_type), tiny_model(model_type)
     report = convert(model, layout=STATEFUL[model_type], block=3)
     assert report.difference < 1e-5
