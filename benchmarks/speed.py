@@ -34,7 +34,7 @@ from torch import Tensor
 
 from headwater.models.config import SIZES as NAMED
 from headwater.residuals import AttentionResidual, Norm, State, import_plugins, register
-from headwater.train.config import Config, DataSettings, ModelSettings, TrainSettings
+from headwater.runs.settings import Config, DataSettings, ModelConfig, TrainSettings
 from headwater.train.loop import steps_of
 from headwater.train.run import Run, begin
 
@@ -120,7 +120,7 @@ def config_of(arm: str, size: str, folder: Path, device: str) -> Config:
         steps=10**6, batch_size=windows, device=device, deterministic=False, compile=mode or "auto"
     )
     return Config(
-        model=ModelSettings(size="nano", residual=residual, vocab_size=VOCABULARY, **shape),
+        model=ModelConfig.named("nano", residual=residual, vocab_size=VOCABULARY, **shape),
         data=DataSettings(source=("stdlib",), cache=str(folder / "cache")),
         train=train,
     )

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from headwater.train.config import (
+from headwater.runs.settings import (
     Config,
     DataSettings,
-    ModelSettings,
+    ModelConfig,
     OptimSettings,
     ParallelSettings,
     TrainSettings,
@@ -61,7 +61,7 @@ GATE = 0.01  # relative difference allowed between first losses: they are sums i
 
 @dataclass(frozen=True)
 class Preset:
-    model: ModelSettings
+    model: ModelConfig
     windows: int
     device: str
     warmup: int
@@ -72,14 +72,14 @@ class Preset:
 
 PRESETS = {
     "350m": Preset(
-        ModelSettings(
+        ModelConfig(
             dim=1024, layers=24, heads=16, kv_heads=16, mlp_dim=2816, context=2048, vocab_size=32768,
             tie_embeddings=True,
         ),
         windows=8, device="cuda", warmup=4, steps=12, interval=100,
     ),
     "tiny": Preset(
-        ModelSettings(dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64, context=32), windows=4, device="cpu",
+        ModelConfig(dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64, context=32), windows=4, device="cpu",
         warmup=1, steps=3, interval=4,
     ),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from headwater.analyze import write_report
 from headwater.train import (
     Config,
     DataSettings,
-    ModelSettings,
+    ModelConfig,
     OptimSettings,
     TrainSettings,
     compare,
@@ -17,7 +17,7 @@ from headwater.train import (
 
 if __name__ == "__main__":
     config = Config(
-        model=ModelSettings(size="nano"),
+        model=ModelConfig.named("nano"),
         data=DataSettings(source=tuple(sys.argv[1:2]) or ("stdlib",)),
         optim=OptimSettings(lr=6e-3),
         train=TrainSettings(steps=60, batch_size=4, eval_every=20, eval_windows=16),

@@ -12,7 +12,7 @@ import sys
 from headwater.train import (
     Config,
     DataSettings,
-    ModelSettings,
+    ModelConfig,
     ParallelSettings,
     TrainSettings,
     train,
@@ -20,7 +20,7 @@ from headwater.train import (
 
 if __name__ == "__main__":
     config = Config(
-        model=ModelSettings(size="nano", residual="attnres-block"),
+        model=ModelConfig.named("nano", residual="attnres-block"),
         data=DataSettings(source=tuple(sys.argv[1:2]) or ("stdlib",)),
         train=TrainSettings(steps=10, batch_size=8, eval_windows=8),
         # 0: every rank holds a part of each parameter; 1: every rank its own copy

@@ -97,6 +97,10 @@ class SettingError(UserError, ValueError):
         return f"{spell(self.setting)} {self.must}; got {self.value!r}"
 
 
+class UnknownSetting(UserError, ValueError):
+    """A file, flags or a saved model name a setting that there is not."""
+
+
 class BackendError(UserError, ValueError):
     """A backend that was asked for by name cannot run here."""
 

@@ -37,7 +37,7 @@ MARKS = "not gpu and not alone and not faults and not compiled"  # these need a 
 PRELOADED = (
     "numpy", "rich.console", "rich.progress", "safetensors.torch", "torch._dynamo",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.nn.attention.flex_attention", "torch.testing", "transformers", "tyro",
+    "torch.nn.attention.flex_attention", "torch.testing", "transformers",
 )  # fmt: skip
 
 

@@ -25,9 +25,9 @@ from headwater.residuals import (
     registry,
 )
 from headwater.residuals.plugins import flags_for, import_plugins
+from headwater.runs.settings import asdict
 from headwater.train import compare, train
 from headwater.train.comparison import planned
-from headwater.train.config import asdict
 from headwater.train.files import write_json
 from headwater.train.jobs import Job, launch
 

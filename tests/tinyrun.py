@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headwater.runs.settings import Config, DataSettings, ModelConfig, OptimSettings, TrainSettings
 from headwater.train.checkpoint.storage import Reader, Tensors, read
-from headwater.train.config import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings
 
 STEPS = 12
 
@@ -25,7 +25,7 @@ def write_corpus(folder: Path) -> Path:
 def tiny(
     folder: Path, *, residual: str = "attnres-block:block=2", optimizer: str = "adamw", **train: Any
 ) -> Config:
-    model = ModelSettings(
+    model = ModelConfig(
         residual=residual,
         dim=16,
         layers=2,
@@ -55,14 +55,7 @@ def tiny(
 def flags(config: Config, out: Path) -> list[str]:
     """The command line that asks for the same run."""
     file = out.with_suffix(".json")
-    file.write_text(
-        json.dumps(
-            {
-                section: vars(getattr(config, section))
-                for section in ("model", "data", "optim", "train")
-            }
-        )
-    )
+    file.write_text(json.dumps(asdict(config)))
     return ["train", "--config", str(file), "--out", str(out)]
 
 

@@ -3,15 +3,12 @@
 import argparse
 import re
 import sys
-import warnings
 from typing import Any
 from unittest.mock import patch
 
-import tyro
-
 from headwater import cli
+from headwater.cli.parser import Parser, parser_for
 
-SHAPE = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
 INTRODUCTION = """\
 # Command line
 
@@ -28,66 +25,55 @@ def page() -> str:
     parts, shown = [INTRODUCTION], dict[str, str]()
     for name, command in cli.COMMANDS.items():
         parser = parser_of(command)
-        parts.append(
-            f"## {name}\n\n{(command.__doc__ or '').strip()}\n\n{tables(name, parser, shown)}"
-        )
+        about = (command.__doc__ or "").strip()
+        parts.append(f"## {name}\n\n{about}\n\n{tables(name, parser, shown)}")
     return "\n".join(parts)
 
 
-def parser_of(command: Any) -> argparse.ArgumentParser:
-    """The parser that a command would use, which it makes when it is called."""
+def parser_of(command: Any) -> Parser:
+    """Make the parser that a command makes when it is called."""
 
-    def ask(
-        flags: Any, argv: list[str], command: Any, default: Any = None, name: str | None = None
-    ) -> None:
-        raise Asked(flags, default)
+    def ask(flags: Any, argv: list[str], command: Any, name: str | None = None) -> None:
+        raise Asked(parser_for(flags, command, name))
 
     with patch.object(sys.modules[command.__module__], "parse", ask):
         try:
             command([])
         except Asked as asked:
-            flags, default = asked.args
-    extra = {} if default is None else {"default": default}
-    with warnings.catch_warnings():
-        # Tyro has no other way to a parser as data
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return tyro.extras.get_parser(flags, config=SHAPE, **extra)
+            return asked.args[0]
+    raise AssertionError(f"{command} reads no flags")
 
 
-def tables(name: str, parser: argparse.ArgumentParser, shown: dict[str, str]) -> str:
-    """A table for each group of flags; one group is not named. `shown`: the command that has a named one already."""
-    found, again = [], list[str]()
-    positional = [action.metavar for action in parser._actions if not action.option_strings]
-    usage = " ".join(["headwater", name, *(str(word) for word in positional), "[FLAGS]"])
+def tables(name: str, parser: Parser, shown: dict[str, str]) -> str:
+    """Write a table for each group of flags. `shown`: the command that has a named group already."""
+    sections, repeated = [], list[str]()
     for group in parser._action_groups:
         rows = [row(action) for action in group._group_actions if action.dest != "help"]
-        title = str(group.title).removesuffix(" options").capitalize()
+        title = str(group.title).capitalize()
         named = title not in ("Options", "Positional arguments")
         table = wrapped("| flag | takes | default | |\n|---|---|---|---|\n" + "\n".join(rows))
         if named and shown.setdefault(table, name) != name:
-            again.append(f"**{title}** as of [{shown[table]}](#{shown[table]})")
+            repeated.append(f"**{title}** as of [{shown[table]}](#{shown[table]})")
         elif rows:
-            found.append(f"**{title}**\n\n{table}" if named else table)
-    if again:
-        found.append(f"The flags of {', '.join(again)}.\n")
-    return f"`{usage}`\n\n" + "\n".join(found or ["It takes no flags.\n"])
+            sections.append(f"**{title}**\n\n{table}" if named else table)
+    if repeated:
+        sections.append(f"The flags of {', '.join(repeated)}.\n")
+    usage = parser.format_usage().removeprefix("usage: ").strip()
+    return f"`{usage}`\n\n" + "\n".join(sections or ["It takes no flags.\n"])
 
 
 def wrapped(table: str) -> str:
-    """For docs/assets/site.css, which makes a paragraph of each row on a phone."""
+    """Mark a table for docs/assets/site.css, which makes a paragraph of each row on a phone."""
     return f'<div class="flags" markdown>\n\n{table}\n\n</div>\n'
 
 
 def row(action: argparse.Action) -> str:
-    text = str(action.help or "")
-    default = re.search(r"\s*\((?:default: (.*)|required|repeatable)\)$", text, re.DOTALL)
-    said = text[: default.start()] if default else text
-    value = (default[1] if default and default[1] else "").strip()
+    """Write the row of a flag; its default stands at the end of its help."""
+    text = str(action.help or "").replace("%%", "%")
+    default = re.search(r"\s*\((?:default: (.*)|required)\)$", text, re.DOTALL)
+    about = text[: default.start()] if default else text
+    value = (default[1] if default else "") or ""
     flag = ", ".join(f"`{word}`" for word in action.option_strings) or f"`{action.metavar}`"
-    takes = "" if not action.option_strings or action.metavar is None else f"`{metavar(action)}`"
-    cells = (flag, takes, f"`{value}`" if value and value != "None" else "", said)
+    takes = f"`{action.metavar}`" if action.option_strings and action.metavar else ""
+    cells = (flag, takes, f"`{value}`" if value else "", about)
     return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
-
-
-def metavar(action: argparse.Action) -> str:
-    return str(action.metavar).replace("{None}|", "")

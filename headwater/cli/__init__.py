@@ -1,24 +1,23 @@
-"""The `headwater` command. Thin: it reads flags, calls one function, and turns a user's error into one message.
+"""The `headwater` command. Thin: it reads flags, calls one function, and turns a user's error into one
+message.
 
 Heavy imports happen inside the commands, so that help answers at once.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 
 from headwater import __version__
-from headwater.cli.flags import flag_of
 from headwater.cli.generation import generate
 from headwater.cli.huggingface import convert, evaluate, revert, verify
 from headwater.cli.looking import doctor, inspect, matrix, report, residuals, scaling
 from headwater.cli.models import say
 from headwater.cli.training import compare, demo, export, plan, study, train
-from headwater.errors import UserError, as_flag, nearest, spelling
+from headwater.errors import UserError, as_flag, dotted, nearest, spelling
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
@@ -41,83 +40,72 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 }
 
 
+# Commands that divide their work among the processes that torchrun has started.
+DIVIDED = ("train", "generate")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    with spelling(as_flag):
-        return answer(argv)
-
-
-def answer(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    warnings.filterwarnings(
-        "ignore", message="mkldnn_matmul failed"
-    )  # 25 lines of C++ on a CPU without bf16
-    if words[0:1] == ["help"]:
-        words = [*words[1:2], "--help"]
-    if not words or words[0] in ("-h", "--help"):
-        say(usage())
-        return 0
-    if words[0] in ("-V", "--version"):
-        say(f"headwater {__version__}")
-        return 0
+    # A CPU without bf16 prints 25 lines of C++.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    # A run of a study is started with a file, and its errors are read beside the recipe.
+    style = dotted if "HEADWATER_STUDY" in os.environ else as_flag
+    with spelling(style):
+        return code_of(words)
+
+
+def code_of(words: list[str]) -> int:
+    """Do what the words say. Returns the exit code, and prints the message of an error."""
     try:
-        if words[0] not in COMMANDS:
-            raise UserError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
-        refuse_ranks(words[0])
-        COMMANDS[words[0]](words[1:])
+        answer(words)
     except UserError as error:
         return fail(str(error), error.exit_code)
     except BrokenPipeError:  # the reader has seen enough, as in `headwater residuals | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it on its way out
         return 0
     except KeyboardInterrupt:
-        return fail(
-            "stopped by Ctrl-C outside of a training step; what was saved before is intact", 130
-        )
+        return fail("stopped by Ctrl-C outside of a training step; what was saved is intact", 130)
     except OSError as error:
-        if error.errno not in SYSTEM_ERRORS:
+        if error.strerror is None:
             raise
-        again = "with --resume" if words[0] in ("train", "compare") else "again"
-        flag = flag_of(words, error.filename)
-        told = NOT_MADE if error.errno == errno.ENOENT and flag else SYSTEM_ERRORS[error.errno]
-        advice = told.format(flag=flag or "--out", again=again)  # which has a default
-        return fail(f"{error.strerror}: {error.filename or 'while writing'}. {advice}", 1)
+        return fail(f"{error.strerror}: {error.filename or 'while writing'}", 1)
     return 0
 
 
-DIVIDED = ("train", "generate")  # among the processes that torchrun has started
+def answer(words: list[str]) -> None:
+    """Do what the words say."""
+    if words[0:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help"):
+        say(usage())
+    elif words[0] in ("-V", "--version"):
+        say(f"headwater {__version__}")
+    elif words[0] not in COMMANDS:
+        raise UserError(f"unknown command {words[0]!r}; {nearest(words[0], COMMANDS)}")
+    else:
+        refuse_ranks(words[0])
+        COMMANDS[words[0]](words[1:])
 
 
-def refuse_ranks(command: str) -> None:
-    """Others would do the same work once in every process, and write the same files. A cluster may have WORLD_SIZE in
-    its shells too, where a command is started by hand."""
-    started = "TORCHELASTIC_RUN_ID" in os.environ
-    if started and command not in DIVIDED and (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+def refuse_ranks(name: str) -> None:
+    """Refuse to do the same work, and write the same files, once in every process of torchrun."""
+    # A cluster may have WORLD_SIZE in its shells too, where a command is started by hand.
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if "TORCHELASTIC_RUN_ID" in os.environ and count > 1 and name not in DIVIDED:
         raise UserError(
-            f"{command} is the work of one process, and torchrun has started {count}: start headwater {command} "
-            f"without it; the commands for several are {' and '.join(DIVIDED)}"
+            f"{name} is the work of one process, and torchrun has started {count}: start "
+            f"headwater {name} without it; the commands for several are {' and '.join(DIVIDED)}"
         )
 
 
-SYSTEM_ERRORS = {
-    errno.ENOSPC: "Make room, then run the same command {again}",
-    errno.EDQUOT: "Make room, then run the same command {again}",
-    errno.EACCES: "Allow this user to read it; or, where it was to be written, choose another folder with {flag}",
-    errno.EROFS: "Choose a folder that you may write to with {flag}",
-    errno.ENOTDIR: "A file stands where a folder is needed: choose another path with {flag}",
-    errno.EEXIST: "A file stands where a folder is needed: choose another path with {flag}",
-    errno.EISDIR: "A folder stands where a file is needed: choose another path with {flag}",
-    errno.ENOENT: "It was there a moment ago, or the path is wrong: run the command again",
-}
-NOT_MADE = "It cannot be made there, or was removed meanwhile: choose another path with {flag}"
-
-
 def usage() -> str:
-    lines = [
-        f"  {name:<10} {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items()
-    ]
-    about = "headwater: the residual stream as a part you can swap.\n\nusage: headwater COMMAND [FLAGS]\n"
-    more = "\nheadwater COMMAND --help lists the flags of a command; headwater --version says which one this is."
-    return "\n".join([about, *lines, more])
+    lines = ["headwater: the residual stream as a part you can swap.", ""]
+    lines += ["usage: headwater COMMAND [FLAGS]", ""]
+    for name, function in COMMANDS.items():
+        lines.append(f"  {name:<10} {(function.__doc__ or '').strip()}")
+    lines += ["", "headwater COMMAND --help lists the flags of a command."]
+    lines += ["headwater --version says which version this is."]
+    return "\n".join(lines)
 
 
 def fail(message: str, code: int) -> int:

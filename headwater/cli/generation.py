@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headwater.cli.flags import GenerateFlags, parse
+from headwater.cli.flags import GenerateFlags
 from headwater.cli.models import check_device, is_transformers, load_any, say
+from headwater.cli.parser import parse
 from headwater.errors import Interrupted, UserError, user_values
 from headwater.generation.sampling import check_counts
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import shlex
 
-from headwater.cli.flags import ConvertFlags, EvalFlags, RevertFlags, VerifyFlags, parse
+from headwater.cli.flags import ConvertFlags, EvalFlags, RevertFlags, VerifyFlags
 from headwater.cli.models import check_device, needs, say
+from headwater.cli.parser import parse
 from headwater.errors import UserError
 from headwater.train.files import write_json
 

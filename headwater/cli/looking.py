@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from headwater.cli.flags import (
     ReportFlags,
     ResidualsFlags,
     ScalingFlags,
-    parse,
 )
 from headwater.cli.models import check_device, is_transformers, load_any, say
+from headwater.cli.parser import parse
 from headwater.errors import UserError, user_values
 
 
@@ -45,23 +45,23 @@ def matrix(argv: list[str]) -> None:
 
 
 def apart(folders: Sequence[Path], prompt: str, device: str) -> tuple[list[Path], list[Any]]:
-    """Folders of runs; and each converted transformers model as a run of one forward pass over the prompt."""
-    theirs = [folder for folder in folders if is_transformers(folder)]
-    if not theirs:
+    """Part folders of runs from transformers models, and make a run of each model: one forward pass
+    over the prompt."""
+    models = [folder for folder in folders if is_transformers(folder)]
+    if not models:
         return list(folders), []
     check_device(device)
     from headwater.analyze.inspector import inspect as look
     from headwater.analyze.prompted import prompted_run
 
-    found = []
-    for folder in theirs:
+    runs = []
+    for folder in models:
         model, tokenizer, encode = load_any(folder, device)
-        inspection = look(
-            model, encode(prompt), tokenizer=tokenizer, name=folder.resolve().name, removals="none"
-        )
+        name, tokens = folder.resolve().name, encode(prompt)
+        inspection = look(model, tokens, tokenizer=tokenizer, name=name, removals="none")
         text = model.config.get_text_config()
-        found.append(prompted_run(inspection, dim=text.hidden_size, layers=text.num_hidden_layers))
-    return [folder for folder in folders if folder not in theirs], found
+        runs.append(prompted_run(inspection, dim=text.hidden_size, layers=text.num_hidden_layers))
+    return [folder for folder in folders if folder not in models], runs
 
 
 def residuals(argv: list[str]) -> None:
@@ -71,14 +71,6 @@ def residuals(argv: list[str]) -> None:
         from headwater.analyze.table import markdown, print_options, print_table, residual_table
 
         if flags.check:
-            if unused := [
-                word
-                for word in argv
-                if word.partition("=")[0] in ("--dim", "--layers", "--markdown")
-            ]:
-                raise UserError(
-                    f"--check looks at 4 layers of width 32, and has no table: leave out {unused[0]}"
-                )
             check(flags.residuals)
             return
         rows = residual_table(flags.residuals or None, dim=flags.dim, layers=flags.layers)
@@ -90,22 +82,24 @@ def residuals(argv: list[str]) -> None:
 
 
 def check(specs: Sequence[str]) -> None:
-    """A line for each check of each residual, in full where a fault is first seen; fails if anything is wrong."""
+    """Print a line for each check of each residual, and each fault in full where it is first seen."""
     from headwater.analyze import check_residual
     from headwater.analyze.contract import CHECKS
     from headwater.residuals import names
 
-    failed, rest = 0, ""
+    faults, complete = 0, True
     for spec in specs or names():
-        found, first = check_residual(spec), {"": "ok"}
         say(spec)
-        for name, wrong in found.items():
-            say(f"  {name:<10} {first.get(wrong, wrong)}")
-            first.setdefault(wrong, f"as {name}")
-        failed += len(first) - 1
-        rest = rest if len(found) == len(CHECKS) else ". The checks that are missing follow then"
-    if failed:
-        raise UserError(f"{failed} of these must be mended: the lines without ok{rest}")
+        checks = check_residual(spec)
+        seen = {"": "ok"}
+        for name, fault in checks.items():
+            say(f"  {name:<10} {seen.get(fault, fault)}")
+            seen.setdefault(fault, f"as {name}")
+        faults += len(seen) - 1
+        complete = complete and len(checks) == len(CHECKS)
+    if faults:
+        rest = "" if complete else ". The checks that are missing follow then"
+        raise UserError(f"{faults} of these must be mended: the lines without ok{rest}")
 
 
 def scaling(argv: list[str]) -> None:
@@ -116,47 +110,50 @@ def scaling(argv: list[str]) -> None:
         from headwater.analyze.scaling import compare_runs
         from headwater.analyze.scaling_points import operations
         from headwater.analyze.scaling_report import table, write_plot
-        from headwater.runs.record import beside, number, read_runs
+        from headwater.runs.record import beside, read_runs
 
         runs = read_runs(list(flags.folders))
-        taken = at_rate(runs, flags.lr)
-        found = compare_runs(taken, flags.baseline)
-        say(table(found, flags.baseline))
-        asked = runs if flags.lr == "best" else taken
-        if missing := sum(
-            number((run.summary or {}).get("bits_per_byte")) is None for run in asked
-        ):
-            say(f"Left out, as they have not finished or diverged: {missing} of {len(asked)} runs")
-        if extended := ", ".join(run.name for run in taken if run.summary and run.extended):
-            say(
-                f"Counted, though they went on to other steps than planned, under no single schedule: {extended}"
-            )
-        told = {"optim.lr"} if flags.lr == "best" else set()
-        apart = {
-            scaling.residual: [key for key in scaling.confounders if key not in told]
-            for scaling in found
-        }
-        if shared := "; ".join(
-            f"{name} of {', '.join(keys)}" for name, keys in apart.items() if keys
-        ):
-            say(
-                f"Settings differ beyond the residual, so that what it is worth is worth of them too: {shared}"
-            )
+        fitted = at_rate(runs, flags.lr)
+        curves = compare_runs(fitted, flags.baseline)
+        say(table(curves, flags.baseline))
+        for remark in remarks(runs if flags.lr == "best" else fitted, fitted):
+            say(remark)
+        if different := confounded(curves, best=flags.lr == "best"):
+            say(f"Settings differ beyond the residual, and explain a part of it too: {different}")
         if flags.lr == "best":
             say(f"Learning rates, by operations:\n{rates_by_budget(runs, operations)}")
         out = beside(list(flags.folders), "scaling.svg") if flags.out is None else flags.out
-        say(f"Plot: {write_plot(found, flags.baseline, out)}")
+        say(f"Plot: {write_plot(curves, flags.baseline, out)}")
+
+
+def remarks(runs: Sequence[Any], fitted: Sequence[Any]) -> Iterator[str]:
+    """Say which runs a fit leaves out, and which it counts although their schedule changed."""
+    from headwater.runs.record import number
+
+    losses = [number((run.summary or {}).get("bits_per_byte")) for run in runs]
+    if missing := losses.count(None):
+        yield f"Left out, as they have not finished or diverged: {missing} of {len(runs)} runs"
+    if extended := [run.name for run in fitted if run.summary and run.extended]:
+        names = ", ".join(extended)
+        yield f"Counted, though they went on to other steps than planned, under no single schedule: {names}"
+
+
+def confounded(curves: Sequence[Any], *, best: bool) -> str:
+    """Name the settings besides the residual in which runs of each curve differ from the baseline."""
+    sentences = []
+    for curve in curves:
+        # Who asks for the best rates knows that the rates differ.
+        keys = [key for key in curve.confounders if not (best and key == "optim.lr")]
+        if keys:
+            sentences.append(f"{curve.residual} in {', '.join(keys)}")
+    return "; ".join(sentences)
 
 
 def inspect(argv: list[str]) -> None:
     """Look inside a model as it reads a prompt: one HTML page, or --serve it with a prompt box."""
     flags = parse(InspectFlags, argv, inspect)
-    if not 1 <= len(flags.models) <= 2:
-        raise UserError(
-            f"give one model or two, as in `headwater inspect runs/first`; got {len(flags.models)}"
-        )
-    if flags.top < 1:
-        raise UserError(f"--top must be at least 1, got {flags.top}")
+    if len(flags.models) > 2:
+        raise UserError(f"give one model or two; got {len(flags.models)}")
     check_device(flags.device)
     from headwater.analyze.inspector import Inspection
     from headwater.analyze.inspector import inspect as run
@@ -173,9 +170,8 @@ def inspect(argv: list[str]) -> None:
             for (model, tokenizer, encode), name in zip(loaded, names)
         ]
 
-    prompt = flags.prompt.encode("utf-8", "surrogateescape").decode(
-        "utf-8", "replace"
-    )  # bytes that are no text
+    # Bytes that are no text arrive as surrogates.
+    prompt = flags.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if flags.serve:
         serve(look, prompt, flags.port, say)
         return
@@ -190,11 +186,7 @@ def doctor(argv: list[str]) -> None:
 
     findings = examine()
     width = max(len(name) for name, _, _ in findings)
-    say(
-        "\n".join(
-            f"{'!' if problem else ' '} {name:<{width}}  {state}"
-            for name, state, problem in findings
-        )
-    )
+    for name, state, problem in findings:
+        say(f"{'!' if problem else ' '} {name:<{width}}  {state}")
     if problems := sum(problem for _, _, problem in findings):
         raise UserError(f"{problems} of these must be mended: the lines with an exclamation mark")

@@ -1,4 +1,4 @@
-"""What commands share: loading a model of either kind, and refusing what this machine does not have."""
+"""Parts of several commands: loading a model of either kind, and what this machine does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwater.errors import UserError
+from headwater.errors import SettingError, UserError
 from headwater.train.files import read_json
 
 
@@ -16,7 +16,7 @@ def is_transformers(folder: Path) -> bool:
 
 
 def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[int]]]:
-    """A model, its tokenizer and how that encodes: of a run, or of a transformers folder."""
+    """Load the model of a run or of a transformers folder, its tokenizer, and how that encodes."""
     if is_transformers(folder):
         needs("transformers", "hf")
         from headwater.hf.formats.folder import load_with_tokenizer
@@ -32,9 +32,8 @@ def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[
 
 def needs(module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise UserError(
-            f"this command needs the package `{module}`: pip install 'headwater[{extra}]'"
-        )
+        install = f"pip install 'headwater[{extra}]'"
+        raise UserError(f"this command needs the package `{module}`: {install}")
 
 
 def check_device(device: str) -> None:
@@ -43,9 +42,11 @@ def check_device(device: str) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
+        raise SettingError(
+            "device", f"must be a device: {str(error).splitlines()[0]}", device
+        ) from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {device}: this machine has no CUDA device that torch can use")
+        raise SettingError("device", "must be one that torch finds on this machine", device)
 
 
 def say(text: str) -> None:

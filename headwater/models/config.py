@@ -1,9 +1,15 @@
-"""A decoder's shape as data. Nothing here imports torch, so that the command line can describe it at once."""
+"""The shape of a decoder: the one class of settings of a model, filled by flags, files and Python.
+
+Nothing here imports torch, so that the command line can describe a model at once.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, Self
+
+from headwater.errors import SettingError, nearest
+from headwater.schema import Section, setting
 
 from .pattern import layers_of
 
@@ -49,154 +55,145 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "experts": 256, "experts_per_token": 8, "expert_scale": 2.446,
     },
 }  # fmt: skip
-# What every size decides, by leaving it out if need be; vocabulary and eps are the published model's own.
+# A size decides all of these, where need be by their defaults. Vocabulary and eps are not among them:
+# they belong to the published model.
 SIZED = {key for size in SIZES.values() for key in size} - {"vocab_size", "norm_eps"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A pre-norm decoder: what mixes tokens in each layer, and what mixes channels, is named by `pattern`.
+class ModelConfig(Section, section="model"):
+    """A pre-norm decoder: `pattern` names what mixes tokens, and what mixes channels, in each layer.
 
-    By default RoPE, grouped-query attention and SwiGLU. `pattern` names each layer's mixer, layers separated by colons
-    and repeated until there are as many as `layers`: `kda*3:mla` is three of Kimi Delta Attention for one of MLA. A
-    layer may name its feed-forward as well (`kda+mlp`); else that is `moe` where there are experts, after the first
-    `dense_layers` layers, and `mlp` otherwise. pattern.py has all of it.
+    By default RoPE, grouped-query attention and SwiGLU. `pattern` names the mixer of each layer.
+    Colons separate the layers, and they repeat until there are as many as `layers`: `kda*3:mla` is
+    three of Kimi Delta Attention for one of MLA. A layer may name its feed-forward as well
+    (`kda+mlp`). Otherwise it is `moe` where there are experts, after the first `dense_layers` layers,
+    and `mlp` in all other layers. pattern.py has the whole syntax.
 
-    `shortswa`: each layer begins with attention over the last so many tokens, the sequence-axis rival of a depth
-    window (arXiv 2603.16039); its output projection starts at zero. `value_residual`: every attention mixes the first
-    one's values into its own, learned weights from 1/2 each (ResFormer, arXiv 2410.17897). `fp32_stream`: under
-    autocast the residual stays in fp32; else it has the dtype of the sublayers' outputs. `depth_start`: output
-    projections start smaller by sqrt(sublayers).
-
-    Widths that are 0 follow from the others, as in Kimi Linear: a head is as wide as `heads` divide `dim`, MLA's latent
-    is four heads wide and its shared key half a head, and the experts of a token are together as wide as an MLP.
-    `expert_scale`: factor on the routed experts' weights, which sum to one. `router_rate`: how far a step moves the
-    bias of an expert toward an even load.
+    `ModelConfig.named("nano", residual="attnres-block")` is a named size with changes.
     """
 
-    vocab_size: int
-    dim: int = 128
-    layers: int = 8
-    heads: int = 4
-    kv_heads: int = 2
-    mlp_dim: int = 352
-    context: int = 256
+    vocab_size: int = setting(0, least=0)
+    """Rows of the embedding; 0 follows from the tokenizer, rounded up to a multiple of 64."""
+    dim: int = setting(128, least=1)
+    """Channels of the residual stream."""
+    layers: int = setting(8, least=1)
+    """Each of an attention and an MLP, which are two sublayers."""
+    heads: int = setting(4, least=1)
+    """Of queries; they divide dim into an even number of channels each."""
+    kv_heads: int = setting(2, least=1)
+    """Of keys and values; they divide heads."""
+    mlp_dim: int = setting(352, least=1)
+    """Hidden channels of an MLP."""
+    context: int = setting(256, least=1)
+    """Tokens in a training window."""
     residual: str = "standard"
-    shortswa: int | None = None
+    """How depth is connected, e.g. attnres-block:block=4."""
+    shortswa: int | None = setting(None, least=2)
+    """Begin each layer with attention over this many last tokens, the current one included."""
     value_residual: bool = False
+    """Mix the first attention's values into every other's, with learned weights from 1/2 each."""
     qk_norm: bool = False
+    """RMSNorm on every head's queries and keys: steadier at high learning rates."""
     tie_embeddings: bool = False
+    """One matrix for the embedding and the output head."""
     fp32_stream: bool = False
+    """On a GPU, keep the residual in fp32: more exact sums, twice the bytes. Otherwise it is bf16, as
+    the sublayers."""
     depth_start: bool = True
-    rope_theta: float = 10000.0
-    norm_eps: float = (
-        1e-8  # small: a read that averages n sources has an n^2 smaller mean square than their sum
-    )
+    """Start output projections smaller by the root of the number of sublayers."""
+    rope_theta: float = setting(10000.0, above=0)
+    """Base of the rotary embedding's wavelengths."""
+    # Small: a read that averages n sources has an n^2 smaller mean square than their sum.
+    norm_eps: float = setting(1e-8, above=0)
+    """Of every RMSNorm."""
     pattern: str = "attention"
-    kda_heads: int = 0
-    kda_head_dim: int = 0
-    kda_conv: int = 4
-    kda_gate: str = "softplus"
+    """Mixers layer by layer, a period or all: attention, kda, mla, as in kda:kda:kda:mla or kda*3:mla;
+    kda+mlp names the feed-forward too."""
+    kda_heads: int = setting(0, least=0)
+    """Heads of Kimi Delta Attention; 0 is as many as heads."""
+    kda_head_dim: int = setting(0, least=0)
+    """Channels of each; 0 is as heads divide dim."""
+    kda_conv: int = setting(4, least=1)
+    """Tokens that its short convolutions see."""
+    kda_gate: Literal["softplus", "bounded"] = "softplus"
+    """Its decay: as in Kimi Linear, or never below exp(-5) per token, as in Kimi K3."""
     # Not small: a head reads almost zero from an empty state, which would make its gradient huge.
-    kda_norm_eps: float = 1e-5
-    mla_latent: int = 0
-    mla_head_dim: int = 0
-    mla_shared_dim: int = 0
-    mla_value_dim: int = 0
-    experts: int = 0
-    experts_per_token: int = 2
-    expert_dim: int = 0
-    shared_experts: int = 1
-    expert_scale: float = 1.0
-    dense_layers: int = 0
-    router_rate: float = 1e-3
+    kda_norm_eps: float = setting(1e-5, above=0)
+    """Of the norm over what a head of it reads."""
+    mla_latent: int = setting(0, least=0)
+    """Channels of what MLA keeps of a token for all heads; 0 is four heads."""
+    mla_head_dim: int = setting(0, least=0)
+    """Channels of a head's own part of queries and keys; 0 is as heads divide dim."""
+    mla_shared_dim: int = setting(0, least=0)
+    """Channels of the key that heads share; 0 is half a head."""
+    mla_value_dim: int = setting(0, least=0)
+    """Channels of a head's values; 0 is as heads divide dim."""
+    experts: int = setting(0, least=0)
+    """In a mixture, which then is the feed-forward of layers; 0 is none."""
+    experts_per_token: int = setting(2, least=1)
+    """Experts that a token is sent to."""
+    expert_dim: int = setting(0, least=0)
+    """Hidden channels of an expert; 0 lets those of a token be as wide together as an MLP."""
+    shared_experts: int = setting(1, least=0)
+    """Experts besides that see every token."""
+    expert_scale: float = setting(1.0, above=0)
+    """Factor on the weights of a token's experts, which sum to one."""
+    dense_layers: int = setting(0, least=0)
+    """First layers that have an MLP in place of experts."""
+    router_rate: float = setting(1e-3, least=0)
+    """How far a step moves each expert's bias toward an even load; 0 leaves it at zero."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "dim",
-            "layers",
-            "heads",
-            "kv_heads",
-            "mlp_dim",
-            "context",
-            "kda_conv",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.shortswa is not None and not 2 <= self.shortswa <= self.context:
-            raise ValueError(
-                f"shortswa counts tokens, the current one included, and must lie between 2 and the context of "
-                f"{self.context}, got {self.shortswa}"
-            )
+        super().__post_init__()
+        if self.shortswa is not None:
+            within = self.shortswa <= self.context
+            self.require(within, "shortswa", f"must be at most the context, {self.context}")
         kinds = set(self.kinds)
-        if kinds & {"attention", "shortswa"}:
-            self._check_attention()
-        if "attention" not in kinds and self.value_residual:
-            raise ValueError(
-                f"value_residual needs a layer of attention, and the pattern is '{self.pattern}'"
+        attends = "attention" in kinds
+        if attends or "shortswa" in kinds:
+            # RoPE turns pairs of channels.
+            even = self.dim % (2 * self.heads) == 0
+            self.require(
+                even, "heads", f"must divide dim ({self.dim}) into an even number of channels"
             )
-        self._check_widths(kinds)
+            grouped = self.heads % self.kv_heads == 0
+            self.require(grouped, "kv_heads", f"must divide heads ({self.heads})")
+        self.require(
+            attends or not self.value_residual,
+            "value_residual",
+            f"must be false without a layer of attention in the pattern '{self.pattern}'",
+        )
+        if "kda" in kinds:
+            self._require_head_width("kda_head_dim")
+            self.require(
+                self.kda_width <= 256, "kda_head_dim", "must be at most 256, as kernels take"
+            )
+        if "mla" in kinds:
+            self._require_head_width(
+                "mla_head_dim", "mla_value_dim", "mla_shared_dim", "mla_latent"
+            )
         if "moe" in kinds:
-            self._check_experts()
-        for name in ("rope_theta", "norm_eps", "kda_norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            self._require_experts()
 
-    def _check_attention(self) -> None:
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(
-                f"heads must divide dim into heads of even width (RoPE turns pairs): dim {self.dim}, heads {self.heads}"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"kv_heads must divide heads: heads {self.heads}, kv_heads {self.kv_heads}"
-            )
+    def _require_head_width(self, *widths: str) -> None:
+        """Refuse widths that have to follow from dim and heads where they cannot."""
+        if all(getattr(self, name) for name in widths):
+            return
+        divides = self.dim % self.heads == 0 and self.dim >= 2 * self.heads
+        must = (
+            f"must divide dim ({self.dim}) into heads of width 2 or more unless "
+            f"{' and '.join(widths)} are given"
+        )
+        self.require(divides, "heads", must)
 
-    def _check_widths(self, kinds: set[str]) -> None:
-        """Those of KDA and MLA: given, or following from heads that divide dim."""
-        own = {
-            "kda": ("kda_heads", "kda_head_dim"),
-            "mla": ("mla_head_dim", "mla_value_dim", "mla_shared_dim", "mla_latent"),
-        }
-        for name in (name for names in own.values() for name in names):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"{name} must be at least 1, or 0 to follow from dim and heads, got {getattr(self, name)}"
-                )
-        for kind in sorted(kinds & own.keys()):
-            names = [name for name in own[kind] if name != "kda_heads"]
-            if not all(getattr(self, name) for name in names) and (
-                self.dim % self.heads or self.dim // self.heads < 2
-            ):
-                raise ValueError(
-                    f"heads must divide dim into heads of width 2 or more, unless {' and '.join(names)} are given: "
-                    f"dim {self.dim}, heads {self.heads}"
-                )
-        if "kda" in kinds and self.kda_width > 256:
-            raise ValueError(
-                f"kda_head_dim must be at most 256, which is what kernels for it take, got {self.kda_width}"
-            )
-        if self.kda_gate not in ("softplus", "bounded"):
-            raise ValueError(f"kda_gate must be 'softplus' or 'bounded', got '{self.kda_gate}'")
-
-    def _check_experts(self) -> None:
-        if self.experts < 2:
-            raise ValueError(f"a layer of experts needs experts of 2 or more, got {self.experts}")
-        if not 1 <= self.experts_per_token <= self.experts:
-            raise ValueError(
-                f"experts_per_token must lie between 1 and the {self.experts} experts, got {self.experts_per_token}"
-            )
-        for name in ("expert_dim", "shared_experts", "dense_layers", "router_rate"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if self.expert_width < 1:
-            raise ValueError(
-                f"mlp_dim {self.mlp_dim} is too narrow for {self.experts_per_token} + {self.shared_experts} experts a "
-                "token: give expert_dim"
-            )
-        if not self.expert_scale > 0:
-            raise ValueError(f"expert_scale must be positive, got {self.expert_scale}")
+    def _require_experts(self) -> None:
+        self.require(self.experts >= 2, "experts", "must be at least 2 for a mixture")
+        few = self.experts_per_token <= self.experts
+        self.require(few, "experts_per_token", f"must be at most the experts, {self.experts}")
+        chosen = self.experts_per_token + self.shared_experts
+        must = f"must be at least {chosen}, the experts of a token, unless expert_dim is given"
+        self.require(self.expert_width >= 1, "mlp_dim", must)
 
     @property
     def head_dim(self) -> int:
@@ -216,16 +213,13 @@ class ModelConfig:
     def layout(self) -> tuple[tuple[str, ...], ...]:
         """The sublayers of each layer."""
         layers = layers_of(self.pattern, self.layers, experts=self.experts, dense=self.dense_layers)
-        named = any("shortswa" in layer for layer in layers)
-        if named and self.shortswa is None:
-            raise ValueError(
-                f"the pattern '{self.pattern}' names shortswa: give its window too, such as shortswa 16"
-            )
-        return (
-            layers
-            if named or self.shortswa is None
-            else tuple(("shortswa", *layer) for layer in layers)
-        )
+        if any("shortswa" in layer for layer in layers):
+            must = f"must be given, as 16, because the pattern '{self.pattern}' names it"
+            self.require(self.shortswa is not None, "shortswa", must)
+            return layers
+        if self.shortswa is None:
+            return layers
+        return tuple(("shortswa", *layer) for layer in layers)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -242,20 +236,28 @@ class ModelConfig:
         return len(self.kinds)
 
     @classmethod
-    def named(cls, size: str, **overrides: Any) -> "ModelConfig":
-        if size not in SIZES:
-            raise ValueError(f"unknown size '{size}'. Valid sizes: {', '.join(SIZES)}")
-        return cls(**{**SIZES[size], **overrides})
+    def named(cls, size: str, **changes: Any) -> Self:
+        """Return a named size with changes: `ModelConfig.named("nano", layers=6)`."""
+        return cls(**{**shape_of(size), **changes})
+
+    def over(self, values: Mapping[str, Any]) -> Self:
+        """Return this model with other settings. `size` sets the whole shape, the others go over it."""
+        changes = dict(values)
+        if "size" in changes:
+            shape = shape_of(changes.pop("size"))
+            defaults = {each.name: each.default for each in fields(self) if each.name in SIZED}
+            changes = {**defaults, **shape, **changes}
+        return super().over(changes)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(
-                f"unknown model settings: {', '.join(unknown)}. Valid settings: {', '.join(sorted(known))}"
-            )
-        return cls(**values)
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls().over(values)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def shape_of(size: str) -> Mapping[str, Any]:
+    if size not in SIZES:
+        raise SettingError("model.size", f"must be a named size: {nearest(size, SIZES)}", size)
+    return SIZES[size]

@@ -4,12 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headwater.runs.results import CompareResult, CompareRow, Spread, TrainResult
-
-from .config import (
+from headwater.runs.settings import (
     Config,
     DataSettings,
     LogSettings,
-    ModelSettings,
+    ModelConfig,
     OptimSettings,
     ParallelSettings,
     TrainSettings,
@@ -38,7 +37,7 @@ __all__ = [
     "DataSettings",
     "LoadedRun",
     "LogSettings",
-    "ModelSettings",
+    "ModelConfig",
     "OptimSettings",
     "ParallelSettings",
     "Spread",

@@ -11,12 +11,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from headwater.errors import UserError, nearest, user_values
-from headwater.train.config import Config, ModelSettings, override
+from headwater.errors import UserError, flags, nearest, user_values
+from headwater.runs.settings import Config, ModelConfig, said_of
 
 # With these, arms would not be compared on equal tokens; the residual has a place of its own.
 FIXED = ("residual", "size", "vocab_size", "context")
-SWITCHES = tuple(f.name for f in fields(ModelSettings) if f.name not in FIXED)
+SWITCHES = tuple(f.name for f in fields(ModelConfig) if f.name not in FIXED)
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Arm:
     @property
     def flags(self) -> tuple[str, ...]:
         """The same, as `headwater train` takes it."""
-        given = [(f"--{key.replace('_', '-')}", str(value)) for key, value in self.switches.items()]
-        return ("--residual", self.residual, *(word for pair in given for word in pair))
+        values = {name: "none" if value is None else value for name, value in self.switches.items()}
+        return tuple(flags(residual=self.residual, **values))
 
     @property
     def identity(self) -> Hashable:
@@ -69,7 +69,8 @@ def parse_arm(text: str) -> Arm:
         if key in switches:
             raise UserError(f"arm {text!r}: {key!r} is given twice")
         switches[key] = _value(value)
-    override(ModelSettings(), switches, f"arm {text!r}")
+    with said_of(f"arm {text!r}"):
+        Config().over({"model": switches})
     arm = Arm(residual, switches)
     with user_values():
         hash(arm.identity)

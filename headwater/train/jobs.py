@@ -24,7 +24,7 @@ from headwater.runs.launch import LAUNCH, read_launch
 from headwater.runs.log import cause
 from headwater.runs.record import CONFIG, METRICS, SUMMARY
 from headwater.runs.results import DIVERGED, TrainResult
-from headwater.train.config import Config
+from headwater.runs.settings import Config
 from headwater.train.files import write_json
 from headwater.train.monitor.interrupts import PARENT, Interruption
 from headwater.train.monitor.metrics import read_record

@@ -10,10 +10,9 @@ from headwater.errors import UserError
 from headwater.folders import at_home
 from headwater.models import Decoder
 from headwater.residuals import pinned
+from headwater.runs.settings import Config, said_of
 from headwater.train.checkpoint.folder import STATE, load_model, read_state
-from headwater.train.config import Config, override_saved
 from headwater.train.data.tokenizer import Tokenizer
-from headwater.train.differences import with_before
 from headwater.train.files import read_json
 
 # Settings of a model that change what its weights compute, and that their names and shapes do not show; and, where they
@@ -125,8 +124,7 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
 
 
 def settings_of(folder: Path) -> Config | None:
-    """The settings of a run or of a checkpoint that has been read; settings that are newer than it are what it
-    did before there was a choice."""
+    """The settings of a run or of a checkpoint that has been read."""
     saved = (
         read_state(folder)["config"]
         if (folder / STATE).is_file()
@@ -135,4 +133,5 @@ def settings_of(folder: Path) -> Config | None:
     if "train" not in saved:
         return None
     settings = {key: value for key, value in saved.items() if key != "corpus"}
-    return override_saved(with_before(Config()), settings, str(folder))
+    with said_of(str(folder)):
+        return Config().over(settings)

@@ -25,10 +25,10 @@ from headwater.models import Decoder
 from headwater.residuals import plugin_of
 from headwater.residuals.registry import how_to_test, suspected
 from headwater.runs.results import DIVERGED, SUMMARY, TrainResult
+from headwater.runs.settings import Config
 from headwater.train.balance import balance
 from headwater.train.checkpoint.folder import last_good
 from headwater.train.checkpoint.saver import NotFinite
-from headwater.train.config import Config, check
 from headwater.train.device_step import DeviceStep, Outcome
 from headwater.train.distributed.fsdp import clip, defer_reduction, gather, reshard
 from headwater.train.distributed.parts import squared_norm
@@ -75,10 +75,10 @@ def train(
 
     Seeds torch's global generator; on a GPU, `config.train.deterministic` sets torch's global switch.
 
-        config = Config(model=ModelSettings(size="nano", residual="attnres-block"), train=TrainSettings(steps=100))
+        config = Config(model=ModelConfig.named("nano", residual="attnres-block"), train=TrainSettings(steps=100))
         print(train(config, "runs/first").bits_per_byte)
     """
-    config, out = check(config), at_home(out)
+    out = at_home(out)
     settings = config.train
     if resume and not (out / "config.json").exists():
         raise UserError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headwater.residuals.parameter_groups import param_groups
-from headwater.train.config import OptimSettings
+from headwater.runs.settings import OptimSettings
 from headwater.train.muon import BatchedMuon, DividedMuon, StackedMuon
 
 

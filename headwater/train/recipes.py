@@ -29,7 +29,7 @@ from typing import Any
 
 from headwater.errors import UserError, nearest
 from headwater.models.config import ModelConfig
-from headwater.train.config import Config, DataSettings, check, flatten, override
+from headwater.runs.settings import Config, DataSettings, flatten, said_of
 from headwater.train.data.dataset import Dataset, prepare
 
 KEYS = ("name", "jobs", "keep_weights", "config", "runs")
@@ -78,7 +78,8 @@ def read_recipe(path: Path) -> Recipe:
             f"{path}: jobs must be a whole number from 1, keep_weights true or false; got {jobs!r}, {keep_weights!r}"
         )
 
-    base = override(Config(), values.get("config", {}), f"{path}: config")
+    with said_of(f"{path}: config"):
+        base = Config().over(values.get("config", {}))
     runs: dict[Config, PlannedRun] = {}
     for table in tables:
         for choice in products(table, f"{path}: runs"):
@@ -115,15 +116,16 @@ def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
             raise UserError(
                 f'{where}: {key!r} must name its section, as "optim.lr" does; or be {RATIO!r}'
             )
-    config = override(base, nested, where)
+    with said_of(where):
+        config = base.over(nested)
     if RATIO not in choice:
-        return check(config)
+        return config
     if "train.steps" in choice:
         raise UserError(f'{where}: {RATIO} sets the steps, and so does "train.steps": give one')
     ratio = choice[RATIO]
     if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
         raise UserError(f"{where}: {RATIO} must be a number above zero; got {ratio!r}")
-    return check(replace(config, train=replace(config.train, steps=steps_for(config, ratio))))
+    return replace(config, train=replace(config.train, steps=steps_for(config, ratio)))
 
 
 def steps_for(config: Config, tokens_per_parameter: float) -> int:

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 from headwater import __version__
-from headwater.errors import UserError, user_values
-from headwater.models import SIZES, Decoder, ModelConfig
+from headwater.errors import SettingError, UserError, user_values
+from headwater.models import Decoder, ModelConfig
 from headwater.models.sublayer import Sublayer
 from headwater.residuals import located, pinned
 from headwater.runs.results import DIVERGED, SUMMARY, TrainResult, code_of
+from headwater.runs.settings import Config, flatten
 from headwater.train.balance import Load
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint.saver import Saver
-from headwater.train.config import Config, ModelSettings, flatten
 from headwater.train.data.dataset import SPLITS, Dataset, Windows, prepare
 from headwater.train.data.tokenizer import Tokenizer, kept_tokenizer
 from headwater.train.distributed import rendezvous as attempts
@@ -134,7 +134,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     with ranks.main_first():
         data = prepare(kept_tokenizer(config.data, out) if resume else config.data)
     model_config = resolve_model(config.model, data)
-    resolved = {**asdict(config), "model": model_config.to_dict()}
+    resolved = asdict(replace(config, model=model_config))
     identity = {**resolved, "corpus": data.identity}
     if not ranks.alone:
         refuse_unequal(what_counts(identity))
@@ -280,28 +280,20 @@ def obstacle(out: Path, goes_on: bool) -> str | None:
     )
 
 
-def resolve_model(settings: ModelSettings, data: Dataset) -> ModelConfig:
-    return named_model(settings, data.tokenizer.vocab_size)
+def resolve_model(model: ModelConfig, data: Dataset) -> ModelConfig:
+    return with_vocabulary(model, data.tokenizer.vocab_size)
 
 
-def named_model(settings: ModelSettings, words: int) -> ModelConfig:
-    """The named size with its overrides; a vocabulary that it leaves open is the tokenizer's, padded to a multiple of
-    64, which matrix units like."""
-    overrides = {
-        key: value for key, value in asdict(settings).items() if value is not None and key != "size"
-    }
-    overrides.setdefault(
-        "vocab_size", SIZES.get(settings.size, {}).get("vocab_size", -(-words // 64) * 64)
-    )
-    if overrides["vocab_size"] < words:
-        raise UserError(
-            f"model.vocab_size is {overrides['vocab_size']}, but the tokenizer has {words} tokens: pass a larger "
-            "--vocab-size, or leave it out of the configuration"
+def with_vocabulary(model: ModelConfig, words: int) -> ModelConfig:
+    """Fill in the vocabulary, unless it is set, and the module that registers the residual."""
+    # Matrix units like multiples of 64.
+    size = model.vocab_size or -(-words // 64) * 64
+    if size < words:
+        raise SettingError(
+            "model.vocab_size", f"must be at least {words}, as the tokenizer has", size
         )
     with user_values():
-        return ModelConfig.named(
-            settings.size, **{**overrides, "residual": located(settings.residual)}
-        )
+        return replace(model, vocab_size=size, residual=located(model.residual))
 
 
 def build_model(config: ModelConfig, seed: int, *, meta: bool = False) -> Decoder:
@@ -402,11 +394,8 @@ def recompute_activations(model: Decoder, config: Config) -> None:
 
 
 def compile_mode(config: Config, model: Decoder, device: torch.device | None) -> str:
-    """none, layers or model; `device` is None among ranks. Older configurations say true for the whole model, and
-    false."""
+    """none, layers or model; `device` is None among ranks."""
     asked = config.train.compile
-    if isinstance(asked, bool):
-        return "model" if asked else "none"
     if asked != "auto":
         return asked
     if device is None or device.type != "cuda":

@@ -28,7 +28,7 @@ from headwater.runs.identity import HASHES, digits_of, folder_of, identity, slug
 from headwater.runs.launch import LAUNCH
 from headwater.runs.record import COMPARISON, CONFIG, SUMMARY
 from headwater.runs.results import DIVERGED, TrainResult
-from headwater.train.config import Config, flatten
+from headwater.runs.settings import Config, flatten
 from headwater.train.data.dataset import Dataset
 from headwater.train.differences import FREE, OUTER, TEXT, differences
 from headwater.train.files import locked, refuse_others, write_json

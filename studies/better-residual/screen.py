@@ -26,7 +26,7 @@ from typing import Any
 from headwater.train.sharing import shared_gpu
 
 from headwater.models import Decoder, ModelConfig
-from headwater.train.config import Config, DataSettings, ModelSettings, OptimSettings, TrainSettings
+from headwater.runs.settings import Config, DataSettings, OptimSettings, TrainSettings
 
 BASELINES = {
     "standard": "standard",
@@ -85,7 +85,7 @@ def steps_for(size: str, ratio: float) -> int:
 
 def config_of(run: Run, options: argparse.Namespace, steps: int) -> Config:
     config = Config(
-        model=ModelSettings(size=options.size, residual=ARMS[run.arm]),
+        model=ModelConfig.named(options.size, residual=ARMS[run.arm]),
         data=DataSettings(source=(str(options.tokens),)),
         optim=OptimSettings(lr=run.rate, warmup=100),
         train=TrainSettings(

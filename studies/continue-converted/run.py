@@ -21,8 +21,8 @@ import torch
 
 import headwater
 from headwater import hf
+from headwater.runs.settings import Config, ModelConfig, OptimSettings, TrainSettings
 from headwater.train.checkpoint.folder import load_model
-from headwater.train.config import Config, ModelSettings, OptimSettings, TrainSettings
 from headwater.train.data.dataset import Windows, prepare
 from headwater.train.loop import train
 
@@ -140,7 +140,7 @@ def write(curves: dict[str, list[list[float]]], flags: argparse.Namespace) -> No
 
 def plain_config(steps: int, seed: int, device: str) -> Config:
     return Config(
-        model=ModelSettings(size="deep", layers=LAYERS),
+        model=ModelConfig.named("deep", layers=LAYERS),
         optim=OptimSettings(lr=2 * LR, warmup=20),
         train=TrainSettings(
             steps=steps,

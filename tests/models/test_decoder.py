@@ -267,7 +267,7 @@ def test_a_file_that_does_not_fit_is_named(tmp_path):
         Decoder.load(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "widht": 3}))
-    with pytest.raises(ValueError, match="unknown model settings: widht"):
+    with pytest.raises(ValueError, match="unknown setting 'widht'"):
         Decoder.load(tmp_path)
 
 
@@ -320,7 +320,7 @@ def test_what_the_head_sees_of_the_last_token_alone():
     ("settings", "message"),
     [
         ({"heads": 3}, "heads must divide dim"),
-        ({"dim": 36, "heads": 4}, "even width"),
+        ({"dim": 36, "heads": 4}, "even number of channels"),
         ({"kv_heads": 3}, "kv_heads must divide heads"),
         ({"layers": 0}, "layers must be at least 1"),
     ],

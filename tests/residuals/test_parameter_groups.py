@@ -10,7 +10,7 @@ from torch import nn
 import headwater
 from headwater import Decoder, ModelConfig, param_groups
 from headwater.residuals import names
-from headwater.train.config import OptimSettings
+from headwater.runs.settings import OptimSettings
 
 HAVE_QUERIES = {
     "attnres-block",

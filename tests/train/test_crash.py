@@ -16,8 +16,8 @@ from ranks import enter, free_port
 from tinyrun import fingerprint, flags, tiny
 
 from headwater.cli import main
+from headwater.runs.settings import Config, ParallelSettings
 from headwater.train.checkpoint.folder import checkpoints, damage
-from headwater.train.config import Config, ParallelSettings
 from headwater.train.data.dataset import prepare
 from headwater.train.loop import train
 from headwater.train.monitor.interrupts import PARENT, Interruption

@@ -16,7 +16,7 @@ import zstandard
 from processes import python
 
 from headwater.errors import UserError
-from headwater.train.config import DataSettings
+from headwater.runs.settings import DataSettings
 from headwater.train.data.corpus import documents, find_files
 from headwater.train.data.dataset import cache_folder, damage, permute, prepare
 
@@ -104,7 +104,7 @@ def test_a_long_document_takes_a_few_times_its_size(tmp_path):
     for name in ("long.txt", "long.txt.zst"):
         code = (
             "import resource, sys\n"
-            "from headwater.train.config import DataSettings\n"
+            "from headwater.runs.settings import DataSettings\n"
             "from headwater.train.data.dataset import prepare\n"
             "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
             f"prepare(DataSettings(source=({str(tmp_path / name)!r},), cache={str(tmp_path / name)!r} + '-cache'))\n"

@@ -13,8 +13,8 @@ from tinyrun import fingerprint, tiny
 from headwater.errors import UserError
 from headwater.models.moe import routers
 from headwater.ops.cross_entropy import token_losses
+from headwater.runs.settings import TrainSettings
 from headwater.train import loop
-from headwater.train.config import TrainSettings
 from headwater.train.device_step import WARMUP, DeviceStep, Judge
 from headwater.train.loop import accumulate, host_windows, train, update
 from headwater.train.losses import half_precision

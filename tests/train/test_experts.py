@@ -16,8 +16,8 @@ from tinyrun import fingerprint, read_all, tiny
 
 from headwater.analyze.report import write_report
 from headwater.models.moe import routers
+from headwater.runs.settings import Config, ParallelSettings
 from headwater.train import load_run, train
-from headwater.train.config import Config, ParallelSettings
 from headwater.train.distributed.fsdp import gather
 from headwater.train.distributed.plan import footprint, make_plan
 from headwater.train.distributed.ranks import join

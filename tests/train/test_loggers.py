@@ -12,7 +12,7 @@ import pytest
 from tinyrun import fingerprint, tiny
 
 from headwater.errors import UserError
-from headwater.train.config import Config, LogSettings
+from headwater.runs.settings import Config, LogSettings
 from headwater.train.loop import train
 from headwater.train.monitor import loggers
 

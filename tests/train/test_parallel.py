@@ -18,8 +18,8 @@ from tinyrun import tiny
 
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names
+from headwater.runs.settings import Config, ParallelSettings
 from headwater.train.checkpoint.folder import load_model
-from headwater.train.config import Config, ParallelSettings
 from headwater.train.distributed import pipeline
 from headwater.train.distributed.fsdp import clip, fetched_together, gather
 from headwater.train.distributed.ranks import Ranks, join
@@ -194,7 +194,7 @@ def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = 
         optim=replace(config.optim, optimizer="muon" if case.muon else "adamw"),
         train=replace(
             config.train,
-            compile=case.compile,
+            compile="model" if case.compile else "none",
             checkpoint_activations=case.recompute,
             accumulate=micros,
         ),

@@ -20,9 +20,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.runs.settings import Config, ParallelSettings
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint import storage as shards
-from headwater.train.config import Config, ParallelSettings, override
 from headwater.train.distributed.ranks import join
 from headwater.train.loop import train
 from headwater.train.run import begin, named_model, save
@@ -253,7 +253,7 @@ def test_an_index_that_does_not_add_up_is_refused():
 def config_of(folder: Path) -> Config:
     """As `settings`, without touching the corpus, whose times name its cache."""
     saved = json.loads((folder / "four" / "config.json").read_text())
-    return override(Config(), {**saved, "parallel": {}}, "test")
+    return Config().over({**saved, "parallel": {}})
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from tinyrun import flags, tiny, write_corpus
 
 from headwater.errors import Interrupted, UserError
 from headwater.models import Decoder
+from headwater.runs.settings import Config, OptimSettings, ParallelSettings
 from headwater.train import loop, run
 from headwater.train.checkpoint import folder as checkpoint
-from headwater.train.config import Config, OptimSettings, ParallelSettings
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks, join
 from headwater.train.loop import train

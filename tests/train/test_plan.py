@@ -13,7 +13,7 @@ from headwater.cli import main
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import attention
-from headwater.train.config import Config, ParallelSettings, TrainSettings
+from headwater.runs.settings import Config, ParallelSettings, TrainSettings
 from headwater.train.distributed.plan import describe, in_flight, make_plan
 from headwater.train.distributed.stages import prune
 from headwater.train.loop import accumulate, update

@@ -13,7 +13,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import build, names
 from headwater.residuals.two_phase import TwoPhase
-from headwater.train.config import Config, ParallelSettings, TrainSettings
+from headwater.runs.settings import Config, ParallelSettings, TrainSettings
 from headwater.train.distributed.pipeline import BlockCache, Stage
 from headwater.train.distributed.stages import (
     States,

@@ -26,12 +26,12 @@ from headwater.residuals import names, pinned
 from headwater.residuals import record as record_of
 from headwater.runs.record import read_run
 from headwater.runs.results import TrainResult, code_of
+from headwater.runs.settings import DataSettings, OptimSettings, TrainSettings
+from headwater.runs.settings import load_file as read_settings
 from headwater.train import compare, load, loop, study
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.folder import checkpoints, damage, load_model, read_state
 from headwater.train.checkpoint.saver import HostBuffers
-from headwater.train.config import DataSettings, OptimSettings, TrainSettings
-from headwater.train.config import load_file as read_settings
 from headwater.train.data.dataset import prepare
 from headwater.train.data.tokenizer import ByteTokenizer
 from headwater.train.distributed.fsdp import clip
@@ -535,7 +535,7 @@ def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
     """Traced by the compiler's front end and run by the eager backend, which needs no C++ compiler."""
     plain = train(tiny(tmp_path, steps=4), tmp_path / "plain")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    compiled = train(tiny(tmp_path, steps=4, compile=True), tmp_path / "compiled")
+    compiled = train(tiny(tmp_path, steps=4, compile="model"), tmp_path / "compiled")
     assert compiled.loss == pytest.approx(plain.loss, rel=1e-4)
 
 
@@ -569,8 +569,6 @@ def test_what_is_compiled_unless_one_says(tmp_path):
             "none": "none",
             "layers": "layers",
             "model": "model",
-            True: "model",
-            False: "none",
         }.items():
             asking = replace(config, train=replace(settings, compile=asked))
             assert compile_mode(asking, models["mhc"], None) == mode

@@ -27,7 +27,7 @@ import numpy as np
 
 from headwater.errors import UserError, spell
 from headwater.folders import at_home, sync, write_file
-from headwater.train.config import TOKENIZERS, DataSettings
+from headwater.runs.settings import TOKENIZERS, DataSettings
 from headwater.train.data.corpus import (
     Document,
     TextFile,

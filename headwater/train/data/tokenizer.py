@@ -18,7 +18,7 @@ import numpy as np
 
 from headwater.errors import UserError
 from headwater.folders import at_home, replace_file
-from headwater.train.config import TOKENIZERS, DataSettings
+from headwater.runs.settings import TOKENIZERS, DataSettings
 from headwater.train.files import from_here
 
 FILE = "tokenizer.json"

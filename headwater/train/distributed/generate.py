@@ -33,7 +33,7 @@ from headwater.generation.prompts import CachedReader, Reader
 from headwater.generation.sampling import Portion
 from headwater.models import Decoder
 from headwater.models.cache import Cache
-from headwater.train.config import ParallelSettings
+from headwater.runs.settings import ParallelSettings
 from headwater.train.data.tokenizer import Tokenizer
 from headwater.train.distributed.ranks import gathered
 from headwater.train.distributed.tensor_parallel import (

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 
 from headwater.models import Decoder, ModelConfig
 from headwater.models.sublayer import Sublayer
-from headwater.train.config import ParallelSettings
+from headwater.runs.settings import ParallelSettings
 from headwater.train.distributed.fsdp import shard
 from headwater.train.distributed.parts import Parts, local
 from headwater.train.distributed.ranks import Ranks

@@ -24,7 +24,7 @@ from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
 from headwater.residuals.base import sublayer_of
-from headwater.train.config import Config
+from headwater.runs.settings import Config
 from headwater.train.distributed.ranks import shards_of
 from headwater.train.distributed.stages import (
     States,

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headwater._torch import norms_of
 from headwater.errors import UserError
-from headwater.train.config import ParallelSettings
+from headwater.runs.settings import ParallelSettings
 from headwater.train.distributed import rendezvous as attempts
 from headwater.train.distributed.parts import copies, counted_elsewhere, local
 

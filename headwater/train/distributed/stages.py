@@ -18,7 +18,7 @@ from headwater._torch import without_data
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Residual, with_options
-from headwater.train.config import Config
+from headwater.runs.settings import Config
 from headwater.train.losses import half_precision
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from headwater.train.config import TrainSettings
+from headwater.runs.settings import TrainSettings
 
 
 @dataclass(frozen=True)

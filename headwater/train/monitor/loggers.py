@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import UserError
-from headwater.train.config import LogSettings, flatten
+from headwater.runs.settings import LogSettings, flatten
 
 CAPACITY = 1000  # records
 PATIENCE = 5.0  # seconds to finish in, at the end of a run
