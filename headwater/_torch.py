@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # kernels import this file, and do without seconds of torch.d
 
 
 def find(path: str) -> Any:
-    """What stands under a dotted path, or None in a release that lacks it."""
+    """Return what a dotted path names, or None in a release that lacks it."""
     owner, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(owner), name)
@@ -38,7 +38,7 @@ _transforms_active = find("torch._C._are_functorch_transforms_active")
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func is active, such as grad or vmap. Else: not known, and `apply` refuses them."""
+    """Return whether a transform of torch.func is active, such as grad or vmap. Else: unknown; `apply` refuses them."""
     return (
         _transforms_active is not None
         and not torch.compiler.is_compiling()
@@ -60,8 +60,10 @@ _use_count: Any = getattr(Tensor, "_use_count", None)
 
 
 def alone(gradient: Tensor) -> bool:
-    """Whether a backward is the only one that has this gradient, which another backward returned. A reference that
-    Python keeps, of a hook, is not counted."""
+    """Return whether a backward is the only one that has this gradient, which another backward returned.
+
+    A reference that Python keeps, such as a hook's, is not counted.
+    """
     return _use_count is not None and _use_count(gradient) <= _least_uses()
 
 
@@ -95,7 +97,7 @@ _hooks_of_all: Callable[[], Any] = find("torch.nn.modules.module._has_any_global
 
 
 def hooked(module: torch.nn.Module) -> bool:
-    """Whether someone has registered a hook on a module, or on all of them: it is to be called."""
+    """Return whether a module, or all modules, have a hook: then the module must be called."""
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks or _hooks_of_all())
 
@@ -106,12 +108,12 @@ _dispatch_mode = find("torch.utils._python_dispatch._get_current_dispatch_mode")
 
 
 def traced() -> bool:
-    """Whether something may want to see operators instead of what they run: torch.compile, a dispatch mode."""
+    """Return whether something may want to see operators instead of what they run: torch.compile, a dispatch mode."""
     return _dispatch_mode is None or torch.compiler.is_compiling() or _dispatch_mode() is not None
 
 
 class _FunctionMode(TorchFunctionMode):
-    """In the place of a dispatch mode: sees calls of PyTorch's functions, of which some are several operators."""
+    """Stands in for a dispatch mode: sees calls of PyTorch's functions, of which some are several operators."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -125,7 +127,7 @@ TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode") 
 
 
 def tree_leaves(tree: Any) -> Iterator[Any]:
-    """What nested tuples, lists and dicts hold. PyTorch's own is private, and this is all there is to it here."""
+    """Yield what nested tuples, lists and dicts hold. PyTorch's own function for that is private."""
     if isinstance(tree, tuple | list):
         for branch in tree:
             yield from tree_leaves(branch)
@@ -193,7 +195,7 @@ _groups: dict[str, dist.ProcessGroup] = {}
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """What to call the group in the collectives below."""
+    """Return the name that a group has in the collectives below."""
     _groups[group.group_name] = group
     return group.group_name
 
@@ -229,7 +231,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 
 def local_rectangle(whole: DTensor) -> tuple[slice, ...]:
-    """Which part of a divided tensor this rank has."""
+    """Return the part of a divided tensor that this rank has."""
     shape_and_offset = find("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
     if shape_and_offset is None:
         return _cut_in_order(whole)
@@ -262,7 +264,7 @@ def _cut_in_order(whole: DTensor) -> tuple[slice, ...]:
 def newton_schulz(
     matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """What torch.optim.Muon makes of a momentum (m, n), in bf16."""
+    """Return the update that torch.optim.Muon makes of a momentum (m, n), in bf16."""
     iterate = find("torch.optim._muon._zeropower_via_newtonschulz")
     if iterate is not None:
         return iterate(matrix, coefficients, steps, eps)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of tensors of `dtype` are computed in: fp32, or fp64 for fp64."""
+    """Return the dtype of sums of tensors of `dtype`: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -36,8 +36,10 @@ def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def rms_scale(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """What RMSNorm multiplies x by, (..., 1). Not by the length of x, which a CPU has sooner: where x is zero, that has
-    no second derivative."""
+    """Return the factor by which RMSNorm multiplies x, (..., 1).
+
+    It is not made of the length of x, which a CPU has sooner: where x is zero, a length has no second derivative.
+    """
     return torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
 
 

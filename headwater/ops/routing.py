@@ -1,4 +1,4 @@
-"""Which backend an operator runs on: explicit conditions, and errors that name what does not hold."""
+"""The choice of a backend: explicit conditions, and errors that name what does not hold."""
 
 import importlib.util
 import os

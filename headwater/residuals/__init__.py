@@ -1,4 +1,4 @@
-"""How depth is connected: every residual behind `begin / read / write / end`."""
+"""Ways to connect depth: every residual behind `begin / read / write / end`."""
 
 from .attention import AttentionResidual
 from .base import Layout, Norm, Read, Residual, State, Watcher, apply_norm, hold, watched

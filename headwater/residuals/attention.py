@@ -252,8 +252,8 @@ class AttentionResidual(Residual):
             y = y.to(state[0].dtype)
         if self._in_two_phases(state, "write", i):
             return cast(TwoPhase, self.two_phase).write(state, i, y)
-        late = i == 0 and self.two_phase is not None and self._enters_late(state[0])
-        if late and self._runs_two_phases(state[0]):
+        enters_here = i == 0 and self.two_phase is not None and self._enters_late(state[0])
+        if enters_here and self._runs_two_phases(state[0]):
             two_phase = cast(TwoPhase, self.two_phase)
             return two_phase.write(two_phase.enter(state[0], self._folded(y.device)), 0, y)
         if i % self.block:

@@ -28,9 +28,8 @@ from headwater.ops.routing import Backend
 from .one_token import OneToken
 
 State = tuple[Tensor, ...]
-Read = (
-    Tensor | tuple[Tensor, Tensor, Tensor]
-)  # what a sublayer sees: one input, or (query, key, value) inputs
+# What a sublayer sees: one input, or (query, key, value) inputs.
+Read = Tensor | tuple[Tensor, Tensor, Tensor]
 Norm = Callable[[Tensor], Tensor]
 Layout = tuple[str, ...]  # the names of a state's tensors, in order
 Next = Literal["read", "write"]
@@ -58,7 +57,7 @@ class Placed(tuple[Tensor, ...]):
 
 
 class Residual(nn.Module, ABC):
-    """How a network's depth is connected: one object per network (or pipeline stage).
+    """A way to connect a network's depth: one object per network, or per pipeline stage.
 
     Callers use `begin`, `read`, `write`, `end` and `weights`. A subclass writes `_begin`, `_read`, `_write`, `_end` and
     `_weights` with the same arguments, and says in `layout` what its states hold. Parameters of sublayer i live in a
@@ -68,30 +67,32 @@ class Residual(nn.Module, ABC):
     Arguments of the constructor: `dim`, the width D of the stream; `sublayers`, how many sublayers read and write.
     """
 
-    at_start: str  # against the plain residual at initialisation: "exact", "scaled" or "different"
-    mixes: str = "scalar"  # a source enters a read times one "scalar" a token, one per "channel", or an "operator"
-    token_local: bool = (
-        True  # False: a read looks at earlier tokens of the stream; `resume` and `past` carry those
-    )
-    derived: tuple[
-        str, ...
-    ] = ()  # options whose default depends on the network; a saved spec names their values
-    kinds: tuple[str, ...] = ()  # of its sublayers, where `build` was told
-    weight_gain: float = (
-        1.0  # by which a model scales value, MLP and output weights at initialisation
-    )
-    fused: bool = (
-        False  # True: reads and writes are kernels, or next to nothing: compiling them gains little
-    )
-    reads_at_once: int = 1  # reads whose results are in memory together
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]]  # of the constructor
-    takes_zero: bool = True  # False: outputs of zero have no gradient that one could use; a model starts none there
+    # Against the plain residual at initialisation: "exact", "scaled" or "different".
+    at_start: str
+    # A source enters a read times one "scalar" per token, one per "channel", or an "operator".
+    mixes: str = "scalar"
+    # False: a read looks at earlier tokens of the stream; `resume` and `past` carry those.
+    token_local: bool = True
+    # Options whose default depends on the network; a saved spec names their values.
+    derived: tuple[str, ...] = ()
+    # Kinds of the sublayers, if `build` was told.
+    kinds: tuple[str, ...] = ()
+    # A model multiplies value, MLP and output weights by this at initialisation.
+    weight_gain: float = 1.0
+    # True: reads and writes are kernels, or next to nothing, so that compiling them gains little.
+    fused: bool = False
+    # False: outputs of zero have no gradient that one could use; a model starts none there.
+    takes_zero: bool = True
+    # Reads whose results are in memory together.
+    reads_at_once: int = 1
+    # Arguments of the constructor.
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __init__(self, dim: int, sublayers: int) -> None:
         super().__init__()
         if not all(isinstance(count, Integral) and count >= 1 for count in (dim, sublayers)):
-            got = f"dim={dim!r}, sublayers={sublayers!r}"
-            raise ValueError(f"dim and sublayers must be whole numbers and at least 1, got {got}")
+            sizes = f"dim={dim!r}, sublayers={sublayers!r}"
+            raise ValueError(f"dim and sublayers must be whole numbers and at least 1, got {sizes}")
         self.dim = dim
         self.sublayers = sublayers
         self.spec = type(self).__name__
@@ -142,11 +143,14 @@ class Residual(nn.Module, ABC):
         return self.begin(x)
 
     def past(self, state: State) -> State:
-        """What later tokens will look back at, from a resumed state before `end`: nothing, if reads are token-local."""
+        """Return what later tokens look back at, from a resumed state before `end`.
+
+        It is empty if reads are token-local.
+        """
         return ()
 
     def read(self, state: State, i: int, norm: Norm | None = None) -> tuple[Read, State]:
-        """What sublayer `i` sees, and the state to write to.
+        """Return what sublayer `i` sees, and the state to write to.
 
         Arguments:
             state: what `begin`, or the write before, returned.
@@ -184,7 +188,7 @@ class Residual(nn.Module, ABC):
         return Placed(state, ("read", i + 1))
 
     def end(self, state: State, norm: Norm | None = None) -> Tensor:
-        """What the output head sees, (..., D), after the last write; `norm` is the network's final norm."""
+        """Return what the output head sees, (..., D), after the last write; `norm` is the final norm."""
         if torch.compiler.is_compiling():
             return self._end(state, norm)
         self.check(state, "read", self.sublayers)
@@ -208,7 +212,10 @@ class Residual(nn.Module, ABC):
         return state
 
     def folds_norm(self, state: State, i: int) -> bool:
-        """Whether read `i` of this state applies a norm inside a kernel; otherwise a caller may as well do it after."""
+        """Return whether read `i` of this state applies a norm inside a kernel.
+
+        If not, a caller may as well apply it afterwards.
+        """
         return False
 
     def adopt(self, state: State, i: int) -> State:
@@ -221,19 +228,22 @@ class Residual(nn.Module, ABC):
         return None
 
     def may_cut(self, i: int) -> bool:
-        """Whether a pipeline may be cut before sublayer `i`: not where two stages would need the same parameter."""
+        """Return whether a pipeline may be cut before sublayer `i`.
+
+        It may not where two stages would need the same parameter.
+        """
         return True
 
     def keep_only(self, start: int, stop: int) -> None:
         """Drop the parameters of all sublayers but [start, stop), as a pipeline stage does; the final read's, under the
         key `sublayers`, stay with the last."""
-        own = range(start, stop + (stop == self.sublayers))
+        indices = range(start, stop + (stop == self.sublayers))
         for name, table in self.named_children():
             if not isinstance(table, nn.ModuleDict | nn.ParameterDict):
                 raise TypeError(
                     f"'{self.spec}' keeps '{name}' outside of a dict keyed by sublayer: override keep_only"
                 )
-            for key in [key for key in table if int(key) not in own]:
+            for key in [key for key in table if int(key) not in indices]:
                 del table[key]
 
     @abstractmethod
@@ -267,10 +277,12 @@ class Residual(nn.Module, ABC):
     @cached_property
     def layouts(self) -> dict[tuple[Next, int], Sequence[Layout]]:
         """The table that states are checked against."""
-        reads: dict[tuple[Next, int], Sequence[Layout]] = {
-            ("read", i): self.layouts_at("read", i) for i in range(self.sublayers + 1)
-        }
-        return reads | {("write", i): self.layouts_at("write", i) for i in range(self.sublayers)}
+        table: dict[tuple[Next, int], Sequence[Layout]] = {}
+        for i in range(self.sublayers):
+            table["read", i] = self.layouts_at("read", i)
+            table["write", i] = self.layouts_at("write", i)
+        table["read", self.sublayers] = self.layouts_at("read", self.sublayers)
+        return table
 
     @cached_property
     def _lengths(self) -> dict[tuple[Next, int], frozenset[int]]:
@@ -313,7 +325,7 @@ class Residual(nn.Module, ABC):
 
     @property
     def scalar_mixing(self) -> bool:
-        """Whether the mixing matrix says everything; otherwise it is a summary, the average over channels."""
+        """Return whether the mixing matrix says everything; else it is the average over channels."""
         return self.mixes == "scalar"
 
     def flops_per_token(self) -> int:
@@ -345,9 +357,12 @@ def _describe(state: State) -> str:
 
 
 def sublayer_of(name: str) -> int | None:
-    """Of a residual's parameter, by its name: those of sublayer i live under the key i, of the final read under the
-    next. None of one that belongs to no read."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+    """Return the read that a parameter of a residual belongs to, by the parameter's name.
+
+    Parameters of sublayer i lie under the key i, those of the final read under the next. None: no single read.
+    """
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return numbers[0] if numbers else None
 
 
 @overload
@@ -358,7 +373,9 @@ def apply_norm(norm: Norm | None, x: Read) -> Read:
     """Returns `norm` of what a sublayer sees, `x`; of each of its three inputs, where it has three; None is no norm."""
     if norm is None:
         return x
-    return (norm(x[0]), norm(x[1]), norm(x[2])) if isinstance(x, tuple) else norm(x)
+    if isinstance(x, tuple):
+        return norm(x[0]), norm(x[1]), norm(x[2])
+    return norm(x)
 
 
 class Watcher:
@@ -420,7 +437,7 @@ def hold(weights: Tensor) -> Tensor:
 
 
 def weights_held() -> bool:
-    """Whether the caller is inside `hold_weights`, which is never compiled."""
+    """Return whether the caller is inside `hold_weights`, which is never compiled."""
     return not torch.compiler.is_compiling() and _held.get()
 
 

@@ -21,7 +21,7 @@ class GRN(nn.Module):
         self.query = nn.Parameter(torch.zeros(inputs, dim)) if version == "v3" else None
 
     def forward(self, bank: State) -> list[list[Tensor]]:
-        """For each input, one weight a source."""
+        """Return one weight per source, for each input."""
         weights = [list(row.unbind(0)) for row in self.constant]
         if self.query is None:
             return weights
@@ -94,7 +94,7 @@ class DeepCrossAttentionResidual(LayerwiseResidual):
         return bank
 
     def bank_weights(self, bank: State, m: int) -> Tensor:
-        """Of the query input, one weight per channel where channels differ."""
+        """Weights of the query input, one per channel where channels differ."""
         if m == 0:
             return torch.ones(1, *bank[0].shape[:-1], 1, device=bank[0].device)
         weights = torch.stack(

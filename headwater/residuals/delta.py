@@ -92,14 +92,14 @@ def causal_sum(taps: Sequence[Tensor]) -> Tensor:
 
 
 def look_back(x: Tensor, axis: int) -> Tensor:
-    """What a convolution sees before the first token of x: zeros."""
+    """Zeros, which a convolution sees before the first token of x."""
     shape = list(x.shape)
     shape[axis] = KERNEL - 1
     return x.new_zeros(shape)
 
 
 def last_tokens(x: Tensor, axis: int) -> Tensor:
-    """As many as a later token looks back at; a copy, so that the rest of x can go."""
+    """The tokens that a later one looks back at; a copy, so that the rest of x can go."""
     return x.narrow(axis, x.shape[axis] - KERNEL + 1, KERNEL - 1).clone()
 
 
@@ -196,15 +196,18 @@ class DeepDeltaResidual(Residual):
 
     def resume(self, x: Tensor, past: State) -> State:
         """Behind the stream, a queue: what reads 0 to L look back at; each takes the first and leaves its own last."""
-        left: State = ()
+        last_embeddings: State = ()
         if self.expander is None:
             (stream,) = self._begin(x)
         else:
-            seen = torch.cat((past[0] if past else look_back(x, -2), x), dim=-2)
-            stream, left = self.expander(seen)[..., KERNEL - 1 :, :, :], (last_tokens(seen, -2),)
+            embeddings = torch.cat((past[0] if past else look_back(x, -2), x), dim=-2)
+            stream, last_embeddings = (
+                self.expander(embeddings)[..., KERNEL - 1 :, :, :],
+                (last_tokens(embeddings, -2),),
+            )
         reads = self.sublayers + 1 if self.convolves else 0
-        queue = past[len(left) :] if past else (look_back(stream, -3),) * reads
-        return (stream, *queue, *left)
+        queue = past[len(last_embeddings) :] if past else (look_back(stream, -3),) * reads
+        return (stream, *queue, *last_embeddings)
 
     def past(self, state: State) -> State:
         stream, *queue = state

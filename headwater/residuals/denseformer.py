@@ -71,15 +71,15 @@ class DenseFormerResidual(LayerwiseResidual):
             self.sums[self.key(m)].unsqueeze(0),
             m < max(self.chosen),
         )
-        (x,), again = mix_bank(
+        (x,), threaded = mix_bank(
             [bank[n] for n in chosen], weights, thread=thread, backend=self._now()
         )
-        held = {**dict(enumerate(bank)), **dict(zip(chosen, again))}
-        return x, x, tuple(held.values())
+        outputs = {**dict(enumerate(bank)), **dict(zip(chosen, threaded))}
+        return x, x, tuple(outputs.values())
 
     def store(self, bank: State, output: Tensor, m: int) -> State:
-        held = {**dict(zip(self.kept[m], bank, strict=True)), m + 1: output}
-        return tuple(held[j] for j in self.kept[m + 1])
+        outputs = {**dict(zip(self.kept[m], bank, strict=True)), m + 1: output}
+        return tuple(outputs[j] for j in self.kept[m + 1])
 
     def bank_weights(self, bank: State, m: int) -> Tensor:
         weights = torch.zeros(len(bank), device=bank[0].device)

@@ -56,8 +56,8 @@ class HighwayResidual(StreamResidual):
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
         gate = cast(Gate, self.gates[self.keys[i]])
-        kept, new = shares(project_normed(h, gate.weight) + wide(gate.bias))
-        return (combine((h, y), (hold(kept), hold(new))),)
+        carry, gain = shares(project_normed(h, gate.weight) + wide(gate.bias))
+        return (combine((h, y), (hold(carry), hold(gain))),)
 
     def flops_per_token(self) -> int:
         gates = sum(cast(Gate, gate).weight.numel() for gate in self.gates.values())

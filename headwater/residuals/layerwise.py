@@ -15,10 +15,8 @@ INPUTS = ("attention",)  # sublayers that take separate query, key and value inp
 LEADS = ("shortswa",)  # sublayers that mix a layer's input before the layer's attention sees it
 KINDS = (*INPUTS, "kda", "mla", "mixer", *LEADS, *CHANNEL_MIXERS)
 
-ALL_KINDS = (
-    *KINDS,
-    "parallel",
-)  # attention and MLP on one read, for residuals that treat all sublayers alike
+# "parallel" is attention and MLP on one read, for residuals that treat all sublayers alike.
+ALL_KINDS = (*KINDS, "parallel")
 
 
 def sublayer_kinds(
@@ -31,9 +29,9 @@ def sublayer_kinds(
         raise ValueError(
             f"kinds must name each of the {sublayers} sublayers, got {len(kinds)} names"
         )
-    if unknown := sorted(
-        {*kinds} - {*known}
-    ):  # an "ffn" would pass for a mixer of tokens, and no layer would end
+    # An "ffn" would pass for a mixer of tokens, and no layer would end.
+    unknown = sorted({*kinds} - {*known})
+    if unknown:
         raise ValueError(
             f"kinds are {', '.join(known)}; got '{unknown[0]}'. A layer ends with its {' or '.join(CHANNEL_MIXERS)}; "
             "what mixes tokens in a way of its own is a mixer"
@@ -43,11 +41,11 @@ def sublayer_kinds(
 
 def layer_starts(kinds: Sequence[str]) -> tuple[int, ...]:
     """Index of each layer's first sublayer: a layer begins where tokens are mixed after channels were."""
-    return tuple(
-        i
-        for i, kind in enumerate(kinds)
-        if i == 0 or (kinds[i - 1] in CHANNEL_MIXERS and kind not in CHANNEL_MIXERS)
-    )
+    starts = [0]
+    for i in range(1, len(kinds)):
+        if kinds[i - 1] in CHANNEL_MIXERS and kinds[i] not in CHANNEL_MIXERS:
+            starts.append(i)
+    return tuple(starts)
 
 
 class LayerwiseResidual(Residual):
@@ -75,23 +73,29 @@ class LayerwiseResidual(Residual):
         self.kinds = sublayer_kinds(sublayers, kinds)
         self.starts = layer_starts(self.kinds)
         self.layers = len(self.starts)
-        self.boundaries = {
-            i: m for m, i in enumerate((*self.starts, sublayers))
-        }  # sublayer index to layer number
+        # Each layer's first sublayer, and the final read, to the number of the layer.
+        self.boundaries = {i: m for m, i in enumerate((*self.starts, sublayers))}
         self.layer_ends = tuple(i - 1 for i in (*self.starts[1:], sublayers))
         # The sublayer of each layer that takes what `mix` returns: its first, or the first behind its leads.
         self.openers = tuple(map(self._opener, self.starts, self.layer_ends))
-        self.leads = frozenset(
-            i for s, o in zip(self.starts, self.openers, strict=True) for i in range(s, o)
-        )
+        leads: list[int] = []
+        for start, opener in zip(self.starts, self.openers, strict=True):
+            leads += range(start, opener)
+        self.leads = frozenset(leads)
 
     def _opener(self, start: int, end: int) -> int:
-        return next((i for i in range(start, end) if self.kinds[i] not in LEADS), end)
+        for i in range(start, end):
+            if self.kinds[i] not in LEADS:
+                return i
+        return end
 
     @abstractmethod
     def mix(self, bank: State, m: int) -> tuple[Read, Tensor, State]:
-        """What the first sublayer of layer m sees, the input the layer carries on, and the bank that later layers read.
-        m == layers: the final read."""
+        """Mix the bank for layer m; m == layers is the final read.
+
+        Returns what the first sublayer of the layer sees, the input that the layer carries on, and the bank that
+        later layers read.
+        """
 
     @abstractmethod
     def bank_weights(self, bank: State, m: int) -> Tensor:
@@ -109,11 +113,11 @@ class LayerwiseResidual(Residual):
         return str((*self.starts, self.sublayers)[m])
 
     def takes_inputs(self, m: int) -> bool:
-        """Whether layer m has a sublayer that takes query, key and value apart, first or behind its leads."""
+        """Return whether layer m has a sublayer that takes query, key and value apart, first or behind its leads."""
         return m < self.layers and self.kinds[self.openers[m]] in INPUTS
 
     def routes(self, m: int) -> bool:
-        """Whether `mix(bank, m)` makes query, key and value inputs."""
+        """Return whether `mix(bank, m)` makes query, key and value inputs."""
         return False
 
     def waiting(self, m: int) -> int:
@@ -128,7 +132,7 @@ class LayerwiseResidual(Residual):
         return self.layouts_at("read", i)[0]
 
     def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
-        layer = sum(start <= i for start in self.starts) - 1
+        layer = self._layer_of(i)
         if verb == "read" and i in self.boundaries:
             return (self._bank(self.boundaries[i]),)
         carried: Layout = (
@@ -147,15 +151,17 @@ class LayerwiseResidual(Residual):
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
         if i in self.boundaries:
             x, carried, bank = self.mix(state, self.boundaries[i])
-            if i in self.leads:
-                waiting = x if isinstance(x, tuple) else ()
-                return apply_norm(norm, carried), (carried, *waiting, *bank)
-            return apply_norm(norm, x), (carried, *bank)
+            if i not in self.leads:
+                return apply_norm(norm, x), (carried, *bank)
+            # The layer begins with a lead: inputs that are routed apart wait for the attention behind it.
+            waiting = x if isinstance(x, tuple) else ()
+            return apply_norm(norm, carried), (carried, *waiting, *bank)
         if i in self.openers:
             return self._open(state, self.openers.index(i), norm)
         if i in self.leads or self.keeps_input:
             return apply_norm(norm, state[0]), state
-        return apply_norm(norm, state[0] + state[1] if self.rereads_input else state[1]), state
+        x = state[0] + state[1] if self.rereads_input else state[1]
+        return apply_norm(norm, x), state
 
     def _open(self, state: State, m: int, norm: Norm | None) -> tuple[Read, State]:
         """The attention of layer m behind its leads."""
@@ -166,19 +172,24 @@ class LayerwiseResidual(Residual):
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         if i in self.leads:
-            inputs = 1 + self.waiting(sum(start <= i for start in self.starts) - 1)
+            inputs = 1 + self.waiting(self._layer_of(i))
             return (*(x + y for x in state[:inputs]), *state[inputs:])
         first = i in self.openers
-        carried, bank = (
-            (state[:1], state[1:]) if first or self.keeps_input else (state[:2], state[2:])
-        )
+        tensors = 1 if first or self.keeps_input else 2
+        carried, bank = state[:tensors], state[tensors:]
         if self.keeps_input:
             carried = (carried[0] + y,)
+        elif first:
+            carried = (carried[0], y.to(carried[0].dtype))
         else:
-            carried = (carried[0], y.to(carried[0].dtype) if first else carried[1] + y)
+            carried = (carried[0], carried[1] + y)
         if i not in self.layer_ends:
             return (*carried, *bank)
         return self.store(bank, carried[-1], self.layer_ends.index(i))
+
+    def _layer_of(self, i: int) -> int:
+        """The layer of sublayer `i`, or the last one for the final read."""
+        return sum(start <= i for start in self.starts) - 1
 
     def _end(self, state: State, norm: Norm | None) -> Tensor:
         return apply_norm(norm, self.mix(state, self.layers)[1])

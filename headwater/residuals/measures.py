@@ -1,4 +1,4 @@
-"""How widely a read spreads its weights over depth; beside the residuals because the trainer logs it as it goes."""
+"""Measures of how widely a read spreads its weights over depth; the trainer logs them as it goes."""
 
 import torch
 from torch import Tensor

@@ -167,13 +167,13 @@ class MHCLiteResidual(ConstrainedResidual):
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        """As every move and cast of a module; after `to_empty`, no checkpoint brings the permutations back."""
+        """Move or cast the module. After `to_empty` the permutations are made again: no checkpoint has them."""
         super()._apply(*args, **kwargs)
-        made = all_permutations(self.permutations, self.streams)
-        if made.is_meta or not torch.equal(
-            made, self.permutations
+        columns = all_permutations(self.permutations, self.streams)
+        if columns.is_meta or not torch.equal(
+            columns, self.permutations
         ):  # else the memory stays what others know it as
-            self.permutations = made
+            self.permutations = columns
         return self
 
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:

@@ -106,7 +106,7 @@ class MUDDFormerResidual(LayerwiseResidual):
         return m > 0 and self.takes_inputs(m)
 
     def bank_weights(self, bank: State, m: int) -> Tensor:
-        """Of the query input, or of the stream where it is the only way."""
+        """Weights of the query input, or of the stream where it is the only way."""
         if m == 0:
             return torch.ones(1, *bank[0].shape[:-1], 1, device=bank[0].device)
         weights = self._dense(m)(bank[-1])[0][..., 0, :].movedim(-1, 0).unsqueeze(-1).detach()
@@ -121,20 +121,22 @@ class MUDDFormerResidual(LayerwiseResidual):
                 for w, x in zip(weights, (*bank[:-1], self._normed(newest, before)), strict=True)
             )
             weights = weights * rms_scale(cast(Tensor, read)) * self.after[self.key(m)].detach()
-        own = 1 + weights[-1] * rms_scale(newest) * before
-        return torch.cat([weights[:-1].expand(-1, *own.shape), own.unsqueeze(0)])
+        newest_weight = 1 + weights[-1] * rms_scale(newest) * before
+        return torch.cat(
+            [weights[:-1].expand(-1, *newest_weight.shape), newest_weight.unsqueeze(0)]
+        )
 
     def flops_per_token(self) -> int:
         dense = [self._dense(m) for m in range(1, self.layers + 1)]
         matrices = sum(d.down.numel() + d.up.numel() for d in dense)
-        found = 2 * (
+        operations = 2 * (
             matrices + self.dim * (self.sublayers + sum(d.constant.numel() for d in dense))
         )
         if self.norm:  # and the newest output, which joins every way
-            found += 5 * self.dim * (2 * self.layers + 1) + 2 * self.dim * sum(
+            operations += 5 * self.dim * (2 * self.layers + 1) + 2 * self.dim * sum(
                 len(d.constant) for d in dense
             )
-        return found
+        return operations
 
     def _dense(self, m: int) -> DenseWeights:
         return cast(DenseWeights, self.dense[self.key(m)])

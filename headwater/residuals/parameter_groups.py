@@ -1,4 +1,4 @@
-"""How the parameters of a model are to be updated: which decay, and which learn at a rate of their own.
+"""Parameter groups for an optimizer: which parameters decay, and which learn at another rate.
 
 Only matrices of the layers decay. Embeddings, head, norms, biases and whatever the residual owns do not: pulling those
 toward zero changes what they mean. The residual's queries have a factor on the learning rate, because Adam moves every
@@ -50,51 +50,48 @@ def param_groups(
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("query_lr", query_lr)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} must be 0 or a positive number, got {value}")
-    found = sort_parameters(model)
-    if weight_decay and not found["matrices"]:
+    sorted_parameters = sort_parameters(model)
+    if weight_decay and not sorted_parameters["matrices"]:
         raise ValueError(
             f"weight_decay is {weight_decay}, and no parameter of this {type(model).__name__} is a matrix in a "
             "numbered stack of layers: keep the layers in an nn.ModuleList, or pass weight_decay=0"
         )
     factors = {"matrices": 1.0, "rest": 1.0, "queries": query_lr}
-    return [
-        {
-            "name": name,
-            "params": parameters,
-            "lr": lr * factors[name],
-            "weight_decay": weight_decay if name == "matrices" else 0.0,
-            "lr_factor": factors[name],
-        }
-        for name, parameters in found.items()
-        if parameters
-    ]
+    groups: list[dict[str, Any]] = []
+    for name, parameters in sorted_parameters.items():
+        if not parameters:
+            continue
+        group: dict[str, Any] = {"name": name, "params": parameters, "lr": lr * factors[name]}
+        group["weight_decay"] = weight_decay if name == "matrices" else 0.0
+        group["lr_factor"] = factors[name]
+        groups.append(group)
+    return groups
 
 
 def sort_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Every parameter once, in the model's order, under "matrices", "rest" or "queries"."""
-    residuals = [module for module in model.modules() if isinstance(module, Residual)]
-    owned = {id(parameter) for residual in residuals for parameter in residual.parameters()}
-    kept = {
-        id(p)
-        for module in model.modules()
-        if keeps_its_scale(module)
-        for p in module.parameters(recurse=False)
-    }
-    stacked = tuple(
-        f"{name}.{key}.".lstrip(".")
-        for name, module in model.named_modules()
-        for key in stack_of(module)
-    )
-    found: dict[str, list[nn.Parameter]] = {"matrices": [], "rest": [], "queries": []}
+    of_residuals: set[int] = set()
+    undecayed: set[int] = set()
+    stacks: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, Residual):
+            of_residuals |= {id(parameter) for parameter in module.parameters()}
+        if keeps_its_scale(module):
+            undecayed |= {id(parameter) for parameter in module.parameters(recurse=False)}
+        stacks += [f"{path}.{key}.".lstrip(".") for key in stack_of(module)]
+
+    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "rest": [], "queries": []}
     for name, parameter in model.named_parameters():
-        *path, last = name.split(".")
-        numbered = any(part.isdigit() for part in path) or name.startswith(stacked)
-        hidden = parameter.ndim > 1 and not last.endswith("bias") and numbered
-        if id(parameter) in owned:
-            found["queries" if last == QUERY else "rest"].append(parameter)
+        *path_to_it, last = name.split(".")
+        numbered = any(part.isdigit() for part in path_to_it) or name.startswith(tuple(stacks))
+        is_matrix = parameter.ndim > 1 and not last.endswith("bias") and numbered
+        if id(parameter) in of_residuals:
+            groups["queries" if last == QUERY else "rest"].append(parameter)
+        elif is_matrix and id(parameter) not in undecayed:
+            groups["matrices"].append(parameter)
         else:
-            found["matrices" if hidden and id(parameter) not in kept else "rest"].append(parameter)
-    return found
+            groups["rest"].append(parameter)
+    return groups
 
 
 def stack_of(module: nn.Module) -> list[str]:

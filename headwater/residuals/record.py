@@ -126,8 +126,8 @@ def mixing(
         )
     if residual.mixes == "operator":
         return _own_parts(shares_of(residual, sources), sources, stream, groups)
-    leaves, found = linear_replay(residual, sources)
-    reads = [read[stream] if isinstance(read, tuple) else read for read in found]
+    leaves, all_inputs = linear_replay(residual, sources)
+    reads = [read[stream] if isinstance(read, tuple) else read for read in all_inputs]
     generator = torch.Generator().manual_seed(0)
     shape = leaves[0].shape
     signs = (torch.randint(0, 2, shape, generator=generator) * 2 - 1).to(leaves[0])
@@ -144,7 +144,7 @@ def mixing(
 
 @torch.inference_mode(False)
 def shares_of(residual: Residual, sources: Sequence[Tensor]) -> list[list[tuple[Tensor, ...]]]:
-    """What each read has from each source, J_li v_i of h_l = sum_i J_li v_i with weights held, exactly.
+    """Return what each read has from each source, J_li v_i of h_l = sum_i J_li v_i with weights held, exactly.
 
     Returns, by source, then by read from the first that can see it, one (..., D) for each input of the read. The
     vector-Jacobian product u -> J^T u is linear in u; differentiated along v it gives J v.

@@ -58,12 +58,12 @@ def register(name: str, *, formula: str | None = None, **fixed: Any) -> Callable
         )
 
     def add(cls: R) -> R:
-        taken = _entries.get(name)
-        if taken is not None and _place(taken.build) != _place(
+        namesake = _entries.get(name)
+        if namesake is not None and _place(namesake.build) != _place(
             cls
         ):  # the same place: a module loaded again
             raise ValueError(
-                f"residual '{name}' is registered already, by {_place(taken.build)}: choose another name"
+                f"residual '{name}' is registered already, by {_place(namesake.build)}: choose another name"
             )
         if not issubclass(cls, Residual):
             raise ValueError(
@@ -81,10 +81,10 @@ def register(name: str, *, formula: str | None = None, **fixed: Any) -> Callable
                 f"option '{bare[0]}' of residual '{name}' needs a type, for example {bare[0]}: float"
             )
         options = {k: hints[k] for k in keywords if k not in fixed and k != "kinds"}
-        said = (
+        text = (
             next(iter((cls.__doc__ or "").strip().splitlines()), "") if formula is None else formula
         )
-        _entries[name] = Entry(name, cls, fixed, options, "kinds" in keywords, said)
+        _entries[name] = Entry(name, cls, fixed, options, "kinds" in keywords, text)
         return cls
 
     return add
@@ -101,7 +101,7 @@ def names() -> tuple[str, ...]:
 
 
 def entry(name: str) -> Entry:
-    """What is registered as `name`, or as name@module, where saved: by that module.
+    """Look up what is registered as `name`, or by the module of a saved name@module.
 
     Returns an `Entry`: class, fixed options, options left to the user.
     Raises ValueError if nothing is; the message names the nearest, or what to import.
@@ -116,12 +116,13 @@ def entry(name: str) -> Entry:
             f"unknown residual '{name}'.{_near(name, _entries)} Valid names: {', '.join(sorted(_entries))}. "
             "One of your own: import the module that registers it, or name it with --plugin"
         )
-    found = _entries[name]
-    if module and found.build.__module__ != module:
+    registered = _entries[name]
+    if module and registered.build.__module__ != module:
         raise ValueError(
-            f"residual '{name}' was registered by '{module}' where it was saved, and is by '{_place(found.build)}' here"
+            f"residual '{name}' was registered by '{module}' where it was saved, and is by "
+            f"'{_place(registered.build)}' here"
         )
-    return found
+    return registered
 
 
 def _near(word: str, valid: Iterable[str]) -> str:
@@ -149,22 +150,24 @@ def options_of(name: str) -> tuple[type[Residual], list[Option]]:
     for option in options_of("attnres-block")[1]:
         print(f"{option.name}={option.default}: {option.meaning}")
     """
-    known = entry(name)
-    defaults = inspect.signature(known.build).parameters
-    return known.build, [
+    registered = entry(name)
+    defaults = inspect.signature(registered.build).parameters
+    return registered.build, [
         Option(
             key,
             _spell(defaults[key].default),
             " or ".join(_describe(choice) for choice in _choices(kind)),
-            _meaning(key, known.build.__doc__ or ""),
+            _meaning(key, registered.build.__doc__ or ""),
         )
-        for key, kind in known.options.items()
+        for key, kind in registered.options.items()
     ]
 
 
-def _meaning(option: str, said: str) -> str:
-    found = re.search(rf"`{option}`[:,]? (.+?)(?:[.;] `|\.(?: [A-Z]|$))", " ".join(said.split()))
-    return found[1] if found else COMMON.get(option, "")
+def _meaning(option: str, docstring: str) -> str:
+    match = re.search(
+        rf"`{option}`[:,]? (.+?)(?:[.;] `|\.(?: [A-Z]|$))", " ".join(docstring.split())
+    )
+    return match[1] if match else COMMON.get(option, "")
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -177,26 +180,26 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         parse("attnres-block:block=4,key_norm=false")  # ("attnres-block", {"block": 4, "key_norm": False})
     """
     if not isinstance(spec, str):
-        got = spec.__name__ if isinstance(spec, type) else f"a {type(spec).__name__}"
+        description = spec.__name__ if isinstance(spec, type) else f"a {type(spec).__name__}"
         raise ValueError(
-            f"a residual is given by its name, such as 'attnres-block:block=4'; got {got}"
+            f"a residual is given by its name, such as 'attnres-block:block=4'; got {description}"
         )
     name, _, text = spec.partition(":")
-    known = entry(name).options
+    valid_options = entry(name).options
     name = name.partition("@")[0]
     options: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
-        if key not in known:
-            valid = ", ".join(known) or "none"
+        if key not in valid_options:
+            valid = ", ".join(valid_options) or "none"
             raise ValueError(
-                f"residual '{name}' has no option '{key}'.{_near(key, known)} Valid options: {valid}"
+                f"residual '{name}' has no option '{key}'.{_near(key, valid_options)} Valid options: {valid}"
             )
         if key in options:
             raise ValueError(f"option '{key}' of residual '{name}' is given twice")
         if not equals:
             raise ValueError(f"option '{key}' of residual '{name}' needs a value: {key}=...")
-        options[key] = _convert(f"{name}:{key}", value, known[key])
+        options[key] = _convert(f"{name}:{key}", value, valid_options[key])
     return name, options
 
 
@@ -217,9 +220,9 @@ def build(spec: str, dim: int, sublayers: int, kinds: Sequence[str] | None = Non
         state = residual.begin(torch.randn(2, 16, 512))
     """
     name, options = parse(spec)
-    known = entry(name)
-    layout = {"kinds": kinds} if known.takes_kinds else {}
-    residual = known.build(dim, sublayers, **known.fixed, **options, **layout)
+    registered = entry(name)
+    layout = {"kinds": kinds} if registered.takes_kinds else {}
+    residual = registered.build(dim, sublayers, **registered.fixed, **options, **layout)
     residual.spec = spec
     if kinds is not None:
         residual.kinds = sublayer_kinds(sublayers, kinds, ALL_KINDS)
@@ -238,9 +241,9 @@ def with_options(spec: str, **options: Any) -> str:
 def pinned(residual: Residual) -> str:
     """Returns the spec of a `residual` with every derived option written out: a saved model must not change where such
     a default does. It also says which module registered a residual that is not headwater's own."""
-    name, given = parse(residual.spec)
+    name, options = parse(residual.spec)
     free = [
-        key for key in residual.derived if key in entry(name).options and given.get(key) is None
+        key for key in residual.derived if key in entry(name).options and options.get(key) is None
     ]
     return located(with_options(residual.spec, **{key: getattr(residual, key) for key in free}))
 
@@ -305,7 +308,7 @@ def _choices(kind: Any) -> tuple[Any, ...]:
 
 
 def _spell(value: Any) -> str:
-    """As a spec has it."""
+    """Write a value as a spec has it."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 

@@ -31,8 +31,11 @@ class StreamsResidual(Residual):
 
     @abstractmethod
     def projection(self, i: int) -> tuple[Tensor, float] | None:
-        """What coefficients of sublayer i are made of: weights (Q, n D) for a token's streams normed together, or (Q,
-        D) for each by itself, and the norm's eps. None: constants."""
+        """Return the weights that coefficients of sublayer i are made with, and the eps of the norm before them.
+
+        They are (Q, n D) for a token's streams normed together, or (Q, D) for each stream normed by itself. None:
+        the coefficients are constants.
+        """
 
     @abstractmethod
     def gates(self, z: Tensor | None, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,8 +47,12 @@ class StreamsResidual(Residual):
         return self.gates(self._project(x, i)[0], x, i)
 
     def _project(self, x: Tensor, i: int) -> tuple[Tensor | None, Tensor, Factors | None]:
-        found = self.projection(i)
-        return (None, x, None) if found is None else project_streams(x, *found, backend=self._now())
+        projection = self.projection(i)
+        return (
+            (None, x, None)
+            if projection is None
+            else project_streams(x, *projection, backend=self._now())
+        )
 
     def _now(self) -> Backend:
         return "reference" if weights_held() else self.backend

@@ -31,54 +31,57 @@ Tensors = tuple[Tensor, ...]
 class Span(NamedTuple):
     """The state, named.
 
-    For each finished source its tensor (..., D). Scores of the sources, of those there were at first together, then of
-    each finished span: for each span to come a tensor (..., sources, its reads). `folded`: query times key weight of R
-    reads, (R, D).
-    `waiting`, what the reads left in this span will take: for each, the last one first, phase 1's output (..., D), its
-    log-sum-exp (...), and of a block the folded query (D,).
-    `own`, what the span produced: of a block, the sum but for the newest output (if there is an older one), and the
-    newest output, until the next block opens (before the first, the embedding); in full, each output, then for each
-    read left in this span the score of each output (..., 1, 1), then of each output the scores for later spans
-    (..., 1, Q).
+    `sources`: the finished sources, (..., D) each.
+    `scores`: for each group of sources a tensor (..., sources, reads) per span to come. The sources that there were
+        at first are one group, each span that finished since is another.
+    `folded`: query times key weight of all R reads, (R, D).
+    `waiting`: what phase 1 found for the reads that remain in this span, the last read first: its output (..., D), its
+        log-sum-exp (...), and in blocks the folded query (D,).
+    `outputs`: what the span itself produced. In blocks: the sum without the newest output, if there is an older one,
+        then the newest output, until the next block opens; before the first block, the embedding. In full: each
+        output; then for each read that remains in this span the score of each output (..., 1, 1); then the scores of
+        each output for later spans (..., 1, Q).
     """
 
     sources: Tensors
     scores: Tensors
     folded: Tensor
     waiting: Tensors = ()
-    own: Tensors = ()
+    outputs: Tensors = ()
 
     def pack(self) -> State:
-        return (*self.sources, *self.scores, self.folded, *self.waiting, *self.own)
+        return (*self.sources, *self.scores, self.folded, *self.waiting, *self.outputs)
 
 
 class Counts(NamedTuple):
-    """How many tensors of each kind a state holds; `left`, not one of them, is the reads left in its span."""
+    """The number of tensors of each kind in a state; `remaining` counts the reads that remain in its span instead."""
 
     sources: int
     scores: int
     waiting: int
-    own: int
-    left: int
+    outputs: int
+    remaining: int
 
     @property
     def length(self) -> int:
-        return self.sources + self.scores + 1 + self.waiting + self.own
+        return self.sources + self.scores + 1 + self.waiting + self.outputs
 
     @property
     def layout(self) -> Layout:
-        numbered = {"source": self.sources, "scores": self.scores}
-        names = [f"{name} {n}" for name, count in numbered.items() for n in range(count)]
-        kinds = ("out", "lse", "query")[: self.waiting // max(1, self.left)]
-        waiting = [f"{kind} {n}" for n in reversed(range(self.left)) for kind in kinds]
-        return (*names, "queries", *waiting, *(f"own {n}" for n in range(self.own)))
+        names = [f"source {n}" for n in range(self.sources)]
+        names += [f"scores {n}" for n in range(self.scores)]
+        names.append("queries")
+        kinds = ("out", "lse", "query")[: self.waiting // max(1, self.remaining)]
+        for n in reversed(range(self.remaining)):
+            names += [f"{kind} {n}" for kind in kinds]
+        return (*names, *(f"output {n}" for n in range(self.outputs)))
 
 
 class TwoPhase:
     """The schedule for reads `first` to `stop` of `sublayers` in blocks of `block`; block=1 is the full residual.
 
-    `stop == sublayers` includes the final read. `backend`: over the kernels (triton), the plain PyTorch operators
-    (reference), or, auto, those on a GPU and these elsewhere.
+    `stop == sublayers` includes the final read. `backend` triton runs over the kernels, reference over the plain
+    PyTorch operators, and auto over the kernels on a GPU and the plain operators elsewhere.
     """
 
     def __init__(
@@ -95,48 +98,58 @@ class TwoPhase:
         self.full = block == 1
         self.span = FULL_SPAN if self.full else block
         self.first = first
-        self.last = (
-            sublayers + 1 if stop is None or stop == sublayers else stop
-        )  # reads end before it
+        self.last = sublayers + 1 if stop in (None, sublayers) else stop  # reads end before it
         places = range(first, min(self.last, sublayers) + 1)
-        opens = [i for i in range(first, self.last) if self._into(i) == 0]
-        # for each place, how many reads each span has that opens there or later
-        self.reads_to_come = {
-            i: [self._reads_of(start) for start in opens if start >= i]
-            for i in (*places, places.stop)
-        }
-        self.table: dict[tuple[Next, int], Counts] = {
-            ("read", i): self._counts(i, i) for i in places
-        }
-        self.table |= {("write", i): self._counts(i, i + 1) for i in places if i < sublayers}
+        opening_reads = [i for i in range(first, self.last) if self._into(i) == 0]
+
+        # For each place: how many reads each span has that opens there or later.
+        self.reads_to_come: dict[int, list[int]] = {}
+        for i in (*places, places.stop):
+            self.reads_to_come[i] = [self._reads_of(read) for read in opening_reads if read >= i]
+
+        self.table: dict[tuple[Next, int], Counts] = {}
+        for i in places:
+            self.table["read", i] = self._counts(i, i)
+            if i < sublayers:
+                self.table["write", i] = self._counts(i, i + 1)
         self.lengths = {place: counts.length for place, counts in self.table.items()}
 
     def _counts(self, i: int, next_read: int) -> Counts:
-        """Before read i, or, with next_read = i + 1, before write i, when read i has taken its part away."""
+        """Count a state's tensors before read i, or, with next_read = i + 1, before write i.
+
+        Before the write, read i has taken its part away.
+        """
         into, reading = self._into(i), next_read == i
-        left = max(0, self._span_end(i) - next_read) if into or not reading else 0
+        opens = reading and into == 0
+        remaining = 0 if opens else max(0, self._span_end(i) - next_read)
         scored = self._scored(i, reading)
         groups = scored - max(0, self._scored(self.first, True) - 1)
         scores = groups * len(self.reads_to_come[next_read])
         if self.full:
-            return Counts(1 + i - into, scores, 2 * left, into * (left + 2), left)
-        newest = 1 if i == self.first else min(2, (i - 1) % self.span + 1)
-        return Counts(scored, scores, 3 * left, newest if reading else min(into, 1), left)
+            outputs = into * (remaining + 2)
+            return Counts(1 + i - into, scores, 2 * remaining, outputs, remaining)
+        outputs = min(into, 1)
+        if reading:
+            outputs = 1 if i == self.first else min(2, (i - 1) % self.span + 1)
+        return Counts(scored, scores, 3 * remaining, outputs, remaining)
 
     def _scored(self, i: int, reading: bool) -> int:
-        """Spans finished before read or write `i`, the embedding as one, that have scores: a block has once the next
-        one opened."""
-        return 1 + self._done(i) - (reading and not self.full and self._into(i) == 0)
+        """Count the sources that have scores before read or write `i`: the embedding and finished spans.
+
+        A block is scored when the next one opens.
+        """
+        opens_block = reading and not self.full and self._into(i) == 0
+        return 1 + self._done(i) - opens_block
 
     def _reads_of(self, start: int) -> int:
         return 1 if start == self.sublayers else self._span_end(start) - start
 
     def _into(self, i: int) -> int:
-        """How many sublayers of its span come before read `i`."""
+        """Count the sublayers of its span that come before read `i`."""
         return 0 if i == self.sublayers else i % self.span
 
     def _done(self, i: int) -> int:
-        """Spans finished before read `i`."""
+        """Count the spans that are finished before read `i`."""
         return ceil(i / self.span) if i == self.sublayers else i // self.span
 
     def _span_end(self, i: int) -> int:
@@ -144,12 +157,14 @@ class TwoPhase:
         return min((i // self.span + 1) * self.span, self.sublayers, self.last)
 
     def plain(self, x: Tensor) -> bool:
-        """Whether tensors like `x` are read by the plain operators."""
+        """Return whether tensors like `x` are read by the plain operators."""
         return self.backend == "reference" or (self.backend == "auto" and not x.is_cuda)
 
     def operators(self, x: Tensor) -> Any:
-        """The module that has `score`, `mix`, `open_block` and `merge` for tensors like `x`: the kernels, or with the
-        same signatures their references."""
+        """Return the module with `score`, `mix`, `open_block` and `merge` for tensors like `x`.
+
+        It is that of the kernels, or that of their references, which have the same signatures.
+        """
         if self.plain(x):
             return reference
         from headwater.ops.depth import autograd
@@ -157,7 +172,7 @@ class TwoPhase:
         return autograd
 
     def holds(self, state: State, verb: Next, i: int) -> bool:
-        """Whether a state is one of this schedule; the sources alone are always fewer."""
+        """Return whether a state is one of this schedule; the sources alone are always fewer."""
         return len(state) == self.lengths.get((verb, i))
 
     def layout(self, verb: Next, i: int) -> tuple[Layout, ...]:
@@ -167,72 +182,92 @@ class TwoPhase:
     def unpack(self, state: State, verb: Next, i: int) -> Span:
         """The state before read or write `i`, named."""
         counts = self.table[verb, i]
-        n = counts.sources
-        scored = n + counts.scores
-        own = scored + 1 + counts.waiting
-        return Span(state[:n], state[n:scored], state[scored], state[scored + 1 : own], state[own:])
+        queries = counts.sources + counts.scores
+        outputs = queries + 1 + counts.waiting
+        return Span(
+            sources=state[: counts.sources],
+            scores=state[counts.sources : queries],
+            folded=state[queries],
+            waiting=state[queries + 1 : outputs],
+            outputs=state[outputs:],
+        )
 
     def begin(self, x: Tensor, folded: Tensor) -> State:
         x = x.contiguous()
         if not self.full:
             return Span((), (), folded, (), (x,)).pack()
-        x, folded, scores = self._score(x, folded, self.first, self.reads_to_come[self.first])
+        sizes = self.reads_to_come[self.first]
+        x, folded, scores = self._score(x, folded, self.first, sizes)
         return Span((x,), scores, folded).pack()
 
     def enter(self, x: Tensor, folded: Tensor) -> State:
-        """The state before write 0, if read 0 was `x` itself: what each query finds in one source is that source."""
-        x, folded, (asked, *later) = self._score(x.contiguous(), folded, 0, self.reads_to_come[0])
-        lses = asked.squeeze(-2)[..., 1:].movedim(-1, 0).contiguous().unbind(0)
-        waiting = self._wait((x,) * len(lses), lses, folded[1 : 1 + len(lses)].unbind(0))
-        return Span((x,), tuple(later), folded, waiting).pack()
+        """The state before write 0, if read 0 was `x` itself.
+
+        What phase 1 finds for each query in a single source is that source.
+        """
+        x, folded, scores = self._score(x.contiguous(), folded, 0, self.reads_to_come[0])
+        first_span, *later_spans = scores
+        lses = first_span.squeeze(-2)[..., 1:].movedim(-1, 0).contiguous().unbind(0)
+        queries = folded[1 : 1 + len(lses)].unbind(0)
+        waiting = self._wait((x,) * len(lses), lses, queries)
+        return Span((x,), tuple(later_spans), folded, waiting).pack()
 
     def _score(
         self, source: Tensor, folded: Tensor, i: int, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """The source again, `folded` again, and scores (..., 1, size) for so many reads each from read `i` on; a stage
-        may have no read left that would ask."""
+        """Return the source, `folded`, and scores (..., 1, size) for groups of `sizes` reads from read `i` on.
+
+        The source and the queries are to be used in the place of those given.
+        """
         start = i - self.first
-        if start == len(folded):
-            none = source.new_empty(*source.shape[:-1], 1, 0, dtype=torch.float32)
-            return source, folded, (none,) * len(sizes)
-        return self.operators(source).score(source, folded, self.eps, start=start, sizes=sizes)
+        if start == len(folded):  # a stage whose reads are all made
+            shape = (*source.shape[:-1], 1, 0)
+            return source, folded, (source.new_empty(shape, dtype=torch.float32),) * len(sizes)
+        score = self.operators(source).score
+        return score(source, folded, self.eps, start=start, sizes=sizes)
 
     def _wait(self, outs: Tensors, lses: Tensors, queries: Tensors) -> Tensors:
-        """What the reads left in a span will take, the last one's first."""
-        taken = zip(outs, lses) if self.full else zip(outs, lses, queries, strict=True)
-        return tuple(chain.from_iterable(reversed([*taken])))
+        """Put together what the remaining reads of a span will take, the last read first."""
+        reads = zip(outs, lses) if self.full else zip(outs, lses, queries, strict=True)
+        return tuple(chain.from_iterable(reversed([*reads])))
 
     def adopt(self, state: State, folded: Tensor) -> State:
         """The state before read `first` from its sources alone, (..., D) each, the running sum of a block last."""
-        counts = self.table["read", self.first]
-        plain = [source.contiguous() for source in state]
-        own, left, inside = plain[counts.sources :], counts.left, self._into(self.first) > 0
-        sizes = [*([left] if inside else []), *self.reads_to_come[self.first]]
-        sources, scored = [], []
-        for source in plain[: counts.sources]:
+        counts, inside = self.table["read", self.first], self._into(self.first) > 0
+        tensors = [source.contiguous() for source in state]
+        finished, outputs = tensors[: counts.sources], tensors[counts.sources :]
+        sizes = list(self.reads_to_come[self.first])
+        if inside:  # the reads that remain in this span come first
+            sizes.insert(0, counts.remaining)
+
+        sources: list[Tensor] = []
+        scores_by_source: list[Tensors] = []
+        for source in finished:
             source, folded, scores = self._score(source, folded, self.first, sizes)
             sources.append(source)
-            scored.append(scores)
-        scores = tuple(torch.cat(pieces, -2) for pieces in zip(*scored, strict=True))
+            scores_by_source.append(scores)
+        joined = tuple(torch.cat(pieces, -2) for pieces in zip(*scores_by_source, strict=True))
         if not inside:
-            return Span(tuple(sources), scores, folded, (), tuple(own)).pack()
-        asked, *later = scores
-        outs, lses, again = (
-            self.operators(asked).mix(sources, (asked,)) if left else ((), (), sources)
-        )
-        span = Span(
-            tuple(again), tuple(later), folded, self._wait(outs, lses, folded[:left].unbind(0))
-        )
+            return Span(tuple(sources), joined, folded, (), tuple(outputs)).pack()
+
+        this_span, later_spans = joined[0], joined[1:]
+        waiting: Tensors = ()
+        if counts.remaining:
+            outs, lses, sources = self.operators(this_span).mix(sources, (this_span,))
+            waiting = self._wait(outs, lses, folded[: counts.remaining].unbind(0))
         if not self.full:
-            return Span(*span[:4], (own[0],)).pack()
-        for output in own:
+            return Span(tuple(sources), later_spans, folded, waiting, (outputs[0],)).pack()
+        span = Span(tuple(sources), later_spans, folded, waiting)
+        for output in outputs:
             span = self._absorb(span, output, self.first)
         return span.pack()
 
     def read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         if self._into(i) == 0:
             return self._open(self.unpack(state, "read", i), i, norm)
-        return self._merge_outputs(state, i, norm) if self.full else self._merge_sum(state, i, norm)
+        if self.full:
+            return self._merge_outputs(self.unpack(state, "read", i), i, norm)
+        return self._merge_sum(state, i, norm)
 
     def write(self, state: State, i: int, y: Tensor) -> State:
         y = y.contiguous()
@@ -241,68 +276,84 @@ class TwoPhase:
         span = self._absorb(self.unpack(state, "write", i), y, i + 1)
         if i % self.span < self.span - 1 and i < self.sublayers - 1:
             return span.pack()
+        # The span is finished: its outputs become sources, and their scores those of one more group.
         count = i % self.span + 1
-        outputs, scored = span.own[:count], span.own[count:]
+        outputs, scores = span.outputs[:count], span.outputs[count:]
         sizes = self.reads_to_come[i + 1]
-        later = torch.cat(scored, -2).split(sizes, -1) if sizes else ()
+        later = torch.cat(scores, -2).split(sizes, -1) if sizes else ()
         return Span((*span.sources, *outputs), (*span.scores, *later), span.folded).pack()
 
     def _absorb(self, span: Span, y: Tensor, i: int) -> Span:
-        """In full: one more output of the span, with its scores for the reads left in it, of which the next is `i`, and
-        for later spans."""
-        left = len(span.waiting) // 2
-        before = len(span.own) // (left + 2)
-        sizes = [*[1] * left, len(span.folded) - (i - self.first) - left]
-        y, folded, scores = self._score(y, span.folded, i, sizes)
-        groups = [span.own[k * before : (k + 1) * before] for k in range(left + 2)]
-        own = chain.from_iterable(
-            (*group, new) for group, new in zip(groups, (y, *scores), strict=True)
-        )
-        return Span(span.sources, span.scores, folded, span.waiting, tuple(own))
+        """Add an output to a span of the full residual, before read `i`.
+
+        It is scored for each read that remains in the span, and for later spans.
+        """
+        remaining = len(span.waiting) // 2
+        before = len(span.outputs) // (remaining + 2)
+        later_reads = len(span.folded) - (i - self.first) - remaining
+        y, folded, scores = self._score(y, span.folded, i, [*[1] * remaining, later_reads])
+        outputs: list[Tensor] = []
+        for k, new in enumerate((y, *scores)):
+            outputs += [*span.outputs[k * before : (k + 1) * before], new]
+        return Span(span.sources, span.scores, folded, span.waiting, tuple(outputs))
 
     def has_lost_gradients(self, state: State, i: int) -> bool:
-        """Whether what queries went into was made without gradients, as where lower layers are frozen by no_grad, or a
-        state is detached: a read that takes it would teach its query nothing."""
+        """Return whether the parts of a state that queries went into were made without gradients.
+
+        They are where lower layers are frozen by no_grad, or a state is detached. A read that takes such a part would
+        teach its query nothing.
+        """
         span = self.unpack(state, "read", i)
-        of_queries = [span.folded, *span.scores, *span.waiting[1 :: 2 if self.full else 3]]
+        lses_and_queries = span.waiting[1 :: 2 if self.full else 3]
+        parts = [span.folded, *span.scores, *lses_and_queries]
         if self.full:
-            of_queries += span.own[self._into(i) :]
-        return not all(tensor.requires_grad or not tensor.numel() for tensor in of_queries)
+            parts += span.outputs[self._into(i) :]
+        return not all(tensor.requires_grad or not tensor.numel() for tensor in parts)
 
     def settle(self, state: State, i: int) -> State:
         """The plain state of read `i`: its sources alone, which any read can continue from."""
         span = self.unpack(state, "read", i)
         if self.full:
-            return (*span.sources, *span.own[: self._into(i)])
-        return (*span.sources, sum(span.own[1:], span.own[0]))
+            return (*span.sources, *span.outputs[: self._into(i)])
+        return (*span.sources, sum(span.outputs[1:], span.outputs[0]))
 
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        sizes, spans = self.reads_to_come[i], len(self.reads_to_come[i])
-        pieces, later = (
-            span.scores[::spans],
-            tuple(piece for n, piece in enumerate(span.scores) if n % spans),
-        )
+        """Read `i`, which opens a span: phase 1 for all of its reads."""
+        sizes = self.reads_to_come[i]
+        # Each group of sources has scores for this span first, then for later ones.
+        pieces = span.scores[:: len(sizes)]
+        later = tuple(piece for n, piece in enumerate(span.scores) if n % len(sizes))
         weight, eps = self._folded_norm(norm, span.folded)
         thread = i < self.sublayers  # after the final read nobody takes sources from here
-        operators, folded, queries = self.operators(span.folded), span.folded, ()
+        operators, folded = self.operators(span.folded), span.folded
+        queries: Tensors = ()
         if self.full:
             outs, lses, sources = operators.mix(span.sources, pieces, weight, eps, thread=thread)
             lses = lses[1:]
         else:
-            *partial, y = span.own
+            *partial, y = span.outputs
             outs, lses, queries, folded, sources, scores = operators.open_block(
-                y, partial[0] if partial else None, folded, span.sources, pieces, weight, eps,
-                eps=self.eps, start=i - self.first, sizes=sizes, thread=thread,
-            )  # fmt: skip
+                y,
+                partial[0] if partial else None,
+                folded,
+                span.sources,
+                pieces,
+                weight,
+                eps,
+                eps=self.eps,
+                start=i - self.first,
+                sizes=sizes,
+                thread=thread,
+            )
             later += scores
-        state = Span(
-            sources or span.sources, later, folded, self._wait(outs[1:], lses, queries)
-        ).pack()
+        waiting = self._wait(outs[1:], lses, queries)
+        state = Span(sources or span.sources, later, folded, waiting).pack()
         return outs[0] if weight is not None else apply_norm(norm, outs[0]), state
 
     def _merge_sum(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        taken = 3 + self.table["read", i].own
-        out, lse, query, *partial, y = state[-taken:]
+        """Read `i` inside a block: phase 2 with the block's sum, which the newest output joins."""
+        count = 3 + self.table["read", i].outputs
+        out, lse, query, *partial, y = state[-count:]
         weight, eps = self._folded_norm(norm, y)
         x, total = self.operators(y).merge(
             y,
@@ -315,30 +366,31 @@ class TwoPhase:
             eps=self.eps,
             norm_eps=eps,
         )
-        return x if weight is not None else apply_norm(norm, x), (*state[:-taken], total)
+        return x if weight is not None else apply_norm(norm, x), (*state[:-count], total)
 
-    def _merge_outputs(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        span, into = self.unpack(state, "read", i), self._into(i)
-        outputs, asked, later = span.own[:into], span.own[into : 2 * into], span.own[2 * into :]
+    def _merge_outputs(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+        """Read `i` inside a span of the full residual: phase 2 with the outputs of the span."""
+        into = self._into(i)
+        outputs, scores = span.outputs[:into], span.outputs[into : 2 * into]
         *waiting, out, lse = span.waiting
         weight, eps = self._folded_norm(norm, out)
-        x, again = self.operators(out).merge_outputs(
-            out, outputs, (lse.view(*lse.shape, 1, 1), *asked), weight, eps
-        )
-        state = Span(*span[:3], tuple(waiting), (*again, *later)).pack()
+        pieces = (lse.view(*lse.shape, 1, 1), *scores)
+        x, outputs = self.operators(out).merge_outputs(out, outputs, pieces, weight, eps)
+        later = span.outputs[2 * into :]
+        state = span._replace(waiting=tuple(waiting), outputs=(*outputs, *later)).pack()
         return x if weight is not None else apply_norm(norm, x), state
 
     def _folded_norm(self, norm: Norm | None, x: Tensor) -> tuple[Tensor | None, float]:
-        """Weight and eps of a norm that a kernel can apply itself, else (None, unused): torch's, or of a class with
-        `folds = True`, since another's forward may compute anything. One with hooks is called, FSDP's unsharding among
-        them; so is every norm over the plain operators, which would gain nothing."""
-        if (
-            self.plain(x)
-            or not isinstance(norm, nn.RMSNorm)
-            or (weight := norm.weight) is None
-            or norm.eps is None
-        ):
+        """Return weight and eps of a norm that a kernel can apply itself, else (None, unused).
+
+        It can apply torch's, and those of classes with `folds = True`: the forward of another may compute anything.
+        A norm with hooks is called, since FSDP's unsharding is one. So is every norm over the plain operators, which
+        would gain nothing.
+        """
+        if self.plain(x) or not isinstance(norm, nn.RMSNorm) or hooked(norm):
             return None, 1e-6
-        if (type(norm) is not nn.RMSNorm and not getattr(norm, "folds", False)) or hooked(norm):
+        if type(norm) is not nn.RMSNorm and not getattr(norm, "folds", False):
             return None, 1e-6
-        return weight, norm.eps
+        if norm.weight is None or norm.eps is None:
+            return None, 1e-6
+        return norm.weight, norm.eps

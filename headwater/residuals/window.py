@@ -12,7 +12,7 @@ from .registry import register
 
 
 class WindowRead(nn.Module):
-    """Of one source there is nothing to choose, hence no query; `for_others`: its keys are for later reads too."""
+    """Parameters of a read. One source leaves no choice, hence no query; `for_others`: later reads use its keys."""
 
     def __init__(self, dim: int, width: int, sources: int, for_others: bool) -> None:
         super().__init__()
@@ -75,15 +75,15 @@ class DepthWindowResidual(Residual):
         if width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
         self.window, self.width, self.maps = window, width, maps
-        own = {str(i): min(i + 1, window) for i in range(sublayers)}
-        counts = {"0": min(window, sublayers)} if maps == "shared" else own
+        counts_by_sublayer = {str(i): min(i + 1, window) for i in range(sublayers)}
+        counts = {"0": min(window, sublayers)} if maps == "shared" else counts_by_sublayer
         self.reads = nn.ModuleDict(
             {key: WindowRead(dim, width, count, maps != "reader") for key, count in counts.items()}
         )
 
     def layout(self, i: int) -> Layout:
-        kept = ("state",) if self.maps == "reader" else ("key", "value")
-        return ("stream", *(f"{name} {n}" for name in kept for n in range(self.held(i))))
+        kinds = ("state",) if self.maps == "reader" else ("key", "value")
+        return ("stream", *(f"{name} {n}" for name in kinds for n in range(self.held(i))))
 
     def layouts_at(self, verb: Next, i: int) -> Sequence[Layout]:
         return (self.layout(i if verb == "read" else i + 1),)
@@ -100,12 +100,12 @@ class DepthWindowResidual(Residual):
 
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
         h, read = state[0], self._parameters_of(i)
-        keys, values, kept = self._window(state, i)
+        keys, values, window = self._window(state, i)
         mixed = values[0]
         if read.query is not None and len(values) > 1:
             mixed = attend(project(h, read.query) * hold(rms_scale(h)), keys, values)
         x = (h + project(mixed, read.output)).to(h.dtype)
-        return apply_norm(norm, x), (x, *kept)
+        return apply_norm(norm, x), (x, *window)
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         return (state[0] + y, *state[1:])
@@ -150,10 +150,10 @@ class DepthWindowResidual(Residual):
             )
             return keys, values, states[len(states) - self.held(i + 1) :]
         assert read.key is not None
-        kept = min(count, self.window - 1)
+        older = min(count, self.window - 1)
         scale = hold(rms_scale(h))
-        keys = (*state[1 + count - kept : 1 + count], project(h, read.key) * scale)
-        values = (*state[1 + 2 * count - kept :], project(h, read.value) * scale)
+        keys = (*state[1 + count - older : 1 + count], project(h, read.key) * scale)
+        values = (*state[1 + 2 * count - older :], project(h, read.value) * scale)
         return keys, values, (*keys, *values)
 
     def _parameters_of(self, i: int) -> WindowRead:

@@ -2,114 +2,26 @@
 
 import pytest
 import torch
-from test_contract import (
-    gradients_of,
-    model_of,
-    tokens_of,
-)
-from test_contract import (
-    test_activation_checkpointing_changes_nothing as check_checkpointing,
-)
-from test_contract import (
-    test_decoding_with_a_cache_equals_decoding_without as check_cached_decoding,
-)
-from test_contract import (
-    test_gradients_reach_every_parameter as check_gradients,
-)
-from test_contract import (
-    test_it_starts_as_it_says as check_start,
-)
-from test_contract import (
-    test_state_is_a_value as check_state,
-)
-from test_contract import (
-    test_the_mixing_matrix_gives_back_the_reads as check_mixing,
-)
+from test_contract import SPECS, gradients_of, model_of, tokens_of
 
 from headwater.analyze.table import start_class
 from headwater.models.pattern import FEED_FORWARDS, MIXERS
 from headwater.residuals import StandardResidual, build, names, options_of, registry
 from headwater.residuals.layerwise import KINDS
 
-SPECS = [
-    "highway:gate=channel",
-    "highway:start=carry",
-    "rezero:start=1",
-    "layerscale:start=1",
-    "laurel:form=weighted",
-    "laurel:form=previous,states=3,rank=4",
-    "laurel:form=weighted-low-rank,rank=4",
-    "denseformer:dilation=2",
-    "denseformer:period=3",  # the last layer is not summed
-    "denseformer:dilation=3,period=2",
-    "denseformer:dilation=4,period=4",
-    "elc-bert:variant=base",
-    "elc-bert:variant=normalized",
-    "elc-bert:variant=weighted-output",
-    "deepcrossattention:version=v1",
-    "deepcrossattention:version=v2,inputs=shared",
-    "deepcrossattention:last=1",
-    "deepcrossattention:version=v1,last=2",
-    "muddformer:norm=true",
-    "hyper-connections:form=static",
-    "hyper-connections:streams=1",
-    "hyper-connections:streams=2,form=static",
-    "hyper-attnres:streams=2,block=1",
-    "hyper-attnres:streams=1,form=static,block=3",
-    "mhc:streams=2,iterations=3",
-    "mhc:start=uniform",
-    "mhc:start=biased",
-    "mhc-lite:streams=3",
-    "mhc-lite:start=biased",
-    "ddl:value=linear,beta=0.5",
-    "ddl:width=2,compress=channel",
-    "ddl:width=4,compress=channel,value=linear",
-    "ddl:width=2,compress=token",
-    "ddl:width=3,compress=channel,expand=token",
-    "depth-window:window=2,width=5",
-    "depth-window:window=8",
-    "depth-window:maps=reader",
-    "depth-window:maps=shared,window=2",
-    "delta-attnres:block=3",
-]
 LOOK_BACK = [
     "ddl:width=2,compress=token",
     "ddl:width=3,compress=channel,expand=token",
     "ddl:width=2,compress=token,expand=token",
 ]
-INTRICATE = [  # their state changes its layout on the way
-    "laurel:form=previous,states=3,rank=4",
-    "denseformer:dilation=3,period=2",
-    "elc-bert:variant=base",
-    "deepcrossattention:last=1",
-    "ddl:width=3,compress=channel",
-    "ddl:width=2,compress=token",
-    "depth-window:window=2,width=5",
-    "depth-window:maps=reader,window=3",
-    "depth-window:maps=shared",
-    "delta-attnres:block=3",
-]
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_gradients_reach_every_parameter(spec):
-    check_gradients(spec)
-
-
-@pytest.mark.parametrize(
-    "spec", [spec for spec in SPECS if build(spec, 16, 8).at_start != "different"]
-)
-def test_it_starts_as_it_says(spec):
-    """A decoder starts with outputs far smaller than its embedding, so it cannot show that a residual is different."""
-    check_start(spec)
-
-
-@pytest.mark.parametrize("spec", [*names(), *SPECS])
 def test_the_measured_start_is_the_stated_one(spec):
     assert start_class(spec) == build(spec, 16, 8).at_start
 
 
-@pytest.mark.parametrize("spec", [*names(), *SPECS])
+@pytest.mark.parametrize("spec", SPECS)
 def test_short_attention_leaves_gradients_their_size(spec):
     """Its output starts at zero: a sublayer that reads nothing else has a norm of zeros, whose gradient explodes."""
 
@@ -118,26 +30,6 @@ def test_short_attention_leaves_gradients_their_size(spec):
         return max(gradient.norm() for gradient in gradients.values() if gradient is not None)
 
     assert largest(shortswa=4) < 3 * largest()
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_the_mixing_matrix_gives_back_the_reads(spec):
-    check_mixing(spec)
-
-
-@pytest.mark.parametrize("spec", INTRICATE)
-def test_state_is_a_value(spec):
-    check_state(spec)
-
-
-@pytest.mark.parametrize("spec", INTRICATE)
-def test_activation_checkpointing_changes_nothing(spec):
-    check_checkpointing(spec)
-
-
-@pytest.mark.parametrize("spec", [*INTRICATE, *LOOK_BACK])
-def test_decoding_with_a_cache_equals_decoding_without(spec):
-    check_cached_decoding(spec)
 
 
 @torch.no_grad()
@@ -172,40 +64,25 @@ def test_token_convolutions_do_not_look_ahead():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("highway:gate=vector", "highway:gate must be one of scalar, channel, got 'vector'"),
+        ("highway:gate=vector", "gate must be one of scalar, channel, got 'vector'"),
         ("highway:widht=1", "no option 'widht'. Valid options: gate, start"),
+        ("attnres-block:blocks=2", "no option 'blocks'. Did you mean 'block'?"),
         ("laurel:rank=0", "rank must lie between 1 and the width 16, got 0"),
-        ("laurel:form=previous,states=9", "states must lie between 2 and the 8 sublayers, got 9"),
-        ("denseformer:dilation=0", "dilation counts layers and must lie between 1 and 4, got 0"),
-        ("denseformer:period=5", "period counts layers and must lie between 1 and 4, got 5"),
-        (
-            "deepcrossattention:last=0",
-            "last counts layer outputs and must lie between 1 and 4, got 0",
-        ),
-        ("hyper-connections:streams=0", "streams must be at least 1, got 0"),
-        (
-            "mhc:streams=1",
-            "streams must be at least 2, since one stream has nothing to mix with, got 1",
-        ),
-        ("mhc:iterations=0", "iterations must be at least 1, got 0"),
-        (
-            "mhc-lite:streams=6",
-            "streams must lie between 2 and 5, since all n! permutations are mixed, got 6",
-        ),
-        ("ddl:width=0", "width must be at least 1, got 0"),
+        ("laurel:form=previous,states=9", "states must lie between 2 and the 8 sublayers"),
+        ("denseformer:dilation=0", "dilation counts layers"),
+        ("denseformer:period=5", "period counts layers"),
+        ("deepcrossattention:last=0", "last counts layer outputs"),
+        ("hyper-connections:streams=0", "streams must be at least 1"),
+        ("mhc:streams=1", "streams must be at least 2"),
+        ("mhc:iterations=0", "iterations must be at least 1"),
+        ("mhc-lite:streams=6", "streams must lie between 2 and 5"),
+        ("ddl:width=0", "width must be at least 1"),
         ("ddl:width=4", "needs compress=channel or compress=token"),
-        ("ddl:compress=channel", "one of width 1 takes neither; got width=1, compress=channel"),
         ("ddl:expand=token", "it needs width of at least 2"),
-        ("ddl:beta=2", "beta must lie between 0 and 2, got 2.0"),
-        ("depth-window:window=1", "must lie between 2 and 8, got 1"),
+        ("ddl:beta=2", "beta must lie between 0 and 2"),
         ("depth-window:window=9", "must lie between 2 and 8, got 9"),
-        ("depth-window:width=0", "width must be at least 1, got 0"),
-        ("delta-attnres:block=9", "block counts sublayers and must lie between 1 and 8, got 9"),
-        (
-            "attnres-block:blocks=2",
-            "has no option 'blocks'. Did you mean 'block'? Valid options: block, ",
-        ),
-        ("attnres-block:colour=2", "has no option 'colour'. Valid options: block, "),
+        ("depth-window:width=0", "width must be at least 1"),
+        ("delta-attnres:block=9", "block counts sublayers"),
     ],
 )
 def test_a_wrong_option_says_what_is_allowed(spec, message):
@@ -214,8 +91,13 @@ def test_a_wrong_option_says_what_is_allowed(spec, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("dim", "sublayers"), [("64", 8), (64, 8.0), (None, 8), (0, 8), (64, 0)])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    ("name", "dim", "sublayers"),
+    [
+        *((name, 0, 8) for name in names()),
+        *(("standard", *sizes) for sizes in (("64", 8), (64, 8.0))),
+    ],
+)
 def test_sizes_must_be_whole_numbers(name, dim, sublayers):
     with pytest.raises(ValueError) as caught:
         build(name, dim, sublayers)

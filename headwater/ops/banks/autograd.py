@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.ops.depth.autograd import apply, first_order, gathered, own
+from headwater.ops.depth.autograd import apply, first_order, gathered, mark_buffer
 
 from . import kernel
 
@@ -32,19 +32,19 @@ class _Mix(torch.autograd.Function):
         if all(d is None for d in douts):  # this read was not used
             return None, None, *(later or [None] * len(bank))
         filled = [torch.zeros_like(bank[0]) if d is None else d.contiguous() for d in douts]
-        made = gathered(later, bank)
-        if made is None:
-            dweights, made = kernel.mix_bank_backward(bank, weights, filled)
+        buffers = gathered(later, bank)
+        if buffers is None:
+            dweights, buffers = kernel.mix_bank_backward(bank, weights, filled)
         else:
-            (dweights,) = kernel.mix_bank_backward_(bank, weights, filled, made)
+            (dweights,) = kernel.mix_bank_backward_(bank, weights, filled, buffers)
         if weights.dim() == 2:
             dweights = dweights.view(-1, *weights.shape).sum(0)
-        return dweights, None, *map(own, made)
+        return dweights, None, *map(mark_buffer, buffers)
 
 
 def mix_bank(
     bank: Sequence[Tensor], weights: Tensor, thread: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     ways = weights.shape[-2]
-    made = apply(_Mix, weights.float().contiguous(), thread, *(x.contiguous() for x in bank))
-    return made[:ways], made[ways:] or tuple(bank)
+    results = apply(_Mix, weights.float().contiguous(), thread, *(x.contiguous() for x in bank))
+    return results[:ways], results[ways:] or tuple(bank)

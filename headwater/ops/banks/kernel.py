@@ -58,6 +58,6 @@ def mix_bank_backward_(
     gradients: Sequence[Tensor],
     dweights: Tensor,
 ) -> None:
-    """As `mix_bank_backward`, adding into `gradients` in place."""
+    """Do as `mix_bank_backward` does, adding into `gradients` in place."""
     launches["mix_bank_backward"] += 1
     launch_mix_given_backward(bank, weights, douts, gradients, dweights, fresh=False)

@@ -34,15 +34,15 @@ def _cross_entropy(z, targets, losses, V, scale, GRADIENT: tl.constexpr, BV: tl.
         top = new
     highest = tl.max(top, 0)
     total_all = tl.sum(total * tl.exp(top - highest), 0)
-    own = tl.load(p_z + target).to(tl.float32)
-    behind = highest + tl.log(total_all) - own
+    target_logit = tl.load(p_z + target).to(tl.float32)
+    behind = highest + tl.log(total_all) - target_logit
     ratio = tl.exp(-tl.abs(behind))
     one = 1.0 + ratio  # log(one) alone would have the digits of a ratio that was rounded beside 1
     loss = tl.maximum(behind, 0.0) + tl.where(
         one == 1.0, ratio, tl.log(one) * (ratio / tl.maximum(one - 1.0, 1e-8))
     )
     loss = tl.where(
-        own < float("inf"), loss, float("nan")
+        target_logit < float("inf"), loss, float("nan")
     )  # not zero: a logit that has overflowed is no certainty
     tl.store(losses + row, loss)
     if GRADIENT:
@@ -51,14 +51,16 @@ def _cross_entropy(z, targets, losses, V, scale, GRADIENT: tl.constexpr, BV: tl.
             m = start + o_v < V
             b_z = tl.load(p_z + start + o_v, mask=m, other=float("-inf")).to(tl.float32)
             b_g = (
-                tl.where(start + o_v == target, -tl.sigmoid(behind), tl.exp(b_z - (own + loss)))
+                tl.where(
+                    start + o_v == target, -tl.sigmoid(behind), tl.exp(b_z - (target_logit + loss))
+                )
                 * scale
             )
             tl.store(p_z + start + o_v, b_g.to(z.dtype.element_ty), mask=m)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None) -> Tensor:
-    """As the reference's; logits (M, V) and targets (M,) with their numbers side by side."""
+    """Do as the reference does; logits (M, V) and targets (M,) with their numbers side by side."""
     launches["cross_entropy"] += 1
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -92,8 +92,8 @@ def _rows(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chunk(rows: Tensor, weight: Tensor) -> int:
     """Equal chunks, each a multiple of 128 tokens, which the products like."""
-    most = max(128, CHUNK_BYTES // (len(weight) * rows.element_size()))
-    count = -(-len(rows) // most)
+    largest = max(128, CHUNK_BYTES // (len(weight) * rows.element_size()))
+    count = -(-len(rows) // largest)
     return -(-len(rows) // count // 128) * 128
 
 
@@ -115,16 +115,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, triton: bool
     ) -> Tensor:
         low, scale = weight.to(x.dtype), 1.0 / len(x)
-        wanted = any(ctx.needs_input_grad[:2])
-        dx = torch.empty_like(x) if wanted else None
+        differentiated = any(ctx.needs_input_grad[:2])
+        dx = torch.empty_like(x) if differentiated else None
         dw = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            if differentiated
+            else None
         )
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         with full_precision(x):
             for part in _parts(len(x), chunk):
                 logits = x[part] @ low.T  # (C, V)
-                total += _losses(logits, targets[part], scale if wanted else None, triton).sum()
+                total += _losses(
+                    logits, targets[part], scale if differentiated else None, triton
+                ).sum()
                 if dx is not None and dw is not None:
                     torch.mm(logits, low, out=dx[part])
                     dw += logits.T @ x[part]

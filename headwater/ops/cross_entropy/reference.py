@@ -12,12 +12,12 @@ def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None) -> Tens
     -sigmoid(d): where the target has nearly all of the weight, a difference would have no digits left.
     """
     z, at = logits.float(), targets.unsqueeze(-1)
-    own = z.gather(-1, at)
-    behind = z.scatter_(-1, at, float("-inf")).logsumexp(-1, keepdim=True) - own
+    target_logit = z.gather(-1, at)
+    behind = z.scatter_(-1, at, float("-inf")).logsumexp(-1, keepdim=True) - target_logit
     losses = F.softplus(behind).where(
-        own < float("inf"), float("nan")
+        target_logit < float("inf"), float("nan")
     )  # not zero: an overflow is no certainty
     if scale is not None:
-        gradient = (z - (own + losses)).exp_().scatter_(-1, at, -behind.sigmoid())
+        gradient = (z - (target_logit + losses)).exp_().scatter_(-1, at, -behind.sigmoid())
         logits.copy_(gradient.mul_(scale))
     return losses.squeeze(-1)

@@ -53,7 +53,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.forward(_Forgetful(), *args)
 
 
-def own(gradient: Tensor) -> Tensor:
+def mark_buffer(gradient: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         setattr(gradient, _MARK, True)
     return gradient
@@ -153,12 +153,12 @@ def _score_into(
         share[1 : 1 + len(asked)].add_(torch.stack(rows))
     if gradient is not None and (torch.compiler.is_compiling() or _owned(gradient)):
         gradient = _to_add_to(gradient)
-        (found,) = score_backward_(source, queries, z, rstd, dz, gradient)
+        (dqueries,) = score_backward_(source, queries, z, rstd, dz, gradient)
     else:  # none, or one that is not ours: written anew, which is less than to copy it and add
         gradient = None if gradient is None else gradient.contiguous()
-        gradient, found = score_backward(source, queries, z, rstd, dz, gradient)
-    share.add_(found)
-    return own(gradient), own(df)
+        gradient, dqueries = score_backward(source, queries, z, rstd, dz, gradient)
+    share.add_(dqueries)
+    return mark_buffer(gradient), mark_buffer(df)
 
 
 def score(
@@ -233,11 +233,13 @@ def _mix_into(
         dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, norm_eps, exact)
         douts = (dh, *douts[1:])
     filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
-    asked: list[Tensor] = []
+    asked_dlses: list[Tensor] = []
     if not rebuild:  # no one sees that of a rebuilt read
         first = next((n for n, d in enumerate(dlses) if d is not None), len(dlses))
-        asked = [p.new_zeros(p.shape[:-2]) if d is None else d.contiguous() for d in dlses[first:]]
-    return dg, *_gather_into(sources, p, filled, asked, later, along if rebuild else None)
+        asked_dlses = [
+            p.new_zeros(p.shape[:-2]) if d is None else d.contiguous() for d in dlses[first:]
+        ]
+    return dg, *_gather_into(sources, p, filled, asked_dlses, later, along if rebuild else None)
 
 
 def _gather_into(
@@ -250,12 +252,12 @@ def _gather_into(
 ) -> tuple[Tensor, list[Tensor]]:
     """dz, and for each source its gradient from later reads plus this one's share; with `whole`, first that of the
     source that was not kept."""
-    made = gathered(later, sources)
-    if made is None:
-        dz, first, made = mix_backward(sources, p, douts, dlses, False, whole)
+    buffers = gathered(later, sources)
+    if buffers is None:
+        dz, first, buffers = mix_backward(sources, p, douts, dlses, False, whole)
     else:
-        dz, first = mix_backward_(sources, p, douts, dlses, made, whole)
-    return dz, [own(g) for g in (made if first is None else [first, *made])]
+        dz, first = mix_backward_(sources, p, douts, dlses, buffers, whole)
+    return dz, [mark_buffer(g) for g in (buffers if first is None else [first, *buffers])]
 
 
 def mix(
@@ -347,8 +349,8 @@ class _Open(torch.autograd.Function):
         ) = args  # see _Mix
         source = y if partial is None else partial + y
         z, scale = score_op(source, folded[start:] if start else folded, eps)
-        own, *later = z.unsqueeze(-2).split(sizes, -1)
-        pieces, sources = (*tensors[:count], own), (*tensors[count:], source)
+        block_scores, *later_scores = z.unsqueeze(-2).split(sizes, -1)
+        pieces, sources = (*tensors[:count], block_scores), (*tensors[count:], source)
         x, rstd, out, lse, p = mix_op(sources, pieces, norm_weight, norm_eps, exact)
         ctx.normed, ctx.norm_eps, ctx.opens = norm_weight is not None, norm_eps, partial is None
         ctx.start, ctx.sizes, ctx.shares = start, sizes, [piece.shape[-2] for piece in pieces]
@@ -359,15 +361,15 @@ class _Open(torch.autograd.Function):
         outs = ((x,) if ctx.normed else ()) + out.unbind(0)
         if not thread:
             return outs
-        asked = folded[start + 1 : start + sizes[0]].unbind(0)
-        again = [v.view_as(v) for v in (folded, *tensors[count:])]
+        block_queries = folded[start + 1 : start + sizes[0]].unbind(0)
+        threaded = [v.view_as(v) for v in (folded, *tensors[count:])]
         return (
             *outs,
             *lse.unbind(0)[1:],
-            *asked,
-            *again,
+            *block_queries,
+            *threaded,
             y.view_as(y) if partial is None else source,
-            *later,
+            *later_scores,
         )
 
     @staticmethod
@@ -375,17 +377,25 @@ class _Open(torch.autograd.Function):
         first_order()
         folded, z, scale, *saved = ctx.saved_tensors
         reads, count = ctx.sizes[0], sum(ctx.shares)
-        douts, dlses, asked, rest = _cut(gradients, reads, reads - 1, reads - 1)
-        df, *later = rest or (None,) * (1 + count)
+        douts, dlses, dqueries, dthreaded = _cut(gradients, reads, reads - 1, reads - 1)
+        df, *later = dthreaded or (None,) * (1 + count)
         dg, dz, dsources = _mix_into(
             saved, ctx.normed, ctx.norm_eps, False, douts, (None, *dlses), later[:count]
         )
-        *given, own = dz.split(ctx.shares, -2)
-        pieces, (*again, gradient) = (own, *later[count:]), dsources
+        *dpieces, dblock_scores = dz.split(ctx.shares, -2)
+        pieces, (*dsources_before, gradient) = (dblock_scores, *later[count:]), dsources
         gradient, df = _score_into(
-            saved[-1], folded, z, scale, ctx.start, ctx.sizes, pieces, gradient, df, asked
+            saved[-1], folded, z, scale, ctx.start, ctx.sizes, pieces, gradient, df, dqueries
         )
-        return (gradient, None if ctx.opens else gradient, df, dg, *[None] * 7, *given, *again)
+        return (
+            gradient,
+            None if ctx.opens else gradient,
+            df,
+            dg,
+            *[None] * 7,
+            *dpieces,
+            *dsources_before,
+        )
 
 
 def _cut(tensors: tuple[Any, ...], *sizes: int) -> list[tuple[Any, ...]]:
@@ -419,13 +429,13 @@ def open_block(
     weight, exact = _inside(norm_weight, y.dtype, reads)
     options = (eps, norm_eps, exact, thread, start, sizes, len(pieces))
     first, *rest = apply(_Open, y, partial, folded, weight, *options, *pieces, *sources)
-    made = (_outside(first, weight, norm_weight, norm_eps, y.dtype), *rest)
+    results = (_outside(first, weight, norm_weight, norm_eps, y.dtype), *rest)
     if not thread:
-        return made, (), (), folded, (), ()
-    outs, lses, queries, (folded,), again, scores = _cut(
-        made, reads, reads - 1, reads - 1, 1, len(sources) + 1
+        return results, (), (), folded, (), ()
+    outs, lses, queries, (folded,), threaded, scores = _cut(
+        results, reads, reads - 1, reads - 1, 1, len(sources) + 1
     )
-    return outs, lses, queries, folded, again, scores
+    return outs, lses, queries, folded, threaded, scores
 
 
 class _Merge(torch.autograd.Function):
@@ -449,9 +459,9 @@ class _Merge(torch.autograd.Function):
         if partial is None:
             total = y.view_as(y)
         # Without a norm only a rounded h comes back from x, and fp16 has too small a range to undo a norm.
-        kept = out if keep or norm_weight is None or y.dtype == torch.float16 else None
+        saved_out = out if keep or norm_weight is None or y.dtype == torch.float16 else None
         ctx.opens, ctx.norm_eps = partial is None, norm_eps
-        ctx.save_for_backward(x, total, kept, lse, query, key_weight, norm_weight, stats)
+        ctx.save_for_backward(x, total, saved_out, lse, query, key_weight, norm_weight, stats)
         ctx.set_materialize_grads(False)
         return x, total
 
@@ -460,11 +470,12 @@ class _Merge(torch.autograd.Function):
         first_order()
         if dx is None:
             return (dtotal, None if ctx.opens else dtotal, *[None] * 8)
-        x, total, kept, lse, query, key_weight, norm_weight, stats = ctx.saved_tensors
+        x, total, saved_out, lse, query, key_weight, norm_weight, stats = ctx.saved_tensors
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        weights = (query, key_weight, norm_weight)
         dp, dout, dlse, dquery, dkey, dg = merge_backward(
-            dx.contiguous(), None if dtotal is None else dtotal.contiguous(), x, total, kept, lse, query, key_weight,
-            norm_weight, stats, ctx.norm_eps,
-        )  # fmt: skip
+            dx.contiguous(), dtotal, x, total, saved_out, lse, *weights, stats, ctx.norm_eps
+        )
         return dp, None if ctx.opens else dp, dout, dlse, dquery, dkey, dg, None, None, None
 
 

@@ -34,8 +34,11 @@ MAX_QUERIES, MAX_QUERIES_BACKWARD = (
 
 @triton.jit
 def _scores(table, n, o_t, o_s, m, N, like):
-    """Of source n for tokens o_t and queries o_s. After N sources the table has where the scores of each begin, and
-    after those where its second token's do, which tells the distance between tokens."""
+    """Load scores of source n for tokens o_t and queries o_s.
+
+    After N sources the table has the addresses of their first token's scores, and then of their second token's: the
+    difference is the distance between tokens.
+    """
     start = tl.load(table + N + n)
     address = start + o_t * (tl.load(table + 2 * N + n) - start)
     return tl.load(
@@ -65,7 +68,7 @@ def _softmax(table, p, lse, M, N, S, T: tl.constexpr, SP: tl.constexpr):
 
 @triton.jit
 def _place(n, s, N, PS, GIVEN: tl.constexpr):
-    """Of the weight of source n for query s among a token's: (N, PS), or (PS, N) where weights are given."""
+    """Offset of the weight of source n for query s in a token's: (N, PS), or (PS, N) where weights are given."""
     return s * N + n if GIVEN else n * PS + s
 
 
@@ -238,9 +241,9 @@ def _mix_backward(
                 delta += tl.load(p + (n0 + k) * PS + o_s, mask=m, other=0.0) * u
             tl.store(dz + _place(n0 + k, o_s, N, PS, GIVEN), u, mask=m)
     if REBUILD:
-        given = tl.load(whole + t + o_s)
-        tl.store(dz - 1 + o_s, given * (1.0 - w_0) - delta)
-        delta = given
+        b_whole = tl.load(whole + t + o_s)
+        tl.store(dz - 1 + o_s, b_whole * (1.0 - w_0) - delta)
+        delta = b_whole
     if HAS_LSE:
         m = (o_s < S) & (s0 + o_s >= unasked)
         dlse = tl.load(table + 2 * N + PS + s0 + o_s - unasked, mask=m, other=0).to(
@@ -390,7 +393,7 @@ def _backward(
     dlses: int, fresh: bool, vector: bool, rebuild: bool, given: bool,
 ):  # fmt: skip
     """A launch for every so many queries."""
-    warps, made = 1 if width <= 512 else 2, []  # narrow: a fifth faster on an H200
+    warps, chunks = 1 if width <= 512 else 2, []  # narrow: a fifth faster on an H200
     for s, now in _chunks(queries, MAX_QUERIES_BACKWARD):
         constants = {
             "S": now, "SP": power_of_2(now), "LEVELS": (now - 1).bit_length(), "FRESH": fresh and s == 0,
@@ -398,8 +401,8 @@ def _backward(
             "GIVEN": given,
         }  # fmt: skip
         numbers = (rows, count, queries, step, width, s, queries - dlses)
-        made.append(Launch(_mix_backward, (rows,), numbers, constants, num_warps=warps))
-    return made
+        chunks.append(Launch(_mix_backward, (rows,), numbers, constants, num_warps=warps))
+    return chunks
 
 
 def launch_mix_backward(
@@ -411,8 +414,8 @@ def launch_mix_backward(
         not dlses and p.shape[-1] == 1
     )  # what is rebuilt has one query and no log-sum-exp
     launches["mix_backward"] += 1
-    made = [] if whole is None else [first]
-    addresses = addresses_of([*sources, *gradients, *douts, *made])
+    outputs = [] if whole is None else [first]
+    addresses = addresses_of([*sources, *gradients, *douts, *outputs])
     table = address_table([*addresses, *addresses_of(dlses)], p.device)
     options = (
         p.shape[-2] * p.shape[-1],
@@ -427,7 +430,10 @@ def launch_mix_backward(
 
 
 def launch_mix_given_backward(sources, weights, douts, gradients, dweights, *, fresh: bool) -> None:
-    """Of `launch_mix_given`: adds to `gradients` (fresh: writes them), and writes `dweights` (..., S, N) of tokens."""
+    """Run the backward of `launch_mix_given`.
+
+    It adds to `gradients` (fresh: writes them), and writes the tokens' `dweights` (..., S, N).
+    """
     addresses = addresses_of([*sources, *gradients, *douts])
     table = address_table(addresses, weights.device)
     options = (_step(weights), 0, fresh, vectorised(sources[0], addresses), False, True)
@@ -476,5 +482,5 @@ def mix_backward_(
     dz: Tensor,
     first: Tensor | None,
 ) -> None:
-    """As `mix_backward`, adding into `gradients` in place."""
+    """Do as `mix_backward` does, adding into `gradients` in place."""
     launch_mix_backward(sources, p, douts, dlses, gradients, whole, dz, first, fresh=False)

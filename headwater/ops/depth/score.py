@@ -188,7 +188,7 @@ def _forward(rows: int, width: int, count: int, eps: float, halves: bool, device
     tile, channels, warps, stages, run = FORWARD if halves else FORWARD_WIDE
     while tile > LEAST_TOKENS and 2 * ceil_div(rows, tile) < processors(device):
         tile //= 2  # 8192 tokens in tiles of 128 would leave half of an H200 idle
-    numbers, made = count * width, []
+    numbers, scores = count * width, []
     splits = (
         Launch(_split, (ceil_div(numbers, 1024),), (numbers,), {"B": 1024}, num_warps=4)
         if halves
@@ -198,8 +198,10 @@ def _forward(rows: int, width: int, count: int, eps: float, halves: bool, device
         now = min(count - q, MAX_QUERIES)
         constants = {"T": tile, "BD": channels, "RUN": run, "QP": _padded(now), "HALF": halves}
         grid, options = (ceil_div(rows, tile),), {"num_warps": warps, "num_stages": stages}
-        made.append((q, Launch(_score, grid, (rows, width, now, count, eps), constants, **options)))
-    return splits, made
+        scores.append(
+            (q, Launch(_score, grid, (rows, width, now, count, eps), constants, **options))
+        )
+    return splits, scores
 
 
 def _scores(source, folded, eps):
@@ -212,13 +214,13 @@ def score(source: Tensor, folded: Tensor, eps: float, z: Tensor, rstd: Tensor) -
     """`source` (..., D) and `folded` (Q, D) fp32 to logits `z` (..., Q) and 1/rms (...), both fp32."""
     launches["score"] += 1
     rows, width = rows_of(source)
-    splits, made = _forward(rows, width, len(folded), eps, half(source), source.device)
+    splits, launches_by_query = _forward(rows, width, len(folded), eps, half(source), source.device)
     if splits is not None:
         parts = torch.empty(2 * len(folded), width, dtype=source.dtype, device=source.device)
         splits(folded, parts)
         folded = parts
-    for q, scores in made:
-        scores(source, _rows(folded, q), _columns(z, q), rstd)
+    for q, run in launches_by_query:
+        run(source, _rows(folded, q), _columns(z, q), rstd)
 
 
 @functools.lru_cache(1024)
@@ -239,7 +241,7 @@ def _backward(
     columns = streams * ceil_div(width // streams, channels)
     ranges = max(1, min(ceil_div(rows, tile), waves * processors(device) // columns))
     tokens = ceil_div(ceil_div(rows, ranges), tile) * tile
-    ranges, made = ceil_div(rows, tokens), []
+    ranges, launches_by_query = ceil_div(rows, tokens), []
     for q in range(0, count, MAX_QUERIES):
         now = min(count - q, MAX_QUERIES)
         both = {"QP": _padded(now), "HALF": halves}
@@ -255,8 +257,8 @@ def _backward(
         options = {"num_warps": warps, "num_stages": stages}
         numbers = (rows, width // streams, now, tokens)
         spread = Launch(_score_backward, (columns, ranges), numbers, constants, **options)
-        made.append((q, now, _padded(now), prepare, spread))
-    return ranges, made
+        launches_by_query.append((q, now, _padded(now), prepare, spread))
+    return ranges, launches_by_query
 
 
 def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df, read=None) -> None:
@@ -267,25 +269,25 @@ def launch_score_backward(source, folded, z, rstd, dz, gradient, out, df, read=N
     dh, p = (source, rstd) if read is None else read
     streams = width // dh.shape[-1]
     shared = 0 if read is None else p.shape[-1] // streams
-    ranges, made = _backward(
+    ranges, launches_by_query = _backward(
         rows, width, count, gradient is not None, halves, streams, shared, source.device
     )
     pull = rstd.new_empty(rows)
-    for q, now, wide, prepare, spread in made:
+    for q, now, wide, prepare, spread in launches_by_query:
         high = torch.empty(
             rows, wide, dtype=source.dtype if halves else torch.float32, device=source.device
         )
         low = torch.empty_like(high) if halves else high
         prepare(_columns(z, q), _columns(dz, q), rstd, high, low, pull)
         parts = rstd.new_empty(ranges, now, width)
-        given = gradient if q == 0 else out
+        earlier = gradient if q == 0 else out
         spread(
             source,
             _rows(folded, q),
             high,
             low,
             pull,
-            source if given is None else given,
+            source if earlier is None else earlier,
             out,
             parts,
             dh,
@@ -327,5 +329,5 @@ def score_backward_(
     gradient: Tensor,
     df: Tensor,
 ) -> None:
-    """As `score_backward`, adding into `gradient` in place."""
+    """Do as `score_backward` does, adding into `gradient` in place."""
     launch_score_backward(source, folded, z, rstd, dz, gradient, gradient, df)

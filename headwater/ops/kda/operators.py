@@ -178,7 +178,7 @@ def check(
 
 
 def uses_fla(backend: KDABackend, q: Tensor, v: Tensor, chunk: int) -> bool:
-    """Whether fla's kernels run; asked for by name, they run or the reason is raised."""
+    """Return whether fla's kernels run; asked for by name, they run or the reason is raised."""
     if backend not in ("auto", "reference", "fla"):
         raise ValueError(f"backend must be 'auto', 'reference' or 'fla', got '{backend}'")
     if backend == "reference" or (backend == "auto" and not q.is_cuda):

@@ -30,7 +30,10 @@ def unit(x: Tensor) -> Tensor:
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the forms below take them: heads before tokens, fp32 (fp64 stays fp64), unit keys, scaled unit queries."""
+    """Bring inputs into the form that both functions below take.
+
+    Heads stand before tokens, all is fp32 (fp64 stays fp64), keys have unit norm, and queries are scaled besides.
+    """
     dtype = accumulation_dtype(v.dtype)
     q, k, v, g = (x.to(dtype).transpose(1, 2) for x in (q, k, v, g))  # (B, H, T, K or V)
     beta = beta.to(dtype).transpose(1, 2)  # (B, H, T)
@@ -112,11 +115,11 @@ def decayed_products(left: Tensor, right: Tensor, g: Tensor, total: Tensor) -> T
 def products_in_rows(left: Tensor, right: Tensor, g: Tensor) -> Tensor:
     """The same inside each row of 8 tokens, (2, ..., R, 8, 8): one decay after the other, which costs no digits."""
     left, right, decay = (x.unflatten(-2, (-1, ROW)) for x in (left, right, g.exp()))
-    decayed, found = right[..., :0, :], []
+    decayed, rows = right[..., :0, :], []
     for i in range(ROW):
         decayed = torch.cat(
             (decayed * decay[..., i : i + 1, :], right[..., i : i + 1, :]), -2
         )  # (..., R, i + 1, K)
         products = (left[..., i : i + 1, :] * decayed).sum(-1)  # (2, ..., R, i + 1)
-        found.append(torch.nn.functional.pad(products, (0, ROW - i - 1)))
-    return torch.stack(found, -2)
+        rows.append(torch.nn.functional.pad(products, (0, ROW - i - 1)))
+    return torch.stack(rows, -2)

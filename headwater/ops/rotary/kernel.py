@@ -36,9 +36,9 @@ def _turn(
         b_l = tl.load(source + h * 2 * P, mask=m, other=0.0)
         b_r = tl.load(source + h * 2 * P + P, mask=m, other=0.0)
         if TURNS:
-            left, right = b_l.to(tl.float32), b_r.to(tl.float32)
-            b_l = (left * b_cos - right * b_sin).to(target.dtype.element_ty)
-            b_r = (right * b_cos + left * b_sin).to(target.dtype.element_ty)
+            first_half, second_half = b_l.to(tl.float32), b_r.to(tl.float32)
+            b_l = (first_half * b_cos - second_half * b_sin).to(target.dtype.element_ty)
+            b_r = (second_half * b_cos + first_half * b_sin).to(target.dtype.element_ty)
         tl.store(target + h * 2 * P, b_l, mask=m)
         tl.store(target + h * 2 * P + P, b_r, mask=m)
 
@@ -74,7 +74,7 @@ def _rotary_backward(
 
 
 def forward(joined: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """As the operator's, all contiguous."""
+    """Run the operator's forward; all tensors are contiguous."""
     launches["rotary"] += 1
     batch, tokens, channels = joined.shape
     pairs = cos.shape[-1]
@@ -88,7 +88,7 @@ def forward(joined: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 
 def backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As the operator's, of (B, T, heads, d) each, all contiguous."""
+    """Run the operator's backward of gradients (B, T, heads, d), all contiguous."""
     launches["rotary_backward"] += 1
     (batch, tokens, heads, width), kv_heads = dq.shape, dk.shape[2]
     out = dq.new_empty(batch, tokens, (heads + 2 * kv_heads) * width)

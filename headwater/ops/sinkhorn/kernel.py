@@ -83,19 +83,19 @@ def _down(matrix, vector, N: tl.constexpr):
 
 @triton.jit
 def _reciprocals(vector, N: tl.constexpr):
-    found = ()
+    numbers = ()
     for i in tl.static_range(N):
-        found = found + (1.0 / vector[i],)
-    return found
+        numbers = numbers + (1.0 / vector[i],)
+    return numbers
 
 
 @triton.jit
 def _through_reciprocals(gradient, reciprocals, N: tl.constexpr):
     """The gradient of what these are the reciprocals of."""
-    found = ()
+    numbers = ()
     for i in tl.static_range(N):
-        found = found + (-gradient[i] * reciprocals[i] * reciprocals[i],)
-    return found
+        numbers = numbers + (-gradient[i] * reciprocals[i] * reciprocals[i],)
+    return numbers
 
 
 @triton.jit
@@ -107,11 +107,11 @@ def _exponentials(logits, FLOOR: tl.constexpr, N: tl.constexpr):
         for i in tl.static_range(1, N):
             top = tl.maximum(top, logits[i * N + j])
         largest = largest + (top,)
-    found = ()
+    numbers = ()
     for i in tl.static_range(N):
         for j in tl.static_range(N):
-            found = found + (tl.maximum(tl.exp(logits[i * N + j] - largest[j]), FLOOR),)
-    return found
+            numbers = numbers + (tl.maximum(tl.exp(logits[i * N + j] - largest[j]), FLOOR),)
+    return numbers
 
 
 @triton.jit
@@ -150,11 +150,11 @@ def balance(logits, o_t, m, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N:
     """The doubly stochastic matrices of tokens `o_t` of M."""
     k = _exponentials(logits, FLOOR, N)
     c, r = _scalings(k, None, o_t, m, M, ITERATIONS, N)
-    found = ()
+    numbers = ()
     for i in tl.static_range(N):
         for j in tl.static_range(N):
-            found = found + (r[i] * k[i * N + j] * c[j],)
-    return found
+            numbers = numbers + (r[i] * k[i * N + j] * c[j],)
+    return numbers
 
 
 @triton.jit
@@ -191,10 +191,10 @@ def balance_backward(
                 added = added + (dk[i * N + j] + da[i] * c[j] + before[i] * db[j],)
         dk, dr, dc = added, _across(k, db, N), zeros
         r, before = before, earlier
-    found = ()
+    numbers = ()
     for n in tl.static_range(N * N):
-        found = found + (tl.where(k[n] > FLOOR, dk[n] * k[n], 0.0),)
-    return found
+        numbers = numbers + (tl.where(k[n] > FLOOR, dk[n] * k[n], 0.0),)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -202,9 +202,9 @@ def _balance(
     logits, out, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, T: tl.constexpr
 ):
     o_t, m = tokens(M, T)
-    given = load_numbers(logits + o_t * (N * N), m, N * N)
-    found = balance(given, o_t, m, M, ITERATIONS, FLOOR, N)
-    store_numbers(out + o_t * (N * N), found, m, N * N)
+    b_logits = load_numbers(logits + o_t * (N * N), m, N * N)
+    numbers = balance(b_logits, o_t, m, M, ITERATIONS, FLOOR, N)
+    store_numbers(out + o_t * (N * N), numbers, m, N * N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -212,14 +212,14 @@ def _balance_backward(
     logits, gradient, history, out, M, ITERATIONS: tl.constexpr, FLOOR: tl.constexpr, N: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     o_t, m = tokens(M, T)
-    given = load_numbers(logits + o_t * (N * N), m, N * N)
+    b_logits = load_numbers(logits + o_t * (N * N), m, N * N)
     b_g = load_numbers(gradient + o_t * (N * N), m, N * N)
-    found = balance_backward(given, b_g, history, o_t, m, M, ITERATIONS, FLOOR, N)
-    store_numbers(out + o_t * (N * N), found, m, N * N)
+    numbers = balance_backward(b_logits, b_g, history, o_t, m, M, ITERATIONS, FLOOR, N)
+    store_numbers(out + o_t * (N * N), numbers, m, N * N)
 
 
 def scratch(rows: int, iterations: int, n: int, like: Tensor) -> Tensor:
-    """For the `history` of a backward."""
+    """Allocate the `history` of a backward."""
     return torch.empty(max(1, iterations - 1) * n * rows, dtype=torch.float32, device=like.device)
 
 

@@ -38,9 +38,9 @@ class _Project(torch.autograd.Function):
             return _added(dx, dh, pre), None, None
         if dh is None or pre is None:
             dh, pre = torch.zeros_like(x[..., 0, :]), rstd.new_zeros(x.shape[:-1])
-        given = None if dx is None else dx.contiguous()
+        later = None if dx is None else dx.contiguous()
         whole, dweight = kernel.project_streams_backward(
-            x, weight, z, rstd, dz.contiguous(), given, dh.contiguous(), pre.contiguous()
+            x, weight, z, rstd, dz.contiguous(), later, dh.contiguous(), pre.contiguous()
         )
         return whole, dweight, None
 
@@ -64,8 +64,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dpre: Tensor, dpost: Tensor, dres: Tensor) -> tuple[Tensor | None, ...]:
         first_order()
-        given = (dpre.contiguous(), dpost.contiguous(), dres.contiguous())
-        return *gates.gate_streams_backward(*ctx.saved_tensors, *given, ctx.iterations), None
+        gradients = (dpre.contiguous(), dpost.contiguous(), dres.contiguous())
+        return *gates.gate_streams_backward(*ctx.saved_tensors, *gradients, ctx.iterations), None
 
 
 class _Read(torch.autograd.Function):

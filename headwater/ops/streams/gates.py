@@ -32,7 +32,7 @@ SUMMED = 1024  # programs at once, of those whose sums are added up
 
 @triton.jit
 def _logits(z, bias, scales, FIRST: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr):
-    """Of one part, whose numbers z begin at FIRST in a row."""
+    """Logits of one part, whose numbers z begin at FIRST in a row."""
     b_s = tl.load(scales + PART).to(tl.float32)
     found = ()
     for k in tl.static_range(COUNT):
@@ -42,19 +42,19 @@ def _logits(z, bias, scales, FIRST: tl.constexpr, COUNT: tl.constexpr, PART: tl.
 
 @triton.jit
 def _sigmoids(logits, times: tl.constexpr, N: tl.constexpr):
-    found = ()
+    numbers = ()
     for k in tl.static_range(N):
-        found = found + (times * tl.sigmoid(logits[k]),)
-    return found
+        numbers = numbers + (times * tl.sigmoid(logits[k]),)
+    return numbers
 
 
 @triton.jit
 def _through_sigmoids(logits, gradient, times: tl.constexpr, N: tl.constexpr):
-    found = ()
+    numbers = ()
     for k in tl.static_range(N):
         b = tl.sigmoid(logits[k])
-        found = found + (times * gradient[k] * b * (1.0 - b),)
-    return found
+        numbers = numbers + (times * gradient[k] * b * (1.0 - b),)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -81,14 +81,14 @@ def _through_logits(
     count = tl.num_programs(0)
     p_sum = parts + tl.program_id(0)
     along = gradient[0] * z[0]
-    found = ()
+    numbers = ()
     for k in tl.static_range(COUNT):
         tl.store(p_sum + (FIRST + k) * count, tl.sum(gradient[k], 0))
-        found = found + (b_s * gradient[k],)
+        numbers = numbers + (b_s * gradient[k],)
         if k > 0:
             along += gradient[k] * z[k]
     tl.store(p_sum + (Q + PART) * count, tl.sum(along, 0))
-    store_numbers(p_dz + FIRST, found, m, COUNT)
+    store_numbers(p_dz + FIRST, numbers, m, COUNT)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -102,17 +102,17 @@ def _gate_streams_backward(
     p_z = z + o_t * Q
     p_dz = dz + o_t * Q
     b_z = load_numbers(p_z, m, N)
-    given = load_numbers(dpre + o_t * N, m, N)
-    b_dx = _through_sigmoids(_logits(b_z, bias, scales, 0, N, 0), given, 1.0, N)
+    b_gradient = load_numbers(dpre + o_t * N, m, N)
+    b_dx = _through_sigmoids(_logits(b_z, bias, scales, 0, N, 0), b_gradient, 1.0, N)
     _through_logits(b_dx, b_z, scales, p_dz, parts, m, 0, N, 0, Q)
     b_z = load_numbers(p_z + N, m, N)
-    given = load_numbers(dpost + o_t * N, m, N)
-    b_dx = _through_sigmoids(_logits(b_z, bias, scales, N, N, 1), given, 2.0, N)
+    b_gradient = load_numbers(dpost + o_t * N, m, N)
+    b_dx = _through_sigmoids(_logits(b_z, bias, scales, N, N, 1), b_gradient, 2.0, N)
     _through_logits(b_dx, b_z, scales, p_dz, parts, m, N, N, 1, Q)
     b_z = load_numbers(p_z + 2 * N, m, N * N)
-    given = load_numbers(dres + o_t * (N * N), m, N * N)
+    b_gradient = load_numbers(dres + o_t * (N * N), m, N * N)
     logits = _logits(b_z, bias, scales, 2 * N, N * N, 2)
-    b_dx = balance_backward(logits, given, history, o_t, m, M, ITERATIONS, FLOOR, N)
+    b_dx = balance_backward(logits, b_gradient, history, o_t, m, M, ITERATIONS, FLOOR, N)
     _through_logits(b_dx, b_z, scales, p_dz, parts, m, 2 * N, N * N, 2, Q)
 
 
@@ -133,7 +133,7 @@ def _gate_streams_sums(parts, dbias, dscale, count, Q: tl.constexpr, B: tl.const
 
 @functools.lru_cache(1024)
 def _launches(rows: int, n: int, iterations: int) -> tuple[int, Launch, Launch, Launch]:
-    """How many programs own tokens, the forward, the backward, and the sum of what programs leave."""
+    """Return the number of programs, and the launches: forward, backward, the sum of what programs leave."""
     programs, q = ceil_div(rows, TOKENS), 2 * n + n * n
     constants = {"ITERATIONS": iterations, "FLOOR": FLOOR, "N": n, "T": TOKENS}
     forward = Launch(_gate_streams, (programs,), (rows,), constants, num_warps=1)

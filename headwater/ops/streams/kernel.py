@@ -76,10 +76,10 @@ def _read_backward(x, dh, dpre, M, D, N: tl.constexpr, T: tl.constexpr, BD: tl.c
         m = m_t[:, None] & (o_d < D)[None, :]
         b_dh = tl.load(dh + o_t[:, None] * D + o_d[None, :], mask=m, other=0.0).to(tl.float32)
         streams = _load_streams(x + o_t[:, None] * (N * D) + o_d[None, :], m, D, N)
-        more = ()
+        grown = ()
         for j in tl.static_range(N):
-            more = more + (sums[j] + b_dh * streams[j],)
-        sums = more
+            grown = grown + (sums[j] + b_dh * streams[j],)
+        sums = grown
     for j in tl.static_range(N):
         tl.store(dpre + o_t * N + j, tl.sum(sums[j], 1), mask=m_t)
 
@@ -117,13 +117,13 @@ def _write_backward(
         gradients = _load_streams(g + o_x, m, D, N)
         streams = _load_streams(x + o_x, m, D, N)
         b_y = tl.load(y + o_y, mask=m, other=0.0).to(tl.float32)
-        more = ()
+        grown = ()
         for i in tl.static_range(N):
             for j in tl.static_range(N):
-                more = more + (sums[i * N + j] + tl.sum(gradients[i] * streams[j], 1),)
+                grown = grown + (sums[i * N + j] + tl.sum(gradients[i] * streams[j], 1),)
         for i in tl.static_range(N):
-            more = more + (sums[N * N + i] + tl.sum(gradients[i] * b_y, 1),)
-        sums = more
+            grown = grown + (sums[N * N + i] + tl.sum(gradients[i] * b_y, 1),)
+        sums = grown
         for j in tl.static_range(N):
             column = _load_numbers(
                 res + o_t * (N * N) + j, m_t, N, N
@@ -245,8 +245,8 @@ def project_streams_backward(
     """The whole gradient of `x` (..., n, D): `gradient` of the write, pre_j dh of the read, and that of products `z`
     with `weight` (Q, n D) or (Q, D), whose gradient is the other one."""
     source, out = by_row(x, weight), by_row(dx, weight)
-    given = None if gradient is None else by_row(gradient, weight)
-    launch_score_backward(source, weight, z, rstd, dz, given, out, dweight, read=(dh, pre))
+    later = None if gradient is None else by_row(gradient, weight)
+    launch_score_backward(source, weight, z, rstd, dz, later, out, dweight, read=(dh, pre))
 
 
 def by_row(x: Tensor, weight: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ Factors = tuple[
 
 
 def takes_streams(x: Tensor, backend: Backend) -> bool:
-    """Whether kernels take these streams (..., n, D). Raises ValueError where they are asked for and cannot."""
+    """Return whether kernels take these streams (..., n, D). Raises ValueError where they are asked for and cannot."""
     fits = x.shape[-2] <= MAX_STREAMS
     if backend == "triton" and not fits:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""What every kernel needs: launching, address tables, tiles, registration with PyTorch. Imports no triton itself."""
+"""Parts that every kernel needs: launching, address tables, tiles, registration with PyTorch."""

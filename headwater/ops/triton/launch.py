@@ -108,13 +108,13 @@ def launch(
         _launch_elsewhere(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
         return None
     addresses, name = [*map(_address, tensors)], id(kernel)  # to hash a kernel takes a lock
-    _, own = _numbers_fixed.get(name) or _find_fixed(kernel, len(tensors))
+    _, specialised_numbers = _numbers_fixed.get(name) or _find_fixed(kernel, len(tensors))
     key = (
         name,
         index,
         num_warps,
         num_stages,
-        own(numbers),
+        specialised_numbers(numbers),
         *constants.values(),
         *map(_dtype, tensors),
     )
@@ -122,8 +122,8 @@ def launch(
         key += tuple(address & 15 == 0 for address in addresses)
     if numbers and max(numbers) > MAX_INT32:  # which are passed as int64
         key += tuple([number > MAX_INT32 for number in numbers])
-    found = _compiled.get(key)
-    if found is None:
+    cached = _compiled.get(key)
+    if cached is None:
         compiled, constants = launch_that_fits(
             kernel, grid, tensors, numbers, constants, num_warps, num_stages
         )
@@ -137,7 +137,7 @@ def launch(
         )
         _compiled[key] = (constants, rest, *parts)
         return None
-    fitting, rest, run, function, metadata = found
+    fitting, rest, run, function, metadata = cached
     if run is None or _hooked(kernel):
         kernel[grid](*tensors, *numbers, **fitting, num_warps=num_warps)
         return None
@@ -155,11 +155,14 @@ def launch(
         *numbers,
         *rest,
     )
-    return found
+    return cached
 
 
 def _hooked(kernel) -> bool:
-    """Whether someone wants to see launches: a profiler, by a chain of hooks, or a hook before runs of this kernel."""
+    """Return whether someone wants to see launches.
+
+    That is a profiler, by a chain of hooks, or a hook before runs of this kernel.
+    """
     before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(
         getattr(before, "calls", before) or getattr(after, "calls", after) or kernel.pre_run_hooks
@@ -184,8 +187,8 @@ class Launch:
     def __call__(self, *tensors: Tensor) -> None:
         index, addresses = tensors[0].get_device(), [*map(_address, tensors)]
         key, aligned = (index, *map(_dtype, tensors)), math.gcd(16, *addresses) == 16
-        found = self.kept.get(key)
-        if found is None or not aligned or index != current_device() or _hooked(self.kernel):
+        cached = self.kept.get(key)
+        if cached is None or not aligned or index != current_device() or _hooked(self.kernel):
             compiled = launch(
                 self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options
             )
@@ -194,7 +197,7 @@ class Launch:
                 grid = (*self.grid, *(1,) * (3 - len(self.grid)))
                 self.kept[key] = (run, grid, function, metadata, (*self.numbers, *rest))
             return
-        run, grid, function, metadata, rest = found
+        run, grid, function, metadata, rest = cached
         run(*grid, current_stream(index), function, metadata, None, None, None, *addresses, *rest)
 
 
@@ -216,8 +219,8 @@ def _find_fixed(kernel, tensors: int) -> tuple:
     specialised for."""
     numbers = [param for param in kernel.params[tensors:] if not param.is_constexpr]
     fixed = [i for i, param in enumerate(numbers) if not param.do_not_specialize]
-    own = operator.itemgetter(*fixed) if fixed else lambda _: None
-    return _numbers_fixed.setdefault(id(kernel), (kernel, own))
+    pick = operator.itemgetter(*fixed) if fixed else lambda _: None
+    return _numbers_fixed.setdefault(id(kernel), (kernel, pick))
 
 
 def launch_that_fits(

@@ -51,9 +51,9 @@ class Writer(Operator):
         self.allocate = allocate
 
     def __call__(self, *args):
-        made = self.allocate(*args)
-        (self.overload if traced() else self.function)(*args, *made)
-        return made
+        outputs = self.allocate(*args)
+        (self.overload if traced() else self.function)(*args, *outputs)
+        return outputs
 
 
 def operator(fake: Callable) -> Callable[[Callable], Operator]:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""What kernels share inside and around a program: rows by address, exact products on the matrix units, sizes."""
+"""Parts that kernels share inside and around a program: rows by address, exact products on the matrix units, sizes."""
 
 import functools
 import math
@@ -31,8 +31,11 @@ INTERPRETED = isinstance(add2, InterpretedFunction)
 
 @triton.jit
 def shares(z):
-    """Of two sources whose logits are 0 and z. Not 1 - b, nor out + b (P - out): where one has nearly all of the weight
-    and is by far the smaller, what it has would be rounded as coarsely as the other."""
+    """Weights of two sources whose logits are 0 and z.
+
+    Neither is 1 - b: where one source has nearly all of the weight and is by far the smaller, its share would be
+    rounded as coarsely as the other source.
+    """
     return tl.sigmoid(-z), tl.sigmoid(z)
 
 
@@ -50,8 +53,11 @@ def split(x, dtype: tl.constexpr):
 
 
 def half(tensor: Tensor) -> bool:
-    """Whether matrix products use split bf16 operands. fp16 has no range for the low part of a small gradient, and the
-    interpreter gets bf16 products wrong: both use fp32."""
+    """Return whether matrix products use split bf16 operands.
+
+    fp16 has no range for the low part of a small gradient, and the interpreter gets bf16 products wrong: both use
+    fp32.
+    """
     return tensor.dtype == torch.bfloat16 and not INTERPRETED
 
 
@@ -70,7 +76,7 @@ def rows_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def vectorised(like: Tensor, addresses: Iterable[int]) -> bool:
-    """Whether rows of `like` and of tensors at these addresses, of its type or a wider one, start at 16-byte
+    """Return whether rows of `like` and of tensors at these addresses, of its type or a wider one, start at 16-byte
     boundaries, so that loads can be 16 bytes wide."""
     return (like.shape[-1] * like.element_size()) % 16 == 0 and math.gcd(16, *addresses) == 16
 
