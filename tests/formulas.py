@@ -79,10 +79,10 @@ def laurel(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
             new, old = 2 * residual.balance[str(i)].logits.softmax(0)
         x = new * run(i, states[-1]) + old * states[-1]
         if o.form != "weighted":
-            low, seen = residual.low_rank[str(i)], states[-1]
+            low, noted = residual.low_rank[str(i)], states[-1]
             if o.form == "previous" and i > 0:
-                seen = weighted(low.mix, states[-o.states :][::-1])
-            x = x + F.linear(F.linear(seen, low.down), low.up)
+                noted = weighted(low.mix, states[-o.states :][::-1])
+            x = x + F.linear(F.linear(noted, low.down), low.up)
         states.append(x)
     return states[-1]
 
@@ -413,8 +413,10 @@ def formula_of(
 
 def asked_of(residual: Residual, kinds: Sequence[str] | None) -> SimpleNamespace:
     """What the residual's name asks for, and defaults."""
-    name, given = parse(residual.spec)
-    known = entry(name)
-    keywords = inspect.signature(known.build).parameters.values()
+    name, arguments = parse(residual.spec)
+    names_by_id = entry(name)
+    keywords = inspect.signature(names_by_id.build).parameters.values()
     defaults = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
-    return SimpleNamespace(**{**PLAIN_READ, **defaults, **known.fixed, **given, "kinds": kinds})
+    return SimpleNamespace(
+        **{**PLAIN_READ, **defaults, **names_by_id.fixed, **arguments, "kinds": kinds}
+    )

@@ -68,12 +68,12 @@ def patch_once_a_launch(interpreter: Any) -> None:
     patched: set[tuple[bool, bool]] = set()
 
     def once(fn: Callable[..., Any]) -> Any:
-        seen = [
+        noted = [
             value
             for value in fn.__globals__.values()
             if value is language or value is language.core
         ]
-        key = (language in seen, language.core in seen)
+        key = (language in noted, language.core in noted)
         if key in patched:
             return interpreter._LangPatchScope()  # nothing to restore
         patched.add(key)
@@ -91,16 +91,16 @@ def patch_once_a_launch(interpreter: Any) -> None:
 
 def list_functions_once(interpreter: Any, core: Any) -> None:
     """Which functions of a module or a class are to be replaced; those that are already stay so."""
-    known: dict[int, list[tuple[str, Any]]] = {}
+    names_by_id: dict[int, list[tuple[str, Any]]] = {}
 
     def replace_functions(owner: Any, builder: Any, scope: Any) -> None:
-        if id(owner) not in known:
-            known[id(owner)] = [
+        if id(owner) not in names_by_id:
+            names_by_id[id(owner)] = [
                 (name, member)
                 for name, member in inspect.getmembers(owner)
                 if core.is_builtin(member)
             ]
-        for name, member in known[id(owner)]:
+        for name, member in names_by_id[id(owner)]:
             if getattr(owner, name) is member:
                 interpreter._patch_attr(owner, name, member, builder, scope)
 
@@ -131,9 +131,9 @@ def make_types_once(interpreter: Any, core: Any) -> None:
 
     def unwrap_shape(shape: Any) -> list[Any]:
         if isinstance(shape, list | tuple | core.tuple):
-            found = [size.value if isinstance(size, core.constexpr) else size for size in shape]
-            if all(type(size) is int for size in found):
-                return found
+            actual = [size.value if isinstance(size, core.constexpr) else size for size in shape]
+            if all(type(size) is int for size in actual):
+                return actual
         return unwrap(shape)
 
     interpreter._get_np_dtype = numpy_dtype
@@ -173,9 +173,10 @@ def combine_halves(interpreter: Any) -> None:
             both = [
                 self.to_tensor(half, kind) for half, kind in zip(halves, kinds * 2, strict=True)
             ]
-            found = self.combine_fn.fn(*both)
+            actual = self.combine_fn.fn(*both)
             parts = [
-                tensor.handle.data for tensor in (found if isinstance(found, tuple) else (found,))
+                tensor.handle.data
+                for tensor in (actual if isinstance(actual, tuple) else (actual,))
             ]
         if not self.keep_dims:
             parts = [part.squeeze(axis) for part in parts]

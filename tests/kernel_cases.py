@@ -115,31 +115,31 @@ def worst(function, count, dim, tokens, dtype, device, **options):
     """max over outputs and gradients of  error / (2 * plain PyTorch's error + 1e-5); at most 1 is allowed."""
     sources, *parameters = draw(count, dim, tokens, dtype, device, **options)
     with poisoned():
-        ours, seeds = run(function, [*sources, *parameters], "triton", dtype)
-    assert all(torch.isfinite(t).all() for t in ours)
+        values, seeds = run(function, [*sources, *parameters], "triton", dtype)
+    assert all(torch.isfinite(t).all() for t in values)
     plain, _ = run(function, [*sources, *parameters], "reference", dtype, seeds)
     squares = torch.zeros(
-        len(ours), 3, dtype=torch.float64
+        len(values), 3, dtype=torch.float64
     )  # of our error, of plain PyTorch's, of the truth
     by_token = (
         len(seeds) + count
     )  # outputs and gradients of sources; then gradients of parameters, sums over tokens
-    shared = [0.0] * (len(ours) - by_token)
+    shared = [0.0] * (len(values) - by_token)
     for here, truth in truths(function, sources, parameters, seeds):
         for k, t in enumerate(truth[:by_token]):
-            squares[k] += measured(rows(ours[k], here, tokens), rows(plain[k], here, tokens), t)
+            squares[k] += measured(rows(values[k], here, tokens), rows(plain[k], here, tokens), t)
         shared = [s + t for s, t in zip(shared, truth[by_token:], strict=True)]
     for k, t in enumerate(shared, by_token):
-        squares[k] = measured(ours[k], plain[k], t)
-    mine, its, size = squares.sqrt().unbind(-1)
+        squares[k] = measured(values[k], plain[k], t)
+    value, its, size = squares.sqrt().unbind(-1)
     size = size.clamp_min(1e-30)
-    return (mine / size / (2 * its / size + 1e-5)).max().item()
+    return (value / size / (2 * its / size + 1e-5)).max().item()
 
 
 def truths(function, sources, parameters, seeds):
     """Results in fp64, as many tokens at a time as fit in memory."""
-    tokens, most = len(sources[0]), max(1, 2**28 // (len(sources) * sources[0].shape[-1]))
-    for here in (slice(start, start + most) for start in range(0, tokens, most)):
+    tokens, limit = len(sources[0]), max(1, 2**28 // (len(sources) * sources[0].shape[-1]))
+    for here in (slice(start, start + limit) for start in range(0, tokens, limit)):
         inputs = [*(source[here] for source in sources), *parameters]
         yield (
             here,
@@ -150,7 +150,7 @@ def truths(function, sources, parameters, seeds):
 
 
 def rows(result, here, tokens):
-    """Of a result with tokens first, or second after the queries."""
+    """Rows of a result with tokens first, or second after the queries."""
     return result[here] if len(result) == tokens else result[:, here]
 
 
@@ -177,16 +177,16 @@ def excess(function, x):
     """max over outputs and the gradient of  error / (2 * plain PyTorch's error + 1e-6); at most 1 is allowed.
     `function(x, backend)`; unwritten memory is NaN."""
     with poisoned():
-        ours = results(lambda x: function(x, "triton"), x, x.dtype)
+        values = results(lambda x: function(x, "triton"), x, x.dtype)
     plain = results(lambda x: function(x, "reference"), x, x.dtype)
     truth = results(lambda x: function(x, "reference"), x, torch.float64)
     assert all(
-        mine.dtype == other.dtype and mine.shape == other.shape
-        for mine, other in zip(ours, plain, strict=True)
+        value.dtype == other.dtype and value.shape == other.shape
+        for value, other in zip(values, plain, strict=True)
     )
     return max(
-        ((mine - exact).norm() / (2 * (other - exact).norm() + 1e-6 * exact.norm())).item()
-        for mine, other, exact in zip(ours, plain, truth, strict=True)
+        ((value - exact).norm() / (2 * (other - exact).norm() + 1e-6 * exact.norm())).item()
+        for value, other, exact in zip(values, plain, truth, strict=True)
     )
 
 
@@ -199,9 +199,9 @@ def compiled_nodes(function, x):
         return make_boxed_func(graph)
 
     compiled = torch.compile(function, backend=aot_autograd(fw_compiler=note), fullgraph=True)
-    found = results(compiled, x, x.dtype)
+    actual = results(compiled, x, x.dtype)
     torch._dynamo.reset()
-    return found, *nodes
+    return actual, *nodes
 
 
 def assert_captured(run):
@@ -216,7 +216,7 @@ def assert_captured(run):
     with torch.cuda.graph(graph):
         results = run()
     graph.replay()
-    assert all(torch.equal(mine, other) for mine, other in zip(results, expected, strict=True))
+    assert all(torch.equal(value, other) for value, other in zip(results, expected, strict=True))
 
 
 @contextmanager
@@ -253,12 +253,12 @@ def replay(spec, tensors, dtype=torch.float32, compiled=None, unused=False):
             state = residual.write(state, i, y + 0.5 * several[-1] - 0.2 * several[0])
         return *reads, residual.end(state)
 
-    made = (
+    produced = (
         forward if compiled is None else torch.compile(forward, backend=compiled, fullgraph=True)
     )(*leaves)
     seeds = [
         torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(dtype)
-        for k, t in enumerate(made)
+        for k, t in enumerate(produced)
     ]
-    wanted = [*leaves, *residual.parameters()]
-    return [*made, *torch.autograd.grad(made, wanted, seeds, allow_unused=unused)]
+    desired = [*leaves, *residual.parameters()]
+    return [*produced, *torch.autograd.grad(produced, desired, seeds, allow_unused=unused)]

@@ -62,13 +62,13 @@ def test_what_is_missing_is_none():
 
 def test_every_private_part_is_there_in_this_release():
     """Not one is missing in silence on the releases that we test, but for CUDA's in a build without."""
-    found = (
+    actual = (
         _torch._transforms_active,
         _torch._dispatch_mode,
         _torch._foreach_mul_,
         _torch._foreach_norm,
     )
-    assert None not in (*found, _torch._functional, _torch._use_count)
+    assert None not in (*actual, _torch._functional, _torch._use_count)
     assert _torch.TorchDispatchMode is not _torch._FunctionMode
     for path in (
         "torch._subclasses.fake_tensor.FakeTensorMode",
@@ -139,9 +139,9 @@ def test_alone():
     Alone.without = loaded_again(_torch)
     Alone.without._use_count = None
     x = torch.ones(3, requires_grad=True)
-    for asked, expected in ((False, [True, False]), (True, [False, False])):
+    for options, expected in ((False, [True, False]), (True, [False, False])):
         middle = Alone.apply(x)
-        torch.autograd.grad(Doubled.apply(middle).sum(), [middle, x] if asked else x)
+        torch.autograd.grad(Doubled.apply(middle).sum(), [middle, x] if options else x)
         assert Alone.found == expected
 
 
@@ -185,9 +185,9 @@ def test_states_and_footprints_without_fake_tensors(half, monkeypatch):
     config = ModelConfig(**SHAPE, residual="attnres-block:block=2")
 
     def found():
-        kept = footprint(config, 2, half=half, fused=True)
-        sizes = [sorted(these.values()) for these in kept.kept]  # by storage, whose numbers differ
-        return trace_states(config, 2, 8, torch.device("cpu")), kept.states, sizes
+        saved = footprint(config, 2, half=half, fused=True)
+        sizes = [sorted(these.values()) for these in saved.kept]  # by storage, whose numbers differ
+        return trace_states(config, 2, 8, torch.device("cpu")), saved.states, sizes
 
     expected = found()
     monkeypatch.setattr(_torch, "find", lambda path: None)
@@ -207,15 +207,15 @@ def test_many_tensors_at_once():
     assert other._foreach_mul_ is other._foreach_norm is None
     torch.manual_seed(0)
     tensors = [torch.randn(n) for n in (1, 17, 1000)]
-    for mine, its in zip(_torch.norms_of(tensors), other.norms_of(tensors), strict=True):
-        assert torch.equal(mine, its)
+    for value, its in zip(_torch.norms_of(tensors), other.norms_of(tensors), strict=True):
+        assert torch.equal(value, its)
     scaled = [[t.clone() for t in tensors] for _ in range(2)]
     for module, those in zip((_torch, other), scaled):
         module.scale_all_(those, 0.3)
         module.scale_all_([], 0.3)
-    for mine, its, t in zip(*scaled, tensors):
-        assert torch.equal(mine, its)
-        assert torch.equal(mine, 0.3 * t)
+    for value, its, t in zip(*scaled, tensors):
+        assert torch.equal(value, its)
+        assert torch.equal(value, 0.3 * t)
 
 
 def test_device_and_stream_without_private_ways():
@@ -233,10 +233,10 @@ def test_muons_iteration_without_the_private_one(shape, hidden):
     torch.manual_seed(0)
     matrix, options = torch.randn(shape).bfloat16(), ((3.4445, -4.775, 2.0315), 5, 1e-7)
     before = matrix.clone()
-    ours = _torch.newton_schulz(matrix, *options)
+    values = _torch.newton_schulz(matrix, *options)
     assert torch.equal(matrix, before)
     assert torch.equal(
-        ours, torch.optim._muon._zeropower_via_newtonschulz(matrix.clone(), *options)
+        values, torch.optim._muon._zeropower_via_newtonschulz(matrix.clone(), *options)
     )
 
 

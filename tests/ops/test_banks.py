@@ -46,16 +46,16 @@ def run(inputs, seeds, form, backend, dtype=None):
     leaves = [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in inputs]
     bank, weights, downs = leaves[: -2 * READS], leaves[-2 * READS : -READS], leaves[-READS:]
     outputs = []
-    for k, (given, down) in enumerate(zip(weights, downs)):
+    for k, (arguments, down) in enumerate(zip(weights, downs)):
         if form == "each":
             z, newest = project_source(bank[-1], down, backend=backend)
-            given, bank = (
-                given + 0.3 * z.tanh().unflatten(-1, given.shape[-2:]),
+            arguments, bank = (
+                arguments + 0.3 * z.tanh().unflatten(-1, arguments.shape[-2:]),
                 [*bank[:-1], newest],
             )
-        found, bank = mix_bank(bank, given, thread=k < READS - 1, backend=backend)
-        outputs += found
-        bank = [*bank, 0.5 * found[0] - 0.2 * found[-1]]
+        actual, bank = mix_bank(bank, arguments, thread=k < READS - 1, backend=backend)
+        outputs += actual
+        bank = [*bank, 0.5 * actual[0] - 0.2 * actual[-1]]
     along = [seed.to(output.dtype) for seed, output in zip(seeds, outputs, strict=True)]
     gradients = torch.autograd.grad(outputs, leaves, along, allow_unused=True)
     return [*outputs, *(g for g in gradients if g is not None)]
@@ -75,19 +75,19 @@ def test_the_kernels_are_as_exact_as_plain_pytorch(device, count, ways, dim, tok
     inputs, seeds = draw(count, ways, dim, tokens, form, dtype, device)
     before = launches.copy()
     with poisoned():
-        ours = run(inputs, seeds, form, "triton")
+        values = run(inputs, seeds, form, "triton")
     ran = launches - before
     assert ran["mix_bank"] == ran["mix_bank_backward"] == READS
     assert ran["score"] == ran["score_backward"] == (READS if form == "each" else 0)
     plain = run(inputs, seeds, form, "reference")
     truth = run([t.double() for t in inputs], seeds, form, "reference", torch.float64)
-    assert len(ours) == len(plain) == len(truth) == READS * (ways + 1 + (form == "each")) + count
+    assert len(values) == len(plain) == len(truth) == READS * (ways + 1 + (form == "each")) + count
     times = (
         8 if dtype == torch.bfloat16 and device == "cpu" else 2
     )  # the interpreter truncates where a GPU rounds
-    for mine, other, exact in zip(ours, plain, truth):
-        assert mine.dtype == other.dtype
-        assert error(mine, exact) <= times * error(other, exact) + 1e-5
+    for value, other, exact in zip(values, plain, truth):
+        assert value.dtype == other.dtype
+        assert error(value, exact) <= times * error(other, exact) + 1e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -95,8 +95,8 @@ def test_the_kernels_are_as_exact_as_plain_pytorch(device, count, ways, dim, tok
 def test_a_weight_of_one_gives_its_tensor_exactly(device, weights):
     pytest.importorskip("triton", reason="the kernels need triton")
     bank = [torch.randn(3, 20, dtype=torch.bfloat16, device=device) for _ in range(4)]
-    (found,), again = mix_bank(bank, weights.to(device), backend="triton")
-    assert torch.equal(found, bank[-1])
+    (actual,), again = mix_bank(bank, weights.to(device), backend="triton")
+    assert torch.equal(actual, bank[-1])
     assert all(torch.equal(a, b) for a, b in zip(again, bank, strict=True))
 
 
@@ -110,20 +110,20 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(device):
     def results(backend, used, dtype):
         leaves = [t.to(dtype).detach().requires_grad_() for t in (*bank, weights)]
         outs, again = mix_bank(leaves[:-1], leaves[-1], backend=backend)
-        made = (*outs, again[1])
-        given = [seeds[k].to(dtype) for k in used]
-        return torch.autograd.grad([made[k] for k in used], leaves, given, allow_unused=True)
+        outputs = (*outs, again[1])
+        arguments = [seeds[k].to(dtype) for k in used]
+        return torch.autograd.grad([outputs[k] for k in used], leaves, arguments, allow_unused=True)
 
     for used in ((1,), (2,), (0, 2)):
-        for mine, exact in zip(
+        for value, exact in zip(
             results("triton", used, torch.float32), results("reference", used, torch.float64)
         ):
-            assert (mine is None and exact is None) or error(mine, exact) < 1e-5
+            assert (value is None and exact is None) or error(value, exact) < 1e-5
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_two_tensors_may_share_one_gradient(compiled):
-    """That a later read has made, and into which neither may add alone."""
+    """A later read made that gradient, and neither tensor may add to it."""
     pytest.importorskip("triton", reason="the kernels need triton")
     if GPU:
         pytest.skip("the interpreter is off where there is a GPU")
@@ -136,15 +136,15 @@ def test_two_tensors_may_share_one_gradient(compiled):
         (y,), (c, *_) = mix_bank([a + b, x], second, backend=backend)
         return (y.square() + x.square() + c * y).sum()
 
-    ours = (
+    values = (
         torch.compile(lambda: loss("triton"), options=INDUCTOR | UNFUSED)()
         if compiled
         else loss("triton")
     )
-    for mine, its in zip(
-        torch.autograd.grad(ours, leaves), torch.autograd.grad(loss("reference"), leaves)
+    for value, its in zip(
+        torch.autograd.grad(values, leaves), torch.autograd.grad(loss("reference"), leaves)
     ):
-        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(value, its, atol=1e-5, rtol=1e-5)
 
 
 def test_a_gradient_that_somebody_else_has_stays_as_it_is():
@@ -169,11 +169,16 @@ def test_a_gradient_that_somebody_else_has_stays_as_it_is():
         middle, *ends = torch.autograd.grad((x + y * y + z * z).sum(), [a, *leaves])
         x, a = read(leaves[0], backend)
         half = a.detach().requires_grad_()
-        (given,) = torch.autograd.grad(read(half, backend)[0].square().sum(), half)
-        return [middle, *ends, *torch.autograd.grad(a, leaves[0], given, retain_graph=True), given]
+        (arguments,) = torch.autograd.grad(read(half, backend)[0].square().sum(), half)
+        return [
+            middle,
+            *ends,
+            *torch.autograd.grad(a, leaves[0], arguments, retain_graph=True),
+            arguments,
+        ]
 
-    for mine, its in zip(gradients("triton"), gradients("reference"), strict=True):
-        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+    for value, its in zip(gradients("triton"), gradients("reference"), strict=True):
+        torch.testing.assert_close(value, its, atol=1e-5, rtol=1e-5)
 
 
 def test_without_gradients_the_same_kernels_run():
@@ -182,8 +187,8 @@ def test_without_gradients_the_same_kernels_run():
     bank, weights = [t.requires_grad_() for t in inputs[:3]], inputs[3]
     outs, _ = mix_bank(bank, weights, backend="triton")
     with torch.no_grad():
-        found, again = mix_bank(bank, weights, backend="triton")
-    assert all(torch.equal(a, b) for a, b in zip((*found, *again), (*outs, *bank), strict=True))
+        actual, again = mix_bank(bank, weights, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip((*actual, *again), (*outs, *bank), strict=True))
 
 
 def test_second_derivatives_are_refused():
@@ -221,8 +226,8 @@ def test_a_bank_that_nobody_reads_again_has_no_part_in_the_backward(device):
     last, threaded = (
         mix_bank(bank, weights, thread=thread, backend="triton")[1] for thread in (False, True)
     )
-    assert all(mine is given for mine, given in zip(last, bank, strict=True))
-    assert all(mine.grad_fn is not None for mine in threaded)
+    assert all(value is arguments for value, arguments in zip(last, bank, strict=True))
+    assert all(value.grad_fn is not None for value in threaded)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -249,12 +254,13 @@ def test_a_tensor_of_another_shape_is_refused(backend, shape):
 def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(count, ways, dim, form, dtype):
     inputs, seeds = draw(count, ways, dim, (2, 750), form, dtype, "cuda")
     with poisoned():
-        ours = run(inputs, seeds, form, "triton")
+        values = run(inputs, seeds, form, "triton")
     plain = run(inputs, seeds, form, "reference")
     truth = run([t.double() for t in inputs], seeds, form, "reference", torch.float64)
-    for mine, other, exact in zip(ours, plain, truth, strict=True):
-        assert error(mine, exact) <= 2 * error(other, exact) + 1e-5
+    for value, other, exact in zip(values, plain, truth, strict=True):
+        assert error(value, exact) <= 2 * error(other, exact) + 1e-5
     for _ in range(10):
         assert all(
-            torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, form, "triton"), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(values, run(inputs, seeds, form, "triton"), strict=True)
         )

@@ -37,20 +37,20 @@ def test_it_is_the_cross_entropy_of_the_logits(rows, vocabulary, chunk, backend)
     """4100: a row of two tiles, the second with a few numbers. A chunk that does not divide the rows."""
     x, weight, targets = case(rows, vocabulary)
     losses, mean, dx, dw = exact(x, weight, targets)
-    ours = linear_cross_entropy(x, weight, targets, chunk=chunk, backend=backend)
+    values = linear_cross_entropy(x, weight, targets, chunk=chunk, backend=backend)
     tolerance = (
         {"atol": 2e-5, "rtol": 1e-5} if not GPU else {"atol": 2e-3, "rtol": 1e-2}
     )  # tf32 products
-    torch.testing.assert_close(ours.double(), mean, **tolerance)
-    found = torch.autograd.grad(
-        3 * ours, (x, weight)
+    torch.testing.assert_close(values.double(), mean, **tolerance)
+    actual = torch.autograd.grad(
+        3 * values, (x, weight)
     )  # a factor behind the mean reaches the gradients
-    for mine, other in zip(found, (dx, dw), strict=True):
-        torch.testing.assert_close(mine.double(), 3 * other, **tolerance)
-    each = token_losses(
+    for value, other in zip(actual, (dx, dw), strict=True):
+        torch.testing.assert_close(value.double(), 3 * other, **tolerance)
+    single = token_losses(
         x.view(1, rows, -1), weight, targets.view(1, rows), chunk=chunk, backend=backend
     )
-    torch.testing.assert_close(each.double().flatten(), losses, **tolerance)
+    torch.testing.assert_close(single.double().flatten(), losses, **tolerance)
 
 
 @pytest.mark.gpu
@@ -59,16 +59,18 @@ def test_in_bf16_it_errs_at_most_twice_as_much_as_plain_pytorch(backend):
     x, weight, targets = case(96, 70, dim=32, dtype=torch.bfloat16)
     _, mean, dx, dw = exact(x, weight, targets)
     plain = F.cross_entropy((x @ weight.to(x.dtype).T).float(), targets)
-    ours = linear_cross_entropy(x, weight, targets, chunk=40, backend=backend)
-    assert abs(ours.double() - mean) <= 2 * abs(plain.double() - mean) + 1e-5
+    values = linear_cross_entropy(x, weight, targets, chunk=40, backend=backend)
+    assert abs(values.double() - mean) <= 2 * abs(plain.double() - mean) + 1e-5
     pairs = zip(
-        torch.autograd.grad(ours, (x, weight)),
+        torch.autograd.grad(values, (x, weight)),
         torch.autograd.grad(plain, (x, weight)),
         (dx, dw),
         strict=True,
     )
-    for mine, theirs, truth in pairs:
-        assert (mine.double() - truth).norm() <= 2 * (theirs.double() - truth).norm() + 1e-5
+    for value, reference_value, truth in pairs:
+        assert (value.double() - truth).norm() <= 2 * (
+            reference_value.double() - truth
+        ).norm() + 1e-5
 
 
 @pytest.mark.gpu
@@ -77,12 +79,12 @@ def test_under_autocast_the_head_is_as_coarse_as_any_linear_layer(backend):
     """A final read in fp32, of streams or of an fp32 stream, is not to make the largest product fp32."""
     x, weight, targets = case(96, 70, dim=32)
     with torch.autocast(DEVICE, torch.bfloat16):
-        ours = linear_cross_entropy(x, weight, targets, backend=backend)
-        each = token_losses(x, weight, targets, backend=backend)
+        values = linear_cross_entropy(x, weight, targets, backend=backend)
+        losses = token_losses(x, weight, targets, backend=backend)
     rounded = x.detach().bfloat16()
-    assert torch.equal(ours, linear_cross_entropy(rounded, weight, targets, backend=backend))
-    assert torch.equal(each, token_losses(rounded, weight, targets, backend=backend))
-    assert torch.autograd.grad(ours, x)[0].dtype == torch.float32
+    assert torch.equal(values, linear_cross_entropy(rounded, weight, targets, backend=backend))
+    assert torch.equal(losses, token_losses(rounded, weight, targets, backend=backend))
+    assert torch.autograd.grad(values, x)[0].dtype == torch.float32
 
 
 def test_autocast_leaves_fp64_and_shapes_without_numbers_as_they_are():
@@ -96,9 +98,9 @@ def test_autocast_leaves_fp64_and_shapes_without_numbers_as_they_are():
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_extreme_logits_stay_finite(backend):
     x, weight, targets = case(4, 9, scale=1e4)
-    ours = linear_cross_entropy(x, weight, targets, backend=backend)
-    assert all(g.isfinite().all() for g in (ours, *torch.autograd.grad(ours, (x, weight))))
-    torch.testing.assert_close(ours.double(), exact(x, weight, targets)[1], rtol=1e-5, atol=0)
+    values = linear_cross_entropy(x, weight, targets, backend=backend)
+    assert all(g.isfinite().all() for g in (values, *torch.autograd.grad(values, (x, weight))))
+    torch.testing.assert_close(values.double(), exact(x, weight, targets)[1], rtol=1e-5, atol=0)
 
 
 @pytest.mark.gpu
@@ -115,11 +117,11 @@ def test_a_token_that_is_all_but_certain_keeps_its_digits(lead, backend):
     others = x.detach().double().softmax(-1) * (1 - one[targets])
     rest = others.sum(-1)
     losses = token_losses(x, one, targets, backend=backend)
-    (found,) = torch.autograd.grad(4 * linear_cross_entropy(x, one, targets, backend=backend), x)
+    (actual,) = torch.autograd.grad(4 * linear_cross_entropy(x, one, targets, backend=backend), x)
     torch.testing.assert_close(losses.double(), -torch.log1p(-rest), rtol=1e-5, atol=0)
     tolerance = 1e-5 if not GPU else 2e-3  # tf32 products
     torch.testing.assert_close(
-        found.double(), others - rest[:, None] * one[targets], rtol=tolerance, atol=0
+        actual.double(), others - rest[:, None] * one[targets], rtol=tolerance, atol=0
     )
 
 

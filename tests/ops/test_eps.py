@@ -28,7 +28,7 @@ def draw(count):
 
 
 def formula(sources, query, key, norm, norm_eps):
-    """In fp64."""
+    """The read in fp64."""
     stack = torch.stack([source.double() for source in sources])
     keys = stack / (stack.square().mean(-1, keepdim=True) + EPS).sqrt() * key.double()
     read = ((keys @ query.double()).softmax(0).unsqueeze(-1) * stack).sum(0)
@@ -36,15 +36,15 @@ def formula(sources, query, key, norm, norm_eps):
 
 
 def agree(read, expected, inputs):
-    """In value and every gradient."""
+    """Compare the value and every gradient."""
     torch.testing.assert_close(read.double(), expected, atol=1e-5, rtol=1e-5)
     along = torch.randn(read.shape, generator=torch.Generator().manual_seed(9))
-    ours, truth = (
+    values, truth = (
         torch.autograd.grad(read, inputs, along),
         torch.autograd.grad(expected, inputs, along.double()),
     )
-    for mine, other in zip(ours, truth, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+    for value, other in zip(values, truth, strict=True):
+        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

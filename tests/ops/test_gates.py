@@ -41,8 +41,8 @@ def draw(n, tokens, device, lead=0.0):
 
 def run(inputs, seeds, iterations, backend, dtype=torch.float32):
     leaves = [t.to(dtype).requires_grad_() for t in inputs]
-    made = gate_streams(*leaves, iterations, backend=backend)
-    return [*made, *torch.autograd.grad(made, leaves, [seed.to(dtype) for seed in seeds])]
+    outputs = gate_streams(*leaves, iterations, backend=backend)
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [seed.to(dtype) for seed in seeds])]
 
 
 def error(found, truth):
@@ -54,15 +54,15 @@ def assert_as_exact(inputs, seeds, iterations):
 
     before = launches.copy()
     with poisoned():
-        ours = run(inputs, seeds, iterations, "triton")
+        values = run(inputs, seeds, iterations, "triton")
     assert launches - before == {"gate_streams": 1, "gate_streams_backward": 1}
     plain = run(inputs, seeds, iterations, "reference")
     truth = run(inputs, seeds, iterations, "reference", torch.float64)
-    for mine, other, exact in zip(ours, plain, truth, strict=True):
-        assert mine.dtype == other.dtype == torch.float32
-        assert mine.shape == other.shape
-        assert error(mine, exact) <= 2 * error(other, exact) + 1e-6
-    return ours
+    for value, other, exact in zip(values, plain, truth, strict=True):
+        assert value.dtype == other.dtype == torch.float32
+        assert value.shape == other.shape
+        assert error(value, exact) <= 2 * error(other, exact) + 1e-6
+    return values
 
 
 @pytest.mark.parametrize(("n", "tokens", "iterations"), CASES)
@@ -94,10 +94,10 @@ def test_sums_over_more_programs_than_a_tile_has(monkeypatch):
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(n):
     inputs, seeds = draw(n, 40001, "cuda")
-    ours = assert_as_exact(inputs, seeds, 20)
+    values = assert_as_exact(inputs, seeds, 20)
     for _ in range(20):
         assert all(
-            torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, 20, "triton"), strict=True)
+            torch.equal(a, b) for a, b in zip(values, run(inputs, seeds, 20, "triton"), strict=True)
         )
 
 
@@ -105,62 +105,64 @@ def test_what_is_left_unused_has_no_part_in_the_gradient():
     pytest.importorskip("triton", reason="the kernel needs triton")
     inputs, seeds = draw(3, 5, HERE)
     for used in range(3):
-        found = []
+        actual = []
         for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
             leaves = [t.to(dtype).requires_grad_() for t in inputs]
-            made = gate_streams(*leaves, 4, backend=backend)[used]
-            found.append(torch.autograd.grad(made, leaves, seeds[used].to(dtype)))
-        assert all(error(mine, exact) < 1e-5 for mine, exact in zip(*found, strict=True))
+            outputs = gate_streams(*leaves, 4, backend=backend)[used]
+            actual.append(torch.autograd.grad(outputs, leaves, seeds[used].to(dtype)))
+        assert all(error(value, exact) < 1e-5 for value, exact in zip(*actual, strict=True))
 
 
 def test_parameters_in_bf16_have_gradients_in_bf16():
-    """As those of a model cast whole; z is in fp32 then too."""
+    """A model that is cast whole has such parameters; z is in fp32 then too."""
     pytest.importorskip("triton", reason="the kernel needs triton")
     (z, *parameters), seeds = draw(2, 40, HERE)
     leaves = [
         z.view(8, 5, -1).requires_grad_(),
         *(p.bfloat16().requires_grad_() for p in parameters),
     ]
-    found = []
+    actual = []
     for backend in ("triton", "reference"):
-        made = gate_streams(*leaves, 4, backend=backend)
-        assert [t.shape for t in made] == [(8, 5, 2), (8, 5, 2), (8, 5, 2, 2)]
-        found.append(
+        outputs = gate_streams(*leaves, 4, backend=backend)
+        assert [t.shape for t in outputs] == [(8, 5, 2), (8, 5, 2), (8, 5, 2, 2)]
+        actual.append(
             [
-                *made,
-                *torch.autograd.grad(made, leaves, [s.view(t.shape) for s, t in zip(seeds, made)]),
+                *outputs,
+                *torch.autograd.grad(
+                    outputs, leaves, [s.view(t.shape) for s, t in zip(seeds, outputs)]
+                ),
             ]
         )
-    for mine, other in zip(*found, strict=True):
-        assert mine.dtype == other.dtype
-        torch.testing.assert_close(mine, other)
+    for value, other in zip(*actual, strict=True):
+        assert value.dtype == other.dtype
+        torch.testing.assert_close(value, other)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_coefficients_are_in_fp32_of_products_that_are_not(backend):
     pytest.importorskip("triton", reason="the kernel needs triton")
     (z, *parameters), _ = draw(2, 5, HERE)
-    made = gate_streams(z.bfloat16(), *parameters, 4, backend=backend)
-    assert [t.dtype for t in made] == [torch.float32] * 3
+    outputs = gate_streams(z.bfloat16(), *parameters, 4, backend=backend)
+    assert [t.dtype for t in outputs] == [torch.float32] * 3
 
 
 def test_without_gradients_the_same_kernel_runs():
     pytest.importorskip("triton", reason="the kernel needs triton")
     inputs, _ = draw(4, 3, HERE)
-    made = gate_streams(inputs[0].requires_grad_(), *inputs[1:], 20, backend="triton")
+    outputs = gate_streams(inputs[0].requires_grad_(), *inputs[1:], 20, backend="triton")
     with torch.no_grad():
         again = gate_streams(*inputs, 20, backend="triton")
-    assert all(torch.equal(mine, other) for mine, other in zip(made, again, strict=True))
+    assert all(torch.equal(value, other) for value, other in zip(outputs, again, strict=True))
 
 
 def test_nothing_but_what_is_given_is_kept_for_the_backward():
     pytest.importorskip("triton", reason="the kernel needs triton")
-    kept, (inputs, _) = [], draw(2, 5, HERE)
+    saved, (inputs, _) = [], draw(2, 5, HERE)
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t.data_ptr()) or t, lambda t: t
+        lambda t: saved.append(t.data_ptr()) or t, lambda t: t
     ):
         gate_streams(*(t.requires_grad_() for t in inputs), 20, backend="triton")
-    assert kept == [t.data_ptr() for t in inputs]
+    assert saved == [t.data_ptr() for t in inputs]
 
 
 def test_second_derivatives_are_refused():
@@ -176,10 +178,10 @@ def test_more_streams_than_a_thread_has_are_pytorchs():
     from headwater.ops.triton.launch import launches
 
     (inputs, seeds), before = draw(5, 3, HERE), launches.copy()
-    ours = run(inputs, seeds, 4, "triton")
+    values = run(inputs, seeds, 4, "triton")
     assert launches == before
-    for mine, exact in zip(ours, run(inputs, seeds, 4, "reference", torch.float64), strict=True):
-        assert error(mine, exact) < 1e-5
+    for value, exact in zip(values, run(inputs, seeds, 4, "reference", torch.float64), strict=True):
+        assert error(value, exact) < 1e-5
 
 
 def test_what_the_kernel_cannot_take_goes_to_the_reference_or_is_refused():

@@ -38,7 +38,7 @@ LENGTHS = (
 
 
 def inputs_of(length, form="softplus", batch=2, heads=2, width=8, values=6, dtype=torch.float32):
-    """As a layer makes them: raw queries and keys, log decays from a gate, beta from a sigmoid; and a state."""
+    """Inputs such as a layer makes: raw queries and keys, log decays from a gate, beta from a sigmoid; and a state."""
     generator = torch.Generator().manual_seed(length)
 
     def draw(*shape):
@@ -149,17 +149,21 @@ def test_extreme_decays_are_finite_and_exact(name, length):
     inputs = (q, k, v, EXTREMES[name](g), beta, state)
     truth = results(of_form(recurrent), [x.double() for x in inputs])
     for function in (kda, of_form(recurrent), of_form(lambda *x: chunkwise(*x, 64))):
-        found = results(function, inputs)
-        assert all(value.isfinite().all() for value in found.values())
-        assert_same(found, truth)
+        actual = results(function, inputs)
+        assert all(value.isfinite().all() for value in actual.values())
+        assert_same(actual, truth)
 
 
 @pytest.mark.parametrize("form", ["softplus", "bounded"])
 def test_gates_are_fla_s(form):
     torch.manual_seed(0)
     x, rate, bias = torch.randn(2, 5, 3, 4) * 10, torch.randn(3), torch.randn(3, 4)
-    theirs = gates.naive_kda_gate if form == "softplus" else gates.naive_kda_lowerbound_gate
-    torch.testing.assert_close(kda_gate(x, rate, bias, form), theirs(x, rate, bias.flatten()))
+    reference_value = (
+        gates.naive_kda_gate if form == "softplus" else gates.naive_kda_lowerbound_gate
+    )
+    torch.testing.assert_close(
+        kda_gate(x, rate, bias, form), reference_value(x, rate, bias.flatten())
+    )
     far = kda_gate(torch.tensor([-1e4, 1e4]).view(1, 1, 1, 2), rate[:1], bias[:1, :2], form)
     assert far.isfinite().all()
     assert (far <= 0).all()
@@ -194,13 +198,13 @@ def test_as_one_node_it_keeps_its_inputs_alone(monkeypatch):
     monkeypatch.setattr(kda_operators, "traced", lambda: True)
     for name, value in results(kda, inputs).items():
         assert torch.equal(value, expected[name]), name
-    kept = []
+    saved = []
     inputs = [x.requires_grad_() for x in inputs]
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: kept.append(x.numel()) or x, lambda x: x
+        lambda x: saved.append(x.numel()) or x, lambda x: x
     ):
         kda(*inputs)
-    assert sum(kept) == sum(x.numel() for x in inputs)
+    assert sum(saved) == sum(x.numel() for x in inputs)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +235,11 @@ def test_a_missing_extra_is_said_once(monkeypatch):
     class OnGPU:
         is_cuda, shape, dtype = True, (1, 1, 1, 8), torch.bfloat16
 
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         assert not kda_operators.uses_fla("auto", OnGPU(), OnGPU(), 64)
         assert not kda_operators.uses_fla("auto", OnGPU(), OnGPU(), 64)
-    assert [str(warning.message) for warning in found] == [
+    assert [str(warning.message) for warning in actual] == [
         "kda runs in plain PyTorch, many times slower than fla's kernels: flash-linear-attention is not installed "
         "(pip install 'headwater[kda]')"
     ]
@@ -261,13 +265,13 @@ def test_fla_s_kernels_are_at_most_twice_as_far_from_the_truth_as_plain_bf16(len
     half = [x.bfloat16() if i < 3 else x for i, x in enumerate(inputs)]
     truth = results(lambda *x: kda(*x, backend="reference"), [x.double() for x in half])
     plain = results(products_in_bf16, half)
-    found = results(lambda *x: kda(*x, backend="fla"), half)
+    actual = results(lambda *x: kda(*x, backend="fla"), half)
     spare = {n: 2**-7 if n == "g" else 1e-3 for n in truth}
     limits = {
         n: float(2 * (plain[n].double() - x).abs().max() + spare[n] * x.abs().max())
         for n, x in truth.items()
     }
-    errors = {n: float((found[n].double() - x).abs().max()) for n, x in truth.items()}
+    errors = {n: float((actual[n].double() - x).abs().max()) for n, x in truth.items()}
     assert not {n: (errors[n], limits[n]) for n in truth if errors[n] > limits[n]}
 
 

@@ -81,8 +81,8 @@ def test_a_small_sum_with_nearly_all_of_the_weight_is_not_rounded_like_what_it_r
         options = {"keep": keep} if merge_by is autograd.merge else {}
         x, _ = merge_by(p, None, o, z, f, None, g, eps=1e-12, norm_eps=1e-12, **options)
         results.append([x, *torch.autograd.grad(x, (p, o), seed.to(dtype))])
-    for truth, found in zip(*results, strict=True):
-        assert error(found, truth) < 2e-6
+    for truth, actual in zip(*results, strict=True):
+        assert error(actual, truth) < 2e-6
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -99,16 +99,16 @@ def test_where_a_sum_has_nearly_all_of_the_weight_its_logit_s_gradient_keeps_its
     seed, results = torch.randn(4, 40), []
     for dtype, merge_by in ((torch.float64, two_phase.merge), (torch.float32, operators.merge)):
         leaf = lse.to(dtype).requires_grad_()
-        given = [t.to(dtype) for t in (query, weight)]
+        arguments = [t.to(dtype) for t in (query, weight)]
         options = {"keep": True} if merge_by is autograd.merge else {}
         x, _ = merge_by(
             p.to(dtype),
             None,
             out.to(dtype),
             leaf,
-            given[0],
+            arguments[0],
             None,
-            given[1] if normed else None,
+            arguments[1] if normed else None,
             **options,
         )
         results.append(torch.autograd.grad(x, leaf, seed.to(dtype))[0])
@@ -132,8 +132,8 @@ def test_gradients_may_lie_in_memory_as_they_like(seed_of):
     for backend in ("triton", "reference"):
         outs, _ = first_phase(sources, queries, keys, backend)
         results.append(torch.autograd.grad(outs, leaves, draws[seed_of].unbind(0)))
-    for mine, other in zip(*results):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    for value, other in zip(*results):
+        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-4)
 
 
 def test_queries_and_weights_may_be_columns_and_must_be_vectors():
@@ -170,23 +170,23 @@ def test_rows_that_do_not_fit_are_summed_again_for_the_norm():
         torch.randn(2, 3, 16),
     )
     with poisoned():
-        ours = autograd.mix(sources, (z,), norm)
+        values = autograd.mix(sources, (z,), norm)
     expected = two_phase.mix(sources, (z,), norm)
-    for mine, other in zip((*ours[0], *ours[1]), (*expected[0], *expected[1]), strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+    for value, other in zip((*values[0], *values[1]), (*expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-5)
 
 
 def test_the_inference_read_agrees_and_gives_weights():
     sources, queries, keys, norm = draw(4, 40, 3, torch.float32, "cpu")
     with torch.no_grad(), poisoned():
-        ours = depth_attention(
+        values = depth_attention(
             sources, queries[0], keys[0], norm_weight=norm, backend="triton", return_weights=True
         )
     expected = depth_attention(
         sources, queries[0], keys[0], norm_weight=norm, backend="reference", return_weights=True
     )
-    for mine, other in zip(ours, expected):
-        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+    for value, other in zip(values, expected):
+        torch.testing.assert_close(value, other, atol=1e-6, rtol=1e-5)
 
 
 def test_more_queries_than_one_launch_holds():
@@ -202,8 +202,8 @@ def test_more_queries_than_one_launch_holds():
         results.append([torch.stack(outs), torch.stack(lses)])
     seeds = [torch.randn_like(t) for t in results[0]]
     gradients = [torch.autograd.grad(r, [*sources, queries], seeds) for r in results]
-    for mine, other in zip([*results[0], *gradients[0]], [*results[1], *gradients[1]]):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    for value, other in zip([*results[0], *gradients[0]], [*results[1], *gradients[1]]):
+        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -216,10 +216,10 @@ def test_a_norm_weight_of_zero_has_its_gradient():
     sources, queries, keys, norm = draw(3, 24, 3, torch.float32, "cpu")
     norm[::5] = 0.0
     inputs = [*sources, queries, keys, norm]
-    ours, seeds = run(two_phases, inputs, "triton", torch.float32)
+    values, seeds = run(two_phases, inputs, "triton", torch.float32)
     expected, _ = run(two_phases, inputs, "reference", torch.float32, seeds)
-    for mine, other in zip(ours, expected):
-        assert error(mine, other.double()) < 1e-5
+    for value, other in zip(values, expected):
+        assert error(value, other.double()) < 1e-5
 
 
 def test_a_source_that_others_use_keeps_its_gradient():
@@ -254,15 +254,15 @@ def test_a_source_that_others_use_keeps_its_gradient():
         return tuple(v * 1.0 for _ in range(scores.shape[-1])), None, (v,)
 
     leaves = [source, other, folded]
-    ours = torch.autograd.grad(graph(scored), leaves)
+    values = torch.autograd.grad(graph(scored), leaves)
     expected = torch.autograd.grad(graph(plain), leaves, allow_unused=True)
-    for mine, its in zip(ours[:2], expected[:2]):
-        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+    for value, its in zip(values[:2], expected[:2]):
+        torch.testing.assert_close(value, its, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_two_sources_may_share_one_gradient(compiled):
-    """Which neither may add to alone; compiled, inductor must find out by itself which copies to keep."""
+    """Neither source may add to it; compiled, inductor must find out which copies to keep."""
     torch.manual_seed(0)
     leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(2)]
     folded, weight = torch.randn(3, 16) * 0.3, torch.randn(4, 16)
@@ -278,28 +278,28 @@ def test_two_sources_may_share_one_gradient(compiled):
         )
 
     expected = torch.autograd.grad(loss(two_phase), leaves)
-    ours = (
+    values = (
         torch.compile(lambda: loss(autograd), options=INDUCTOR | UNFUSED)()
         if compiled
         else loss(autograd)
     )
-    for mine, other in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-5)
+    for value, other in zip(torch.autograd.grad(values, leaves), expected, strict=True):
+        torch.testing.assert_close(value, other, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_queries_threaded_twice_may_share_one_gradient(opens):
-    """By a source that is scored, and by the read that opens a block, which hands the next read its query."""
+    """A source that is scored threads them, and so does the read that opens a block."""
     torch.manual_seed(0)
     leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(3)]
     folded, weight = (torch.randn(4, 16) * 0.3).requires_grad_(), torch.randn(4, 16)
 
     def loss(ops):
         y, partial, source = leaves
-        asked = {"eps": 1e-6, "start": 1, "sizes": (2, 1)}
-        _, fa, za = ops.score(source, folded * 1.0, **asked)
-        given = (y, None if opens else partial, folded * 1.0, (source,), za[:1])
-        outs, lses, (query,), fb, sources, zb = ops.open_block(*given, **asked)
+        options = {"eps": 1e-6, "start": 1, "sizes": (2, 1)}
+        _, fa, za = ops.score(source, folded * 1.0, **options)
+        arguments = (y, None if opens else partial, folded * 1.0, (source,), za[:1])
+        outs, lses, (query,), fb, sources, zb = ops.open_block(*arguments, **options)
         shared = fa + fb  # one gradient for both
         results = (*outs, *lses, *sources, *za, *zb)
         return (
@@ -308,10 +308,10 @@ def test_queries_threaded_twice_may_share_one_gradient(opens):
             + (query * weight[0]).sum()
         )
 
-    wanted = [*(leaves[::2] if opens else leaves), folded]
-    expected = torch.autograd.grad(loss(two_phase), wanted)
-    for mine, other in zip(torch.autograd.grad(loss(autograd), wanted), expected, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+    desired = [*(leaves[::2] if opens else leaves), folded]
+    expected = torch.autograd.grad(loss(two_phase), desired)
+    for value, other in zip(torch.autograd.grad(loss(autograd), desired), expected, strict=True):
+        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-5)
 
 
 class Net(nn.Module):
@@ -358,14 +358,14 @@ def test_the_fused_residual_equals_the_reference(spec):
     expected = results_of(Net(f"{spec}{extend}backend=reference"))
     net = Net(f"{spec}{extend}backend=triton")
     before = sum(launches.values())
-    ours = results_of(net)
+    actual_values = results_of(net)
     assert sum(launches.values()) > before
-    for mine, other in zip(ours, expected, strict=True):
-        assert error(mine, other.double()) < 2e-5
+    for value, other in zip(actual_values, expected, strict=True):
+        assert error(value, other.double()) < 2e-5
     step = net.step
     for reentrant in (False, True):
         net.step = lambda *a, reentrant=reentrant: checkpoint(step, *a, use_reentrant=reentrant)
-        assert all(torch.equal(a, b) for a, b in zip(ours, results_of(net)))
+        assert all(torch.equal(a, b) for a, b in zip(actual_values, results_of(net)))
 
 
 @pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
@@ -388,24 +388,24 @@ def test_under_autocast_a_bf16_stream_meets_fp32_weights(spec):
         with torch.no_grad():
             for parameter in model.residual.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter))
-        seen = set()
+        noted = set()
         model.sublayers[-1].body.register_forward_hook(
-            lambda _, inputs, __: seen.add(inputs[0].dtype)
+            lambda _, inputs, __: noted.add(inputs[0].dtype)
         )
         before = sum(launches.values())
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = model(torch.arange(9).view(1, 9)).float().square().mean()
         loss.backward()
         assert (sum(launches.values()) > before) == (backend == "triton")
-        assert seen == {torch.bfloat16 if half else torch.float32}
+        assert noted == {torch.bfloat16 if half else torch.float32}
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
     truth = [t.double() for t in results("reference", half=False)]
-    for mine, other, exact in zip(
+    for value, other, exact in zip(
         results("triton", half=True), results("reference", half=True), truth, strict=True
     ):
         assert (
-            error(mine, exact) < 4 * error(other, exact) + 0.01
+            error(value, exact) < 4 * error(other, exact) + 0.01
         )  # the interpreter truncates to bf16
 
 
@@ -421,18 +421,18 @@ def test_the_schedule_of_training_is_as_exact(spec):
 def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec):
     """Per sublayer its input and its output (of a block: the running sum); phase 1's outputs are rebuilt."""
     net = Net(f"{spec}{',' if ':' in spec else ':'}backend=triton")
-    kept = {}
+    saved = {}
 
     def pack(tensor):
         if tensor.shape == (9, 24):
-            kept[tensor.data_ptr()] = tensor
+            saved[tensor.data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = net(torch.randn(9, 24, requires_grad=True))
     assert out.requires_grad
     inputs_and_outputs = 2 * len(net.linears)
-    assert len(kept) <= inputs_and_outputs + 2  # the embedding, and the final norm's output
+    assert len(saved) <= inputs_and_outputs + 2  # the embedding, and the final norm's output
 
 
 @pytest.mark.parametrize(
@@ -447,11 +447,11 @@ def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec
 )
 def test_the_fused_residual_compiles_without_a_break(spec, backend):
     net = Net(spec, sublayers=4)  # of which three make a block
-    ours = results_of(net)
+    values = results_of(net)
     options = INDUCTOR | UNFUSED if backend == "inductor" else None
     compiled = torch.compile(net, fullgraph=True, backend=backend, options=options)
-    for mine, other in zip(results_of(net, compiled), ours, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+    for value, other in zip(results_of(net, compiled), values, strict=True):
+        torch.testing.assert_close(value, other, atol=1e-6, rtol=1e-5)
 
 
 def test_settling_gives_back_the_plain_state():
@@ -462,8 +462,8 @@ def test_settling_gives_back_the_plain_state():
     one, two = (r.begin(torch.ones(2, 16)) for r in (fast, slow))
     for i in range(7):
         assert len(fast.settle(one, i)) == len(two) == fast.num_sources(i)
-        for mine, other in zip(fast.settle(one, i), two):
-            torch.testing.assert_close(mine, other)
+        for value, other in zip(fast.settle(one, i), two):
+            torch.testing.assert_close(value, other)
         torch.testing.assert_close(fast.weights(one, i), slow.weights(two, i))
         _, one = fast.read(one, i)
         _, two = slow.read(two, i)
@@ -512,10 +512,10 @@ def test_operators_are_well_registered():
         (inference_read.read, (sources, g.clone(), None, g, 1e-6, True)),
     ]
     for writer, arguments in checks:
-        made = writer.allocate(*arguments)
-        assert writer.overload(*arguments, *made) is None  # see `Writer`
+        outputs = writer.allocate(*arguments)
+        assert writer.overload(*arguments, *outputs) is None  # see `Writer`
         torch.library.opcheck(
-            writer.overload, (*arguments, *made), test_utils=("test_schema", "test_faketensor")
+            writer.overload, (*arguments, *outputs), test_utils=("test_schema", "test_faketensor")
         )
 
 
@@ -553,12 +553,12 @@ def test_wide_rows_run_with_fewer_stages_or_are_refused_by_shape(names):
 
 def test_an_attempt_that_did_not_fit_keeps_no_tensor_alive():
     x = torch.zeros(4)
-    held = weakref.ref(x)
+    references = weakref.ref(x)
     gc.disable()
     try:
         launch_that_fits(Hungry(["x"], limit=1), (1,), (x,), (), {}, 4, 3)
         del x
-        assert held() is None
+        assert references() is None
     finally:
         gc.enable()
 

@@ -80,12 +80,12 @@ def test_rows_beyond_two_to_the_31_numbers_are_found():
         results = ops.merge(*leaves, query, key, norm, **options)
         return [*results, *torch.autograd.grad(results, leaves, (dx[here], dtotal[here]))]
 
-    ours = [t[-last:] for t in merged(autograd, slice(None))]
+    values = [t[-last:] for t in merged(autograd, slice(None))]
     small = merged(autograd, slice(-last, None))
-    assert all(map(torch.equal, ours, small))
+    assert all(map(torch.equal, values, small))
     plain = merged(reference, slice(-last, None))
-    for mine, expected in zip(ours, plain, strict=True):
-        assert error(mine, expected.double()) < 0.05
+    for value, expected in zip(values, plain, strict=True):
+        assert error(value, expected.double()) < 0.05
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,8 +142,8 @@ def step(request):
 def test_a_decoder_compiles_without_a_break(step):
     run, model = step
     expected = [t.clone() for t in run()]
-    for mine, other in zip(run(torch.compile(model, fullgraph=True)), expected, strict=True):
-        assert (mine - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
+    for value, other in zip(run(torch.compile(model, fullgraph=True)), expected, strict=True):
+        assert (value - other).float().norm() <= 0.05 * other.float().norm() + 1e-6
 
 
 @pytest.mark.parametrize("spec", ["attnres-block:block=2", "attnres-full"])
@@ -169,7 +169,7 @@ def test_recomputed_activations_give_the_same_gradients(step, reentrant):
     expected = [t.clone() for t in run()]
     model.around = functools.partial(checkpoint, use_reentrant=reentrant)
     try:
-        assert all(torch.equal(mine, other) for mine, other in zip(run(), expected, strict=True))
+        assert all(torch.equal(value, other) for value, other in zip(run(), expected, strict=True))
     finally:
         model.around = None
 
@@ -191,10 +191,10 @@ def test_autocast(wide):
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
     truth = [t.double() for t in results("reference", half=False)]
-    for mine, other, exact in zip(
+    for value, other, exact in zip(
         results("triton", half=True), results("reference", half=True), truth, strict=True
     ):
-        assert error(mine, exact) < 2 * error(other, exact) + 1e-3
+        assert error(value, exact) < 2 * error(other, exact) + 1e-3
 
 
 def test_sharded_parameters(step):
@@ -212,8 +212,8 @@ def test_sharded_parameters(step):
         model.zero_grad(set_to_none=True)
         for module in (model, sharded):
             module(tokens).float().square().mean().backward()
-        for mine, other in zip(sharded.parameters(), model.parameters(), strict=True):
-            assert isinstance(mine, DTensor)
-            assert torch.equal(mine.grad.full_tensor(), other.grad)
+        for value, other in zip(sharded.parameters(), model.parameters(), strict=True):
+            assert isinstance(value, DTensor)
+            assert torch.equal(value.grad.full_tensor(), other.grad)
     finally:
         dist.destroy_process_group()

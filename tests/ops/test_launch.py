@@ -1,4 +1,4 @@
-"""Which way a kernel is launched, and under what a compiled one is kept: with a stand-in, which needs no GPU."""
+"""The way a kernel is launched, and the key of a compiled one: with a stand-in, which needs no GPU."""
 
 import ast
 from pathlib import Path
@@ -15,7 +15,7 @@ from headwater.ops.triton import launch as launching
 
 
 class Kernel:
-    """As triton.jit makes them: `M` may vary, `D` is specialised for. Notes which way each launch went."""
+    """A kernel such as triton.jit makes: `M` may vary, `D` is specialised for. Notes which way each launch went."""
 
     __name__ = "_kernel"
     arg_names = ("x", "y", "M", "D", "BD", "STAGES")
@@ -94,8 +94,8 @@ def test_a_prepared_launch_keeps_the_kernel(kernel):
 )
 def test_a_prepared_launch_keeps_it_for_these_types_and_whole_addresses_alone(kernel, other):
     ready, tensors = prepared(kernel), torch.zeros(2, 4)
-    for given in (tensors, tensors, tensors, other, other, other, tensors):
-        ready(*given)
+    for arguments in (tensors, tensors, tensors, other, other, other, tensors):
+        ready(*arguments)
     assert [way[0] for way in kernel.ways] == ["public", "direct", "direct"] * 2 + ["direct"]
     assert [way[2][0] for way in kernel.ways[-2:]] == [other.data_ptr(), tensors.data_ptr()]
 
@@ -285,5 +285,5 @@ def test_kernels_declare_the_lengths_that_vary():
         kernel for path in folder.rglob("*.py") for kernel in launched(ast.parse(path.read_text()))
     ]
     assert len(kernels) >= 12
-    for name, taken, declared in kernels:
-        assert taken & vary == declared, name
+    for name, argument_count, declared in kernels:
+        assert argument_count & vary == declared, name

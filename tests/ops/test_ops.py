@@ -28,15 +28,16 @@ def test_agrees_with_fla_in_output_and_every_gradient(num_sources, dim, normed):
     sources, query, key_weight = draw(num_sources, dim)
     norm_weight = (1 + 0.3 * torch.randn(dim)).requires_grad_() if normed else None
     inputs = [*sources, query, key_weight, *([norm_weight] if normed else [])]
-    ours = depth_attention(sources, query, key_weight, norm_weight=norm_weight)
-    theirs = naive_attnres(query, sources, key_weight, norm_weight)
-    theirs = theirs[-1] if isinstance(theirs, tuple) else theirs
-    seed = torch.randn_like(ours)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    for mine, other in zip(
-        torch.autograd.grad(ours, inputs, seed), torch.autograd.grad(theirs, inputs, seed)
+    values = depth_attention(sources, query, key_weight, norm_weight=norm_weight)
+    reference_value = naive_attnres(query, sources, key_weight, norm_weight)
+    reference_value = reference_value[-1] if isinstance(reference_value, tuple) else reference_value
+    seed = torch.randn_like(values)
+    torch.testing.assert_close(values, reference_value, atol=1e-5, rtol=1e-5)
+    for value, other in zip(
+        torch.autograd.grad(values, inputs, seed),
+        torch.autograd.grad(reference_value, inputs, seed),
     ):
-        assert (mine - other).norm() <= 1e-5 * max(other.norm(), 1.0)
+        assert (value - other).norm() <= 1e-5 * max(other.norm(), 1.0)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -86,8 +87,8 @@ def test_two_phases_equal_one_pass(num_blocks, normed):
         inputs = [*sources, queries, key_weights]
         seed = torch.randn_like(direct)
         two = torch.autograd.grad(merged, inputs, seed, retain_graph=True)
-        for mine, other in zip(two, torch.autograd.grad(direct, inputs, seed)):
-            torch.testing.assert_close(mine, other, atol=1e-11, rtol=1e-11)
+        for value, other in zip(two, torch.autograd.grad(direct, inputs, seed)):
+            torch.testing.assert_close(value, other, atol=1e-11, rtol=1e-11)
 
 
 def test_weights_are_a_distribution_and_reproduce_the_read():
@@ -181,15 +182,15 @@ def test_wrong_shapes_are_named():
 
 @pytest.mark.parametrize("sums", [1, 3])
 def test_sums_source_by_source_are_those_of_products(sums, monkeypatch):
-    """Which of the two is faster depends on the width; both paths are taken whatever that is here."""
+    """The faster way depends on the width; both paths are taken whatever that is here."""
     torch.manual_seed(0)
     sources = [torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     scores = torch.randn(2, 5, 4, sums, dtype=torch.float64, requires_grad=True)
     expected = torch.einsum("btns,nbtd->sbtd", scores.softmax(-2), torch.stack(sources))
-    wanted = torch.autograd.grad(expected.square().sum(), (scores, *sources))
+    desired = torch.autograd.grad(expected.square().sum(), (scores, *sources))
     for small in (0, 1024):
         monkeypatch.setattr(reference, "SMALL", small)
         outs, _, _ = reference.mix(sources, (scores[..., :1, :], scores[..., 1:, :]))
         torch.testing.assert_close(torch.stack(outs), expected)
-        found = torch.autograd.grad(torch.stack(outs).square().sum(), (scores, *sources))
-        torch.testing.assert_close(found, wanted)
+        actual = torch.autograd.grad(torch.stack(outs).square().sum(), (scores, *sources))
+        torch.testing.assert_close(actual, desired)

@@ -66,9 +66,9 @@ def test_values_and_their_gradients_are_copied_bit_by_bit():
     assert torch.equal(v[:, 0], joined[..., -8:])
     seed = torch.randn_like(v)
     seed[0, 0, 0, 0] = torch.inf
-    (found,) = torch.autograd.grad(v, joined, seed)
-    assert torch.equal(found[..., -8:], seed[:, 0])
-    assert not found[..., :-8].any()
+    (actual,) = torch.autograd.grad(v, joined, seed)
+    assert torch.equal(actual[..., -8:], seed[:, 0])
+    assert not actual[..., :-8].any()
 
 
 @pytest.mark.gpu
@@ -96,9 +96,9 @@ def test_attention_gets_heads_behind_tokens():
 def test_it_compiles_to_one_graph_with_one_node_each_way():
     """Nothing is put together behind the backward's."""
     joined, function = draw(1, 5, 4, 2, 8), turned(4, 2, tables(5, 8))
-    found, forward, backward = compiled_nodes(lambda x: function(x, "triton"), joined)
-    wanted = results(lambda x: function(x, "triton"), joined, torch.float32)
-    torch.testing.assert_close(found, wanted, atol=0, rtol=0)
+    actual, forward, backward = compiled_nodes(lambda x: function(x, "triton"), joined)
+    desired = results(lambda x: function(x, "triton"), joined, torch.float32)
+    torch.testing.assert_close(actual, desired, atol=0, rtol=0)
     assert forward.count("headwater.rotary_forward.default") == 1
     assert backward == ["headwater.rotary_backward.default"]
 

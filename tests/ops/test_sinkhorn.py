@@ -42,10 +42,10 @@ def value_and_gradient(function, logits):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_value_and_gradient_are_those_of_the_divisions(n):
-    for mine, plain in zip(
+    for value, plain in zip(
         value_and_gradient(sinkhorn, draw(n)), value_and_gradient(by_division, draw(n))
     ):
-        torch.testing.assert_close(mine, plain, atol=1e-13, rtol=1e-13)
+        torch.testing.assert_close(value, plain, atol=1e-13, rtol=1e-13)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 20])
@@ -79,9 +79,9 @@ def test_near_a_permutation_the_gradient_is_not_what_rounding_leaves_of_a_differ
     pytest.importorskip("triton", reason="the kernel needs triton")
     logits = (draw(n) / 2 + lead * torch.eye(n).roll(1, 0)).float()
     truth = value_and_gradient(by_division, logits.double())
-    found = value_and_gradient(lambda x, i: sinkhorn(x, i, backend=backend), logits.to(device))
-    for mine, exact in zip(found, truth, strict=True):
-        assert ((mine.cpu() - exact).norm(dim=(-2, -1)) < 3e-5 * exact.norm(dim=(-2, -1))).all()
+    actual = value_and_gradient(lambda x, i: sinkhorn(x, i, backend=backend), logits.to(device))
+    for value, exact in zip(actual, truth, strict=True):
+        assert ((value.cpu() - exact).norm(dim=(-2, -1)) < 3e-5 * exact.norm(dim=(-2, -1))).all()
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -108,12 +108,12 @@ def test_the_kernel_is_as_good_as_the_reference(n, device):
 
 
 def test_only_the_logits_are_kept_for_the_backward():
-    kept = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t.numel()) or t, lambda t: t
+        lambda t: saved.append(t.numel()) or t, lambda t: t
     ):
         sinkhorn(draw(4).requires_grad_(), 20)
-    assert kept == [5 * 7 * 16]
+    assert saved == [5 * 7 * 16]
 
 
 def test_rows_and_columns_sum_to_one():

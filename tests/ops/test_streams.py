@@ -91,18 +91,18 @@ def test_the_kernels_are_as_exact_as_plain_pytorch(device, n, dim, tokens, norm,
     inputs, seeds = draw(n, dim, tokens, norm, dtype, device)
     before = launches.copy()
     with poisoned():
-        ours = run(inputs, seeds, norm, "triton")
+        values = run(inputs, seeds, norm, "triton")
     ran = launches - before
     assert all(ran[name] == 1 for name in OPERATORS if name != "score" or norm != "constant")
     plain = run(inputs, seeds, norm, "reference")
     truth = run([t.double() for t in inputs], seeds, norm, "reference", torch.float64)
-    assert len(ours) == len(plain) == len(truth) >= 7
+    assert len(values) == len(plain) == len(truth) >= 7
     times = (
         8 if dtype == torch.bfloat16 and device == "cpu" else 2
     )  # the interpreter truncates where a GPU rounds
-    for mine, other, exact in zip(ours, plain, truth):
-        assert mine.dtype == other.dtype
-        assert error(mine, exact) <= times * error(other, exact) + 1e-5
+    for value, other, exact in zip(values, plain, truth):
+        assert value.dtype == other.dtype
+        assert error(value, exact) <= times * error(other, exact) + 1e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,12 +112,12 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(device):
     (x, y, post, res, pre, weight), seeds = draw(2, 20, 3, "together", torch.float32, device)
 
     def results(backend, used, dtype):
-        leaf, given = x.to(dtype).requires_grad_(), [t.to(dtype) for t in (y, post, res)]
+        leaf, arguments = x.to(dtype).requires_grad_(), [t.to(dtype) for t in (y, post, res)]
         z, again, factors = project_streams(leaf, weight.to(dtype), 1e-6, backend=backend)
         read = read_streams(again, pre.to(dtype), factors, backend=backend)
-        made = (read, write_streams(again, *given, backend=backend), z)
+        outputs = (read, write_streams(again, *arguments, backend=backend), z)
         return torch.autograd.grad(
-            [made[k] for k in used], leaf, [seeds[k].to(dtype) for k in used]
+            [outputs[k] for k in used], leaf, [seeds[k].to(dtype) for k in used]
         )[0]
 
     for used in ((2,), (0,), (0, 2), (1,)):
@@ -126,14 +126,14 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(device):
 
 
 def test_streams_that_share_their_memory_are_taken():
-    """As those that `begin` makes of one embedding."""
+    """`begin` makes such streams of one embedding."""
     pytest.importorskip("triton", reason="the kernels need triton")
     inputs, seeds = draw(3, 24, 2, "together", torch.float32, "cuda" if GPU else "cpu")
     inputs[0] = inputs[0][:, :1].expand(-1, 3, -1)
-    for mine, other in zip(
+    for value, other in zip(
         *(run(inputs, seeds, "together", backend) for backend in ("triton", "reference"))
     ):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-4)
 
 
 def test_without_gradients_the_same_kernels_run():
@@ -144,8 +144,8 @@ def test_without_gradients_the_same_kernels_run():
     z, again, factors = project_streams(x.requires_grad_(), weight, 1e-6, backend="triton")
     h = read_streams(again, pre, factors, backend="triton")
     with torch.no_grad():
-        found, again, factors = project_streams(x, weight, 1e-6, backend="triton")
-        assert torch.equal(found, z)
+        actual, again, factors = project_streams(x, weight, 1e-6, backend="triton")
+        assert torch.equal(actual, z)
         assert torch.equal(read_streams(again, pre, factors, backend="triton"), h)
 
 
@@ -180,14 +180,15 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
 def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(n, dim, norm, dtype):
     inputs, seeds = draw(n, dim, 1500, norm, dtype, "cuda")
     with poisoned():
-        ours = run(inputs, seeds, norm, "triton")
+        values = run(inputs, seeds, norm, "triton")
     plain = run(inputs, seeds, norm, "reference")
     truth = run([t.double() for t in inputs], seeds, norm, "reference", torch.float64)
-    for mine, other, exact in zip(ours, plain, truth, strict=True):
-        assert error(mine, exact) <= 2 * error(other, exact) + 1e-5
+    for value, other, exact in zip(values, plain, truth, strict=True):
+        assert error(value, exact) <= 2 * error(other, exact) + 1e-5
     for _ in range(20):
         assert all(
-            torch.equal(a, b) for a, b in zip(ours, run(inputs, seeds, norm, "triton"), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(values, run(inputs, seeds, norm, "triton"), strict=True)
         )
 
 
@@ -246,10 +247,10 @@ def assert_as_exact(ours, spec):
         Step(f"{spec}{join}backend=reference"),
         Step(f"{spec}{join}backend=reference", torch.float64),
     )
-    found = [zip(*(arm.drawn(seed) for arm in arms), strict=True) for seed in range(DRAWS)]
-    for several in zip(*found, strict=True):  # draws of one tensor
-        mine, other, exact = (torch.stack(some).flatten() for some in zip(*several, strict=True))
-        assert (mine - exact).norm() <= 2 * (other - exact).norm() + 1e-3 * exact.norm()
+    actual = [zip(*(arm.drawn(seed) for arm in arms), strict=True) for seed in range(DRAWS)]
+    for several in zip(*actual, strict=True):  # draws of one tensor
+        value, other, exact = (torch.stack(some).flatten() for some in zip(*several, strict=True))
+        assert (value - exact).norm() <= 2 * (other - exact).norm() + 1e-3 * exact.norm()
 
 
 @pytest.mark.gpu

@@ -55,36 +55,36 @@ def test_many_tokens(tokens, width):
 def test_the_reference_is_the_formula_of_its_halves():
     joined = draw(2, 3, 14)
     gate, up = joined.split(7, -1)
-    for found in (swiglu(joined, backend="reference"), swiglu(gate, up)):
-        assert torch.equal(found, F.silu(gate) * up)
+    for actual in (swiglu(joined, backend="reference"), swiglu(gate, up)):
+        assert torch.equal(actual, F.silu(gate) * up)
 
 
 def test_gradients_that_are_not_contiguous():
-    """Of a sum: one number, expanded. Of a transposed reader: another order."""
+    """A sum's gradient is one number, expanded; a transposed reader's has another order."""
     joined = draw(2, 6, 10).requires_grad_()
     for reader in (lambda y: y.sum(), lambda y: (y.transpose(0, 1) * draw(6, 2, 5)).sum()):
-        found, wanted = (
+        actual, desired = (
             torch.autograd.grad(reader(swiglu(joined, backend=backend)), joined)[0]
             for backend in ("triton", "reference")
         )
-        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(actual, desired, atol=1e-6, rtol=1e-5)
 
 
 def test_far_gates_stay_finite():
-    """Where the sigmoid is 0 or 1, and exp overflows."""
+    """The sigmoid is 0 or 1 there, and exp overflows."""
     joined = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0]], device=DEVICE)
     with poisoned():
         y, gradient = results(lambda x: gated(x, "triton"), joined, torch.float32)
-    wanted = results(lambda x: gated(x, "reference"), joined, torch.float32)
-    torch.testing.assert_close([y, gradient], wanted, atol=1e-6, rtol=1e-5)
+    desired = results(lambda x: gated(x, "reference"), joined, torch.float32)
+    torch.testing.assert_close([y, gradient], desired, atol=1e-6, rtol=1e-5)
 
 
 def test_it_compiles_to_one_graph_with_one_node_each_way():
     """No concatenation behind the backward's."""
     joined = draw(4, 12)
-    found, forward, backward = compiled_nodes(lambda x: gated(x, "triton"), joined)
+    actual, forward, backward = compiled_nodes(lambda x: gated(x, "triton"), joined)
     torch.testing.assert_close(
-        found, results(lambda x: gated(x, "triton"), joined, torch.float32), atol=0, rtol=0
+        actual, results(lambda x: gated(x, "triton"), joined, torch.float32), atol=0, rtol=0
     )
     assert forward == ["headwater.swiglu_forward.default"]
     assert backward == ["headwater.swiglu_backward.default"]

@@ -1,4 +1,4 @@
-"""What the mathematics of Attention Residuals promises."""
+"""Promises of the mathematics of Attention Residuals."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_zero_queries_give_the_plain_network(spec, layers):
 
 @pytest.mark.parametrize("spec", ["attnres-full", "attnres-block:block=3"])
 def test_the_final_read_takes_part(spec):
-    """Without the read at the end, the head would see only the newest source: another function at any start."""
+    """The head would else see only the newest source: another function at any start."""
     model, tokens = model_of(spec), tokens_of()
     complete = model(tokens)
     model.residual.end = lambda state, norm=None: norm(state[-1])
@@ -184,7 +184,7 @@ def test_queries_start_as_wide_as_they_are_asked_to():
 
 @pytest.mark.parametrize(("scale", "power"), [("root", 0.5), ("width", 1)])
 def test_under_adam_a_scale_of_the_logits_is_a_factor_on_the_queries_rate(scale, power):
-    """Which is why the study sweeps the factor alone."""
+    """The study therefore sweeps only the factor."""
 
     def trained(spec, query_lr):
         model, tokens = model_of(spec), tokens_of()

@@ -1,4 +1,4 @@
-"""What every registered residual promises, whatever its formula."""
+"""Promises of every registered residual, whatever its formula."""
 
 import copy
 from functools import cache, partial

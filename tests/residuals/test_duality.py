@@ -85,8 +85,8 @@ def test_keys_that_each_state_makes_are_another_operator_unless_maps_are_equal()
     assert (last - added[-1]).abs().max() > 1e-2
     for i in range(STATES):
         for name in MAPS:
-            if (mine := getattr(residual.reads[str(i)], name)) is not None:
-                mine.copy_(getattr(residual.reads["1"], name))
+            if (value := getattr(residual.reads[str(i)], name)) is not None:
+                value.copy_(getattr(residual.reads["1"], name))
     states, added = depth_reads(residual)
     torch.testing.assert_close(
         added, short_attention(states, residual.reads["1"], 3), atol=1e-12, rtol=1e-12

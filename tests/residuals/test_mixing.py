@@ -35,8 +35,8 @@ def test_with_its_weights_held_a_residual_is_linear_in_its_sources(spec):
         torch.nn.init.normal_(p, std=0.3)
     sources = [torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(7)]
     with hold_weights():
-        held = replay(residual, sources)
-    for read, free in zip(held, replay(residual, sources)):
+        references = replay(residual, sources)
+    for read, free in zip(references, replay(residual, sources)):
         for h, f in zip(
             read if isinstance(read, tuple) else (read,),
             free if isinstance(free, tuple) else (free,),
@@ -91,7 +91,7 @@ def test_groups_of_an_operator_s_matrix_are_neighbouring_channels(spec):
     for p in residual.parameters():
         torch.nn.init.normal_(p, std=0.5)
     sources = list(torch.randn(4, 1, 1, 16))
-    found = mixing(residual, sources, groups=2)[read, source, 0, 0]
+    actual = mixing(residual, sources, groups=2)[read, source, 0, 0]
     with hold_weights():
         jacobian = torch.autograd.functional.jacobian(
             lambda v: replay(residual, [sources[0], v, *sources[2:]])[read], sources[source]
@@ -99,7 +99,7 @@ def test_groups_of_an_operator_s_matrix_are_neighbouring_channels(spec):
     v = sources[source].flatten()
     share = jacobian.view(16, 16) @ v
     expected = [v[part] @ share[part] / (v[part] @ v[part]) for part in (slice(8), slice(8, 16))]
-    torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_no_residual_or_not_one_pass_is_refused():
@@ -155,7 +155,7 @@ def test_where_sources_pass_through_matrices_it_is_how_much_of_them_is_left(spec
         torch.nn.init.normal_(p, std=0.5)
     sources = list(torch.randn(5, 2, 1, 8))
     sources[2].zero_()
-    found = mixing(residual, sources)
+    actual = mixing(residual, sources)
     assert residual.mixes == "operator"
     with hold_weights():
         jacobian = torch.autograd.functional.jacobian(
@@ -166,9 +166,9 @@ def test_where_sources_pass_through_matrices_it_is_how_much_of_them_is_left(spec
         J, v = jacobian[row, 0, :, row, 0], sources[source][row, 0]
         assert (J - J[0, 0] * torch.eye(8)).abs().max() > 1e-2
         torch.testing.assert_close(
-            found[read, source, row, 0], v @ J @ v / (v @ v), atol=1e-5, rtol=1e-5
+            actual[read, source, row, 0], v @ J @ v / (v @ v), atol=1e-5, rtol=1e-5
         )
-    assert (found[:, 2] == 0).all()
+    assert (actual[:, 2] == 0).all()
 
 
 def test_three_inputs_have_three_matrices():
@@ -243,7 +243,7 @@ def test_full_attention_residuals_are_dense():
 
 @pytest.mark.parametrize("block", [2, 4])
 def test_block_attention_residuals_have_rank_between_n_and_n_plus_s(block):
-    """What later reads need of earlier sources: one tensor a block. (M itself is triangular with a full diagonal.)"""
+    """Later reads need one tensor per block of earlier sources. (M itself is triangular with a full diagonal.)"""
     blocks = SUBLAYERS // block
     ranks = measures.semiseparable_rank(matrix_of(f"attnres-block:block={block}"), 1e-5)
     assert (ranks >= blocks).all()

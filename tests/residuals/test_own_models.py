@@ -1,4 +1,4 @@
-"""What models of other people's do with a state: freeze, cast, select and compile around it."""
+"""Models of other people handle a state: they freeze, cast, select and compile around it."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def run(residual, x, norms, layers, *, frozen: int, detach: bool = False):
 @pytest.mark.parametrize("how", ["no_grad", "detach"])
 @pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
 def test_queries_above_frozen_layers_learn_in_two_phases_as_in_one_pass(spec, how):
-    """What a query finds in a source is computed when the source is written, where nothing may ask for gradients."""
+    """A query's result over a source is computed when the source is written, where nothing may ask for gradients."""
     norms, layers = stack(12)
     x, gradients, outputs = torch.randn(2, 5, 16), {}, {}
     for schedule in ("one-pass", "two-phase"):
@@ -63,14 +63,14 @@ def test_queries_above_frozen_layers_learn_in_two_phases_as_in_one_pass(spec, ho
 
 @pytest.mark.parametrize("spec", names())
 def test_a_state_is_rebuilt_as_a_plain_tuple(spec):
-    """By those who move or cast what a layer takes: type(state)(...) of its tensors."""
+    """Whoever moves or casts what a layer takes makes type(state)(...) of its tensors."""
     residual = build(spec, 16, 4)
     norms, layers = stack(4)
     state = residual.begin(torch.randn(2, 3, 16))
     assert type(state) is Placed
     rebuilt = type(state)(tensor.clone() for tensor in state)
     assert type(rebuilt) is tuple
-    whole, cut = (run_from(residual, each, norms, layers) for each in (state, rebuilt))
+    whole, cut = (run_from(residual, losses, norms, layers) for losses in (state, rebuilt))
     assert torch.equal(whole, cut)
 
 
@@ -160,10 +160,10 @@ def test_gradients_of_each_sample_by_torch_func_are_those_of_its_backward(spec):
     def loss(values, x):
         return (torch.func.functional_call(network, values, (x,)) * along).sum()
 
-    found = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, samples)
+    actual = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, samples)
     for n, sample in enumerate(samples):
         expected = torch.autograd.grad(loss(parameters, sample), [*parameters.values()])
-        for gradient, (name, of_samples) in zip(expected, found.items(), strict=True):
+        for gradient, (name, of_samples) in zip(expected, actual.items(), strict=True):
             torch.testing.assert_close(of_samples[n], gradient, atol=1e-4, rtol=1e-4, msg=name)
 
 
@@ -178,11 +178,12 @@ def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(spec):
     assert {tensor.dtype for tensor in (*empty.bfloat16().parameters(), *empty.buffers())} == {
         torch.bfloat16
     }
-    held = list(network.buffers())
-    kept = [
-        now is before for now, before in zip(network.to("cpu").float().buffers(), held, strict=True)
+    references = list(network.buffers())
+    saved = [
+        now is before
+        for now, before in zip(network.to("cpu").float().buffers(), references, strict=True)
     ]
-    assert all(kept), "a move that changes nothing leaves a module's memory as it is"
+    assert all(saved), "a move that changes nothing leaves a module's memory as it is"
     network.share_memory()
     assert all(tensor.is_shared() for tensor in (*network.parameters(), *network.buffers()))
 
@@ -197,13 +198,15 @@ SINGLE_READS = [
 
 @pytest.mark.parametrize("spec", SINGLE_READS + IN_TWO_PHASES)
 def test_outputs_narrower_than_the_stream_are_summed_as_wide_as_it_is(spec):
-    """As those of linear layers under autocast."""
+    """Linear layers under autocast have such outputs."""
     torch.manual_seed(0)
     residual, x = build(spec, 16, 8), torch.randn(2, 3, 16)
     outputs = torch.randn(8, 2, 3, 16).bfloat16()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        narrow, wide = (replay(residual, [x, *given]) for given in (outputs, outputs.float()))
-    for ours, exact in zip(narrow, wide, strict=True):
-        ours, exact = (read if isinstance(read, tuple) else (read,) for read in (ours, exact))
-        assert [read.dtype for read in ours] == [torch.float32] * len(ours)
-        assert all(map(torch.equal, ours, exact))
+        narrow, wide = (
+            replay(residual, [x, *arguments]) for arguments in (outputs, outputs.float())
+        )
+    for values, exact in zip(narrow, wide, strict=True):
+        values, exact = (read if isinstance(read, tuple) else (read,) for read in (values, exact))
+        assert [read.dtype for read in values] == [torch.float32] * len(values)
+        assert all(map(torch.equal, values, exact))

@@ -24,15 +24,17 @@ HAVE_QUERIES = {
 
 def members(model: nn.Module, **settings) -> dict[str, set[str]]:
     """The names of the parameters in each group; each parameter must be in one."""
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [
-        (g["name"], known[id(p)])
+    names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    actual = [
+        (g["name"], names_by_id[id(p)])
         for g in param_groups(model, lr=1.0, **settings)
         for p in g["params"]
     ]
-    assert len(found) == len(set(found)) == len(known), "a parameter is missing, or there twice"
+    assert len(actual) == len(set(actual)) == len(names_by_id), (
+        "a parameter is missing, or there twice"
+    )
     return {
-        group: {name for kind, name in found if kind == group}
+        group: {name for kind, name in actual if kind == group}
         for group in ("matrices", "rest", "queries")
     }
 
@@ -46,18 +48,18 @@ def test_a_decoder(residual, tied):
             **shape, shortswa=4, value_residual=True, tie_embeddings=tied, residual=residual
         )
     )
-    found = members(model)
+    actual = members(model)
     hidden = {
         name
         for name, p in model.named_parameters()
         if name.startswith("sublayers.") and p.ndim == 2
     }
-    assert found["matrices"] == hidden
+    assert actual["matrices"] == hidden
     assert len(hidden) == 22
-    assert found["queries"] == {
+    assert actual["queries"] == {
         name for name, _ in model.residual.named_parameters("residual") if "query" in name
     }
-    assert bool(found["queries"]) == (residual in HAVE_QUERIES)
+    assert bool(actual["queries"]) == (residual in HAVE_QUERIES)
 
 
 def test_rates_decay_and_names_reach_the_optimizer():
@@ -65,10 +67,8 @@ def test_rates_decay_and_names_reach_the_optimizer():
         ModelConfig(vocab_size=32, dim=16, layers=2, heads=2, mlp_dim=32, residual="attnres-block")
     )
     optimizer = torch.optim.AdamW(param_groups(model, lr=0.5, weight_decay=0.2, query_lr=0.1))
-    shown = [
-        (g["name"], g["lr"], g["weight_decay"], g["lr_factor"]) for g in optimizer.param_groups
-    ]
-    assert shown == [
+    rows = [(g["name"], g["lr"], g["weight_decay"], g["lr_factor"]) for g in optimizer.param_groups]
+    assert rows == [
         ("matrices", 0.5, 0.2, 1.0),
         ("rest", 0.5, 0.0, 1.0),
         ("queries", 0.05, 0.0, 0.1),
@@ -99,20 +99,20 @@ class Own(nn.Module):
 
 
 def test_a_model_of_ones_own():
-    found = members(Own(), query_lr=0.1)
-    assert found["matrices"] == {"layers.0.linear.weight", "experts.0.up"}
-    assert found["queries"] == {"mixer.reads.1.query", "mixer.reads.2.query"}
+    actual = members(Own(), query_lr=0.1)
+    assert actual["matrices"] == {"layers.0.linear.weight", "experts.0.up"}
+    assert actual["queries"] == {"mixer.reads.1.query", "mixer.reads.2.query"}
     assert {
         "words.weight",
         "output.weight",
         "layers.0.positions.weight",
         "experts.0.up_bias",
-    } <= found["rest"]
-    assert {"layers.0.norm.weight", "mixer.reads.1.key_weight"} <= found["rest"]
+    } <= actual["rest"]
+    assert {"layers.0.norm.weight", "mixer.reads.1.key_weight"} <= actual["rest"]
 
 
 def test_a_stack_in_a_dictionary_may_have_names_that_end_in_numbers():
-    """Without that, of these layers the MLPs would decay, which nn.Sequential numbers, and nothing else."""
+    """Else only the MLPs of these layers would decay, which nn.Sequential numbers, and nothing else."""
     layer = {
         "attention": nn.Linear(8, 8),
         "mlp": nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
@@ -128,12 +128,14 @@ def test_a_stack_in_a_dictionary_may_have_names_that_end_in_numbers():
 
 def test_attributes_that_differ_in_a_number_are_a_stack():
     """But a model in a model is none by its name: of this one the head would decay."""
-    own = nn.Module()
-    own.gpt2 = Own()
+    module = nn.Module()
+    module.gpt2 = Own()
     for i in range(9, 11):
-        setattr(own, f"layer{i}", nn.ModuleDict({"attention": nn.Linear(8, 8), "norm": HeadNorm()}))
-    inner = {f"gpt2.{name}" for name in members(own.gpt2)["matrices"]}
-    assert members(own)["matrices"] == inner | {
+        setattr(
+            module, f"layer{i}", nn.ModuleDict({"attention": nn.Linear(8, 8), "norm": HeadNorm()})
+        )
+    inner = {f"gpt2.{name}" for name in members(module.gpt2)["matrices"]}
+    assert members(module)["matrices"] == inner | {
         "layer9.attention.weight",
         "layer10.attention.weight",
     }
@@ -146,17 +148,17 @@ def test_a_converted_model(model_type, matrix):
     model = tiny_model(model_type)
     plain = members(model)
     headwater.convert(model, "attnres-block", block=2)
-    found = members(model)
-    assert found["matrices"] == plain["matrices"]
-    assert any(matrix in name for name in found["matrices"])
+    actual = members(model)
+    assert actual["matrices"] == plain["matrices"]
+    assert any(matrix in name for name in actual["matrices"])
     assert not [
         name
-        for name in found["matrices"]
+        for name in actual["matrices"]
         if "norm" in name or "ln_" in name or "emb" in name or "head" in name
     ]
     added = {name for name, _ in model.named_parameters() if ".residual." in name}
-    assert found["queries"] == {name for name in added if name.endswith(".query")} != set()
-    assert found["rest"] == plain["rest"] | {name for name in added if not name.endswith(".query")}
+    assert actual["queries"] == {name for name in added if name.endswith(".query")} != set()
+    assert actual["rest"] == plain["rest"] | {name for name in added if not name.endswith(".query")}
 
 
 def test_numbers_that_make_no_sense_and_models_without_layers_are_refused():
@@ -174,8 +176,8 @@ def test_numbers_that_make_no_sense_and_models_without_layers_are_refused():
 
 
 def test_the_trainer_and_a_loop_of_ones_own_have_the_same_factor_by_default():
-    own = inspect.signature(param_groups).parameters
-    assert (own["query_lr"].default, own["weight_decay"].default) == (
+    module = inspect.signature(param_groups).parameters
+    assert (module["query_lr"].default, module["weight_decay"].default) == (
         OptimSettings().query_lr,
         OptimSettings().weight_decay,
     )

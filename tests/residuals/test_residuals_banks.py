@@ -46,7 +46,7 @@ def test_kernels_give_the_same(spec, compiled):
 
     torch.compiler.reset()
     before, tensors = launches.copy(), draw(6)
-    found = replay(with_backend(spec, "triton"), tensors, compiled=compiled)
+    actual = replay(with_backend(spec, "triton"), tensors, compiled=compiled)
     ran = launches - before
     assert (
         ran["mix_bank"]
@@ -54,8 +54,8 @@ def test_kernels_give_the_same(spec, compiled):
         == {"denseformer:period=2": 1, "elc-bert": 2}.get(spec, 3)
     )
     assert ran["score"] == (3 if spec.startswith("muddformer") else 0)
-    for mine, exact in zip(found, replay(spec, tensors, torch.float64), strict=True):
-        torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
+    for value, exact in zip(actual, replay(spec, tensors, torch.float64), strict=True):
+        torch.testing.assert_close(value.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -101,16 +101,16 @@ def additions_of(spec):
             read, state = residual.read(state, i)
             state = residual.write(state, i, (y * (sum(read) if isinstance(read, tuple) else read)))
         out = residual.end(state)
-        with Additions() as seen:
+        with Additions() as noted:
             out.sum().backward()
-        counts.append(seen.count)
-        copies.append(seen.copies)
+        counts.append(noted.count)
+        copies.append(noted.copies)
     return counts, copies
 
 
 @pytest.mark.parametrize("spec", ["muddformer", "denseformer"])
 def test_no_gradient_is_added_outside_of_the_kernels(spec):
-    """Of one more layer, as many are as of the one before: none for each source. Nor is one copied."""
+    """One more layer adds as many as the one before, so none per source. No gradient is copied."""
     pytest.importorskip("triton", reason="the kernels need triton")
     counts, copies = additions_of(spec)
     assert len(set(copies)) == 1

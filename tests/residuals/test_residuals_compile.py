@@ -43,12 +43,14 @@ def layers_of(spec):
 def test_the_decoder_is_one_graph(spec):
     torch.compiler.reset()
     model, tokens = model_of(spec, scatter=True, layers=layers_of(spec)), tokens_of()
-    expected, wanted = gradients_of(model, tokens)
-    own = spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"  # which has no Sinkhorn iteration
-    traced = torch.compile(model, backend="aot_eager" if own else "eager", fullgraph=True)
+    expected, desired = gradients_of(model, tokens)
+    module = (
+        spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"
+    )  # which has no Sinkhorn iteration
+    traced = torch.compile(model, backend="aot_eager" if module else "eager", fullgraph=True)
     logits, gradients = gradients_of(traced, tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    for name, gradient in wanted.items():
+    for name, gradient in desired.items():
         torch.testing.assert_close(
             gradients[f"_orig_mod.{name}"], gradient, atol=1e-4, rtol=1e-3, msg=name
         )
@@ -80,10 +82,10 @@ def test_a_layer_compiles_by_itself_whatever_its_number(spec):
         return residual.write(state, i, torch.tanh(sum(read) if isinstance(read, tuple) else read))
 
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    expected = found = tuple(residual.begin(torch.randn(2, 3, DIM)))
+    expected = actual = tuple(residual.begin(torch.randn(2, 3, DIM)))
     for i in range(4):
-        expected, found = tuple(layer(i, *expected)), tuple(compiled(i, *found))
-    torch.testing.assert_close(found, expected)
+        expected, actual = tuple(layer(i, *expected)), tuple(compiled(i, *actual))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.slow
@@ -99,8 +101,8 @@ def test_inductor_gives_the_same():
     for forward in (stack, compiled):
         out = forward(x)
         results.append([out.detach(), *torch.autograd.grad(out, list(stack.parameters()), seed)])
-    for mine, other in zip(*results, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-3)
+    for value, other in zip(*results, strict=True):
+        torch.testing.assert_close(value, other, atol=1e-4, rtol=1e-3)
 
 
 def test_autocast_is_part_of_the_graph():
@@ -133,11 +135,11 @@ def test_torch_export_takes_a_network_with_a_residual_and_what_it_gives_can_be_t
 
     network, x = Network(), torch.randn(2, 5, DIM)
     exported = torch.export.export(network, (x,)).module()
-    expected, found = network(x), exported(x)
-    torch.testing.assert_close(found, expected)
+    expected, actual = network(x), exported(x)
+    torch.testing.assert_close(actual, expected)
     parameters = [*network.parameters()]
     gradients = [
         torch.autograd.grad(y.square().sum(), parameters, allow_unused=True)
-        for y in (found, expected)
+        for y in (actual, expected)
     ]
     torch.testing.assert_close(*gradients)

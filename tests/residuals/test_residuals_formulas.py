@@ -177,7 +177,7 @@ def unit(x):
 
 
 def differences(residual, sources, kinds=None):
-    """Of each read from the formula's."""
+    """Distance of each read from the formula's."""
     expected = []
 
     def run(i, read):
@@ -192,8 +192,10 @@ def differences(residual, sources, kinds=None):
         [torch.stack(x) if isinstance(x, tuple) else x for x in pair]
         for pair in zip(reads, expected)
     ]
-    assert all(read.shape == wanted.shape for read, wanted in pairs)
-    return torch.stack([(read - wanted).abs().max() / wanted.abs().max() for read, wanted in pairs])
+    assert all(read.shape == desired.shape for read, desired in pairs)
+    return torch.stack(
+        [(read - desired).abs().max() / desired.abs().max() for read, desired in pairs]
+    )
 
 
 @pytest.mark.parametrize("spec", [*names(), *OPTIONS])
@@ -206,7 +208,7 @@ BY_LAYER = [spec for spec in (*names(), *OPTIONS) if entry(spec.partition(":")[0
 
 @pytest.mark.parametrize("spec", [spec.replace("period=3", "period=2") for spec in BY_LAYER])
 def test_reads_are_the_formula_s_where_layers_begin_with_short_attention(spec):
-    """What it writes joins what the layer has read, the query, key and value inputs of the attention included."""
+    """Its output joins the layer's input, the query, key and value inputs of the attention included."""
     kinds = ("shortswa", "attention", "mlp") * 3
     assert differences(*scattered(spec, len(kinds), kinds), kinds).max() < 1e-12
 
@@ -215,8 +217,8 @@ def test_reads_are_the_formula_s_where_layers_begin_with_short_attention(spec):
 def test_short_attention_behind_the_attention_is_a_sublayer_like_any_other(spec):
     """Only what stands before a layer's attention belongs to its input; and a layer may have no attention at all."""
     spec = spec.replace("period=3", "period=2").replace("dilation=3", "dilation=2")
-    late = ("attention", "shortswa", "mlp") * 2
-    residual, sources = scattered(spec, kinds=late)
+    late_kinds = ("attention", "shortswa", "mlp") * 2
+    residual, sources = scattered(spec, kinds=late_kinds)
     other, _ = scattered(spec, kinds=("attention", "attention", "mlp") * 2)
     for one, two in zip(replay(residual, sources), replay(other, sources)):
         assert torch.equal(*(torch.stack(x) if isinstance(x, tuple) else x for x in (one, two)))
@@ -251,8 +253,8 @@ def test_operations_of_a_depth_window_are_those_of_its_formula(maps, window):
     with FlopCounterMode(display=False) as counter:
         formula_of(residual)(sources[0], lambda i, read: sources[i + 1])
     tokens, reads = 2 * 5, sum(min(i + 1, window) for i in range(SUBLAYERS))
-    made = 2 * reads - 1  # keys and values in the formula, which makes them for each read again
-    twice = 0 if maps == "reader" else 2 * 3 * DIM * (made - 2 * SUBLAYERS)
+    outputs = 2 * reads - 1  # keys and values in the formula, which makes them for each read again
+    twice = 0 if maps == "reader" else 2 * 3 * DIM * (outputs - 2 * SUBLAYERS)
     rest = 4 * 3 * reads + 2 * DIM * SUBLAYERS
     assert residual.flops_per_token() == counter.get_total_flops() // tokens - twice + rest
 
@@ -265,11 +267,11 @@ def test_every_residual_has_a_formula():
 def test_every_option_has_an_oracle(name):
     """Each value of a choice, and of what is a number one that is not the default, in a test of this file."""
     specs = [*OPTIONS, *IN_TWO_PHASES, *(spec for spec, _, _ in STARTS)]
-    given = [parse(spec)[1] for spec in specs if spec.partition(":")[0] == name]
+    arguments = [parse(spec)[1] for spec in specs if spec.partition(":")[0] == name]
     keywords = inspect.signature(entry(name).build).parameters
     for option, kind in entry(name).options.items():
         default = keywords[option].default
-        tried = [default, *(options[option] for options in given if option in options)]
+        tried = [default, *(options[option] for options in arguments if option in options)]
         values = (
             get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
         )
@@ -344,9 +346,9 @@ def test_a_highway_s_gate_that_is_nearly_one_lets_through_as_much_as_it_says(bia
         results.append(
             [read, *torch.autograd.grad(read, (*leaves, residual.gates["0"].bias), seed.to(dtype))]
         )
-    for truth, found in zip(*results, strict=True):
+    for truth, actual in zip(*results, strict=True):
         torch.testing.assert_close(
-            found.double() / truth.abs().max(), truth / truth.abs().max(), rtol=0, atol=4e-6
+            actual.double() / truth.abs().max(), truth / truth.abs().max(), rtol=0, atol=4e-6
         )
 
 

@@ -115,7 +115,7 @@ def test_kinds_must_name_every_sublayer(spec):
 
 @pytest.mark.parametrize("spec", names())
 def test_kinds_are_those_that_there_are(spec):
-    """Of another name for an MLP, such as ffn, no layer ended: the whole network was one, and the residual plain."""
+    """An MLP by another name, such as ffn: no layer ended: the whole network was one, and the residual plain."""
     with pytest.raises(
         ValueError,
         match=r"kinds are attention, .*, mlp, moe.*; got 'ffn'. A layer ends with its mlp or",
@@ -164,7 +164,7 @@ def test_a_meaning_is_what_the_docstring_says_after_the_name(monkeypatch):
         ):
             super().__init__(dim, sublayers)
 
-    found = {option.name: option.meaning for option in options_of("talkative")[1]}
-    assert found == {
+    actual = {option.name: option.meaning for option in options_of("talkative")[1]}
+    assert actual == {
         "rate": "how much, 0.5 at most", "kind": "one (a, b) or other", "more": "of it", "silent": "", "end": "the last"
     }  # fmt: skip

@@ -52,12 +52,12 @@ def test_streams_sit_beside_the_channels_not_in_the_batch(spec):
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith("ddl")])
 def test_a_sublayer_keeps_its_n_streams_and_no_copy_of_them(spec):
     residual, (x, *outputs) = scattered(spec)
-    given = {t.untyped_storage().data_ptr() for t in (x, *outputs, *residual.parameters())}
-    kept = {}
+    arguments = {t.untyped_storage().data_ptr() for t in (x, *outputs, *residual.parameters())}
+    saved = {}
 
     def keep(tensor):
-        if tensor.untyped_storage().data_ptr() not in given:
-            kept[tensor.untyped_storage().data_ptr()] = (
+        if tensor.untyped_storage().data_ptr() not in arguments:
+            saved[tensor.untyped_storage().data_ptr()] = (
                 tensor  # held, so that no address is used twice
             )
         return tensor
@@ -68,7 +68,7 @@ def test_a_sublayer_keeps_its_n_streams_and_no_copy_of_them(spec):
             _, state = residual.read(state, i)
             state = residual.write(state, i, y)
         residual.end(state).sum()
-    wide = [tensor.untyped_storage().nbytes() // 4 for tensor in kept.values()]
+    wide = [tensor.untyped_storage().nbytes() // 4 for tensor in saved.values()]
     streams = BATCH * TOKENS * STREAMS * DIM
     assert max(wide) == streams
     assert sum(size >= BATCH * TOKENS * DIM for size in wide) <= SUBLAYERS  # one state a sublayer
@@ -86,16 +86,16 @@ def test_kernels_give_the_same(spec, compiled):
     tensors = torch.randn(3, 1, 3, DIM, generator=torch.Generator().manual_seed(0)).unbind(0)
     join = "," if ":" in spec else ":"
     before = launches.copy()
-    found = replay(f"{spec}{join}backend=triton", tensors, compiled=compiled, unused=True)
+    actual = replay(f"{spec}{join}backend=triton", tensors, compiled=compiled, unused=True)
     ran = launches - before
     assert ran["read_streams"] == ran["write_streams"] == ran["write_streams_backward"] == 2
     assert ran["score"] == (0 if "static" in spec else 2)
     of_gates = 2 if spec.startswith("mhc") and "lite" not in spec else 0
     assert ran["gate_streams"] == ran["gate_streams_backward"] == of_gates
     assert ran["sinkhorn"] == 0
-    for mine, exact in zip(found, replay(spec, tensors, torch.float64, unused=True), strict=True):
+    for value, exact in zip(actual, replay(spec, tensors, torch.float64, unused=True), strict=True):
         if exact is not None:  # nobody reads the last ones' mixing
-            torch.testing.assert_close(mine.double(), exact, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(value.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")

@@ -100,7 +100,7 @@ def test_one_sublayer_more_than_were_named_is_an_error(spec):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_tensors_alone_are_a_state_too(spec):
-    """What crossed a stage, a checkpoint of activations or the compiler is a plain tuple."""
+    """A plain tuple is what crossed a stage, a checkpoint of activations or the compiler."""
     residual, x = begun(spec)
     placed, plain = residual.begin(x), tuple(residual.begin(x))
     for i in range(residual.sublayers):
@@ -111,12 +111,12 @@ def test_tensors_alone_are_a_state_too(spec):
 
 def test_what_one_thread_looks_at_another_does_not_see():
     residual, x = begun("attnres-full")
-    seen = {}
+    noted = {}
 
     def elsewhere():
-        seen["held"] = weights_held()
+        noted["held"] = weights_held()
         _, state = residual.read(residual.begin(x), 0)
-        seen["read"] = residual.read(residual.write(state, 0, x), 1)[0]
+        noted["read"] = residual.read(residual.write(state, 0, x), 1)[0]
 
     with hold_weights(), record(residual) as trace:
         thread = threading.Thread(target=elsewhere)
@@ -124,8 +124,8 @@ def test_what_one_thread_looks_at_another_does_not_see():
         thread.join()
         assert weights_held()
     assert not weights_held()
-    assert seen["held"] is False
-    assert seen["read"].requires_grad, "its weights were not held"
+    assert noted["held"] is False
+    assert noted["read"].requires_grad, "its weights were not held"
     assert not trace.sources
     assert not trace.reads
 

@@ -62,8 +62,8 @@ def results_of(model, tokens):
 def test_it_is_the_same_network(spec, other, monkeypatch):
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
     (one, two), tokens = models_of(spec, other), torch.randint(0, 40, (2, 7))
-    for mine, other in zip(results_of(two, tokens), results_of(one, tokens), strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    for value, other in zip(results_of(two, tokens), results_of(one, tokens), strict=True):
+        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-4)
     text = generate(one, tokens, 9, temperature=0.0)
     assert torch.equal(generate(two, tokens, 9, temperature=0.0), text)
 
@@ -76,8 +76,8 @@ def test_a_record_shows_the_same_reads_and_weights(spec):
             model(tokens)
         traces.append(trace)
     one, two = traces
-    for mine, other in zip([*two.reads, *two.weights], [*one.reads, *one.weights], strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    for value, other in zip([*two.reads, *two.weights], [*one.reads, *one.weights], strict=True):
+        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-4)
 
 
 def scattered(spec, sublayers):
@@ -115,7 +115,7 @@ def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
     whole, outputs = scattered(one_by_one(spec), sublayers), torch.randn(sublayers + 1, 2, 16)
     leaves = [o.requires_grad_() for o in outputs.unbind(0)]
     end = whole.end(drive(whole, whole.begin(leaves[0]), 0, sublayers, leaves))
-    wanted = torch.autograd.grad(end.square().sum(), [*leaves, *whole.parameters()])
+    desired = torch.autograd.grad(end.square().sum(), [*leaves, *whole.parameters()])
     names = [name for name, _ in whole.named_parameters()]
     blank = scattered(phased(spec), sublayers)
     for cuts in combinations(range(1, sublayers), 2):
@@ -130,11 +130,13 @@ def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
             state = state if stop == sublayers else stage.settle(state, stop)
         last = stages[-1].end(state)
         torch.testing.assert_close(last, end, atol=1e-5, rtol=1e-4)
-        held = {name: p for stage in stages for name, p in stage.named_parameters()}
-        assert held.keys() == set(names)
-        found = torch.autograd.grad(last.square().sum(), [*leaves, *(held[name] for name in names)])
-        for mine, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(mine, other, atol=2e-4, rtol=1e-3)
+        references = {name: p for stage in stages for name, p in stage.named_parameters()}
+        assert references.keys() == set(names)
+        actual = torch.autograd.grad(
+            last.square().sum(), [*leaves, *(references[name] for name in names)]
+        )
+        for value, other in zip(actual, desired, strict=True):
+            torch.testing.assert_close(value, other, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -179,9 +181,9 @@ def test_what_begins_may_be_recomputed(spec, inside, monkeypatch):
         end.square().sum().backward()
         return [end, x.grad, *(parameter.grad for parameter in residual.parameters())]
 
-    wanted = results(lambda function, x: function(x))
+    desired = results(lambda function, x: function(x))
     for reentrant in (False, True):
-        assert all(map(torch.equal, results(partial(checkpoint, use_reentrant=reentrant)), wanted))
+        assert all(map(torch.equal, results(partial(checkpoint, use_reentrant=reentrant)), desired))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -204,10 +206,10 @@ class Centred(torch.nn.RMSNorm):
 @pytest.mark.parametrize("kind", [Centred, torch.nn.RMSNorm])
 @pytest.mark.parametrize("spec", SPECS)
 def test_over_the_plain_operators_a_norm_is_called(spec, kind, monkeypatch):
-    """As one by one: with a forward of its class's or of its own. One with hooks is called over kernels too."""
+    """It is called as in reads one by one: with its class's forward or its own."""
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
-    norm, seen, outputs = kind(16, eps=1e-6), [], torch.randn(11, 2, 16)
-    norm.forward = lambda x, forward=norm.forward: seen.append(1) or forward(x)
+    norm, noted, outputs = kind(16, eps=1e-6), [], torch.randn(11, 2, 16)
+    norm.forward = lambda x, forward=norm.forward: noted.append(1) or forward(x)
     results = []
     for residual in (scattered(one_by_one(spec), 10), scattered(spec, 10)):
         state = residual.begin(outputs[0])
@@ -216,7 +218,7 @@ def test_over_the_plain_operators_a_norm_is_called(spec, kind, monkeypatch):
             x, state = residual.read(state, i, norm=norm)
             state = residual.write(state, i, x * outputs[i + 1])
         results.append(residual.end(state, norm=norm))
-    assert len(seen) == 22
+    assert len(noted) == 22
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
 
 
@@ -292,7 +294,7 @@ def test_kernels_keep_the_eps_of_keys_apart_from_the_eps_of_the_norm(spec):
 
 
 def test_queries_on_another_device_stay_there():
-    """Of a model over several devices: read 9 is made where its layer is."""
+    """A model lies on several devices: read 9 is made where its layer is."""
     residual = build("attnres-block:block=3", 16, 10)
     residual.reads["9"].to("meta")
     assert len(residual.begin(torch.zeros(4096, 16))) == 1
@@ -325,8 +327,8 @@ def test_sources_beside_streams_are_read_in_two_phases_too():
     phased.load_state_dict(residual.depth_part.state_dict())
     residual.depth_part = phased
     residual.forget_layouts()
-    for read, wanted in zip(replay(residual, sources), expected):
-        torch.testing.assert_close(read, wanted, atol=1e-5, rtol=1e-5)
+    for read, desired in zip(replay(residual, sources), expected):
+        torch.testing.assert_close(read, desired, atol=1e-5, rtol=1e-5)
     state = residual.begin(sources[0])
     for i in range(4):
         state = residual.write(residual.read(state, i)[1], i, sources[i + 1])
@@ -352,5 +354,5 @@ def test_without_gradients_two_phases_begin_behind_the_first_sublayer(spec):
     with torch.enable_grad():
         state = residual.begin(outputs[0])
         assert len(state) > 1
-        wanted = residual.end(drive(residual, state, 0, 10, outputs))
-    torch.testing.assert_close(end, wanted, atol=1e-6, rtol=1e-5)
+        desired = residual.end(drive(residual, state, 0, 10, outputs))
+    torch.testing.assert_close(end, desired, atol=1e-6, rtol=1e-5)
