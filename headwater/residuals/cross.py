@@ -38,12 +38,14 @@ class GRN(nn.Module):
 class DeepCrossAttentionResidual(LayerwiseResidual):
     """g_m = sum_j (b_{mj} + ReLU(<w_m, u_j>)) u_j for query, key, value;  u_{m+1} = t + MLP(g_m^q + t), t = attention.
 
-    u_0 is the embedding, u_j a layer's output without its input. `version` v1: b is a scalar, no ReLU term; v2: b per
-    channel; v3: both. `inputs` separate (three reads) or shared (one). `last`: only the embedding, the sum of the
-    older outputs and so many last outputs are kept (k-DCA). The MLP's skip takes the query input. A final read of the
-    same version feeds the head. A short attention before the attention reads g^q, and what it writes joins all three.
+    u_0 is the embedding, u_j a layer's output without its input.
+    `version`: v1 has one b per source and no ReLU term, v2 has one b per channel, and v3 has that and the ReLU term.
+    `inputs`: separate makes three reads, and shared one.
+    `last`: only the embedding, the sum of the older outputs and this many last outputs are kept (k-DCA).
+    The MLP's skip takes the query input. A final read of the same version feeds the head.
+    A short attention before the attention reads g^q, and what it writes joins all three.
     At initialisation: b = 1, w = 0, the plain residual exactly. A read of the embedding alone has no parameters.
-    Cost: 3 (N + 1) D parameters a layer with N sources (v3); the state holds N outputs. DeepCrossAttention,
+    Cost: 3 (N + 1) D parameters per layer with N sources (v3); the state holds N outputs. DeepCrossAttention,
     arXiv 2502.06785.
     """
 

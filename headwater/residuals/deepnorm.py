@@ -20,7 +20,7 @@ class DeepNormResidual(StreamResidual):
     sees a normed stream, on which it is the identity at initialisation: what is left is the post-norm network, with
     RMSNorm where the paper has LayerNorm. `weight_gain` (8 M)^(-1/4) asks the model to start value, MLP and output
     weights smaller by that factor, as the paper does on top of its own initialisation.
-    At initialisation: different from the plain residual. Cost: D parameters a sublayer. DeepNet, arXiv 2203.00555.
+    At initialisation: different from the plain residual. Cost: D parameters per sublayer. DeepNet, arXiv 2203.00555.
     """
 
     at_start = "different"

@@ -107,13 +107,16 @@ def last_tokens(x: Tensor, axis: int) -> Tensor:
 class DeepDeltaResidual(Residual):
     """X' = X + b k (v^T - k^T X),  k = f(x) / |f(x)|,  b = 2 sigmoid(w RMSNorm(x)): erase along k, write v there.
 
-    X is D x n; x is X itself, or for n > 1 a learned compression of it. `width`: n, the columns of X. `compress` for
-    n > 1: channel (over the n columns) or token (over the last four tokens). `expand` makes the columns of the
-    embedding: repeat, or token (a convolution). `value` bounded: v = 4 sigmoid(W x + c), the released code; linear:
-    v = W RMSNorm(x), the paper. `beta`: b at the start.
+    X is D x n; x is X itself, or for n > 1 a learned compression of it.
+    `width`: n, the number of columns of X.
+    `compress`: with n > 1, channel compresses over the n columns, and token over the last four tokens.
+    `expand`: the columns of the embedding are made by repeat, or with token by a convolution.
+    `value`: bounded is v = 4 sigmoid(W x + c), as in the released code, and linear v = W RMSNorm(x), as in the paper.
+    `beta`: the value of b at the start.
     At initialisation: kernels are the identity, different from the plain residual for every setting: b = 0 is
     the identity. The code's random kernels, which a global re-initialisation leaves behind, are not followed.
-    Cost: (n + 1)(D + 1) parameters a sublayer and a compressor a layer; the state holds n D (and x until the write).
+    Cost: (n + 1)(D + 1) parameters per sublayer and a compressor per layer; the state holds n D, and x until
+    the write.
     Token convolutions look back three tokens: when decoding, `past` carries those of the embedding and of every read.
     Deep Delta Learning, arXiv 2601.00417.
     """

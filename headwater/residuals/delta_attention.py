@@ -24,8 +24,8 @@ class AddedRead(nn.Module):
 class DeltaAttentionResidual(Residual):
     """x_i = h_i + sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n;  h_{i+1} = h_i + f_i(x_i).
 
-    The sources v are the embedding and the sublayer outputs; the head sees the stream h. `block`: outputs that are
-    summed to one source.
+    The sources v are the embedding and the sublayer outputs; the head sees the stream h.
+    `block`: this many outputs are summed to one source.
     At initialisation: queries are zero, so a read is the sum plus the mean of the same terms: with block=1, the plain
     residual up to a scale that the pre-norm cancels. With larger blocks the mean is of block sums, so it is too.
     The released block form subtracts only the previous block's state and the released queries start at N(0, 0.02);

@@ -17,9 +17,10 @@ from .registry import register
 class DenseFormerResidual(LayerwiseResidual):
     """Y_m = sum_j a_{mj} X_j over j = m, m - k, m - 2k, ...;  X_{m+1} = Y_m + attention + MLP of layer m.
 
-    X_j are layer outputs that contain their input (X_0 the embedding). `dilation`: k, the step between outputs that
-    are summed. `period`: one layer in so many sums, and the others read X_m. The final read is Y of the last layer.
-    `backend` of the sums as in `headwater.depth_attention`.
+    X_j are layer outputs that contain their input (X_0 the embedding). The final read is Y of the last layer.
+    `dilation`: k, the step between outputs that are summed.
+    `period`: only every layer of this number sums, and the others read X_m.
+    `backend`: the sums run as in `headwater.depth_attention`.
     At initialisation: a is one on the newest output and zero elsewhere, so it is the plain residual exactly.
     Cost: about D(D + 3) / (2 k p) scalars for D layers; the state holds the layer outputs that a later sum reads.
     DenseFormer, arXiv 2402.02622.

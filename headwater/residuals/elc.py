@@ -19,10 +19,11 @@ from .registry import register
 class EveryLayerCountsResidual(LayerwiseResidual):
     """x_m = sum_j softmax(a_m)_j u_j;  t = attention(x_m);  u_{m+1} = t + MLP(x_m + t): the input is not in the output.
 
-    u_0 is the embedding. `variant` zero: a_m = 0 at start; base: a_m is one on the newest output, and the MLP reads t
-    alone; normalized: as zero, with each layer output RMS-normalised; weighted-output: as zero, with a softmax over
-    all outputs for the final read, which is otherwise the last output. `backend` of the sums as in
-    `headwater.depth_attention`.
+    u_0 is the embedding.
+    `variant`: zero has a_m = 0 at the start, base has a_m = 1 on the newest output there and an MLP that reads only t,
+        normalized is zero with every layer output RMS-normalised, and weighted-output is zero with a softmax over all
+        outputs for the final read, which is otherwise the last output.
+    `backend`: the sums run as in `headwater.depth_attention`.
     At initialisation: different from the plain residual. Where there is one source there is no parameter.
     Cost: D(D + 1) / 2 scalars for D layers; the state holds every layer output. ELC-BERT, arXiv 2311.02265 (equations
     from its code; its post-norms and relative positions belong to its sublayers, not to the residual).

@@ -27,10 +27,12 @@ class Gate(nn.Module):
 class HighwayResidual(StreamResidual):
     """h_{i+1} = (1 - g_i) h_i + g_i f_i(h_i),  g_i = sigmoid(W_i RMSNorm(h_i) + b_i).
 
-    `gate` scalar (one gate a token) or channel (one per channel). W starts at zero. `start` mean: biases give
-    g_i = 1 / (i + 2), so a read is the mean of its sources, the plain residual up to a scale that the reader's
-    pre-norm cancels; carry: bias -2, different from the plain residual.
-    Every row of the mixing matrix sums to one. Cost: D + 1 parameters a sublayer (D^2 + D per channel), no extra state.
+    `gate`: scalar is one gate per token, channel one per channel.
+    `start`: mean gives biases for g_i = 1 / (i + 2), so that a read is the mean of its sources, and carry a bias of -2.
+    At initialisation: W is zero. With start=mean it is the plain residual up to a scale that the reader's pre-norm
+    cancels; with carry it is different.
+    Every row of the mixing matrix sums to one.
+    Cost: D + 1 parameters per sublayer (D^2 + D with gate=channel), no extra state.
     Highway networks, arXiv 1505.00387, in the pre-norm form of arXiv 2603.15031.
     """
 

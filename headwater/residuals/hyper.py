@@ -29,13 +29,15 @@ class Connection(nn.Module):
 class HyperConnectionsResidual(StreamsResidual):
     """x = sum_j p_j X_j;  X'_j = sum_i R_ij X_i + b_j f(x): n streams, each coefficient learned.
 
-    `streams`: n, how many. `form` static: constants; dynamic: each coefficient is a constant plus s tanh(W
-    RMSNorm(X_j)), s = 0.01. `backend` of reads and writes as in `headwater.depth_attention`.
+    `streams`: n, the number of streams.
+    `form`: with static, coefficients are constants, and with dynamic each is a constant plus s tanh(W RMSNorm(X_j)),
+        where s starts at 0.01.
+    `backend`: reads and writes run as in `headwater.depth_attention`.
     At initialisation: p is one-hot on stream i mod n, b = 1, R = I, W = 0: every stream is the plain residual, and the
     sum of n equal streams is it up to the scale n that the final norm cancels.
     Left out: the paper's sqrt(n) on output projections, whose direction is ambiguous, and a norm weight, which W
     absorbs.
-    Cost: n(n + 2) parameters a sublayer, and D(n + 2) + 2 when dynamic; the state holds n D.
+    Cost: n(n + 2) parameters per sublayer, and D(n + 2) + 2 when dynamic; the state holds n D.
     Hyper-Connections, arXiv 2409.19606.
     """
 

@@ -19,9 +19,11 @@ class HyperAttentionResidual(Residual):
     """x = sum_j p_j X_j + sum_n softmax_n(<q_i, RMSNorm(b_n)>) b_n;  X'_j = sum_i R_ij X_i + b_j f(x).
 
     The streams X of `hyper-connections` and the sources of `attnres-block` beside them: both are kept as they are, a
-    sublayer and the head read their sum, and both take in what it writes. `streams`: how many; `form` of their
-    coefficients: static or dynamic; `block`: sublayers whose outputs are summed to one source, 1 is Full; `backend` of
-    both as in `headwater.depth_attention`.
+    sublayer and the head read their sum, and both take in what it writes.
+    `streams`: the number of streams.
+    `form`: the coefficients of the streams are static or dynamic, as in `hyper-connections`.
+    `block`: this many sublayers add their outputs to one source, where 1 is Full.
+    `backend`: both parts run as in `headwater.depth_attention`.
     Nobody has published this; that the two reads are added, as Delta Attention Residuals adds its own to the plain
     stream, is our choice, and what makes the file small.
     At initialisation: the plain residual and the mean of its terms, so it is that up to a scale.

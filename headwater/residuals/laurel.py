@@ -32,11 +32,13 @@ class Balance(nn.Module):
 class LaurelResidual(StreamResidual):
     """h_{i+1} = a_i f_i(h_i) + b_i h_i + B_i A_i sum_{j<k} c_{ij} h_{i-j}.
 
-    `form` low-rank (a = b = 1, k = 1), previous (a = b = 1, the last k states), weighted (no low-rank map,
-    (a, b) = 2 softmax(logits)) or weighted-low-rank. `rank`: r of B (D x r) and A (r x D). `states`: k, with previous.
+    `form`: low-rank has a = b = 1 and k = 1, previous has a = b = 1 and sums the last k states, weighted has no
+        low-rank map and (a, b) = 2 softmax(logits), and weighted-low-rank has both.
+    `rank`: r, the rank of B (D x r) and A (r x D), by default 32 at most.
+    `states`: k, the number of states that form=previous sums.
     At initialisation: B is zero and the logits are equal, so it is the plain residual. The paper's weighted form has
     no factor two, which makes every step halve the stream; with it, equal logits are weights of one.
-    Cost: 2 r D parameters a sublayer; previous stores k states. LAuReL, arXiv 2411.07501.
+    Cost: 2 r D parameters per sublayer; previous stores k states. LAuReL, arXiv 2411.07501.
     """
 
     at_start = "exact"

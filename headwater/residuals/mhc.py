@@ -80,13 +80,16 @@ class ConstrainedResidual(StreamsResidual):
 class MHCResidual(ConstrainedResidual):
     """x = sigmoid(a) X;  X' = Sinkhorn(exp(C)) X + 2 sigmoid(b) f(x), with a, b, C linear in RMSNorm(vec X).
 
-    `streams`: n, how many. `iterations`: Sinkhorn steps in fp32, columns then rows. Of the start the paper
-    gives scales of 0.01 and no more. `start` identity: W = 0, pre biased to stream i mod n (+1, others -1), post
-    one, res near the identity; uniform: W random, biases zero (Megatron-LM); biased: post is biased as pre is (the
-    mhc-lite repository). `backend` of reads and writes as in `headwater.depth_attention`.
-    At initialisation: with identity streams stay equal, so it is the plain residual up to a scale, and the bias of pre
-    is what lets them part; uniform is near that but not equal, biased different.
-    Cost: (n^2 + 2 n)(n D + 1) + 3 parameters a sublayer; the state holds n D. mHC, arXiv 2512.24880.
+    `streams`: n, the number of streams.
+    `iterations`: the number of Sinkhorn steps, each over columns and then over rows, in fp32.
+    `start`: identity has W = 0, a pre that is biased to stream i mod n (+1, the others -1), a post of one and a res
+        near the identity, uniform has a random W and biases of zero (Megatron-LM), and biased has a post that is
+        biased as pre is (the mhc-lite repository).
+    `backend`: reads and writes run as in `headwater.depth_attention`.
+    At initialisation: with start=identity streams stay equal, so it is the plain residual up to a scale, and the bias
+    of pre is what lets them part; uniform is near that but not equal, and biased is different. The paper gives scales
+    of 0.01 and nothing else of the start.
+    Cost: (n^2 + 2 n)(n D + 1) + 3 parameters per sublayer; the state holds n D. mHC, arXiv 2512.24880.
     """
 
     def __init__(
@@ -132,10 +135,12 @@ class MHCLiteResidual(ConstrainedResidual):
     """x = sigmoid(a) X;  X' = (sum_r softmax(c)_r P_r) X + 2 sigmoid(b) f(x), over all n! permutations P_r.
 
     Doubly stochastic exactly, without iterations. a, b, c are linear in RMSNorm(vec X), times 0.01 at start.
-    `streams`: n, how many. `start` identity (the identity permutation 0, others -8, post one), the plain residual
-    up to a scale; biased, the authors' repository; uniform, random W and zero biases. `backend` of reads and writes as
-    in `headwater.depth_attention`.
-    Cost: (n! + 2 n)(n D + 1) + 3 parameters a sublayer; the state holds n D. mHC-lite, arXiv 2601.05732.
+    `streams`: n, the number of streams.
+    `start`: identity gives the identity permutation a logit of 0, the others -8, and a post of one, biased follows the
+        authors' repository, and uniform has a random W and biases of zero.
+    `backend`: reads and writes run as in `headwater.depth_attention`.
+    At initialisation: with start=identity it is the plain residual up to a scale.
+    Cost: (n! + 2 n)(n D + 1) + 3 parameters per sublayer; the state holds n D. mHC-lite, arXiv 2601.05732.
     """
 
     permutations: Tensor

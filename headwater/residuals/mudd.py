@@ -42,13 +42,15 @@ class MUDDFormerResidual(LayerwiseResidual):
 
     Layer m: t = X^r + attention(X^q, X^k, X^v);  X_{m+1} = t + MLP(t). X_j are layer outputs, X_0 the embedding; the
     final read has the stream way alone. One pre-norm weight serves query, key and value (the paper has three). A short
-    attention before the attention reads X^r, and what it writes joins all four. `backend` of the sums, and of
-    the products that weights are made of, as in `headwater.depth_attention`.
-    `norm` sources, and what the stream reads of them: X^c_m = X_m + sum_j A^c_{mj} RMSNorm_j(X_j) for query, key and
-    value, X_m + RMSNorm'_m(sum_j ...) for the stream, so that it cannot grow from layer to layer by a factor. The paper
+    attention before the attention reads X^r, and what it writes joins all four.
+    `backend`: the sums, and the products that weights are made of, run as in `headwater.depth_attention`.
+    `norm`: sources are normed, and what the stream reads of them too, so that the stream cannot grow by a factor
+        from layer to layer.
+    With norms: X^c_m = X_m + sum_j A^c_{mj} RMSNorm_j(X_j) for query, key and
+    value, X_m + RMSNorm'_m(sum_j ...) for the stream. The paper
     has these norms as an option, and its authors train language models with them.
     At initialisation: W2 = 0 and a_m is one on the newest output, with norms zero: the plain residual exactly.
-    Cost: C N D + (C N)^2 + C N parameters a layer with N sources, C = 4 ways, with norms 2 D more; the state holds
+    Cost: C N D + (C N)^2 + C N parameters per layer with N sources, C = 4 ways, with norms 2 D more; the state holds
     every layer output. MUDDFormer, arXiv 2502.12170.
     """
 

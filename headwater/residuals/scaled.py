@@ -27,9 +27,10 @@ class GainResidual(StreamResidual):
 class ReZeroResidual(GainResidual):
     """h_{i+1} = h_i + a_i f_i(h_i), one scalar a_i a sublayer.
 
-    `start`: a_i at the start. At initialisation: zero, so the network is the identity, different from the plain
+    `start`: the value of a_i at the start.
+    At initialisation: zero, so the network is the identity, different from the plain
     residual (start=1 is equal to it). The paper drops the norms; here a sublayer keeps its pre-norm, and attention
-    and MLP have a gain each. Cost: one parameter a sublayer. ReZero, arXiv 2003.04887.
+    and MLP have a gain each. Cost: one parameter per sublayer. ReZero, arXiv 2003.04887.
     """
 
     def __init__(self, dim: int, sublayers: int, *, start: float = 0.0) -> None:
@@ -40,8 +41,9 @@ class ReZeroResidual(GainResidual):
 class LayerScaleResidual(GainResidual):
     """h_{i+1} = h_i + diag(a_i) f_i(h_i), one gain per channel.
 
-    `start`: a_i at the start. At initialisation: 1e-4 (the paper goes down to 1e-6 for deep networks), different from
-    the plain residual (start=1 is equal to it). Cost: D parameters a sublayer. CaiT, arXiv 2103.17239.
+    `start`: the value of a_i at the start.
+    At initialisation: 1e-4 (the paper goes down to 1e-6 for deep networks), different from
+    the plain residual (start=1 is equal to it). Cost: D parameters per sublayer. CaiT, arXiv 2103.17239.
     """
 
     mixes = "channel"

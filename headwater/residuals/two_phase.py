@@ -377,7 +377,7 @@ class TwoPhase:
         pieces = (lse.view(*lse.shape, 1, 1), *scores)
         x, outputs = self.operators(out).merge_outputs(out, outputs, pieces, weight, eps)
         later = span.outputs[2 * into :]
-        state = span._replace(waiting=tuple(waiting), outputs=(*outputs, *later)).pack()
+        state = Span(*span[:3], tuple(waiting), (*outputs, *later)).pack()
         return x if weight is not None else apply_norm(norm, x), state
 
     def _folded_norm(self, norm: Norm | None, x: Tensor) -> tuple[Tensor | None, float]:

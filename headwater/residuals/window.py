@@ -41,13 +41,16 @@ def window_weights(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
 class DepthWindowResidual(Residual):
     """x_i = h_i + O_i sum_j softmax_j(<Q_i n_i, K_j n_j> / sqrt(W)) V_j n_j;  h_{i+1} = x_i + f_i(x_i).
 
-    n_j = RMSNorm(h_j). `window`: j runs over the last so many states, the current one included. `width`: W of queries,
-    keys and values, D / 4 unless given. `maps` state: state j makes its key and value once, with its own matrices, for
-    all reads; reader: read i makes them with its own, K_i n_j and V_i n_j, as the paper writes it; shared: one Q, K, V
-    and O for all depths, which is short attention along the depth to the letter.
+    n_j = RMSNorm(h_j).
+    `window`: j runs over this many of the last states, the current one included, by default 4 at most.
+    `width`: W, the width of queries, keys and values, D / 4 unless given.
+    `maps`: with state, state j makes its key and value once, by its own matrices, for all reads, with reader, read i
+        makes them by its own, K_i n_j and V_i n_j, as the paper writes it, and with shared, one Q, K, V and O serve all
+        depths, which is exactly short attention along the depth.
     The paper leaves open how the read enters and how it starts; here it is added to the stream through O.
     At initialisation: O = 0, the plain residual exactly. The first read has one source and no query of its own.
-    Cost: 4 W D parameters a sublayer (in all, shared); the state holds the stream and K keys and values of width W;
+    Cost: 4 W D parameters per sublayer (in all, if shared); the state holds the stream and K keys and values of width
+    W;
     for reader, whose matrices see K states each, K states of width D. Shared maps cannot be cut into pipeline stages.
     Residual Stream Duality, arXiv 2603.16039.
     """

@@ -1,6 +1,13 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Rotary positions, forward and backward: see `operators`. A program has all heads of a few tokens, one after the
-other, so that it reads their angles once."""
+"""Rotary positions of queries and keys, forward and backward.
+
+    y = [l cos - r sin, r cos + l sin],   x = [l, r] a head's two halves
+    dx: the same turn by the negative angle
+
+Numbers moved: each of the queries and keys is read and written once, forward and backward; backward copies the
+gradient of the values besides. A program has all heads of a few tokens, one after the other, so that it reads their
+angles once.
+"""
 
 import triton
 import triton.language as tl

@@ -1,10 +1,16 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Sinkhorn's iteration on matrices of up to four rows, forward and backward: see `operators`. A thread owns a token,
-whose matrix is a tuple of n n tiles (tokens,), row by row: sums of rows and columns add registers, and no thread waits
-for another. (Eight rows would fit too, without spills, but take a compiler half a minute.)
+"""Sinkhorn's iteration on matrices of up to four rows, forward and backward.
+
+    K = exp(logits), each column less its largest logit;   r = 1
+    repeat:   c = 1 / (K^T r);   r = 1 / (K c)
+    output  = diag(r) K diag(c)                                              (tokens, n, n)
+
+Numbers moved per token: 2 n n forward, 3 n n backward and a scratch of 2 (I - 1) n. A thread owns a token, whose
+matrix is a tuple of n n tiles (tokens,), row by row: sums of rows and columns add registers, and no thread waits for
+another. Eight rows would fit too, without spills, but take a compiler half a minute.
 
 The backward iterates once more and keeps every r but the last, in a scratch (I - 1, n, tokens) of which a warp stores
-whole lines; each c it makes again from the r before. Registers would hold them only with all iterations unrolled.
+whole lines. It makes each c again from the r before. Registers would hold them only with all iterations unrolled.
 """
 
 import torch

@@ -1,8 +1,13 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Coefficients of mHC, forward and backward: see `operators`. A thread owns a token, all of whose numbers are registers
-(`sinkhorn.kernel`). For the gradients of bias and scale, sums over tokens, a program leaves one number each, and
-these are added up in their order. A token moves 2 Q numbers forward and 3 Q backward, Q = n^2 + 2 n, besides the
-scratch of the iterations."""
+"""Coefficients of mHC, forward and backward.
+
+    pre = sigmoid(s_a a + bias_a);   post = 2 sigmoid(s_b b + bias_b);   res = Sinkhorn(exp(s_C C + bias_C))
+    z = (a, b, C) has Q = n^2 + 2 n numbers per token
+
+Numbers moved per token: 2 Q forward and 3 Q backward, besides the scratch of the iterations. A thread owns a token, all
+of whose numbers are registers (`sinkhorn.kernel`). The gradients of bias and scale are sums over tokens: a program
+leaves one number each, and these are added up in their order.
+"""
 
 import functools
 

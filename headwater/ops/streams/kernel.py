@@ -1,8 +1,14 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Reads and writes of n streams, forward and backward: see `operators`. fp32 inside, one rounding at each store.
+"""Reads and writes of n streams, forward and backward.
 
-A program owns a few tokens. What is summed over channels (the gradients of coefficients) it sums itself, so nothing is
-added by two programs. n is compiled in: streams are a tuple of tiles (tokens, channels) in registers.
+    h = sum_j pre_j X_j;   X'_i = sum_j res_ij X_j + post_i y                               X (..., n, D); h, y (..., D)
+    dpre_j = <dh, X_j>;   dres_ij = <dX'_i, X_j>;   dpost_i = <dX'_i, y>
+    dX_j = sum_i res_ij dX'_i;   dy = sum_i post_i dX'_i
+
+Passes over (tokens x D): a read moves n + 1 forward and backward, a write 2 n + 1 forward and 3 n + 2 backward. fp32
+inside, one rounding at each store. A program owns a few tokens. It sums over channels itself (the gradients of
+coefficients), so nothing is added by two programs. n is compiled in: streams are a tuple of tiles (tokens, channels)
+in registers.
 """
 
 import functools

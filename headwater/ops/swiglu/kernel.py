@@ -1,5 +1,11 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""SwiGLU's gate, forward and backward: see `operators`. A program has a tile of tokens by channels, of both halves."""
+"""SwiGLU's gate, forward and backward.
+
+    y = g s u,   s = sigmoid(g);   [g, u] = joined                                      joined (..., 2 W), y (..., W)
+    du = dy g s;   dg = dy u s (1 + g (1 - s));   djoined = [dg, du]
+
+Numbers moved per token: 3 W forward and 5 W backward. A program has a tile of tokens by channels, of both halves.
+"""
 
 import torch
 import triton
