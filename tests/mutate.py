@@ -43,7 +43,10 @@ PRELOADED = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """`outcome`: noticed, survived, late or unsound. `remark`: which test says so."""
+    """`outcome`: noticed, survived, late (a test that does not end, as in an endless loop), unsound.
+
+    `remark`: the test that decided.
+    """
 
     outcome: str
     remark: str
@@ -147,9 +150,11 @@ def try_mutant(mutant: Mutant, seconds: float) -> Verdict:
         path.write_text(mutant.before, encoding="utf-8")
         compiled.unlink(missing_ok=True)
     test = verdict.remark
-    if verdict.outcome == "noticed" and "::" in test:
+    if verdict.outcome == "noticed" and test.startswith("tests/"):
         if test not in Copy.sound:
-            Copy.sound[test] = judge([test], seconds).outcome == "survived"
+            # Of a file that could not be imported, the import alone.
+            check = [test] if "::" in test else [test, "--collect-only"]
+            Copy.sound[test] = judge(check, seconds).outcome == "survived"
         if not Copy.sound[test]:
             return Verdict("unsound", f"{test} fails without the mutant too", verdict.seconds)
     return verdict

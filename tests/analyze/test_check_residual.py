@@ -22,9 +22,9 @@ OPTIONS = [
 
 @pytest.mark.parametrize("spec", [*names(), *OPTIONS])
 def test_our_own_residuals_pass(spec):
-    found = check_residual(spec)
-    assert len(found) == 12
-    assert not {name: wrong for name, wrong in found.items() if wrong}
+    outcomes = check_residual(spec)
+    assert len(outcomes) == 12
+    assert not {name: wrong for name, wrong in outcomes.items() if wrong}
 
 
 class Bare(Residual):
@@ -339,9 +339,9 @@ class Rounds(StandardResidual):
 def test_a_mistake_is_named_by_its_check(cls, check, message):
     with without_plugins():
         register("broken")(cls)
-        found = check_residual("broken")
-    assert message in found[check]
-    assert len(found) == {"methods": 1, "shapes": 2, "states": 4}.get(
+        outcomes = check_residual("broken")
+    assert message in outcomes[check]
+    assert len(outcomes) == {"methods": 1, "shapes": 2, "states": 4}.get(
         check, 12
     )  # what follows is not said again
 
@@ -376,14 +376,14 @@ def test_the_command_has_a_line_for_each_check(capsys):
     with without_plugins():
         register("broken")(InPlace)
         assert main(["residuals", "--check", "standard", "broken"]) == 1
-    said = capsys.readouterr()
-    fine, broken = said.out.split("broken\n")
+    output = capsys.readouterr()
+    fine, broken = output.out.split("broken\n")
     assert fine.splitlines()[0] == "standard"
     assert [line.split() for line in fine.splitlines()[1:]] == [
         [name, "ok"] for name in check_residual("standard")
     ]
     assert "  states     _write changes in place what it was given: make a new tensor\n" in broken
-    assert said.err.endswith(
+    assert output.err.endswith(
         "must be mended: the lines without ok. The checks that are missing follow then\n"
     )
     assert main(["residuals", "--check", "standard"]) == 0
@@ -402,11 +402,11 @@ def test_a_fault_of_several_checks_is_told_once(capsys):
     with without_plugins():
         register("broken")(Short)
         assert main(["residuals", "--check", "broken"]) == 1
-    said = capsys.readouterr()
-    assert said.out.count("in _write: ValueError: texts are short") == 1
-    assert "  gradients  in _write: ValueError: texts are short\n" in said.out
-    assert "  maps       as gradients\n  cache      as gradients\n" in said.out
-    assert said.err.startswith("headwater: 1 of these must be mended: ")
+    output = capsys.readouterr()
+    assert output.out.count("in _write: ValueError: texts are short") == 1
+    assert "  gradients  in _write: ValueError: texts are short\n" in output.out
+    assert "  maps       as gradients\n  cache      as gradients\n" in output.out
+    assert output.err.startswith("headwater: 1 of these must be mended: ")
 
 
 @pytest.mark.parametrize("flag", ["--dim", "--layers", "--markdown"])

@@ -168,31 +168,31 @@ def test_shares_of_all_sources_sum_to_the_read(spec):
 
 @pytest.mark.parametrize("spec", names())
 def test_every_residual_can_be_inspected(spec):
-    found = headwater.inspect(
+    inspection = headwater.inspect(
         model_of(spec, scatter=True, layers=2), tokens_of(1, LENGTH), removals="none"
     )
-    assert (found.residual.partition(":")[0], len(found.mixing)) == (spec, 5)
+    assert (inspection.residual.partition(":")[0], len(inspection.mixing)) == (spec, 5)
 
 
 def test_heads_and_inputs_have_weights_of_their_own():
     model = model_of("attnres-full:heads=4", scatter=True, layers=2)
-    found = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
+    inspection = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
     with torch.no_grad(), headwater.record(model.residual) as trace:
         model(tokens_of(1, LENGTH))
-    assert list(found.parts) == ["head 1", "head 2", "head 3", "head 4"]
+    assert list(inspection.parts) == ["head 1", "head 2", "head 3", "head 4"]
     for i, weights in enumerate(trace.weights):
         for head in range(4):
             torch.testing.assert_close(
-                found.parts[f"head {head + 1}"][i, : i + 1], weights[:, 0, :, head], **WITHIN
+                inspection.parts[f"head {head + 1}"][i, : i + 1], weights[:, 0, :, head], **WITHIN
             )
-    assert (found.removed, found.removed_at) == (None, None)
-    found = headwater.inspect(
+    assert (inspection.removed, inspection.removed_at) == (None, None)
+    inspection = headwater.inspect(
         model_of("muddformer", scatter=True, layers=2), tokens_of(1, LENGTH), removals="sources"
     )
-    assert list(found.parts) == ["query", "key", "value"]
-    assert (found.parts["query"] - found.parts["value"]).abs().max() > 1e-2
-    assert torch.equal(found.parts["query"], found.mixing)
-    assert found.removed.loss.shape == (5, LENGTH - 1)
+    assert list(inspection.parts) == ["query", "key", "value"]
+    assert (inspection.parts["query"] - inspection.parts["value"]).abs().max() > 1e-2
+    assert torch.equal(inspection.parts["query"], inspection.mixing)
+    assert inspection.removed.loss.shape == (5, LENGTH - 1)
 
 
 def test_experts_are_those_that_the_routers_chose():
@@ -201,18 +201,21 @@ def test_experts_are_those_that_the_routers_chose():
         "attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8
     ).eval()
     tokens = tokens_of(1, LENGTH)
-    found = headwater.inspect(model, tokens, removals="none")
-    assert found.kinds == ("kda", "moe", "mla", "moe")
-    assert list(found.experts) == [1, 3]
+    inspection = headwater.inspect(model, tokens, removals="none")
+    assert inspection.kinds == ("kda", "moe", "mla", "moe")
+    assert list(inspection.experts) == [1, 3]
     with torch.no_grad(), headwater.record(model.residual) as trace:
         model(tokens)
     for i in (1, 3):
         sublayer = model.sublayers[i]
         routes = sublayer.body.router(sublayer.norm(trace.reads[i][0]))
         weights, order = routes.weights.sort(-1, descending=True)
-        torch.testing.assert_close(found.experts[i].probabilities, weights.detach(), **WITHIN)
-        assert torch.equal(found.experts[i].ids, routes.experts.gather(-1, order))
-    assert json.loads(found.to_json())["experts"]["3"]["ids"] == found.experts[3].ids.tolist()
+        torch.testing.assert_close(inspection.experts[i].probabilities, weights.detach(), **WITHIN)
+        assert torch.equal(inspection.experts[i].ids, routes.experts.gather(-1, order))
+    assert (
+        json.loads(inspection.to_json())["experts"]["3"]["ids"]
+        == inspection.experts[3].ids.tolist()
+    )
 
 
 def test_an_untrained_model_says_so_and_a_trained_one_does_not():
@@ -243,8 +246,8 @@ def test_as_json_everything_is_there_in_plain_numbers():
         def decode(self, ids):
             return "" if ids[0] == int(tokens[0, 0]) else f"<{ids[0]}>"
 
-    found = headwater.inspect(model, tokens[0].tolist(), tokenizer=Letters(), name="mine")
-    data = json.loads(found.to_json())
+    inspection = headwater.inspect(model, tokens[0].tolist(), tokenizer=Letters(), name="mine")
+    data = json.loads(inspection.to_json())
     assert data["tokens"] == [f"#{tokens[0, 0]}", *(f"<{i}>" for i in tokens[0, 1:].tolist())]
     assert (data["name"], data["residual"], data["kinds"]) == (
         "mine",
@@ -253,12 +256,12 @@ def test_as_json_everything_is_there_in_plain_numbers():
     )
     for name in ("mixing", "loss", "read_size", "source_size"):
         torch.testing.assert_close(
-            torch.tensor(data[name]), getattr(found, name), atol=1e-6, rtol=1e-6
+            torch.tensor(data[name]), getattr(inspection, name), atol=1e-6, rtol=1e-6
         )
     torch.testing.assert_close(
-        torch.tensor(data["removed_at"]["loss"]), found.removed_at.loss, atol=1e-6, rtol=1e-6
+        torch.tensor(data["removed_at"]["loss"]), inspection.removed_at.loss, atol=1e-6, rtol=1e-6
     )
-    assert data["reads"]["ids"] == found.reads.ids.tolist()
+    assert data["reads"]["ids"] == inspection.reads.ids.tolist()
     assert set(data["parts"]) == {"head 1", "head 2"}
 
 

@@ -58,13 +58,13 @@ def look(spec="attnres-full", **options):
 
 
 @pytest.fixture(scope="module")
-def found() -> Inspection:
+def inspection() -> Inspection:
     return look()
 
 
 @pytest.fixture(scope="module")
-def written(found, tmp_path_factory):
-    return found.save(tmp_path_factory.mktemp("inspect") / "one.html")
+def written(inspection, tmp_path_factory):
+    return inspection.save(tmp_path_factory.mktemp("inspect") / "one.html")
 
 
 def address(file, **chosen):
@@ -86,40 +86,40 @@ def number(words: str) -> float:
 
 @pytest.mark.parametrize("spec", ["attnres-full", "denseformer", "mhc", "ddl"])
 def test_the_pages_numbers_are_the_inspections(visit, tmp_path, spec):
-    found = look(spec)
-    page = visit(found.save(tmp_path / "page.html"))
-    rows, columns = zip(*found.pairs)
+    inspection = look(spec)
+    page = visit(inspection.save(tmp_path / "page.html"))
+    rows, columns = zip(*inspection.pairs)
     expected = {
-        "mixing": found.mixing[list(rows), list(columns)],
-        "loss": found.loss,
-        "readSize": found.read_size,
-        "sourceSize": found.source_size,
-        "reads.p": found.reads.probabilities,
-        "sources.p": found.sources.probabilities,
-        "removed.loss": found.removed.loss,
-        "removed.top.p": found.removed.top.probabilities,
-        "removedAt.loss": found.removed_at.loss,
-        "removedAt.top.p": found.removed_at.top.probabilities,
+        "mixing": inspection.mixing[list(rows), list(columns)],
+        "loss": inspection.loss,
+        "readSize": inspection.read_size,
+        "sourceSize": inspection.source_size,
+        "reads.p": inspection.reads.probabilities,
+        "sources.p": inspection.sources.probabilities,
+        "removed.loss": inspection.removed.loss,
+        "removed.top.p": inspection.removed.top.probabilities,
+        "removedAt.loss": inspection.removed_at.loss,
+        "removedAt.top.p": inspection.removed_at.top.probabilities,
     }
     for name, values in expected.items():
         shown = torch.tensor(page.evaluate(f"[...models[0].{name}]"), dtype=torch.float64)
         torch.testing.assert_close(shown, values.double().flatten(), atol=1e-5, rtol=0)
     texts = page.evaluate("[...models[0].removedAt.top.ids].map((place) => data.texts[place])")
-    assert texts == [found.texts[i] for i in found.removed_at.top.ids.flatten().tolist()]
+    assert texts == [inspection.texts[i] for i in inspection.removed_at.top.ids.flatten().tolist()]
     meaning = page.locator("#grid .caption")
     assert meaning.count() == (spec == "ddl")
     if spec == "ddl":
         assert "matrices" in meaning.inner_text()
 
 
-def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, found, written):
+def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, inspection, written):
     page = visit(written)
     page.locator('#tokens button[data-token="5"]').click()
     assert page.locator('#tokens [aria-checked="true"]').get_attribute("data-token") == "5"
-    assert f"loss {found.loss[5]:.4f} nats" in page.locator("#summary").inner_text()
+    assert f"loss {inspection.loss[5]:.4f} nats" in page.locator("#summary").inner_text()
     page.mouse.move(*cell(page, 3, 1))
     weight = re.search(r"weight\s+(\S+)", page.locator("#tip").inner_text()).group(1)
-    assert number(weight) == pytest.approx(found.mixing[3, 1, 5].item(), abs=1e-5)
+    assert number(weight) == pytest.approx(inspection.mixing[3, 1, 5].item(), abs=1e-5)
     page.mouse.click(*cell(page, 3, 1))
     assert "Read 3, before MLP" in page.locator("#grid .panel").nth(1).inner_text()
     assert page.locator(".sources tbody tr").count() == 4
@@ -130,64 +130,65 @@ def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, found, wri
         "−0.200",
         "4.00e−4",
     ]
-    place = found.pairs.index((3, 1))
+    place = inspection.pairs.index((3, 1))
     said = page.locator("#without .verdict").inner_text()
     assert "output of sublayer 0, attention, at read 3 alone" in said
     assert number(re.search(r"by (\S+) nats", said).group(1)) == pytest.approx(
-        found.removed_at.loss[place, 5].item(), abs=6e-4
+        inspection.removed_at.loss[place, 5].item(), abs=6e-4
     )
     page.get_by_label("at all reads").check()
     said = page.locator("#without .verdict").inner_text()
     assert "at every read" in said
     assert number(re.search(r"by (\S+) nats", said).group(1)) == pytest.approx(
-        found.removed.loss[1, 5].item(), abs=6e-4
+        inspection.removed.loss[1, 5].item(), abs=6e-4
     )
     after = page.locator("#without .beside > div").nth(1).locator(".token").all_inner_texts()
     assert after == page.evaluate(
         "(ids) => ids.map((i) => clip(seen(i)))",
-        [found.texts[i] for i in found.removed.top.ids[1, 5].tolist()],
+        [inspection.texts[i] for i in inspection.removed.top.ids[1, 5].tolist()],
     )
     page.get_by_label("effects").check()
     assert "change of loss" in page.locator("#scale").text_content()
     page.locator("#tokens .every").click()
-    assert f"{found.loss.mean():.4f}" in page.locator("#summary").inner_text()
+    assert f"{inspection.loss.mean():.4f}" in page.locator("#summary").inner_text()
     said = page.locator("#without .verdict").inner_text()
     assert number(re.search(r"by (\S+) nats", said).group(1)) == pytest.approx(
-        found.removed.loss[1].mean().item(), abs=6e-4
+        inspection.removed.loss[1].mean().item(), abs=6e-4
     )
 
 
-def test_the_lens_shows_what_reads_and_sources_say(visit, found, written):
+def test_the_lens_shows_what_reads_and_sources_say(visit, inspection, written):
     page = visit(address(written, token=4, read=2))
     rows = page.locator(".says tbody tr")
     assert rows.count() == 6  # the embedding, four sublayers, the head
     said = rows.nth(3).locator(".said").all_inner_texts()
     expected = [
-        found.texts[i] for i in [*found.reads.ids[2, 4].tolist(), *found.sources.ids[3, 4].tolist()]
+        inspection.texts[i]
+        for i in [*inspection.reads.ids[2, 4].tolist(), *inspection.sources.ids[3, 4].tolist()]
     ]
     assert said == page.evaluate("(texts) => texts.map((text) => clip(seen(text)))", expected)
     assert rows.nth(3).get_attribute("class") == "chosen"
     page.keyboard.press("a")
-    right = (found.reads.ids[4, :-1, 0] == torch.tensor(found.ids[1:])).float().mean()
+    right = (inspection.reads.ids[4, :-1, 0] == torch.tensor(inspection.ids[1:])).float().mean()
     assert number(
         rows.nth(5).locator("td").first.inner_text().split()[0].removeprefix("<")
     ) / 100 == pytest.approx(right.item(), abs=2e-3)
 
 
-def test_weight_against_effect_has_every_pair(visit, found, written):
+def test_weight_against_effect_has_every_pair(visit, inspection, written):
     page = visit(address(written, token=2, read=4))
     assert (
-        page.locator("#scatter .mark").count() == len(found.pairs) - 1
+        page.locator("#scatter .mark").count() == len(inspection.pairs) - 1
     )  # the first read has one source
     page.locator("#scatter svg").focus()
     page.keyboard.press("ArrowRight")
     said = page.locator("#tip").inner_text()
-    shares = found.mixing / found.mixing.abs().sum(1, keepdim=True)
-    least = min((shares[r, s, 2].abs().item(), i) for i, (r, s) in enumerate(found.pairs) if r)
+    shares = inspection.mixing / inspection.mixing.abs().sum(1, keepdim=True)
+    least = min((shares[r, s, 2].abs().item(), i) for i, (r, s) in enumerate(inspection.pairs) if r)
     assert number(re.search(r"share of the row\s+(\S+)", said).group(1)) == pytest.approx(
         least[0], rel=1e-2
     )
-    effect = found.removed_at.loss[least[1], 2].item()
+    effect = inspection.removed_at.loss[least[1], 2].item()
     assert number(re.search(r"loss without it\s+(\S+)", said).group(1)) == pytest.approx(
         effect, abs=6e-4
     )
@@ -197,13 +198,13 @@ def test_weight_against_effect_has_every_pair(visit, found, written):
     "spec", ["attnres-full", "denseformer"]
 )  # the weights of a second depend on no token
 def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
-    found = look(spec)
-    page = visit(address(found.save(tmp_path / "page.html"), token=2, read=4))
-    brought = found.mixing * found.source_size
+    inspection = look(spec)
+    page = visit(address(inspection.save(tmp_path / "page.html"), token=2, read=4))
+    brought = inspection.mixing * inspection.source_size
     page.get_by_label("weight × size", exact=True).check()
     assert "weight × size of the source" in page.locator("#scale").text_content()
     shown = "() => Array.from({ length: models[0].depth + 1 }, (_, read) => cellsOf(models[0], read)).flat()"
-    rows, columns = map(list, zip(*found.pairs))
+    rows, columns = map(list, zip(*inspection.pairs))
     for expected in (brought[..., 2], brought.mean(-1)):
         cells = torch.tensor(page.evaluate(shown), dtype=torch.float64)
         torch.testing.assert_close(cells, expected[rows, columns].double(), atol=2e-5, rtol=1e-4)
@@ -225,23 +226,23 @@ def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
         assert float(last[column]) == pytest.approx(brought[-1, -1].mean().item(), rel=1e-3)
 
 
-def test_two_models_side_by_side(visit, found, tmp_path):
-    found, other = replace(found, name="mine"), look("denseformer:period=2", name="yours")
-    page = visit(found.save(tmp_path / "two.html", other))
+def test_two_models_side_by_side(visit, inspection, tmp_path):
+    inspection, other = replace(inspection, name="mine"), look("denseformer:period=2", name="yours")
+    page = visit(inspection.save(tmp_path / "two.html", other))
     assert page.locator("#grid canvas").count() == page.locator("#says table").count() == 2
     assert page.locator("#grid .title small").all_inner_texts() == [
-        one.residual for one in (found, other)
+        one.residual for one in (inspection, other)
     ]
     page.locator('#tokens button[data-token="3"]').click()
     page.mouse.click(*cell(page, 4, 2, model=1))
     verdicts = page.locator("#without .verdict").all_inner_texts()
-    place = found.pairs.index((4, 2))
+    place = inspection.pairs.index((4, 2))
     shown = [number(re.search(r"by (\S+) nats", said).group(1)) for said in verdicts]
     assert shown == pytest.approx(
-        [one.removed_at.loss[place, 3].item() for one in (found, other)], abs=6e-4
+        [one.removed_at.loss[place, 3].item() for one in (inspection, other)], abs=6e-4
     )
     with pytest.raises(UserError, match="same tokens"):
-        found.to_html(look(tokens=tokens_of(1, LENGTH, seed=5)))
+        inspection.to_html(look(tokens=tokens_of(1, LENGTH, seed=5)))
 
 
 def test_the_address_keeps_what_is_chosen(visit, written):
@@ -277,8 +278,8 @@ def test_everything_can_be_reached_by_keyboard(visit, written):
     assert "source=0" in page.url
 
 
-def test_a_phone_shows_all_of_it_without_scrolling_sideways(visit, found, tmp_path):
-    page = visit(found.save(tmp_path / "two.html", look("mhc")), **PHONE)
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(visit, inspection, tmp_path):
+    page = visit(inspection.save(tmp_path / "two.html", look("mhc")), **PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.locator('#tokens button[data-token="4"]').tap()
     assert "After token 4" in page.locator("#summary").inner_text()
@@ -304,8 +305,8 @@ def test_tokens_can_be_read_in_light_and_in_the_dark(visit, written, scheme):
 
 def test_tokens_and_names_are_never_markup(visit, tmp_path):
     tokens = [*HOSTILE, 20, 21]
-    found = look(tokens=tokens, name="</title><script>alert(2)</script>" + "n" * 10_000)
-    page = visit(found.save(tmp_path / "page.html", look(tokens=tokens, name="=1+1")))
+    inspection = look(tokens=tokens, name="</title><script>alert(2)</script>" + "n" * 10_000)
+    page = visit(inspection.save(tmp_path / "page.html", look(tokens=tokens, name="=1+1")))
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     shown = page.locator("#tokens button").all_inner_texts()[1:]
     assert shown[0].startswith("</script>")
@@ -319,7 +320,7 @@ def test_tokens_and_names_are_never_markup(visit, tmp_path):
     assert rows[-1][0] == "'=1+1"  # no spreadsheet runs it
 
 
-def test_downloads_hold_what_is_shown(visit, found, written):
+def test_downloads_hold_what_is_shown(visit, inspection, written):
     page = visit(address(written, token=3, read=2))
     saved = {}
     for where, words in (
@@ -334,11 +335,13 @@ def test_downloads_hold_what_is_shown(visit, found, written):
             page.locator(f'[data-save="{where}"] button', has_text=words).click()
         saved[where, words] = download.value.path().read_bytes()
     rows = list(csv.DictReader(io.StringIO(saved["grid", "CSV"].decode())))
-    assert [(int(row["read"]), int(row["source"])) for row in rows] == found.pairs
-    for i, (row, (read, source)) in enumerate(zip(rows, found.pairs)):
-        assert float(row["weight"]) == pytest.approx(found.mixing[read, source, 3].item(), abs=1e-5)
+    assert [(int(row["read"]), int(row["source"])) for row in rows] == inspection.pairs
+    for i, (row, (read, source)) in enumerate(zip(rows, inspection.pairs)):
+        assert float(row["weight"]) == pytest.approx(
+            inspection.mixing[read, source, 3].item(), abs=1e-5
+        )
         assert float(row["loss_without_it_here"]) == pytest.approx(
-            found.removed_at.loss[i, 3].item(), abs=1e-5
+            inspection.removed_at.loss[i, 3].item(), abs=1e-5
         )
     assert saved["grid", "PNG"].startswith(b"\x89PNG")
     assert b"<circle" in saved["scatter", "SVG"]
@@ -351,10 +354,10 @@ def test_downloads_hold_what_is_shown(visit, found, written):
         len(said) == LENGTH * 2 * 5 * 5
     )  # over all tokens there is no average of words: each token's are there
     assert float(said[-1]["probability"]) == pytest.approx(
-        found.sources.probabilities[-1, -1, -1].item(), abs=1e-5
+        inspection.sources.probabilities[-1, -1, -1].item(), abs=1e-5
     )
     everything = json.loads(saved["page", "JSON"])
-    assert everything["models"][0]["loss"] == pytest.approx(found.loss.tolist(), abs=1e-5)
+    assert everything["models"][0]["loss"] == pytest.approx(inspection.loss.tolist(), abs=1e-5)
 
 
 def test_notes_heads_and_what_was_not_computed(visit, tmp_path):
@@ -363,13 +366,13 @@ def test_notes_heads_and_what_was_not_computed(visit, tmp_path):
     assert "mean nothing yet" in page.locator(".notes").inner_text()
     assert "average" in page.locator("#grid .caption").inner_text()
     assert "--removals" in page.locator("#without").inner_text()
-    found = look("attnres-full:heads=4", removals="sources")
-    page = visit(found.save(tmp_path / "heads.html"))
+    inspection = look("attnres-full:heads=4", removals="sources")
+    page = visit(inspection.save(tmp_path / "heads.html"))
     page.locator('#tokens button[data-token="2"]').click()
     page.get_by_label("3", exact=True).check()
     page.mouse.move(*cell(page, 4, 2))
     weight = re.search(r"weight\s+(\S+)", page.locator("#tip").inner_text()).group(1)
-    assert number(weight) == pytest.approx(found.parts["head 3"][4, 2, 2].item(), abs=1e-5)
+    assert number(weight) == pytest.approx(inspection.parts["head 3"][4, 2, 2].item(), abs=1e-5)
     assert page.locator("#scatter .mark").count() == 5
 
 
@@ -377,8 +380,8 @@ def test_kinds_are_told_apart_and_experts_listed(visit, tmp_path):
     model = model_of(
         "attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8
     )
-    found = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
-    page = visit(address(found.save(tmp_path / "experts.html"), token=4))
+    inspection = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
+    page = visit(address(inspection.save(tmp_path / "experts.html"), token=4))
     assert page.locator("#grid svg .kindmark").all_text_contents()[::2] == ["K", "E", "L", "E"]
     assert [
         word for word in ("KDA", "MoE", "MLA") if word in page.locator("#kinds").inner_text()
@@ -388,18 +391,18 @@ def test_kinds_are_told_apart_and_experts_listed(visit, tmp_path):
         "MLA",
     ]
     shown = page.locator(".experts tr").nth(1).locator(".expert code").all_inner_texts()
-    assert shown == [str(i) for i in found.experts[3].ids[4].tolist()]
+    assert shown == [str(i) for i in inspection.experts[3].ids[4].tolist()]
     page.locator("#tokens .every").click()
     first = page.locator(".experts tr").nth(1).locator(".expert").first
-    often = found.experts[3].ids.flatten().bincount().max().item() / LENGTH
+    often = inspection.experts[3].ids.flatten().bincount().max().item() / LENGTH
     assert number(first.locator("small").inner_text().removesuffix(" %")) / 100 == pytest.approx(
         often, abs=1e-2
     )
 
 
-def test_a_notebook_shows_it_in_a_frame_of_its_own(visit, found, tmp_path):
+def test_a_notebook_shows_it_in_a_frame_of_its_own(visit, inspection, tmp_path):
     file = tmp_path / "notebook.html"
-    file.write_text(f"<!doctype html><link rel=icon href='data:,'>{found._repr_html_()}")
+    file.write_text(f"<!doctype html><link rel=icon href='data:,'>{inspection._repr_html_()}")
     page = visit(file)
     frame = page.frame_locator("iframe")
     frame.locator('#tokens button[data-token="2"]').click()
@@ -449,10 +452,14 @@ def test_128_tokens_and_24_layers_stay_under_3_mb(visit, tmp_path):
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.0, 1.01])
-def test_names_of_lines_that_end_close_together_do_not_overlap(found, tmp_path, browser, factor):
+def test_names_of_lines_that_end_close_together_do_not_overlap(
+    inspection, tmp_path, browser, factor
+):
     page = browser.new_page()
     page.goto(
-        replace(found, source_size=found.read_size * factor).save(tmp_path / "close.html").as_uri()
+        replace(inspection, source_size=inspection.read_size * factor)
+        .save(tmp_path / "close.html")
+        .as_uri()
     )
     boxes = {
         node.text_content(): node.bounding_box()

@@ -38,15 +38,24 @@ def sampled(curve, sigma, seeds, seed=0, shift=1.0):
     }
 
 
+def interval_of_second(points, compute=1e16, **options):
+    """The multiplier of the second residual at a budget."""
+    return compare_scaling(points, "standard", **options)[1].multipliers[compute]
+
+
+def width_of_second(points, compute=1e16, **options):
+    interval = interval_of_second(points, compute, **options)
+    return interval.high - interval.low
+
+
 def test_without_noise_the_curve_comes_back():
-    found = fit(BUDGETS, [TRUE.loss(c) for c in BUDGETS])
-    assert found.alpha == pytest.approx(0.25, rel=0.02)
-    assert found.floor == pytest.approx(1.2, rel=0.01)
-    assert [found.loss(c) for c in BUDGETS] == pytest.approx(
-        [TRUE.loss(c) for c in BUDGETS], rel=1e-4
-    )
-    assert found.compute(found.loss(5e15)) == pytest.approx(5e15)
-    assert found.compute(found.floor) is None
+    losses = [TRUE.loss(c) for c in BUDGETS]
+    curve = fit(BUDGETS, losses)
+    assert curve.alpha == pytest.approx(0.25, rel=0.02)
+    assert curve.floor == pytest.approx(1.2, rel=0.01)
+    assert [curve.loss(c) for c in BUDGETS] == pytest.approx(losses, rel=1e-4)
+    assert curve.compute(curve.loss(5e15)) == pytest.approx(5e15)
+    assert curve.compute(curve.floor) is None
 
 
 def test_every_run_counts_once_however_many_a_budget_has():
@@ -57,13 +66,13 @@ def test_every_run_counts_once_however_many_a_budget_has():
     compute = [1.0] * 6 + [10.0] * 3 + [100.0] * 2 + [1000.0]
     off = [0.03, -0.02, 0.01, 0.04, -0.01, 0.02, -0.03, 0.01, -0.02, 0.02, 0.03, -0.01]
     losses = [1 + 0.5 * c**-0.3 + error for c, error in zip(compute, off)]
-    found = fit(compute, losses)
+    curve = fit(compute, losses)
     (floor, scale, alpha), _ = optimize.curve_fit(
         lambda c, e, a, x: e + a * c**-x, compute, losses, p0=(1, 0.5, 0.3)
     )
-    assert found.alpha == pytest.approx(alpha, rel=1e-2)
+    assert curve.alpha == pytest.approx(alpha, rel=1e-2)
     for budget in (1.0, 30.0, 1000.0):
-        assert found.loss(budget) == pytest.approx(floor + scale * budget**-alpha, abs=1e-4)
+        assert curve.loss(budget) == pytest.approx(floor + scale * budget**-alpha, abs=1e-4)
 
 
 def test_a_residual_that_is_worth_a_quarter_more_compute_is_found_to_be():
@@ -84,19 +93,23 @@ def test_a_curve_is_not_asked_far_beyond_its_own_runs():
         "better": sampled(TRUE, 0.0005, 2, seed=1, shift=1.25),
     }
     short = {c * 1.1: losses for c, losses in points["better"].items() if c != BUDGETS[-1]}
-    found = compare_scaling(points | {"better": short}, "standard", draws=20)
-    assert [*found[1].multipliers] == BUDGETS[:-1]
-    assert [*found[0].multipliers] == BUDGETS
-    assert table(found, "standard").count("times the compute") == len(BUDGETS) - 1
+    scalings = compare_scaling(points | {"better": short}, "standard", draws=20)
+    assert [*scalings[1].multipliers] == BUDGETS[:-1]
+    assert [*scalings[0].multipliers] == BUDGETS
+    assert table(scalings, "standard").count("times the compute") == len(BUDGETS) - 1
 
 
 @pytest.mark.parametrize(
     ("seeds", "noise"), [([2] * 5, [0.002] * 5), ([6, 3, 3, 2, 1], [0.01, *[0.002] * 4])]
 )
 def test_intervals_hold_as_often_as_they_say(seeds, noise):
-    """With few seeds; and with more of the smallest models, which vary more."""
+    """With few seeds; and with more of the smallest models, which vary more.
+
+    Of 100 studies 95 hold on average. Intervals that hold in 85 of 100 would pass here three times
+    in a hundred; with the seeds themselves drawn anew they hold in 70 to 80.
+    """
     held = 0
-    for seed in range(40):
+    for seed in range(100):
         points = {}
         for name in ("standard", "same"):
             random = np.random.default_rng([seed, len(name)])
@@ -105,9 +118,9 @@ def test_intervals_hold_as_often_as_they_say(seeds, noise):
                 c: {s: TRUE.loss(c) + random.normal(0, sigma) for s in range(n)}
                 for c, n, sigma in cases
             }
-        interval = compare_scaling(points, "standard", draws=100, seed=seed)[1].multipliers[1e17]
+        interval = interval_of_second(points, 1e17, draws=100, seed=seed)
         held += interval.low <= 1 <= interval.high
-    assert held >= 35  # 95 % of 40 is 38; where seeds themselves are drawn anew, 29
+    assert held >= 92
 
 
 def test_the_study_of_intervals_draws_runs_that_vary_as_it_says(script):
@@ -142,7 +155,7 @@ def test_with_little_noise_an_interval_is_students():
         for c, losses in plain.items()
     }
     points = {"standard": plain, "other": other}
-    found = compare_scaling(points, "standard", draws=4000)[1].multipliers[1e16]
+    interval = interval_of_second(points, draws=4000)
     c = np.array(BUDGETS) / TRUE.unit
     falls = TRUE.scale * c**-TRUE.alpha
     moved = np.stack(
@@ -158,34 +171,21 @@ def test_with_little_noise_an_interval_is_students():
         * math.sqrt(sum(pairs) / freedom / seeds)
         * np.linalg.norm(weights)
     )
-    assert math.log(found.high / found.low) == pytest.approx(
-        2 * half / (TRUE.scale * TRUE.alpha), rel=0.06
-    )
+    expected = 2 * half / (TRUE.scale * TRUE.alpha)
+    assert math.log(interval.high / interval.low) == pytest.approx(expected, rel=0.06)
 
 
 def test_a_budget_with_seeds_enough_has_noise_of_its_own():
     """The smallest model's, ten times that of the others, does not reach them, nor theirs the smallest."""
     quiet = {"standard": sampled(TRUE, 3e-4, 4), "other": sampled(TRUE, 3e-4, 4, seed=1)}
-    loud = {
-        name: {
-            c: {
-                s: TRUE.loss(c) + (10 if c == 1e15 else 1) * (y - TRUE.loss(c))
-                for s, y in losses.items()
-            }
-        }
-        for name, at in quiet.items()
-        for c, losses in at.items()
-        if c == 1e15
-    }
-    widths = [
-        {
-            c: i.high - i.low
-            for c, i in compare_scaling(points, "standard", draws=1000)[1].multipliers.items()
-        }
-        for points in (quiet, {name: {**at, **loud[name]} for name, at in quiet.items()})
-    ]
-    assert widths[1][1e15] > 4 * widths[0][1e15]
-    assert widths[1][1e17] < 1.6 * widths[0][1e17]
+    loud = {}
+    for name, points in quiet.items():
+        mean = TRUE.loss(1e15)
+        smallest = {seed: mean + 10 * (loss - mean) for seed, loss in points[1e15].items()}
+        loud[name] = points | {1e15: smallest}
+    widths = {c: [width_of_second(p, c, draws=1000) for p in (quiet, loud)] for c in (1e15, 1e17)}
+    assert widths[1e15][1] > 4 * widths[1e15][0]
+    assert widths[1e17][1] < 1.6 * widths[1e17][0]
 
 
 def test_other_draws_give_nearly_the_same_interval():
@@ -193,12 +193,9 @@ def test_other_draws_give_nearly_the_same_interval():
         "standard": sampled(TRUE, 0.01, 3),
         "other": sampled(TRUE, 0.01, 3, seed=1, shift=1.2),
     }
-    first, second = (
-        compare_scaling(points, "standard", seed=seed)[1].multipliers[1e16] for seed in (0, 1)
-    )
-    assert (first.low, first.high) == pytest.approx(
-        (second.low, second.high), abs=0.01
-    )  # of 1000 draws, not
+    first, second = (interval_of_second(points, seed=seed) for seed in (0, 1))
+    # Of 1000 draws they are further apart.
+    assert (first.low, first.high) == pytest.approx((second.low, second.high), abs=0.01)
 
 
 def test_budgets_share_their_noise_from_the_largest_down_until_there_are_seeds_enough():
@@ -221,17 +218,11 @@ def test_a_residual_without_a_second_seed_has_the_noise_of_all_residuals():
     single = {c: {0: losses[0]} for c, losses in sampled(TRUE, 0, 1).items()}
     points = {"standard": sampled(TRUE, 1e-4, 4), "single": single}
     loud = points | {"loud": sampled(TRUE, 3e-3, 4, seed=1)}
-    pair, all_three = (
-        compare_scaling(each, "standard", draws=400)[1].multipliers[1e16] for each in (points, loud)
-    )
-    assert all_three.high - all_three.low > 5 * (pair.high - pair.low)
-    neither = compare_scaling(loud | {"standard": single}, "standard", draws=400)[1].multipliers[
-        1e16
-    ]
-    twice = 2 * (
-        all_three.high - all_three.low
-    )  # both curves have noise then, and that of the loud one alone
-    assert neither.high - neither.low == pytest.approx(twice, rel=0.3)
+    beside_loud = width_of_second(loud, draws=400)
+    assert beside_loud > 5 * width_of_second(points, draws=400)
+    # Without seeds of the baseline both curves have noise, that of the loud residual alone.
+    neither = width_of_second(loud | {"standard": single}, draws=400)
+    assert neither == pytest.approx(2 * beside_loud, rel=0.3)
 
 
 def test_residuals_have_noise_of_their_own():
@@ -242,11 +233,10 @@ def test_residuals_have_noise_of_their_own():
     points = {"standard": plain, "quiet": quiet, "loud": loud}
     for name, apart in (("near", 1e-5), ("far", 1e-2)):
         points[name] = {c: {0: TRUE.loss(c) - apart, 1: TRUE.loss(c) + apart} for c in plain}
-    found = {
-        one.residual: one.multipliers[1e16]
-        for one in compare_scaling(points, "standard", draws=400)
-    }
-    width = {name: one.high - one.low for name, one in found.items()}
+    width = {}
+    for scaling in compare_scaling(points, "standard", draws=400):
+        interval = scaling.multipliers[1e16]
+        width[scaling.residual] = interval.high - interval.low
     assert width["loud"] > 15 * width["quiet"]
     assert width["near"] > 5 * width["quiet"], (
         "two seeds that happen to end close together say little"
@@ -263,39 +253,37 @@ def test_few_pairs_do_not_tell_that_runs_vary_together():
     }
     unpaired = {c: {s + 9: y for s, y in losses.items()} for c, losses in few.items()}
     paired, alone, many = (
-        compare_scaling({"standard": plain, "other": at}, "standard", draws=1000)[1].multipliers[
-            1e16
-        ]
-        for at in (few, unpaired, plain)
+        width_of_second({"standard": plain, "other": points}, draws=1000)
+        for points in (few, unpaired, plain)
     )
-    assert paired.high - paired.low == pytest.approx(alone.high - alone.low, rel=0.1)
-    assert many.high - many.low < 1e-3
+    assert paired == pytest.approx(alone, rel=0.1)
+    assert many < 1e-3
 
 
 def test_runs_that_do_not_tell_a_curve_are_said_not_to():
     flat = Fit(floor=1.2, scale=0.001, alpha=0.25, unit=1e16)
-    found = compare_scaling({"standard": sampled(flat, 0.05, 2)}, "standard", draws=400)
+    scalings = compare_scaling({"standard": sampled(flat, 0.05, 2)}, "standard", draws=400)
     assert (
         "alpha may be anything that is tried, so these runs do not tell the curve; 5 budgets"
-        in table(found, "standard")
+        in table(scalings, "standard")
     )
-    found = compare_scaling({"standard": sampled(TRUE, 0.0005, 2)}, "standard", draws=400)
-    assert re.search(r"\(alpha 0\.2\d+ to 0\.\d+; 5 budgets", table(found, "standard"))
-    for low, high, told in (
+    scalings = compare_scaling({"standard": sampled(TRUE, 0.0005, 2)}, "standard", draws=400)
+    assert re.search(r"\(alpha 0\.2\d+ to 0\.\d+; 5 budgets", table(scalings, "standard"))
+    for low, high, words in (
         (0.5, 2.11, "0.500 to 2 or more"),
         (0.0095, 0.5, "0.01 or less to 0.500"),
     ):
         half = replace(
-            found[0], alpha=Interval(0.5, low, high)
+            scalings[0], alpha=Interval(0.5, low, high)
         )  # where the search ends, nobody knows further
-        assert f"(alpha {told}; 5 budgets" in table([half], "standard")
+        assert f"(alpha {words}; 5 budgets" in table([half], "standard")
 
 
 def test_without_a_second_seed_there_is_no_interval():
     points = {"standard": sampled(TRUE, 0.002, 1), "other": sampled(TRUE, 0.002, 1, seed=1)}
-    found = compare_scaling(points, "standard")
-    assert (found[1].alpha.low, found[1].multipliers[1e16].high) == (None, None)
-    text = table(found, "standard")
+    scalings = compare_scaling(points, "standard")
+    assert (scalings[1].alpha.low, scalings[1].multipliers[1e16].high) == (None, None)
+    text = table(scalings, "standard")
     assert text.count("one seed: no interval") == len(BUDGETS)
     assert "alpha" not in text
 
@@ -307,10 +295,10 @@ def test_a_curve_that_may_never_be_reached_leaves_the_interval_open():
         "standard": sampled(steep, 0.003, 3, seed=1),
         "better": sampled(low, 0.001, 3, seed=9),
     }
-    found = compare_scaling(points, "standard", draws=200)
-    assert found[1].multipliers[1e16].high == math.inf
-    assert math.isfinite(found[1].multipliers[1e16].low)
-    assert "to inf" in table(found, "standard")
+    scalings = compare_scaling(points, "standard", draws=200)
+    assert scalings[1].multipliers[1e16].high == math.inf
+    assert math.isfinite(scalings[1].multipliers[1e16].low)
+    assert "to inf" in table(scalings, "standard")
 
 
 def recorded(residual, per_token, tokens, bits, seed=0, lr=1e-3):
@@ -351,9 +339,10 @@ def test_points_are_operations_times_tokens():
         "b": {20_000: {0: 4.0}},
     }
     assert points_of(runs[:1], "loss") == {"a": {10_000: {0: 9.0}}}
-    told = r"a-2.0 and a-5.0 are both a at .* with seed 0: .* they differ in optim.lr. There are a with 0.001 and 0.002"
+    words = r"a-2.0 and a-5.0 are both a at .* with seed 0: .* they differ in optim.lr. "
+    words += "There are a with 0.001 and 0.002"
     with pytest.raises(
-        UserError, match=told + ", b with 0.003: choose one, as with --lr 0.002, or --lr best"
+        UserError, match=words + ", b with 0.003: choose one, as with --lr 0.002, or --lr best"
     ):
         points_of([*runs, recorded("a", 10, 2000, 5.0, lr=2e-3)])
     with pytest.raises(UserError, match=r"they differ in nothing, so name its folder once$"):
@@ -421,14 +410,14 @@ def test_runs_on_different_text_are_not_fitted_together():
         run.corpus.update({"source_hash": f"{known}" * 64} if known else {})
     same, changed, alone = others
     assert len(points_of([first, same])["a"]) == len(points_of([first, alone])["a"]) == 2
-    told = (
+    words = (
         r"a-1.0 \(x, 1{12}\) and a-0.33.* \(x, 2{12}\) have seen different text, .* by themselves$"
     )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=words):
         points_of([first, changed])
     with pytest.raises(UserError, match="different text"):
         points_of([same, alone])
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=words):
         points_of([alone, first, changed])  # the first does not know
 
 
@@ -438,8 +427,8 @@ def test_losses_on_more_windows_than_others_lie_on_no_curve():
     for run, context, windows in zip(runs, (64, 128, 64), (8, 4, 4)):
         run.config["model"]["context"], run.config["train"]["eval_windows"] = context, windows
     assert len(points_of(runs[:2])["a"]) == 2
-    told = r"a-1.0 ends with its loss on 8 windows .* and a-0.25 on 4, .* of one train.eval_windows by themselves$"
-    with pytest.raises(UserError, match=told):
+    words = r"a-1.0 ends with its loss on 8 windows .* and a-0.25 on 4, .* of one train.eval_windows by themselves$"
+    with pytest.raises(UserError, match=words):
         points_of(runs)
 
 
@@ -479,15 +468,17 @@ def test_from_folders_come_the_settings_that_share_in_what_each_residual_is_wort
                 key: 2.0 if f"optim.{key}" in apart else 1.0 for key in ("lr", "clip")
             }
             written(run, tmp_path / f"{name}-{size}")
-    for lr, told in (
+    for lr, words in (
         (None, "ddl of optim.clip; rezero of optim.lr"),
         ("best", "ddl of optim.clip"),
     ):
         assert {
-            found.residual: found.confounders for found in scaling_of([tmp_path], lr=lr)
+            scaling.residual: scaling.confounders for scaling in scaling_of([tmp_path], lr=lr)
         } == both
         assert main(["scaling", str(tmp_path), *([] if lr is None else ["--lr", lr])]) == 0
-        assert f"so that what it is worth is worth of them too: {told}\n" in capsys.readouterr().out
+        assert (
+            f"so that what it is worth is worth of them too: {words}\n" in capsys.readouterr().out
+        )
 
 
 def test_runs_that_went_on_to_other_steps_than_planned_are_named(tmp_path, capsys):
@@ -518,8 +509,8 @@ def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
             with pytest.raises(UserError, match=f"folders takes a list; got '{tmp_path}': write"):
                 takes_folders(folder)
     for lr, floor in (("best", 1.2), (0.002, 1.3)):
-        (found,) = scaling_of([str(tmp_path)], lr=lr)
-        assert found.fit.floor == pytest.approx(floor, rel=0.01)
+        (scaling,) = scaling_of([str(tmp_path)], lr=lr)
+        assert scaling.fit.floor == pytest.approx(floor, rel=0.01)
 
 
 def test_the_table_says_what_is_not_told_apart_and_bad_input_what_is_missing():
@@ -547,7 +538,7 @@ def test_a_curve_says_how_far_it_misses_its_budgets():
     bent = {c: {0: TRUE.loss(c) + off[c] + 0.3, 1: TRUE.loss(c) + off[c] - 0.3} for c in BUDGETS}
     three = {c: bent[c] for c in BUDGETS[::2]}
     steeper = {1e15: {0: 3.0}, 1e16: {0: 2.9}, 1e17: {0: 2.0}}  # which no curve goes through
-    found = compare_scaling(
+    scalings = compare_scaling(
         {
             "standard": bent,
             "three": three,
@@ -557,21 +548,21 @@ def test_a_curve_says_how_far_it_misses_its_budgets():
         "standard",
         draws=20,
     )
-    assert found[0].miss == pytest.approx(
-        max(abs(TRUE.loss(c) + off[c] - found[0].fit.loss(c)) for c in BUDGETS)
+    assert scalings[0].miss == pytest.approx(
+        max(abs(TRUE.loss(c) + off[c] - scalings[0].fit.loss(c)) for c in BUDGETS)
     )
-    assert found[0].miss == pytest.approx(0.041, abs=0.01)
-    assert found[1].miss < 1e-3
-    assert found[2].miss is None
-    assert found[3].miss > 0.2
-    lines = table(found, "standard").splitlines()
-    assert lines[2] == f"  at most {found[0].miss:.4f} from the mean of a budget"
+    assert scalings[0].miss == pytest.approx(0.041, abs=0.01)
+    assert scalings[1].miss < 1e-3
+    assert scalings[2].miss is None
+    assert scalings[3].miss > 0.2
+    lines = table(scalings, "standard").splitlines()
+    assert lines[2] == f"  at most {scalings[0].miss:.4f} from the mean of a budget"
     of_three = [
         line
         for line in lines
         if line.endswith("near three says nothing, as a curve has three numbers")
     ]
-    assert [line.split()[2] for line in of_three] == [f"{found[i].miss:.4f}" for i in (1, 3)]
+    assert [line.split()[2] for line in of_three] == [f"{scalings[i].miss:.4f}" for i in (1, 3)]
 
 
 def test_curves_without_the_largest_and_the_smallest_budget_tell_what_hangs_on_them():
@@ -583,8 +574,8 @@ def test_curves_without_the_largest_and_the_smallest_budget_tell_what_hangs_on_t
         "better": better,
         "short": {c: better[1.05 * c] for c in BUDGETS[2:]},
     }
-    found = compare_scaling(points, "standard")
-    last, first = without_ends(found, "standard").values()
+    scalings = compare_scaling(points, "standard")
+    last, first = without_ends(scalings, "standard").values()
     assert [list(curve.points) for curve in last] == [
         BUDGETS[:-1],
         [1.05 * c for c in BUDGETS[:-1]],
@@ -595,7 +586,7 @@ def test_curves_without_the_largest_and_the_smallest_budget_tell_what_hangs_on_t
         for worth in last[1].multipliers.values()
     )
     assert first[1].multipliers[1e17].value < 1.1
-    text = table(found, "standard")
+    text = table(scalings, "standard")
     assert (
         "\nWithout 1e+17 operations:\n  better: 1.19 at 1e+15, 1.19 at 3e+15, 1.19 at 1e+16, 1.19 at 3e+16\n"
         in text
@@ -615,13 +606,13 @@ def test_a_residual_with_too_few_budgets_is_left_out_and_said_to_be():
         for seed, name in enumerate(("standard", "same", "short"))
     }
     two, one = ({c: points["short"][c] for c in BUDGETS[:count]} for count in (2, 1))
-    found = compare_scaling({**points, "short": two}, "standard", draws=20)
-    assert found[:2] == compare_scaling(
+    scalings = compare_scaling({**points, "short": two}, "standard", draws=20)
+    assert scalings[:2] == compare_scaling(
         {name: points[name] for name in ("standard", "same")}, "standard", draws=20
     )
-    text = table(found, "standard")
+    text = table(scalings, "standard")
     assert "\nshort: left out, for it has runs at 2 budgets and a fit needs three" in text
-    curves, worth = ElementTree.fromstring(plot(found, "standard")).findall(f"{SVG}g")
+    curves, worth = ElementTree.fromstring(plot(scalings, "standard")).findall(f"{SVG}g")
     shown = {
         each.find(f"{SVG}text[@class='named']").text: each for each in curves.findall(f"{SVG}g")
     }
@@ -631,11 +622,11 @@ def test_a_residual_with_too_few_budgets_is_left_out_and_said_to_be():
         bool(shown[name].find(f"{SVG}polyline").get("points")) for name in ("same", "short, no fit")
     ] == [1, 0]
     needs = r"needs runs of standard and of another residual at three budgets at least:"
-    for few, told in (
+    for few, words in (
         ({"standard": two}, "standard has 2"),
         ({"same": two, "short": one}, "same has 2, short has 1"),
     ):
-        with pytest.raises(UserError, match=f"{needs} {told}$"):
+        with pytest.raises(UserError, match=f"{needs} {words}$"):
             compare_scaling(points | few, "standard")
 
 
@@ -654,14 +645,14 @@ def test_the_plot_has_a_dot_for_each_run_the_curves_and_what_each_is_worth_with_
         "attnres-block": sampled(TRUE, 0.002, 3, seed=1, shift=1.25),
         "mine:<b>": sampled(TRUE, 0.002, 3, seed=2),
     }
-    found = compare_scaling(points, "standard", draws=100)
-    curves, worth = ElementTree.fromstring(plot(found, "standard")).findall(f"{SVG}g")
+    scalings = compare_scaling(points, "standard", draws=100)
+    curves, worth = ElementTree.fromstring(plot(scalings, "standard")).findall(f"{SVG}g")
     assert len(curves.findall(f".//{SVG}circle")) == 3 * 5 * 3
     assert {each.text for each in curves.findall(f".//{SVG}text[@class='named']")} == set(points)
     by_class = {group.get("class"): group for group in worth.findall(f"{SVG}g")}
     assert set(by_class) == {"block", "other0"}, "the baseline is worth itself"
     assert [len(group.findall(f"{SVG}path")) for group in by_class.values()] == [5, 5]
-    for group, scaling in zip((by_class["block"], by_class["other0"]), found[1:]):
+    for group, scaling in zip((by_class["block"], by_class["other0"]), scalings[1:]):
         heights = [float(dot.get("cy")) for dot in group.findall(f"{SVG}circle")]
         for height, span in zip(heights, group.findall(f"{SVG}path"), strict=True):
             low, high = re.fullmatch(r"M[\d.]+ ([\d.]+)V([\d.]+)", span.get("d")).groups()
@@ -672,10 +663,10 @@ def test_the_plot_has_a_dot_for_each_run_the_curves_and_what_each_is_worth_with_
         )
     file = tmp_path / "scaling.svg"
     for _ in range(2):
-        assert write_plot(found, "standard", file) == file
+        assert write_plot(scalings, "standard", file) == file
     file.write_text("mine")
     with pytest.raises(UserError, match="is no picture of this kind, and would be overwritten"):
-        write_plot(found, "standard", file)
+        write_plot(scalings, "standard", file)
 
 
 def test_intervals_at_one_place_stand_side_by_side():
