@@ -87,7 +87,7 @@ class Verification:
 def verify(
     model: nn.Module, reference: nn.Module, batch: Tensor | Mapping[str, Any]
 ) -> Verification:
-    """Whether a converted model still computes what the plain one does. Neither is changed.
+    """Measure whether a converted model still computes what the plain one does. Neither is changed.
 
     In fp32 the KL of the reference to the model may be 1e-6 nats per token. In half precision even the plain model is
     farther from its own fp32 forward, so the converted one may be twice as far from that as the plain one is.
@@ -106,10 +106,10 @@ def verify(
         result = headwater.verify(model, plain, tokenizer(text, return_tensors="pt"))
         assert result.equal, str(result)
     """
-    for given in (model, reference):
-        if not isinstance(given, nn.Module):
+    for argument in (model, reference):
+        if not isinstance(argument, nn.Module):
             raise UserError(
-                f"verify takes two loaded models and a batch; got a {type(given).__name__}"
+                f"verify takes two loaded models and a batch; got a {type(argument).__name__}"
             )
     if isinstance(batch, str):
         raise UserError(
@@ -120,7 +120,7 @@ def verify(
     has_cache = "input_ids" in inputs and (
         conversion is None or conversion.depth.residual.token_local
     )
-    has_cache &= not any(isinstance(each, DecoderForCausalLM) for each in (model, reference))
+    has_cache &= not any(isinstance(one, DecoderForCausalLM) for one in (model, reference))
     half = dtype.itemsize < torch.float32.itemsize
     ours = _passes(model, inputs, has_cache)
     plain = _passes(cast(reference, dtype), inputs, has_cache) if half else {}
@@ -158,11 +158,11 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             f"half precision is judged against the fp32 forward of the reference, and a {type(model).__name__} that is "
             "offloaded or quantised has none here: load the reference in fp32, without a device map"
         )
-    made = copy.deepcopy(model)
-    for tensor in made.state_dict(keep_vars=True).values():
+    copied = copy.deepcopy(model)
+    for tensor in copied.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-    return made
+    return copied
 
 
 def _passes(model: nn.Module, inputs: Mapping[str, Any], has_cache: bool) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def _passes(model: nn.Module, inputs: Mapping[str, Any], has_cache: bool) -> dic
     }
     with evaluating(model), torch.no_grad():
         logits, mask = whole(model, moved), moved.get("attention_mask")
-        found = {
+        logits_by_kind = {
             "whole": logits[mask.bool()]
             if mask is not None and mask.shape == logits.shape[:2]
             else logits
@@ -187,12 +187,12 @@ def _passes(model: nn.Module, inputs: Mapping[str, Any], has_cache: bool) -> dic
             cached = decoded(model, padded)
             parts = {} if cached is None else parts_of(padded["attention_mask"])
             parts.pop("in one pass", None)  # that is `whole`
-            found |= {
+            logits_by_kind |= {
                 name: cached[kept]
                 for name, kept in parts.items()
                 if cached is not None and kept.any()
             }
-    return {name: logits.double().cpu().flatten(0, -2) for name, logits in found.items()}
+    return {name: logits.double().cpu().flatten(0, -2) for name, logits in logits_by_kind.items()}
 
 
 def _distance(ours: Tensor, truth: Tensor, rounding: list[Tensor]) -> Distance:

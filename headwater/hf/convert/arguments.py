@@ -1,4 +1,4 @@
-"""Which of a layer's arguments go to the modules that it calls: masks, positions, and the state of a cache."""
+"""Pass a layer's arguments on to the modules that it calls: masks, positions, and the state of a cache."""
 
 import inspect
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ def _of_layer(name: str, known: Mapping[str, Any]) -> str:
 
 
 def positional_names(layer: nn.Module) -> tuple[str, ...]:
-    """Of the layer's arguments after the hidden state."""
+    """Names of the layer's positional arguments after the hidden state."""
     return tuple(_parameters(layer))[1:]
 
 

@@ -16,14 +16,16 @@ def whole(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def decoded(model: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> Tensor | None:
-    """The same of all tokens but the last `steps` in one pass, and of those one by one from the cache. None where the
-    model gives no cache, or not one result a token."""
+    """Results of all tokens but the last `steps` in one pass, and of the last ones one by one from the cache.
+
+    None where the model gives no cache, or not one result a token.
+    """
     length = inputs["input_ids"].shape[1]
     cut = length - min(steps, length - 1)
     out = model(**_until(inputs, cut), use_cache=True)
     parts = [_result(out)]
-    name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
-    if name is None or parts[0].shape[1] != cut:
+    cache = next((name for name in CACHES if getattr(out, name, None) is not None), None)
+    if cache is None or parts[0].shape[1] != cut:
         return None
     per_token = {
         name: value
@@ -33,10 +35,10 @@ def decoded(model: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> 
     for end in range(cut + 1, length + 1):
         until = _until(per_token, end)
         step = {
-            each: value if each == "attention_mask" else value[:, -1:]
-            for each, value in until.items()
+            name: value if name == "attention_mask" else value[:, -1:]
+            for name, value in until.items()
         }
-        out = model(**step, **{name: getattr(out, name)}, use_cache=True)
+        out = model(**step, **{cache: getattr(out, cache)}, use_cache=True)
         parts.append(_result(out))
     return torch.cat(parts, dim=1)
 
@@ -52,7 +54,7 @@ def pad_left(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts_of(mask: Tensor, steps: int = STEPS) -> dict[str, Tensor]:
-    """Which tokens of a decoded batch are of which kind, by its mask, (B, T). Padding is of none."""
+    """Masks of the kinds of token in a decoded batch, from its attention mask, (B, T). Padding is of no kind."""
     kept, length = mask.bool(), mask.shape[1]
     padded = ~kept.all(1, keepdim=True)
     late = torch.arange(length, device=mask.device) >= length - min(steps, length - 1)

@@ -95,8 +95,8 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def _share_mapping(plain: str, made: str) -> None:
-    """How a released checkpoint's tensors become parameters, for example fused experts, is known by a model's type, or
-    by its class where only that head differs."""
+    """Let a released checkpoint's tensors become parameters of the converted model as of the plain one, fused experts
+    for example. transformers looks that up by a model's type, or by its class where only that head differs."""
     mapping = get_checkpoint_conversion_mapping(plain)
     if mapping is not None:
         register_checkpoint_conversion_mapping(made, mapping, overwrite=True)

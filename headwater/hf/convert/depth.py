@@ -1,4 +1,4 @@
-"""What passes from layer to layer of a converted model, and what its sites share."""
+"""The state between the layers of a converted model, and what its sites share."""
 
 import copy
 import threading
@@ -20,7 +20,7 @@ RESIDUAL = "residual"  # the attribute of the owner, and so the prefix of every 
 
 
 class Record:
-    """What one forward pass is to show: depth weights of every read, and what each layer read. Filled at its end."""
+    """The record of one forward pass: depth weights of every read, and what each layer read. Filled at its end."""
 
     def __init__(self) -> None:
         self.weights: State = ()
@@ -50,7 +50,7 @@ def watch(run: Callable[[], Any]) -> tuple[Any, Record]:
 
 
 class DepthState:
-    """What travels between layers: the residual's state, before read `at`; and, if a record is to be filled, what was
+    """The value between layers: the residual's state, before read `at`; and, if a record is to be filled, what was
     seen on the way."""
 
     __slots__ = ("at", "reads", "record", "tensors", "weights")
@@ -92,7 +92,7 @@ class DepthState:
 
 @dataclass
 class Depth:
-    """What the sites of one converted model share. Not a module: the residual's parameters are registered once.
+    """Data that the sites of one converted model share. Not a module: the residual's parameters are registered once.
     Nothing of a forward pass is kept here, so several may run at once.
 
     `scales[i]` multiplies read i so that, at the start, it is the plain residual's stream (see `start.py`).
@@ -144,8 +144,11 @@ class Depth:
         return norm if self.scales[i] == 1.0 else partial(_norm_scaled, norm, self.scales[i])
 
     def end(self, site: nn.Module, state: DepthState, norm: Norm) -> Tensor:
-        """What the head sees. Where the loop stopped early, as assisted decoding's drafts do (`assistant_early_exit`),
-        that is what the next layer would have read."""
+        """Compute what the head sees.
+
+        Where the loop stopped early, as it does for the drafts of assisted decoding (`assistant_early_exit`), that is
+        what the next layer would have read.
+        """
         last = self.residual.sublayers
         if state.record is not None:
             state.record.weights = (

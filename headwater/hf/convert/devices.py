@@ -65,7 +65,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def execution_device(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a module computes: where its hook says, else where it is."""
+    """The device on which a module computes: that of its hook, else that of its parameters."""
     hook = _align_hook(module)
     if hook is not None and hook.execution_device is not None:
         place = hook.execution_device

@@ -92,7 +92,7 @@ def _check_loaded(head: PreTrainedModel) -> None:
 
 
 def _check_unshared(model: nn.Module) -> None:
-    """What is added after ranks share a model is averaged by nobody: each rank would train a residual of its own."""
+    """Refuse a model that ranks share: nobody would average what is added, and each rank would train its own."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     from torch.distributed.fsdp import (
@@ -150,7 +150,7 @@ def layout_for(layer: nn.Module, found: Found) -> Layout:
 
 
 def _misfit(layer: nn.Module, layout: Layout) -> str | None:
-    """What of a layer a layout leaves out, or has too much."""
+    """The parts of a layer that a layout leaves out, or has too much."""
     what = f"a {type(layer).__name__}"
     try:
         names = set[str]().union(*(site.names for site in sites_of(layer, layout, 0)))

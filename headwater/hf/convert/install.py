@@ -31,7 +31,7 @@ from .start import new_residual
 
 @dataclass
 class Conversion:
-    """What `revert` needs; kept on the model that owns the layers."""
+    """The record that `revert` needs; kept on the model that owns the layers."""
 
     report: Report
     depth: Depth

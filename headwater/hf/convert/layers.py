@@ -47,7 +47,7 @@ class Site:
 
     @property
     def bodies(self) -> tuple[str, ...]:
-        """What is called after a norm."""
+        """Names of the modules that are called after a norm."""
         return (
             tuple(name for part in self.parts for name in (part.body, *part.out, *part.beside))
             + self.output
@@ -220,7 +220,7 @@ class ConvertedLayer(nn.Module):
 
 
 def parts_of_layer(layer: Any) -> dict[str, Any]:
-    """What a conversion put on a layer, for those who write its forward elsewhere."""
+    """The attributes that a conversion put on a layer, for the modeling file, which writes its forward again."""
     names = ("sites", "takes", "arguments", "multiplier", "returns", "fp32")
     return {name: getattr(layer, f"_depth_{name}") for name in names}
 

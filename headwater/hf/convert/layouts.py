@@ -1,4 +1,4 @@
-"""Where a decoder layer keeps its parts: one row per layout, one line per architecture. Data only, no torch.
+"""Tables of where a decoder layer keeps its parts: one row per layout, one line per architecture. Data only, no torch.
 
 To add an architecture, find the layout its decoder layer's `forward` has, or describe a new one, and put the
 `model_type` of its config in the table; `tests/hf/test_hf_architectures.py` then holds it to the plain residual.
@@ -54,7 +54,7 @@ class Layout:
     otherwise: "Layout | None" = None  # for layers of the same model that this one does not fit
 
     def to_dict(self) -> dict[str, Any]:
-        """What is not the default, for a config."""
+        """The fields that are not the default, for a config."""
         found = {
             f.name: getattr(self, f.name)
             for f in fields(self)

@@ -65,7 +65,7 @@ def _is_kernel(norm: nn.Module) -> bool:
 
 @torch.no_grad()
 def _offset(norm: nn.Module) -> float | None:
-    """What the norm adds to its weight, 0 or 1 (Gemma); None: it is not an RMSNorm."""
+    """The number that the norm adds to its weight, 0 or 1 (Gemma); None: it is not an RMSNorm."""
     parameters = dict(norm.named_parameters())
     if (
         set(parameters) != {"weight"}

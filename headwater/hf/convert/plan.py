@@ -1,4 +1,4 @@
-"""What a conversion will do, worked out and checked before anything is changed."""
+"""The plan of a conversion, worked out and checked before anything is changed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def equal_at_start(self) -> bool:
-        """Whether the converted model, until it is trained, computes what the plain one does."""
+        """True if the converted model, until it is trained, computes what the plain one does."""
         return self.start.plain and tuple(self.settings["scales"]) == self.start.scales
 
     def with_plain_residual(self) -> "Plan":

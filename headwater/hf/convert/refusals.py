@@ -1,4 +1,4 @@
-"""What is said of an architecture that is not in the table: why not, where that is known. Data only, no torch."""
+"""Reasons why architectures are not in the table, where the reason is known. Data only, no torch."""
 
 import difflib
 from collections.abc import Collection, Mapping

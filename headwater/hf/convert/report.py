@@ -1,4 +1,4 @@
-"""What a conversion did, site by site."""
+"""The report of what a conversion did, site by site."""
 
 from dataclasses import dataclass
 

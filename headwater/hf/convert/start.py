@@ -1,4 +1,4 @@
-"""What a residual is before training, measured: every read against the plain residual's stream.
+"""Measure what a residual is before training: every read against the plain residual's stream.
 
 A pre-norm reader cancels a positive scale, but only down to the eps of its norm. With zero queries Attention Residuals
 read the *mean* of n sources, whose mean square is n^2 smaller than their sum's; at the scale of a pretrained embedding

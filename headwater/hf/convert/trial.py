@@ -55,7 +55,7 @@ class Trial:
 
 
 class NotTried(Exception):
-    """Why a model cannot be run here, which is no fault of a conversion."""
+    """The reason why a model cannot be run here, which is no fault of a conversion."""
 
 
 def try_plain(found: Found) -> Trial:
@@ -75,7 +75,7 @@ def try_plain(found: Found) -> Trial:
 
 
 def difference(found: Found, plain: Trial) -> float:
-    """Of the converted model from the plain one. Raises UserError if it fails, or is another function."""
+    """The distance of the converted model from the plain one. Raises UserError if it fails, or is another function."""
     converted = _run_converted(found, with_gap=False)
     limit = _limit(found, plain.dtype)
     worst = 0.0
@@ -114,7 +114,8 @@ def _limit(found: Found, dtype: torch.dtype) -> float:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Of (tokens, D) from (tokens, D). In half precision a token may go to another expert."""
+    """Relative distance of (tokens, D) from (tokens, D): the worst token, in half precision the median, since there a
+    token may go to another expert."""
     sizes = (
         other.double().norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
     )  # zeros, as padding's, equal zeros

@@ -188,25 +188,27 @@ def _empty(source: Path) -> PreTrainedModel:
     """The model of a folder without its weights."""
     check_hashes(source)
     config = load_config(source)
-    known = class_of(config)
+    model_class = class_of(config)
     with torch.device("meta"):
-        return known(config) if issubclass(known, PreTrainedModel) else known.from_config(config)
+        if issubclass(model_class, PreTrainedModel):
+            return model_class(config)
+        return model_class.from_config(config)
 
 
 def _named_alike(model: PreTrainedModel, source: Path) -> bool:
-    """Whether the folder calls its tensors as the model does: then added ones can stand beside them."""
+    """Tell whether the folder calls its tensors as the model does: then added ones can stand beside them."""
     return any(name in weight_map(source) for name in _norm_names(model))
 
 
 def _norm_names(model: PreTrainedModel) -> list[str]:
-    """Of parameters of the final norm, which every checkpoint has."""
+    """Names of the parameters of the final norm, which every checkpoint has."""
     conversion, body = conversion_of(model)
     norm = getattr(body, conversion.layout.final_norm)
     return [f"{_path(model, norm)}{name}" for name, _ in norm.named_parameters()]
 
 
 def _path(model: PreTrainedModel, module: torch.nn.Module) -> str:
-    name = next(name for name, each in model.named_modules() if each is module)
+    name = next(name for name, part in model.named_modules() if part is module)
     return f"{name}." if name else ""
 
 
@@ -230,7 +232,7 @@ def _added(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
 
 
 def _fits(source: Path) -> bool:
-    """Whether a folder's weights take at most half of the memory that is free."""
+    """Tell whether a folder's weights take at most half of the memory that is free."""
     about = Path("/proc/meminfo")
     if not about.is_file():
         return True
@@ -239,7 +241,7 @@ def _fits(source: Path) -> bool:
 
 
 def _write_note(folder: Path, model: PreTrainedModel) -> None:
-    """What somebody who opens the folder needs to know, at the end of its README."""
+    """Write how the model is loaded at the end of the README, for whoever opens the folder."""
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     note = NOTE.format(

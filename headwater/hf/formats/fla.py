@@ -50,7 +50,7 @@ HEAD_NORM_EPS = (
 
 
 def is_fla(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of a model that has Attention Residuals of fla's."""
+    """Tell whether a config is of a model that has Attention Residuals of fla's."""
     return config.get(FLA.block_field) is not None
 
 

@@ -28,7 +28,7 @@ from .fla import is_fla, load_fla
 
 
 def is_transformers(folder: Path) -> bool:
-    """Whether a folder is a transformers checkpoint; what headwater writes elsewhere names no model_type."""
+    """Tell whether a folder is a transformers checkpoint; what headwater writes elsewhere names no model_type."""
     return (folder / "config.json").is_file() and "model_type" in read_config(folder)
 
 
@@ -57,17 +57,14 @@ def load(folder: Path, dtype: str = "auto", device: str = "cpu") -> PreTrainedMo
     if is_fla(config):
         model: Any = load_fla(folder, config)
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype))
-    known = load_config(folder)
-    if (
-        class_of(known) is AutoModelForCausalLM
-        and type(known) not in AutoModelForCausalLM._model_mapping
-    ):
-        layout_of(
-            known.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        )  # which says why not, in a line
+    settings = load_config(folder)
+    model_class = class_of(settings)
+    unknown = type(settings) not in AutoModelForCausalLM._model_mapping
+    if model_class is AutoModelForCausalLM and unknown:
+        layout_of(settings.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # says why not, in a line
     try:
-        loaded = class_of(known).from_pretrained(
-            folder, config=known, dtype=dtype, local_files_only=True
+        loaded = model_class.from_pretrained(
+            folder, config=settings, dtype=dtype, local_files_only=True
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"transformers cannot load {folder}: {error}") from None
@@ -158,7 +155,7 @@ def fast_tokenizer(text: str, context: int) -> Any:
 
 
 def _byte_letter(byte: int) -> str:
-    """How byte-level BPE writes a byte: printable Latin-1 as itself, the others as letters from 256 on, in order."""
+    """The letter for a byte in byte-level BPE: printable Latin-1 as itself, others as letters from 256 on, in order."""
 
     def printable(value: int) -> bool:
         return 33 <= value <= 126 or 161 <= value <= 172 or 174 <= value <= 255

@@ -93,7 +93,7 @@ NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")  # before 
 
 
 class Place(NamedTuple):
-    """Where tensors of ours stand in a checkpoint: several are joined there, or one is apart by expert."""
+    """Tensors of ours and their names in a checkpoint: several are joined there, or one is apart by expert."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -281,7 +281,7 @@ def _named(config: Mapping[str, Any], *names: str, default: int) -> int:
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
-    """What the decoder does not compute, and what is not Kimi Linear."""
+    """Refuse what the decoder does not compute, and what is not Kimi Linear."""
     if config.get("model_type") != "kimi_linear":
         raise UserError(f"model_type must be 'kimi_linear', got {config.get('model_type')!r}")
     linear = config.get("linear_attn_config") or {}
@@ -335,7 +335,7 @@ def _mixers(config: Mapping[str, Any], linear: Mapping[str, Any]) -> list[str]:
 
 
 def _dense(config: Mapping[str, Any], layers: int) -> list[bool]:
-    """Which layers have an MLP in place of experts."""
+    """Flags of the layers that have an MLP in place of experts."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         first = config.get("first_k_dense_replace", 1)

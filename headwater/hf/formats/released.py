@@ -158,7 +158,7 @@ def load_released(
 
 
 def _prefix(weights: Mapping[str, Tensor], release: Release) -> str:
-    """Of the body in the model, by the parameters of the final read."""
+    """The prefix of the body in the model, by the parameters of the final read."""
     last = f"{release.output}_proj.weight"
     found = (
         name.removesuffix(last) for name in weights if name == last or name.endswith(f".{last}")

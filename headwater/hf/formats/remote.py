@@ -68,7 +68,7 @@ def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
 
 
 def _about(model: PreTrainedModel) -> dict[str, Any]:
-    """What the file needs to know of the layers."""
+    """The description of the layers that the file needs."""
     conversion, body = conversion_of(model)
     residual, layout = conversion.depth.residual, conversion.layout
     if not isinstance(residual, AttentionResidual) or not residual.phased:
@@ -104,9 +104,10 @@ def _kind(layer: Any) -> dict[str, Any]:
         raise UserError(
             f"--remote-code does not cover the stream in fp32 of a {type(layer).__name__}"
         )
-    takes = {name: asdict(each) for name, each in parts["takes"].items()}
-    for each in takes.values():
-        each["without"] = None if each["without"] is None else sorted(each["without"])
+    takes = {name: asdict(arguments) for name, arguments in parts["takes"].items()}
+    for arguments in takes.values():
+        if arguments["without"] is not None:
+            arguments["without"] = sorted(arguments["without"])
     sites = [
         {key: value for key, value in asdict(site).items() if key != "sublayer"}
         for site in parts["sites"]

@@ -121,6 +121,6 @@ def copy_companions(source: Path, out: Path) -> None:
         if (
             path.is_file()
             and not path.name.startswith(".")
-            and not any(path.match(each) for each in NOT_COPIED)
+            and not any(path.match(pattern) for pattern in NOT_COPIED)
         ):
             shutil.copy2(path, out / path.name)
