@@ -29,7 +29,7 @@ from headwater.analyze.provenance import (
 )
 from headwater.analyze.results import first_colour, look, table
 from headwater.analyze.words import caption, findings, has_results, headline, page_notes, trained
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.folders import at_home, replace_file
 from headwater.runs.groups import BASELINE, Group, group_runs
 from headwater.runs.record import RecordedRun, beside, find_order, paths_of, read_runs
@@ -71,7 +71,7 @@ def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "w
         with path.open("rb") as file:
             if file.read(len(begins)).lower() != begins:
                 raise UserError(
-                    f"{path} is no {kind}, and would be overwritten: choose another --out"
+                    f"{path} is no {kind}, and would be overwritten: choose another {spell('out')}"
                 )
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, page.encode())

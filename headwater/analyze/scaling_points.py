@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.runs.groups import UNFELT, differing, settings_of
 from headwater.runs.record import RecordedRun, number, section
 
@@ -83,8 +83,9 @@ def _twice(
     difference = ", ".join(keys) or "nothing, so name its folder once"
     if RATE in keys:
         difference += (
-            f". There are {rates_told(runs)}: choose one, as with --lr {rate_of(other):g}, "
-            "or --lr best"
+            f". There are {rates_told(runs)}: choose one, as with {spell('lr')} "
+            f"{rate_of(other):g}, "
+            f"or {spell('lr')} best"
         )
     return (
         f"{one.name} and {other.name} are both {other.residual} at {compute:.3g} operations with "

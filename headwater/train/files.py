@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.folders import replace_file
 
 
@@ -81,7 +81,7 @@ def refuse_others(folder: Path, what: str, known: Collection[str] = ()) -> None:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise UserError(
             f"{folder} holds something else ({', '.join(others[:3])}{more}), and {what} needs a folder of its own: "
-            "choose another --out"
+            f"choose another {spell('out')}"
         )
 
 
@@ -99,7 +99,8 @@ def open_lock(path: Path) -> IO[str]:
         if error.errno != errno.ELOOP:
             raise
         raise UserError(
-            f"{path} is a link, and a lock must be a file: remove it, or choose another --out"
+            f"{path} is a link, and a lock must be a file: remove it, or choose another "
+            f"{spell('out')}"
         ) from None
     return os.fdopen(handle, "r+", encoding="utf-8")
 
@@ -114,7 +115,7 @@ def locked(folder: Path) -> Iterator[None]:
             holder = file.read().strip() or "it left no name"
             raise UserError(
                 f"another process is working in {folder} ({holder}): wait for it, end it with kill, or choose another "
-                "--out"
+                f"{spell('out')}"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.folders import at_home
 from headwater.models import Decoder
 from headwater.residuals import pinned
@@ -81,9 +81,10 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
     if theirs.to_json() != tokenizer.to_json():
         ours = "as many" if tokenizer.vocab_size == theirs.vocab_size else tokenizer.vocab_size
         raise UserError(
-            f"--init-from {folder} was trained with another tokenizer ({theirs.vocab_size} tokens; this run's has "
+            f"{spell('train.init_from')} {folder} was trained with another tokenizer "
+            f"({theirs.vocab_size} tokens; this run's has "
             f"{ours}, and not the same): its embeddings stand for other tokens. Take its tokenizer, for whatever "
-            f"text, with --tokenizer {quote(str(folder))}"
+            f"text, with {spell('data.tokenizer')} {quote(str(folder))}"
         )
     weights = other.weights()
     if pinned(other.residual) != pinned(model.residual):
@@ -96,7 +97,7 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
     try:
         model.load_weights(weights)
     except ValueError as error:
-        raise UserError(f"--init-from {folder}: {error}") from None
+        raise UserError(f"{spell('train.init_from')} {folder}: {error}") from None
     there, here = other.config, model.config
     stretched = (
         {"rope_theta"} if here.context > there.context else set()
@@ -118,7 +119,8 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
             f"--{name.replace('_', '-')} {quote(str(getattr(there, name)))}" for name in unlike
         )
         raise UserError(
-            f"--init-from {folder} was trained with other settings, under which the same weights compute something "
+            f"{spell('train.init_from')} {folder} was trained with other settings, under which "
+            "the same weights compute something "
             f"else:\n  {listing}\nTake those it was trained with: {take}"
         )
 

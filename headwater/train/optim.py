@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from headwater.errors import spell
 from headwater.residuals.parameter_groups import param_groups
 from headwater.runs.settings import OptimSettings
 from headwater.train.muon import BatchedMuon, DividedMuon, StackedMuon
@@ -88,7 +89,9 @@ def ends_in_warmup(steps: int, settings: OptimSettings) -> str:
     if steps >= settings.warmup:
         return ""
     ends = f"the run ends at step {steps} of a warm-up of {settings.warmup}"
-    return f"{ends}, at {100 * steps / settings.warmup:.3g} % of its learning rate: raise --steps or lower --warmup"
+    share = f"{100 * steps / settings.warmup:.3g} % of its learning rate"
+    advice = f"raise {spell('train.steps')} or lower {spell('optim.warmup')}"
+    return f"{ends}, at {share}: {advice}"
 
 
 def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], rate: float) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 from headwater import __version__
-from headwater.errors import SettingError, UserError, user_values
+from headwater.errors import SettingError, UserError, spell, user_values
 from headwater.models import Decoder, ModelConfig
 from headwater.models.sublayer import Sublayer
 from headwater.residuals import located, pinned
@@ -227,7 +227,8 @@ def planned_steps(latest: Path, config: Config) -> int:
     state = checkpoint.read_state(latest)
     if config.train.steps < state["step"]:
         raise UserError(
-            f"{latest} is of step {state['step']}: --steps must be at least that, got {config.train.steps}"
+            f"{latest} is of step {state['step']}: {spell('train.steps')} must be at least that, "
+            f"got {config.train.steps}"
         )
     return state["config"]["train"]["steps"]
 
@@ -267,16 +268,16 @@ def obstacle(out: Path, goes_on: bool) -> str | None:
     except UserError as error:
         return str(error)
     if not (isinstance(held, dict) and {"model", "train"} <= held.keys()):
-        return f"{out} holds something else (its config.json is not a run's): choose another --out"
+        return f"{out} holds something else (its config.json is not a run's): choose another {spell('out')}"
     if (out / SUMMARY).exists() and not checkpoint.checkpoints(out / "checkpoints"):
         return (
             f"{out} holds a finished run without its weights, as a study leaves it unless its file says keep_weights = "
-            "true, and cannot go on: its result is in summary.json; choose another --out"
+            f"true, and cannot go on: its result is in summary.json; choose another {spell('out')}"
         )
     return (
         None
         if goes_on
-        else f"{out} already holds a run: continue it with --resume, or choose another --out"
+        else f"{out} already holds a run: continue it with {spell('resume')}, or choose another {spell('out')}"
     )
 
 

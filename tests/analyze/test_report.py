@@ -59,7 +59,7 @@ def test_a_page_replaces_a_page_and_nothing_else(tmp_path, write):
     held = (run / "config.json").read_text()
     with pytest.raises(
         UserError,
-        match=r"config.json is no web page, and would be overwritten: choose another --out",
+        match=r"config.json is no web page, and would be overwritten: choose another out",
     ):
         write([run], run / "config.json")
     assert (run / "config.json").read_text() == held

@@ -342,7 +342,7 @@ def test_points_are_operations_times_tokens():
     words = r"a-2.0 and a-5.0 are both a at .* with seed 0: .* they differ in optim.lr. "
     words += "There are a with 0.001 and 0.002"
     with pytest.raises(
-        UserError, match=words + ", b with 0.003: choose one, as with --lr 0.002, or --lr best"
+        UserError, match=words + ", b with 0.003: choose one, as with lr 0.002, or lr best"
     ):
         points_of([*runs, recorded("a", 10, 2000, 5.0, lr=2e-3)])
     with pytest.raises(UserError, match=r"they differ in nothing, so name its folder once$"):

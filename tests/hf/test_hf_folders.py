@@ -409,7 +409,7 @@ def test_a_misspelt_residual_is_told_before_anything_is_loaded(plain, tmp_path, 
 
 def test_remote_code_refuses_what_its_file_does_not_compute(plain, tmp_path):
     for residual, message in (
-        ("ddl", "--remote-code knows attnres-block"),
+        ("ddl", "remote_code knows attnres-block"),
         ("attnres-block:heads=2", "not 'attnres"),
     ):
         with pytest.raises(UserError, match=message):

@@ -416,7 +416,7 @@ def test_another_text_is_refused_with_the_setting_before_what_follows_from_it(ru
     with pytest.raises(
         UserError,
         match=r"other text:\n  data.source: .* asked for\n  corpus.source_hash: .*\n(.*\n)*"
-        r"Leave --source out, or name with it the text that it began with, whose files are called as they were",
+        r"Leave data.source out, or name with it the text that it began with, whose files are called as they were",
     ):
         train(asked, run_folder / "run", resume=True)
 

@@ -127,7 +127,7 @@ def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
     before = (tmp_path / "run" / "summary.json").stat().st_mtime_ns
     assert train(config, tmp_path / "run", resume=True) == summary
     assert (tmp_path / "run" / "summary.json").stat().st_mtime_ns == before
-    with pytest.raises(UserError, match="already holds a run: continue it with --resume"):
+    with pytest.raises(UserError, match="already holds a run: continue it with resume"):
         train(config, tmp_path / "run")
 
     (
@@ -137,7 +137,7 @@ def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
 
 
 def test_a_run_that_ends_in_its_warm_up_says_so(tmp_path, capsys):
-    said = "the run ends at step 2 of a warm-up of 8, at 25 % of its learning rate: raise --steps or lower --warmup"
+    said = "at 25 % of its learning rate: raise train.steps or lower optim.warmup"
     for steps, warmup, shown in ((2, 8, True), (2, 2, False)):
         config = tiny(tmp_path, steps=steps)
         train(replace(config, optim=replace(config.optim, warmup=warmup)), tmp_path / str(warmup))
@@ -209,7 +209,9 @@ def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
     assert "planned for 12 steps, and for 24 from step 12 on" in " ".join(read_run(grown).notes)
     assert train(longer, grown, resume=True).steps == 24
     assert fingerprint(grown) == found
-    with pytest.raises(UserError, match=r"is of step 24: --steps must be at least that, got 12"):
+    with pytest.raises(
+        UserError, match=r"is of step 24: train.steps must be at least that, got 12"
+    ):
         train(config, grown, resume=True)
 
 
@@ -249,7 +251,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
             dict(fresh.named_parameters())[key] if key.startswith("residual.") else trained[key]
         )
         assert torch.equal(parameter, expected), key
-    with pytest.raises(UserError, match=r"--init-from .*first: weights do not fit the model"):
+    with pytest.raises(UserError, match=r"train.init_from .*first: weights do not fit the model"):
         begin(replace(begun, model=replace(begun.model, layers=3)), tmp_path / "deep", resume=False)
     with pytest.raises(UserError, match=r"no checkpoint in .*absent"):
         begin(
@@ -424,7 +426,7 @@ def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
     own = DataSettings(**text, tokenizer="bpe", bpe_vocab=300)
     onward = replace(config, data=own, train=replace(config.train, init_from=str(first)))
     with pytest.raises(
-        UserError, match=rf"has as many, and not the same\).*with --tokenizer {first}$"
+        UserError, match=rf"has as many, and not the same\).*with data.tokenizer {first}$"
     ):
         begin(onward, second, resume=False)
     train(replace(onward, data=DataSettings(**text, tokenizer=str(first))), second)
@@ -1279,6 +1281,6 @@ def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):
     (write_corpus(tmp_path) / "more.txt").write_text("a text that was not there before " * 20)
     with pytest.raises(
         UserError,
-        match=r"(?s)on other text:\n  corpus.source_hash.*Put back the text.*--init-from .*step-",
+        match=r"(?s)on other text:\n  corpus.source_hash.*Put back the text.*train.init_from .*step-",
     ):
         train(config, tmp_path / "run", resume=True)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwater.errors import UserError, user_values
+from headwater.errors import UserError, spell, user_values
 from headwater.folders import check_hashes, whole_folder
 from headwater.hf.convert.classes import class_of
 from headwater.hf.convert.conversion import convert
@@ -90,7 +90,8 @@ def convert_folder(
     loads = _fits(source) if check is None else check
     if not loads and dtype is not None:
         raise UserError(
-            "--dtype writes all weights again, for which the model must be loaded: leave --check no out"
+            f"{spell('dtype')} writes all weights again, for which the model must be loaded: "
+            f"leave {spell('check')} no out"
         )
     model = load(source, dtype or "auto", device) if loads else _empty(source)
     report = convert(model, chosen, layout=layout)
@@ -103,7 +104,8 @@ def convert_folder(
             model.save_pretrained(folder)
         else:
             raise UserError(
-                f"the tensors of {source} have other names than the model's: convert it with --check yes"
+                f"the tensors of {source} have other names than the model's: convert it with "
+                f"{spell('check')} yes"
             )
         copy_companions(source, folder)
         _write_note(folder, model)
@@ -175,7 +177,8 @@ def _convert_fla(source: Path, out: Path, residual: str | None) -> Report:
     report = conversion_of(model)[0].report
     if residual is not None:
         raise UserError(
-            f"{source} has Attention Residuals already, '{report.residual}': leave --residual out"
+            f"{source} has Attention Residuals already, '{report.residual}': leave "
+            f"{spell('model.residual')} out"
         )
     with whole_folder(out) as folder:
         model.save_pretrained(folder)

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.folders import check_hashes, whole_folder
 from headwater.hf.convert.classes import class_of
 from headwater.hf.convert.refusals import layout_of
@@ -114,7 +114,8 @@ def verify_folders(
     """Both models on the same random tokens, four rows of them."""
     if tokens < 2:
         raise UserError(
-            f"--tokens must be at least 2, got {tokens}: the last ones of a row are decoded from a cache"
+            f"{spell('tokens')} must be at least 2, got {tokens}: the last ones of a row are "
+            "decoded from a cache"
         )
     one, two = (_runnable(load(folder, dtype, device), folder) for folder in (first, second))
     vocabulary = min(model.config.get_text_config().vocab_size for model in (one, two))
@@ -133,7 +134,7 @@ def write_model(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
 def check_out(out: Path) -> None:
     """Refuse a folder that holds files; hidden ones may be there, of a process that was killed."""
     if out.exists() and not (out.is_dir() and all(p.name.startswith(".") for p in out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty folder: choose another --out")
+        raise UserError(f"{out} exists and is not an empty folder: choose another {spell('out')}")
 
 
 def fast_tokenizer(text: str, context: int) -> Any:

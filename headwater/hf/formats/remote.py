@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.hf.convert.install import conversion_of
 from headwater.hf.convert.layers import parts_of_layer
 from headwater.hf.convert.layouts import PREFIX
@@ -33,12 +33,14 @@ def write_remote_code(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     auto = next((auto for end, auto in HEADS.items() if plain.__name__.endswith(end)), None)
     if auto is None:
         raise UserError(
-            f"--remote-code writes language models and classifiers, and this is a {plain.__name__}"
+            f"{spell('remote_code')} writes language models and classifiers, and this is a "
+            f"{plain.__name__}"
         )
     if plain.__module__.partition(".")[0] != "transformers":
         package = plain.__module__.partition(".")[0]
         raise UserError(
-            f"--remote-code builds on a class of transformers; of a {plain.__name__} its modeling file is {package}'s, "
+            f"{spell('remote_code')} builds on a class of transformers; of a {plain.__name__} "
+            f"its modeling file is {package}'s, "
             "not transformers'"
         )
     about = _about(model)
@@ -73,7 +75,8 @@ def _about(model: PreTrainedModel) -> dict[str, Any]:
     residual, layout = conversion.depth.residual, conversion.layout
     if not isinstance(residual, AttentionResidual) or not residual.phased:
         raise UserError(
-            f"--remote-code knows attnres-block and attnres-full with their defaults, not '{residual.spec}'"
+            f"{spell('remote_code')} knows attnres-block and attnres-full with their defaults, "
+            f"not '{residual.spec}'"
         )
     kinds: list[dict[str, Any]] = []
     layer_kinds: list[int] = []
@@ -102,7 +105,7 @@ def _kind(layer: Any) -> dict[str, Any]:
     parts = parts_of_layer(layer)
     if parts.pop("fp32"):
         raise UserError(
-            f"--remote-code does not cover the stream in fp32 of a {type(layer).__name__}"
+            f"{spell('remote_code')} does not cover the stream in fp32 of a {type(layer).__name__}"
         )
     takes = {name: asdict(arguments) for name, arguments in parts["takes"].items()}
     for arguments in takes.values():

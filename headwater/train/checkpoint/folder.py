@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from headwater.errors import UserError, user_values
+from headwater.errors import UserError, spell, user_values
 from headwater.folders import hash_file, sync
 from headwater.models import Decoder, ModelConfig
 from headwater.train.checkpoint import storage as shards
@@ -83,7 +83,8 @@ def save(
             shutil.rmtree(scratch, ignore_errors=True)
         raise UserError(
             f"could not write the checkpoint {final}: {error.strerror or error}. {last_good(root)} "
-            "Make room (or pass a smaller --keep), then go on with --resume"
+            f"Make room (or pass a smaller {spell('train.keep')}), then go on with "
+            f"{spell('resume')}"
         ) from None
     return final
 
@@ -130,7 +131,7 @@ def _instead(folder: Path) -> str:
     if any((run / "summary.json").is_file() for run in (folder, *folder.glob("runs/*"))):
         return (
             "what has ended here has lost its weights, as the runs of a study do; with keep_weights = true in its "
-            "recipe, and another --out, it keeps them"
+            f"recipe, and another {spell('out')}, it keeps them"
         )
     return "give the folder of a run that has saved one, or of a checkpoint"
 
@@ -165,7 +166,7 @@ def _load_checkpoint(folder: Path, device: str) -> tuple[Decoder, Tokenizer]:
     if hash_of(tokenizer) != state["config"]["corpus"]["tokenizer_hash"]:
         raise UserError(
             f"{run / TOKENIZER} is not the tokenizer that {folder} was trained with, so its tokens would stand for "
-            "other text: restore the file, or go on with --resume, which writes it again"
+            f"other text: restore the file, or go on with {spell('resume')}, which writes it again"
         )
     return model.to(device), tokenizer
 
@@ -201,7 +202,8 @@ def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
         elif all(line.startswith(("corpus.", "data.source:")) for line in differing):
             other = "was trained on other text"
             cure = (
-                "Leave --source out, or name with it the text that it began with, whose files are called as they were "
+                f"Leave {spell('data.source')} out, or name with it the text that it began with, "
+                "whose files are called as they were "
                 "(by its name a file is held out or not)"
             )
         else:
@@ -209,8 +211,9 @@ def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
             cure = "Resume with the settings it was made with (leave the flags out)"
         listing = "\n  ".join(differing)
         raise UserError(
-            f"the checkpoint {folder} {other}:\n  {listing}\n{cure}, or start a new run in another --out, with its "
-            f"weights by --init-from {quote(str(folder))}"
+            f"the checkpoint {folder} {other}:\n  {listing}\n{cure}, or start a new run in "
+            f"another {spell('out')}, with its "
+            f"weights by {spell('train.init_from')} {quote(str(folder))}"
         )
 
 
@@ -262,12 +265,10 @@ def verify(folder: Path, ranks: Ranks | None = None) -> None:
     problem = next(filter(None, found), None)
     if problem:
         known = ranks.broadcast_object(good(folder.parent) if ranks.main else None)
-        advice = "Start again in another --out"
+        advice = f"Start again in another {spell('out')}"
         if known:
             remove = f"rm -r {quote(str(folder))}"
-            advice = (
-                f"To go on from there, delete the damaged folder ({remove}) and go on with --resume"
-            )
+            advice = f"To go on from there, delete the damaged folder ({remove}) and go on with {spell('resume')}"
         raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(known)} {advice}")
 
 

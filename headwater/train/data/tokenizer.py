@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.folders import at_home, replace_file
 from headwater.runs.settings import TOKENIZERS, DataSettings
 from headwater.train.files import from_here
@@ -148,13 +148,15 @@ def find_tokenizer(place: str) -> Tokenizer:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise UserError(
-            f"no tokenizer at {from_here(path)}: --tokenizer takes {' or '.join(TOKENIZERS)}, or a run, one of its "
+            f"no tokenizer at {from_here(path)}: {spell('data.tokenizer')} takes "
+            f"{' or '.join(TOKENIZERS)}, or a run, one of its "
             f"checkpoints, what headwater export wrote, or a {FILE}; a run that took it before keeps it"
         )
     found = _read(file)
     if not _is_exact(found):
         raise UserError(
-            f"{file} is a tokenizer that changes text, or has no {END_OF_TEXT}: --tokenizer takes one that headwater "
+            f"{file} is a tokenizer that changes text, or has no {END_OF_TEXT}: "
+            f"{spell('data.tokenizer')} takes one that headwater "
             "made"
         )
     return found

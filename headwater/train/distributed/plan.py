@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headwater._torch import storage_key, without_data
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
 from headwater.residuals.base import sublayer_of
@@ -207,7 +207,7 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     if left or data < 1:
         raise UserError(
             f"the number of ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor "
-            f"({tensor}), 1 or more; got --world {world}"
+            f"({tensor}), 1 or more; got {spell('world')} {world}"
         )
     windows = windows_per_micro(config, data)
     shards = shards_of(settings, data)
@@ -312,10 +312,10 @@ def describe(plan: Plan, memory: float, checkpointing: bool) -> str:
         )
     full = [r.rank for r in plan.ranks if r.peak(checkpointing) > memory * gib]
     if full:
-        other = "" if checkpointing else " Try --checkpoint-activations,"
+        other = "" if checkpointing else f" Try {spell('train.checkpoint_activations')},"
         lines.append(
             f"WARNING: ranks {', '.join(map(str, full))} need more than {memory:g} GiB.{other} more ranks, a larger "
-            "--accumulate or a smaller --batch-size"
+            f"{spell('train.accumulate')} or a smaller {spell('train.batch_size')}"
         )
     else:
         lines.append(f"every rank fits into {memory:g} GiB")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headwater._torch import norms_of
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.runs.settings import ParallelSettings
 from headwater.train.distributed import rendezvous as attempts
 from headwater.train.distributed.parts import copies, counted_elsewhere, local
@@ -156,7 +156,8 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
         raise UserError(
             f"parallel.pipeline ({settings.pipeline}) times parallel.tensor ({settings.tensor}) must divide the number "
             f"of processes, {world}. Start them with: torchrun --nproc-per-node {row} -m headwater.cli train ... "
-            "A run resumed by one process needs --pipeline 1 --tensor 1"
+            f"A run resumed by one process needs {spell('parallel.pipeline')} 1 "
+            f"{spell('parallel.tensor')} 1"
         )
     if world == 1 and alone:
         return Ranks()

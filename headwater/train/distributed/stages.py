@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater._torch import without_data
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Residual, with_options
 from headwater.runs.settings import Config
@@ -73,12 +73,14 @@ def windows_per_micro(config: Config, data: int) -> int:
     if row > 1 and settings.pipeline_schedule == "1f1b" and uneven:
         raise UserError(
             f"train.accumulate must be parallel.pipeline ({row}) or more, and with parallel.chunks a number of "
-            f"micro-batches that divides into equal rounds; got {micros}: try --accumulate {-(-micros // row) * row}"
+            f"micro-batches that divides into equal rounds; got {micros}: try "
+            f"{spell('train.accumulate')} {-(-micros // row) * row}"
         )
     if size % (micros * data):
         raise UserError(
             f"train.batch_size ({size}) must be a multiple of train.accumulate ({micros}) times the {data} ranks that "
-            f"share the batch: try --batch-size {-(-size // (micros * data)) * micros * data}"
+            f"share the batch: try {spell('train.batch_size')} "
+            f"{-(-size // (micros * data)) * micros * data}"
         )
     return size // (micros * data)
 
@@ -103,7 +105,7 @@ def cut(residual: Residual, stages: int, cuts: Sequence[int] = ()) -> tuple[int,
     if stages > len(allowed) + 1:
         raise UserError(
             f"{sublayers} sublayers with model.residual {residual.spec!r} divide into {len(allowed) + 1} stages at "
-            f"most, not {stages}: lower --pipeline or --chunks"
+            f"most, not {stages}: lower {spell('parallel.pipeline')} or {spell('parallel.chunks')}"
         )
     bounds = (0,)
     for s in range(1, stages):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from headwater.errors import UserError
+from headwater.errors import UserError, spell
 from headwater.folders import replace_file
 
 NEWLINE = b"\n"
@@ -81,7 +81,8 @@ class MetricsLog:
         if not (self.path.exists() and os.path.samestat(here, self.path.stat())):
             raise UserError(
                 f"{self.path} is no longer the file that this run writes to: its folder was moved or "
-                "removed, or another process works there. Put it back where it was, then go on with --resume"
+                "removed, or another process works there. Put it back where it was, then go on "
+                f"with {spell('resume')}"
             )
         os.fsync(self.file.fileno())
 
