@@ -212,12 +212,13 @@ def main(arguments: Sequence[str]) -> int:
         mutants = read_faults(ROOT, options.faults)
     else:
         mutants = draw(ROOT, options.under, options.n, options.seed)
+    rooms = ", ".join(gpu_rooms(ROOT, mutants))
     preload()
     start = time.monotonic()
     counts = run(ROOT, mutants, options.jobs, options.seconds)
     elapsed = time.monotonic() - start
     print(f"{counts['noticed']} of {len(mutants)} noticed in {elapsed:.0f} s: {dict(counts)}")
-    print(f"Tests on a GPU were left out of: {', '.join(gpu_rooms(ROOT, mutants))}")
+    print(f"Tests on a GPU were left out of: {rooms}")
     return 0
 
 
