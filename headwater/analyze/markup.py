@@ -31,15 +31,6 @@ def definitions(rows: dict[str, str]) -> str:
     )
 
 
-def cell(value: str, detail: str = "", kind: str = "", order: float | None = None) -> str:
-    """A table cell with a smaller line below; `order` is the number that its column is sorted by."""
-    attributes = (f' class="{kind}"' if kind else "") + (
-        f' data-value="{order!r}"' if order is not None else ""
-    )
-    small = f"<small>{text(detail)}</small>" if detail else ""
-    return f"<td{attributes}>{text(value)}{small}</td>"
-
-
 def breakable(name: str) -> str:
     """A residual's options may be long: lines break between them rather than inside a word."""
     return text(name).replace(":", ":<wbr>").replace(",", ",<wbr>")

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from headwater.analyze import measures
-from headwater.analyze.markup import cell, paragraphs, text
+from headwater.analyze.markup import paragraphs, text
 from headwater.analyze.provenance import command_lines, commands
 from headwater.analyze.report import fill_template, payload, write_page
-from headwater.analyze.results import first_colour, row_name
+from headwater.analyze.results import NO_CELL, first_colour, name_cell
 from headwater.folders import at_home
 from headwater.residuals import build
 from headwater.runs.groups import Group, group_runs
 from headwater.runs.record import RecordedRun, beside, find_order, paths_of, read_runs
+from headwater.runs.tables import Cell, Table, html
 
 COLUMNS = (
     "Residual",
@@ -25,6 +26,12 @@ COLUMNS = (
     "Effective sources",
     "Effective depth",
     "Rank across depth",
+)
+MEASURES = (
+    measures.row_sums,
+    measures.entropy,
+    measures.effective_sources,
+    measures.effective_depth,
 )
 FINDING = (
     "Every residual here is linear in its sources once its weights are fixed: what a sublayer reads is a row of "
@@ -64,41 +71,35 @@ def write_matrix(
         heading="Who reads whom",
         findings=paragraphs("finding", [FINDING]),
         rows="",
-        table=measure_table(groups, data),
+        table=html(measure_table(groups, data)),
         caption=text(CAPTION),
         commands=command_lines(commands(paths)),
     )
     return write_page(beside(paths, "matrix.html") if out is None else at_home(out), page)
 
 
-def measure_table(groups: list[Group], data: dict[str, Any]) -> str:
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in COLUMNS)
+def measure_table(groups: list[Group], data: dict[str, Any]) -> Table:
+    """The measures of each group's last map; a group without depth records has a row without numbers."""
     rows = []
     for colour, (group, drawn) in enumerate(zip(groups, data["groups"]), first_colour(groups)):
         triangle = drawn["depth"] and drawn["depth"]["frames"][-1]["mixing"]
-        cells = (
-            [cell("—") for _ in COLUMNS[1:]] if not triangle else measured(group, square(triangle))
-        )
-        rows.append(f'<tr><th scope="row">{row_name(group, colour)}</th>{"".join(cells)}</tr>')
-    return f"<table id='table'><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        cells = [NO_CELL] * len(COLUMNS[1:])
+        if triangle:
+            cells = measured(group, square(triangle))
+        rows.append([name_cell(group, colour), *cells])
+    return Table(COLUMNS, rows)
 
 
-def measured(group: Group, matrix: Tensor) -> list[str]:
-    means = (
-        measures.row_sums,
-        measures.entropy,
-        measures.effective_sources,
-        measures.effective_depth,
-    )
+def measured(group: Group, matrix: Tensor) -> list[Cell]:
+    """What the residual's weights are, and five numbers of its map."""
     model = group.runs[0].config["model"]
-    mixes = build(model.get("residual", group.residual), int(model["dim"]), len(matrix) - 1).mixes
-    numbers = [measure(matrix).mean().item() for measure in means]
+    residual, width = model.get("residual", group.residual), int(model["dim"])
+    cells = [Cell(build(residual, width, len(matrix) - 1).mixes)]
+    for measure in MEASURES:
+        value = measure(matrix).mean().item()
+        cells.append(Cell(f"{value:.2f}", order=value))
     rank = int(measures.semiseparable_rank(matrix, tolerance=1e-2))
-    return [
-        cell(mixes),
-        *(cell(f"{value:.2f}", order=value) for value in numbers),
-        cell(str(rank), order=rank),
-    ]
+    return [*cells, Cell(str(rank), order=rank)]
 
 
 def square(triangle: list[float | None]) -> Tensor:

@@ -10,6 +10,7 @@ from headwater.runs.files import read_object
 from headwater.runs.groups import Group, noun, once
 from headwater.runs.launch import most_at_a_time
 from headwater.runs.record import Record, RecordedRun, find_runs, section
+from headwater.runs.tables import Table
 
 BYTES = 320  # what a model has at most for bytes and the end of a text, unless it is told otherwise
 
@@ -186,28 +187,33 @@ def settings_table(groups: list[Group]) -> str:
     )
 
 
-def run_rows(groups: list[Group]) -> str:
-    return "".join(run_row(run, group.label) for group in groups for run in group.runs)
+RUN_COLUMNS = (
+    "Folder", "Residual", "Seed", "Steps", "Loss", "Side by side", "Device", "torch", "headwater"
+)  # fmt: skip
 
 
-def run_row(run: RecordedRun, label: str) -> str:
-    made = run.summary or {}
+def runs_table(groups: list[Group]) -> Table:
+    """Every run behind the page."""
+    rows = []
+    for group in groups:
+        rows += [_run_row(run, group.label) for run in group.runs]
+    return Table(RUN_COLUMNS, rows)
+
+
+def _run_row(run: RecordedRun, label: str) -> list[str]:
+    loss, summary = run.final("loss"), run.summary or {}
     values = [
         run.name,
         label,
         run.seed,
         count(run.final("steps")),
-        f"{loss:.4f}" if (loss := run.final("loss")) is not None else None,
+        None if loss is None else f"{loss:.4f}",
         run.beside or "unknown",
-        made.get("device"),
-        made.get("torch"),
-        made.get("headwater"),
+        summary.get("device"),
+        summary.get("torch"),
+        summary.get("headwater"),
     ]
-    return (
-        "<tr>"
-        + "".join(f"<td>{text('—' if value is None else value)}</td>" for value in values)
-        + "</tr>"
-    )
+    return ["—" if value is None else str(value) for value in values]
 
 
 def results_data(group: Group) -> list[dict[str, Any]]:

@@ -24,15 +24,16 @@ from headwater.analyze.provenance import (
     commands,
     facts,
     results_data,
-    run_rows,
+    runs_table,
     settings_table,
 )
-from headwater.analyze.results import first_colour, look, table
+from headwater.analyze.results import first_colour, look, results_table
 from headwater.analyze.words import caption, findings, has_results, headline, page_notes, trained
 from headwater.errors import UserError, spell
 from headwater.folders import at_home, replace_file
 from headwater.runs.groups import BASELINE, Group, group_runs
 from headwater.runs.record import RecordedRun, beside, find_order, paths_of, read_runs
+from headwater.runs.tables import html
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
 # Less and less detail, until a page fits: points per curve, depth records per residual, significant digits.
@@ -136,11 +137,11 @@ def fill_template(
         "findings": paragraphs("finding", findings(groups)),
         "facts": facts(groups),
         "rows": "" if has_results(groups) else " hidden",
-        "table": table(groups),
+        "table": html(results_table(groups)),
         "caption": text(caption(groups)),
         "loss": "" if trained(groups) else " hidden",
         "notes": listing("notes", [*(notes or []), *page_notes(groups)]),
-        "runs": run_rows(groups),
+        "runs": html(runs_table(groups), 'class="plain"'),
         "settings": settings_table(groups),
         "commands": "",
         "made": text(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),

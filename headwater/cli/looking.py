@@ -16,6 +16,7 @@ from headwater.cli.flags import (
 from headwater.cli.models import check_device, is_transformers, load_any, say
 from headwater.cli.parser import parse
 from headwater.errors import UserError, user_values
+from headwater.runs.tables import Table, plain
 
 
 def report(argv: list[str]) -> None:
@@ -185,8 +186,9 @@ def doctor(argv: list[str]) -> None:
     from headwater.doctor import examine
 
     findings = examine()
-    width = max(len(name) for name, _, _ in findings)
+    rows = []
     for name, state, problem in findings:
-        say(f"{'!' if problem else ' '} {name:<{width}}  {state}")
+        rows.append([f"! {name}" if problem else f"  {name}", state])
+    say(plain(Table(["", ""], rows)))
     if problems := sum(problem for _, _, problem in findings):
         raise UserError(f"{problems} of these must be mended: the lines with an exclamation mark")

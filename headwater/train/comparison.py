@@ -133,14 +133,13 @@ def admit(
         raise UserError(f"seeds takes a list of numbers; got {seeds}: write [{seeds}]")
     if not isinstance(jobs, int) or jobs < 1:
         raise UserError(f"{spell('jobs')} must be a whole number from 1; got {jobs}")
-    if not seeds:
+    numbers = [replace(config.train, seed=seed).seed for seed in seeds]  # checks their bounds
+    if not numbers:
         raise UserError(f"{spell('seeds')} needs at least one seed, for example 0 1 2")
-    for seed in seeds:
-        replace(config.train, seed=seed)  # its bounds
     arms = expand(residuals)
     for arm in arms:
         plugin_for(parse_arm(arm).residual)
-    return arms, list(dict.fromkeys(map(int, seeds)))
+    return arms, list(dict.fromkeys(numbers))
 
 
 def expand(residuals: Sequence[str]) -> list[str]:

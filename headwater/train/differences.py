@@ -7,7 +7,6 @@ first runs, some settings only say what is kept, and a text is the same wherever
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
 from typing import Any
 
 from headwater.runs.settings import SETTINGS, flatten
@@ -41,20 +40,6 @@ def differences(
     ]
     keys.sort(key=lambda key: (key.startswith("corpus."), key))
     return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]
-
-
-def fingerprint(values: dict[str, Any], free: frozenset[str] = FREE) -> Hashable:
-    """Equal for configurations without `differences`, if both call their text the same."""
-    compared = as_compared(values)
-    return frozenset(
-        (key, frozen(value))
-        for key, value in compared.items()
-        if key not in free and value is not None
-    )
-
-
-def frozen(value: Any) -> Hashable:
-    return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 def as_compared(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from headwater.analyze.plot import ARMS
 from headwater.runs.identity import label_of
 from headwater.runs.record import RecordedRun, find_runs, read_run
+from headwater.runs.tables import Table, markdown
 
 HERE = Path(__file__).parent
 BASELINE = "standard"
@@ -85,7 +86,7 @@ def by_seed(runs: Sequence[RecordedRun]) -> dict[int | None, float]:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+    return markdown(Table(head, rows))
 
 
 def signed(value: float) -> str:

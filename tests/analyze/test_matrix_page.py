@@ -109,6 +109,11 @@ def test_the_residuals_command_prints_each_asked_for(capsys):
 
 
 def test_the_residuals_table_fits_eighty_columns():
-    out = python("-m", "headwater", "residuals", "standard", "mhc", env={"COLUMNS": "80"})
-    assert all(len(line) <= 80 for line in out.splitlines()[:6])
-    assert "Sinkhorn" in out
+    names = ["standard", "mhc", "hyper-connections"]
+    out = python("-m", "headwater", "residuals", *names, env={"COLUMNS": "80"})
+    table = out.partition("traffic: passes")[0].splitlines()
+    assert max(map(len, table)) <= 80
+    head, _, *rows = [line.split() for line in table[1:] if line]
+    assert head == ["residual", "parameters", "stored", "fused", "eager", "paper", "at", "start"]
+    assert [row[0] for row in rows] == names
+    assert all(len(row) == 7 for row in rows), "beside each other, none cut"
