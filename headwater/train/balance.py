@@ -15,7 +15,7 @@ from headwater.train.distributed.ranks import Ranks
 
 
 class Load(NamedTuple):
-    """How uneven the experts' loads were in a step."""
+    """The unevenness of the experts' loads in a step."""
 
     cv: float
     """Coefficient of variation of a layer's loads, 0 where all are equal; mean over layers."""

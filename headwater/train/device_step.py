@@ -32,8 +32,11 @@ KINDS = ("", "nonfinite", "spike")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of a step: `reason` if it was left out, `depth` the gradient norm of each sublayer, `load` of the
-    experts where there are some."""
+    """The numbers of a step that the host has learnt.
+
+    `reason` says why it was left out, if it was; `depth` is the gradient norm of each sublayer, `load` that of the
+    experts, where there are some.
+    """
 
     number: int
     loss: float
@@ -186,10 +189,10 @@ class DeviceStep:
         """Copies to the host behind the step, and a mark to wait for."""
         results = self._copy_to_host(self.results)
         norms = self._copy_to_host(self.norms)
-        done = torch.cuda.Event() if self.pinned else None
-        if done is not None:
-            done.record()
-        self.waiting.append((number, rate, results, norms, done))
+        event = torch.cuda.Event() if self.pinned else None
+        if event is not None:
+            event.record()
+        self.waiting.append((number, rate, results, norms, event))
 
     def _copy_to_host(self, values: Tensor) -> Tensor:
         copy = torch.empty_like(values, device="cpu", pin_memory=self.pinned)
@@ -198,9 +201,9 @@ class DeviceStep:
     def _known(self, behind: int) -> list[Outcome]:
         outcomes = []
         while len(self.waiting) > behind:
-            number, rate, results, norms, done = self.waiting.pop(0)
-            if done is not None:
-                done.synchronize()
+            number, rate, results, norms, event = self.waiting.pop(0)
+            if event is not None:
+                event.synchronize()
             loss, norm, kind, threshold, *load = results.tolist()
             reason = self.judge.record(loss, KINDS[int(kind)], threshold)
             uneven = Load(*load) if load else None
@@ -230,6 +233,7 @@ class Judge:
             (window,), torch.nan, dtype=torch.float64, device=device
         )  # of the last taken steps
         if skips.losses:
+            # The newest loss stands last; the first places wait for the window to fill.
             self.losses[-len(skips.losses) :] = torch.tensor(skips.losses, dtype=torch.float64)
 
     def __call__(self, loss: Tensor, norm: Tensor) -> None:
@@ -248,22 +252,23 @@ class Judge:
             spike = loss > self.threshold
         bad = ~finite | spike
         self.bad.copy_(bad)
-        self.kind.copy_(torch.where(finite, torch.where(spike, 2.0, 0.0), 1.0))
-        self.losses.copy_(torch.where(bad, self.losses, torch.cat((self.losses[1:], loss.view(1)))))
+        self.kind.copy_(torch.where(finite, torch.where(spike, 2.0, 0.0), 1.0))  # as in KINDS
+        shifted = torch.cat((self.losses[1:], loss.view(1)))
+        self.losses.copy_(torch.where(bad, self.losses, shifted))
 
     @staticmethod
     def _median(values: Tensor) -> Tensor:
-        """As `statistics.median`: of an even number, the mean of the two in the middle; NaN if there is one."""
+        """The median as `statistics` has it: of an even number, the mean of the middle two. NaN if there is one."""
         ordered, n = values.sort().values, len(values)
         return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2 + 0 * values.sum()
 
     def record(self, loss: float, kind: str, threshold: float) -> Reason | None:
-        """What the GPU decided, in the books that checkpoints hold."""
+        """Enter what the GPU decided into the books that checkpoints hold."""
         return self.skips.record(loss, kind, threshold, self.settings)
 
 
 def sublayer_of_each(model: nn.Module, parameters: list[nn.Parameter]) -> list[int | None]:
-    """For each parameter the sublayer it belongs to, its pre-norm included, or None."""
+    """Find the sublayer that each parameter belongs to, its pre-norm included, or None."""
     names = {id(p): name for name, p in model.named_parameters()}
     split = [names[id(p)].split(".") for p in parameters]
     return [int(words[1]) if words[0] == "sublayers" else None for words in split]

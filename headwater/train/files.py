@@ -22,7 +22,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def encode_json(value: Any, indent: int | None = 1) -> bytes:
-    """Without an indent it is C that writes, which counts for the thousands of entries of an index."""
+    """Encode a value as JSON. Without an indent C does it, which counts for the thousands of entries of an index."""
     return (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode()
 
 
@@ -32,7 +32,7 @@ def seal(values: dict[str, Any]) -> bytes:
 
 
 def unseal(raw: bytes) -> dict[str, Any] | None:
-    """What `seal` was given; None if this is not what it wrote."""
+    """Return the values that `seal` was given, or None if it did not write this."""
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError):
@@ -64,7 +64,7 @@ LOGS = (
 
 
 def others_in(folder: Path, known: Collection[str] = ()) -> list[str]:
-    """What a folder holds besides `known` names, hidden files and logs: where there is something, nobody may write."""
+    """List what a folder holds besides `known` names, hidden files and logs: nobody may write beside it."""
     if not folder.is_dir():
         return []
     kept = (*known, *LOGS)
@@ -86,7 +86,7 @@ def refuse_others(folder: Path, what: str, known: Collection[str] = ()) -> None:
 
 
 def from_here(path: Path) -> str:
-    """For a message that nothing is there: of a relative path also what it is relative to."""
+    """Name a path where nothing is; for a relative one, with the folder it is relative to."""
     return str(path) if path.is_absolute() else f"{path} (from {Path.cwd()})"
 
 
@@ -125,7 +125,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def taking_turns(lock: Path) -> Iterator[None]:
-    """As `locked`, but the others wait until it is their turn."""
+    """Lock as `locked` does, but let the others wait until it is their turn."""
     with open_lock(lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from shlex import quote
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headwater.errors import UserError, spell
 from headwater.folders import at_home
-from headwater.models import Decoder
+from headwater.models import Decoder, ModelConfig
 from headwater.residuals import pinned
 from headwater.runs.settings import Config, said_of
 from headwater.train.checkpoint.folder import STATE, load_model, read_state
@@ -32,7 +31,7 @@ UNSEEN: dict[str, set[str]] = {
 
 
 class LoadedRun(NamedTuple):
-    """What `load_run` returns: `.model`, `.tokenizer`, `.config`; it also unpacks in this order."""
+    """The result of `load_run`: `.model`, `.tokenizer`, `.config`; it also unpacks in this order."""
 
     model: Decoder
     """In training mode, as PyTorch builds it: call `.eval()` before measuring."""
@@ -77,61 +76,59 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
     Raises: `UserError` if the tokenizers differ, or the shapes, or settings under which the weights that fit would
         compute something else.
     """
-    other, theirs, _ = load_run(folder)
-    if theirs.to_json() != tokenizer.to_json():
-        ours = "as many" if tokenizer.vocab_size == theirs.vocab_size else tokenizer.vocab_size
+    trained, its_tokenizer, _ = load_run(folder)
+    if its_tokenizer.to_json() != tokenizer.to_json():
         raise UserError(
             f"{spell('train.init_from')} {folder} was trained with another tokenizer "
-            f"({theirs.vocab_size} tokens; this run's has "
-            f"{ours}, and not the same): its embeddings stand for other tokens. Take its tokenizer, for whatever "
-            f"text, with {spell('data.tokenizer')} {quote(str(folder))}"
+            f"({its_tokenizer.vocab_size} tokens, {tokenizer.vocab_size} here): its embeddings stand for other tokens. "
+            f"Take its tokenizer, for whatever text, with {spell('data.tokenizer', str(folder))}"
         )
-    weights = other.weights()
-    if pinned(other.residual) != pinned(model.residual):
-        own = {
-            name: tensor for name, tensor in model.weights().items() if name.startswith("residual.")
-        }
-        weights = {
-            name: tensor for name, tensor in weights.items() if not name.startswith("residual.")
-        } | own
+    weights = trained.weights()
+    if pinned(trained.residual) != pinned(model.residual):
+        # Another residual keeps its own start.
+        weights = {key: value for key, value in weights.items() if not is_residual(key)}
+        weights |= {key: value for key, value in model.weights().items() if is_residual(key)}
     try:
         model.load_weights(weights)
     except ValueError as error:
         raise UserError(f"{spell('train.init_from')} {folder}: {error}") from None
-    there, here = other.config, model.config
-    stretched = (
-        {"rope_theta"} if here.context > there.context else set()
-    )  # as one does for longer texts
-    of_these = [name for name, parts in UNSEEN.items() if not parts or parts & set(here.kinds)]
-    unlike = [
-        name
-        for name in of_these
-        if name not in stretched and getattr(there, name) != getattr(here, name)
-    ]
-    if there.layout == here.layout and "pattern" in unlike:  # spelled otherwise
-        unlike.remove("pattern")
-    if unlike:
+    if differing := unseen_differences(trained.config, model.config):
         listing = "\n  ".join(
-            f"model.{name}: {getattr(there, name)!r} there, {getattr(here, name)!r} here"
-            for name in unlike
+            f"model.{name}: {there!r} there, {here!r} here"
+            for name, (there, here) in differing.items()
         )
-        take = " ".join(
-            f"--{name.replace('_', '-')} {quote(str(getattr(there, name)))}" for name in unlike
-        )
+        take = " ".join(spell(f"model.{name}", there) for name, (there, _) in differing.items())
         raise UserError(
-            f"{spell('train.init_from')} {folder} was trained with other settings, under which "
-            "the same weights compute something "
-            f"else:\n  {listing}\nTake those it was trained with: {take}"
+            f"{spell('train.init_from')} {folder} was trained with other settings, under which the same weights "
+            f"compute something else:\n  {listing}\nTake those it was trained with: {take}"
         )
+
+
+def is_residual(name: str) -> bool:
+    return name.startswith("residual.")
+
+
+def unseen_differences(there: ModelConfig, here: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ and that names and shapes of weights do not show, with both values."""
+    differing = {}
+    for name, parts in UNSEEN.items():
+        values = getattr(there, name), getattr(here, name)
+        concerned = not parts or bool(parts & set(here.kinds))
+        if concerned and values[0] != values[1]:
+            differing[name] = values
+    if here.context > there.context:  # the base is stretched, as one does for longer texts
+        differing.pop("rope_theta", None)
+    if there.layout == here.layout:  # a pattern that is spelled otherwise
+        differing.pop("pattern", None)
+    return differing
 
 
 def settings_of(folder: Path) -> Config | None:
-    """The settings of a run or of a checkpoint that has been read."""
-    saved = (
-        read_state(folder)["config"]
-        if (folder / STATE).is_file()
-        else read_json(folder / "config.json")
-    )
+    """The settings of a run or of a checkpoint; None for a model that was saved by itself."""
+    if (folder / STATE).is_file():
+        saved = read_state(folder)["config"]
+    else:
+        saved = read_json(folder / "config.json")
     if "train" not in saved:
         return None
     settings = {key: value for key, value in saved.items() if key != "corpus"}

@@ -1,4 +1,4 @@
-"""What one forward pass costs, the same for a whole model and for the last stage of a pipeline."""
+"""The loss of one forward pass, the same for a whole model and for the last stage of a pipeline."""
 
 from __future__ import annotations
 

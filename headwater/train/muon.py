@@ -21,7 +21,7 @@ from headwater.train.distributed.parts import local
 
 
 class _WithoutHost:
-    """With `found_inf` set to one a step changes nothing, and the learning rate may be a tensor."""
+    """Steps without the host: while `found_inf` is one they change nothing, and the rate may be a tensor."""
 
     found_inf: Tensor | None = None
 
@@ -45,7 +45,11 @@ class _WithoutHost:
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         if not isinstance(like, DTensor):
             return orthogonalise(update, *settings)
-        whole = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in like.placements]
+        # Matrices stay divided by experts; what divides a matrix itself is gathered.
+        whole: list[Placement] = []
+        for placement in like.placements:
+            by_experts = isinstance(placement, Shard) and placement.dim == 0
+            whole.append(placement if by_experts else Replicate())
         matrices = redistribute(update, like, tuple(like.shape), like.placements, whole)
         return redistribute(
             orthogonalise(matrices, *settings), like, tuple(like.shape), whole, like.placements
@@ -58,11 +62,11 @@ class BatchedMuon(_WithoutHost, torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody passes one
         for group in self.param_groups:
-            alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike[parameter.shape].append(parameter)
-            for parameters in alike.values():
+                    by_shape[parameter.shape].append(parameter)
+            for parameters in by_shape.values():
                 self._step_alike(parameters, group)
 
     def _step_alike(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -185,9 +189,10 @@ def redistribute(
 
 def batches(parameters: Iterable[DTensor]) -> Iterator[list[DTensor]]:
     """Matrices that are alike in shape and division, as many at once as there are ranks to take one each."""
-    alike: dict[object, list[DTensor]] = defaultdict(list)
+    groups: dict[object, list[DTensor]] = defaultdict(list)
     for parameter in parameters:
-        alike[parameter.shape, parameter.device_mesh, parameter.placements].append(parameter)
-    for found in alike.values():
-        ranks = found[0].device_mesh.size()
-        yield from (found[first : first + ranks] for first in range(0, len(found), ranks))
+        groups[parameter.shape, parameter.device_mesh, parameter.placements].append(parameter)
+    for matrices in groups.values():
+        ranks = matrices[0].device_mesh.size()
+        for first in range(0, len(matrices), ranks):
+            yield matrices[first : first + ranks]

@@ -1,6 +1,6 @@
-"""Which optimizer takes which parameter, and how fast it learns at each step.
+"""Optimizers: who takes which parameter, and how fast it learns at each step.
 
-What decays and what has a rate of its own is said by `headwater.param_groups`, for this trainer as for any other. Muon
+`headwater.param_groups` says which parameters decay and which have a rate of their own, for any trainer. Muon
 may take the matrices; everything else goes to AdamW.
 """
 
@@ -35,40 +35,42 @@ def build_optimizers(
         "fused": on_gpu or on_device or None,  # None: torch decides
         "capturable": on_gpu and on_device,
     }
-    found: dict[str, torch.optim.Optimizer]
+    optimizers: dict[str, torch.optim.Optimizer]
     if settings.optimizer == "adamw":
-        found = {"adamw": torch.optim.AdamW([*matrices, *others], **options)}
+        optimizers = {"adamw": torch.optim.AdamW([*matrices, *others], **options)}
     else:
         kind: type[torch.optim.Muon] = BatchedMuon if on_device else torch.optim.Muon
         if any(isinstance(matrix, DTensor) for group in matrices for matrix in group["params"]):
             kind = DividedMuon
         # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
         muon = kind(of_axes(matrices, 2), adjust_lr_fn="match_rms_adamw")
-        found = {"muon": muon, "adamw": torch.optim.AdamW(others, **options)}
+        optimizers = {"muon": muon, "adamw": torch.optim.AdamW(others, **options)}
         if stacks := of_axes(matrices, 3):
-            found["muon_experts"] = StackedMuon(stacks, adjust_lr_fn="match_rms_adamw")
-    for group in (
-        group for optimizer in found.values() for group in optimizer.param_groups if on_device
-    ):
-        group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
-    return found
+            optimizers["muon_experts"] = StackedMuon(stacks, adjust_lr_fn="match_rms_adamw")
+    if on_device:
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                device = group["params"][0].device
+                group["lr"] = torch.tensor(group["lr"], device=device)
+    return optimizers
 
 
 def of_axes(groups: list[dict[str, Any]], axes: int) -> list[dict[str, Any]]:
-    """The parameters with so many axes: 2 are matrices, 3 a matrix for each expert."""
-    chosen = [
-        {**group, "params": [p for p in group["params"] if p.ndim == axes]} for group in groups
-    ]
-    return [group for group in chosen if group["params"]]
+    """Choose the parameters with so many axes: 2 are matrices, 3 a matrix for each expert."""
+    chosen = []
+    for group in groups:
+        parameters = [parameter for parameter in group["params"] if parameter.ndim == axes]
+        if parameters:
+            chosen.append({**group, "params": parameters})
+    return chosen
 
 
 def by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
     """One group for each set of ranks that parameters are divided over: an optimizer takes a list in one operation."""
     lists: dict[object, list[nn.Parameter]] = {}
     for parameter in group["params"]:
-        lists.setdefault(
-            parameter.device_mesh if isinstance(parameter, DTensor) else None, []
-        ).append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        lists.setdefault(mesh, []).append(parameter)
     return [{**group, "params": parameters} for parameters in lists.values()]
 
 
@@ -85,7 +87,7 @@ def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:
 
 
 def ends_in_warmup(steps: int, settings: OptimSettings) -> str:
-    """What to say of a run that ends before its warm-up, as the first part of a longer one may; of another nothing."""
+    """Warn of a run that ends before its warm-up; the text is empty for any other run."""
     if steps >= settings.warmup:
         return ""
     ends = f"the run ends at step {steps} of a warm-up of {settings.warmup}"
@@ -95,7 +97,7 @@ def ends_in_warmup(steps: int, settings: OptimSettings) -> str:
 
 
 def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], rate: float) -> None:
-    """Of each group, times its factor."""
+    """Set the rate of each group: `rate` times the factor of the group."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):

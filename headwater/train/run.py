@@ -223,7 +223,7 @@ def open_log(out: Path, state: dict[str, Any]) -> MetricsLog:
 
 
 def planned_steps(latest: Path, config: Config) -> int:
-    """Of the run that this checkpoint belongs to. Others may be asked for now, as many as it has taken at least."""
+    """Read how many steps the run of this checkpoint was to take. The run may now be asked for more, or for fewer."""
     state = checkpoint.read_state(latest)
     if config.train.steps < state["step"]:
         raise UserError(
@@ -246,7 +246,10 @@ def begin_with(model: Decoder, tokenizer: Tokenizer, folder: str, ranks: Ranks) 
 
 
 def admit(out: Path, resume: bool, ranks: Ranks) -> bool:
-    """Whether the run in this folder goes on, from what the main rank finds: what is not ours is refused."""
+    """Decide on the main rank whether the run in this folder goes on, for all ranks.
+
+    Raises: `UserError` on all ranks for a folder that holds something else.
+    """
     launch = attempts.launch() if ranks.main else ""
     goes_on = ranks.broadcast_object(resume or attempts.began(out, launch))
     problem = ranks.broadcast_object(obstacle(out, goes_on) if ranks.main else None)
@@ -264,10 +267,10 @@ def obstacle(out: Path, goes_on: bool) -> str | None:
             if not goes_on:
                 refuse_others(out, "a run")
             return None
-        held = read_json(out / "config.json")
+        settings = read_json(out / "config.json")
     except UserError as error:
         return str(error)
-    if not (isinstance(held, dict) and {"model", "train"} <= held.keys()):
+    if not (isinstance(settings, dict) and {"model", "train"} <= settings.keys()):
         return f"{out} holds something else (its config.json is not a run's): choose another {spell('out')}"
     if (out / SUMMARY).exists() and not checkpoint.checkpoints(out / "checkpoints"):
         return (
@@ -396,9 +399,9 @@ def recompute_activations(model: Decoder, config: Config) -> None:
 
 def compile_mode(config: Config, model: Decoder, device: torch.device | None) -> str:
     """none, layers or model; `device` is None among ranks."""
-    asked = config.train.compile
-    if asked != "auto":
-        return asked
+    mode = config.train.compile
+    if mode != "auto":
+        return mode
     if device is None or device.type != "cuda":
         return "none"
     return "layers" if model.residual.fused or config.train.steps < LONG else "model"
@@ -461,7 +464,8 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        line = next(line for line in lines if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024

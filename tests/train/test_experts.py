@@ -23,7 +23,7 @@ from headwater.train.distributed.plan import footprint, make_plan
 from headwater.train.distributed.ranks import join
 from headwater.train.loop import accumulate, evaluate, update
 from headwater.train.muon import StackedMuon
-from headwater.train.run import begin, named_model, save
+from headwater.train.run import begin, save, with_vocabulary
 
 STEPS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -169,7 +169,7 @@ def test_muon_orthogonalises_each_expert_by_itself():
 
 def test_the_plan_of_a_mixture(tmp_path):
     config = kimi(tmp_path)
-    model = named_model(config.model, 257)
+    model = with_vocabulary(config.model, 257)
     found = footprint(model, 2, half=False, fused=False)
     assert len(found.kept) == 9
     two = make_plan(
@@ -187,7 +187,7 @@ def test_the_plan_of_a_mixture(tmp_path):
 )
 def test_what_ranks_cannot_divide_is_named(tmp_path, settings, message):
     config = kimi(tmp_path)
-    model = named_model(replace(config.model, **settings), 257)
+    model = with_vocabulary(replace(config.model, **settings), 257)
     with pytest.raises(Exception, match=message):
         make_plan(
             replace(config, parallel=ParallelSettings(tensor=2)), model, 2, half=False, fused=False

@@ -120,6 +120,7 @@ def faults_on_one_rank(config: Config, folder: Path) -> None:
 
 def different_on_one_rank(config: Config, folder: Path) -> None:
     """Rank 1 is started with other settings, and with another text."""
+    join(config.parallel, torch.device("cpu"))  # once for all runs
     second = os.environ["RANK"] == "1"
     if second:
         (folder / "other").mkdir()

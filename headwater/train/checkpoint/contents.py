@@ -15,12 +15,14 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def contents(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """What this rank holds: "model/parameter", and "optimizer/kind/parameter/slot" for every slot of every parameter;
-    among the model's, the routers' biases. Learning rates come from the schedule. Of tied copies on two ranks, one is
-    left out."""
+    """Collect what this rank holds, by names such as "model/parameter" and "optimizer/kind/parameter/slot".
+
+    The routers' biases are among the model's. Learning rates come from the schedule. Of tied copies on two ranks, one
+    is left out.
+    """
     elsewhere = counted_elsewhere(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {
+    tensors = {
         f"model/{name}": value.detach()
         for name, value in saved_parts(model).items()
         if name not in elsewhere
@@ -29,8 +31,10 @@ def contents(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
         for parameter, slots in optimizer.state.items():
             name = names[id(parameter)]
             if name not in elsewhere:
-                found |= {f"optimizer/{kind}/{name}/{slot}": value for slot, value in slots.items()}
-    return found
+                tensors |= {
+                    f"optimizer/{kind}/{name}/{slot}": value for slot, value in slots.items()
+                }
+    return tensors
 
 
 def fill_model(reader: Reader, model: nn.Module) -> None:
@@ -46,10 +50,10 @@ def fill(reader: Reader, model: nn.Module, optimizers: Optimizers, *, alone: boo
     targets = model_targets(reader, model, whole=alone)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for kind, parameters in slots.items():
-        for parameter, found in parameters.items():
+        for parameter, values in parameters.items():
             targets |= {
                 f"optimizer/{kind}/{names[id(parameter)]}/{slot}": value
-                for slot, value in found.items()
+                for slot, value in values.items()
             }
     read(reader, targets, alone=alone)
     for kind, optimizer in optimizers.items():
@@ -66,15 +70,17 @@ def fill(reader: Reader, model: nn.Module, optimizers: Optimizers, *, alone: boo
 
 def model_targets(reader: Reader, model: nn.Module, *, whole: bool) -> dict[str, Tensor]:
     """The tensors to fill, if they fit. `whole`: the model has all names, so one that it lacks is an error too."""
-    mine = saved_parts(model)
-    there = {name: shape for name, shape in reader.shapes("model").items() if whole or name in mine}
+    parts = saved_parts(model)
+    there = reader.shapes("model")
+    if not whole:
+        there = {name: shape for name, shape in there.items() if name in parts}
     with user_values():
         check_fit(
-            {name: tensor.shape for name, tensor in mine.items()},
+            {name: tensor.shape for name, tensor in parts.items()},
             there,
             "weights do not fit the model",
         )
-    return {f"model/{name}": tensor.detach() for name, tensor in mine.items()}
+    return {f"model/{name}": tensor.detach() for name, tensor in parts.items()}
 
 
 def empty_slots(

@@ -122,7 +122,7 @@ def load(
 
 
 def _instead(folder: Path) -> str:
-    """What a folder without a checkpoint may have been given for."""
+    """Guess what a folder without a checkpoint was given for."""
     if (folder / "adapter_config.json").is_file():
         return "it holds an adapter of PEFT; load it on its model, and save what merge_and_unload() gives"
     runs = [run for run in sorted(folder.glob("runs/*")) if newest(run / "checkpoints")]
@@ -234,7 +234,7 @@ def newest(root: Path) -> Path | None:
 
 
 def damage(folder: Path, share: slice = slice(None)) -> str | None:
-    """What is wrong with a checkpoint, or None; of its files, only a share may be looked at."""
+    """Say what is wrong with a checkpoint, or None. Of its files, only a share may be looked at."""
     try:
         manifest = unseal((folder / MANIFEST).read_bytes())
     except OSError:
@@ -261,15 +261,15 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
 def verify(folder: Path, ranks: Ranks | None = None) -> None:
     """Every byte is checked before one is used; several ranks divide the files among them and agree."""
     ranks = ranks or Ranks()
-    found = ranks.all_gather_object(damage(folder, slice(ranks.rank, None, ranks.world)))
-    problem = next(filter(None, found), None)
+    problems = ranks.all_gather_object(damage(folder, slice(ranks.rank, None, ranks.world)))
+    problem = next(filter(None, problems), None)
     if problem:
-        known = ranks.broadcast_object(good(folder.parent) if ranks.main else None)
+        intact = ranks.broadcast_object(good(folder.parent) if ranks.main else None)
         advice = f"Start again in another {spell('out')}"
-        if known:
+        if intact:
             remove = f"rm -r {quote(str(folder))}"
             advice = f"To go on from there, delete the damaged folder ({remove}) and go on with {spell('resume')}"
-        raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(known)} {advice}")
+        raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(intact)} {advice}")
 
 
 def sweep(root: Path) -> None:

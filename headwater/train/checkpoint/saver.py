@@ -131,7 +131,7 @@ class Saver:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """What is on its way arrives, whatever ended the run. Of two errors, the one that ended it is raised."""
+        """Let a save under way arrive, whatever ended the run. Of two errors, the one that ended the run is raised."""
         if error is None:
             self.wait()
         elif self.thread is not None:
@@ -188,7 +188,7 @@ class HostBuffers:
 
     def _rooms(self, tensors: Tensors, *, pinned: bool) -> dict[str, Tensor]:
         self.buffers = {}  # not beside the new ones
-        left = sum(tensor.nbytes for tensor in tensors.values() if tensor.nbytes < self.BLOCK)
+        remaining = sum(tensor.nbytes for tensor in tensors.values() if tensor.nbytes < self.BLOCK)
         rooms, shared, used = {}, torch.empty(0, dtype=torch.uint8), 0
         for name, tensor in in_file_order(tensors):
             size = tensor.nbytes
@@ -197,11 +197,13 @@ class HostBuffers:
             else:
                 if used + size > len(shared):
                     shared, used = (
-                        torch.empty(min(self.BLOCK, left), dtype=torch.uint8, pin_memory=pinned),
+                        torch.empty(
+                            min(self.BLOCK, remaining), dtype=torch.uint8, pin_memory=pinned
+                        ),
                         0,
                     )
                 room = shared[used : used + size]
-                used, left = used + size, left - size
+                used, remaining = used + size, remaining - size
             rooms[name] = room.view(tensor.dtype).view(tensor.shape)
         return rooms
 

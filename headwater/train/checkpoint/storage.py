@@ -61,7 +61,7 @@ warnings.filterwarnings(
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Where one piece of a tensor went."""
+    """The file that one piece of a tensor went to."""
 
     file: str
     sha256: str
@@ -172,9 +172,9 @@ class Writer(dcp.StorageWriter):
             results += [
                 WriteResult(item.index, item.tensor_storage_size() or 0, piece) for item in chosen
             ]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pieces = {result.index: result.storage_data for rank in results for result in rank}
@@ -201,16 +201,13 @@ class Reader(dcp.StorageReader):
         self.opened: dict[str, Any] = {}
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """By name, of all tensors of a kind."""
-        found = self.metadata.state_dict_metadata.items()
-        wanted = {
-            name.removeprefix(f"{kind}/"): entry
-            for name, entry in found
-            if name.startswith(f"{kind}/")
-        }
-        return {
-            name: tuple(cast(TensorStorageMetadata, entry).size) for name, entry in wanted.items()
-        }
+        """The shape of every tensor of a kind, by name."""
+        shapes = {}
+        for name, entry in self.metadata.state_dict_metadata.items():
+            if name.startswith(f"{kind}/"):
+                size = cast(TensorStorageMetadata, entry).size
+                shapes[name.removeprefix(f"{kind}/")] = tuple(size)
+        return shapes
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -234,16 +231,16 @@ class Reader(dcp.StorageReader):
                 item.storage_index.fqn.partition("/")[2],
             )
             target = planner.resolve_tensor(item)
-            found = self._read(file, name, item.storage_offsets, item.lengths)
-            if found.shape != target.shape:  # copy_ would stretch it
+            part = self._read(file, name, item.storage_offsets, item.lengths)
+            if part.shape != target.shape:  # copy_ would stretch it
                 raise UserError(
                     f"{self.folder / file} has less of {name} than {INDEX} says: it is not read"
                 )
-            target.copy_(found)
+            target.copy_(part)
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def _read(self, file: str, name: str, corner: Iterable[int], shape: Iterable[int]) -> Tensor:
         part = tuple(slice(at, at + length) for at, length in zip(corner, shape))
@@ -267,7 +264,7 @@ def to_json(metadata: Metadata, pieces: Mapping[MetadataIndex, Piece]) -> dict[s
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), name
-        found = [
+        places = [
             [
                 pieces[MetadataIndex(name, chunk.offsets)].file,
                 list(chunk.offsets),
@@ -278,7 +275,7 @@ def to_json(metadata: Metadata, pieces: Mapping[MetadataIndex, Piece]) -> dict[s
         tensors[name] = {
             "dtype": DTYPES[entry.properties.dtype],
             "shape": list(entry.size),
-            "pieces": found,
+            "pieces": places,
         }
     return {"tensors": tensors}
 
@@ -324,7 +321,10 @@ def make_up(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
 
 
 def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """In the order of their first rows, a piece can only meet those that begin before it ends."""
+    """Tell whether two pieces share an element.
+
+    In the order of first rows, a piece can only meet those that begin before it ends.
+    """
     boxes = sorted((chunk.offsets, chunk.sizes) for chunk in chunks)
     for i, (one, lengths) in enumerate(boxes):
         for other, others in islice(boxes, i + 1, None):

@@ -1,4 +1,4 @@
-"""Where text comes from: files in a fixed order, and the documents inside them.
+"""The text of a corpus: files in a fixed order, and the documents inside them.
 
 There are three kinds of file. A text is one document, or several separated by lines that read `<|endoftext|>`. A .jsonl
 file has one document a line, under "text" or the field that is named. A .json file has the same, or is an array of

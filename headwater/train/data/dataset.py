@@ -125,7 +125,7 @@ class Dataset:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What must be equal for two runs to have seen the same tokens."""
+        """The hashes that are equal for two runs which have seen the same tokens."""
         return {key: self.manifest[key] for key in CORPUS}
 
     def windows(self, split: str, context: int) -> Windows:

@@ -141,7 +141,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def find_tokenizer(place: str) -> Tokenizer:
-    """That of a run, a checkpoint or an exported model, or of a file, for text which it may not have been made for."""
+    """Read the tokenizer of a run, a checkpoint, an exported model or a file, for another text."""
     path = at_home(place)
     if path.is_dir() and path.resolve().parent.name == "checkpoints":
         path = path.resolve().parent.parent
@@ -152,28 +152,28 @@ def find_tokenizer(place: str) -> Tokenizer:
             f"{' or '.join(TOKENIZERS)}, or a run, one of its "
             f"checkpoints, what headwater export wrote, or a {FILE}; a run that took it before keeps it"
         )
-    found = _read(file)
-    if not _is_exact(found):
+    tokenizer = _read(file)
+    if not _is_exact(tokenizer):
         raise UserError(
             f"{file} is a tokenizer that changes text, or has no {END_OF_TEXT}: "
             f"{spell('data.tokenizer')} takes one that headwater "
             "made"
         )
-    return found
+    return tokenizer
 
 
 def kept_tokenizer(settings: DataSettings, folder: Path) -> DataSettings:
     """A run or a comparison keeps the tokenizer that it took: in its folder, where the other place may be gone."""
-    taken = settings.tokenizer not in TOKENIZERS and not at_home(settings.tokenizer).exists()
+    is_gone = settings.tokenizer not in TOKENIZERS and not at_home(settings.tokenizer).exists()
     return (
         replace(settings, tokenizer=str(folder))
-        if taken and (folder / FILE).is_file()
+        if is_gone and (folder / FILE).is_file()
         else settings
     )
 
 
 def expected_vocabulary(settings: DataSettings) -> int:
-    """Of the tokenizer that these settings lead to, as far as it is known before their text is read."""
+    """The number of tokens these settings lead to, as far as it is known before their text is read."""
     sizes = {"bytes": ByteTokenizer.vocab_size, "bpe": settings.bpe_vocab}
     return sizes.get(settings.tokenizer) or find_tokenizer(settings.tokenizer).vocab_size
 
@@ -190,7 +190,7 @@ def _is_exact(tokenizer: Tokenizer) -> bool:
 def _read(path: Path) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
+        values = json.loads(text)
     except FileNotFoundError:
         raise UserError(
             f"no tokenizer at {path}: give the folder of a run, which holds {FILE}"
@@ -201,7 +201,7 @@ def _read(path: Path) -> Tokenizer:
         raise UserError(
             f"{path} is not a tokenizer file ({error}); restore it or build the run again"
         ) from None
-    if isinstance(found, dict) and found.get("type") == "bytes":
+    if isinstance(values, dict) and values.get("type") == "bytes":
         return ByteTokenizer()
     read = _tokenizers().Tokenizer.from_str
     try:

@@ -46,14 +46,11 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = sharded_over(ranks, ranks.mesh, "shard")
     groups = fetched_together(sublayers, recompute)
-    for exact in (
-        part
-        for bodies in groups
-        for body in bodies
-        for part in body.modules()
-        if computes_in_fp32(part)
-    ):
-        fully_shard(exact, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    for bodies in groups:
+        for body in bodies:
+            for part in body.modules():
+                if computes_in_fp32(part):
+                    fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     for bodies in groups:
         fully_shard(bodies, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
     fully_shard(
@@ -67,7 +64,7 @@ def computes_in_fp32(module: nn.Module) -> bool:
 
 
 def here_alone(held: Tensor, ranks: Ranks) -> bool:
-    """Whether this rank is the one to count, of those that hold the same part; a plain tensor is whole on all."""
+    """Tell whether this rank counts, of those that hold the same part; a plain tensor is whole on all."""
     return copies(held)[1] and (isinstance(held, DTensor) or ranks.first_of_stage)
 
 
@@ -138,16 +135,16 @@ def gather(
     """Whole fp32 parameters, or their gradients, on the CPU of the main rank, one after the other; nothing elsewhere.
     All ranks call it; `like` has the shapes."""
     if gradients:
-        mine = {name: p.grad for name, p in model.named_parameters()}
+        parts = {name: p.grad for name, p in model.named_parameters()}
     else:
-        mine = {name: tensor.detach() for name, tensor in saved_parts(model).items()}
+        parts = {name: tensor.detach() for name, tensor in saved_parts(model).items()}
     skipped = counted_elsewhere(model)
     whole = {}
     names = dict(like.named_parameters()) if gradients else saved_tensors(like)
     for name, tensor in names.items():
-        value, held = torch.zeros(tensor.shape), mine.get(name)
-        if held is not None and here_alone(held, ranks) and name not in skipped:
-            part_of(value, held).copy_(local(held))
+        value, part = torch.zeros(tensor.shape), parts.get(name)
+        if part is not None and here_alone(part, ranks) and name not in skipped:
+            part_of(value, part).copy_(local(part))
         dist.reduce(value, 0)
         if ranks.main:
             whole[name] = value

@@ -1,4 +1,4 @@
-"""Which part of a tensor, and of a model, this rank holds."""
+"""Parts of tensors and models that this rank holds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decoders_of(model: nn.Module) -> tuple[Decoder, ...]:
 
 
 def saved_parts(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint keeps of the part of a model that is here, by the names of the whole."""
+    """Collect what a checkpoint keeps of the part of a model that is here, by the names of the whole."""
     return {
         name: value
         for decoder in decoders_of(model)
@@ -71,7 +71,7 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def copies(value: Tensor) -> tuple[int, bool]:
-    """How many ranks of its stage hold the same part of a tensor, and whether this one is the first of them."""
+    """Count the ranks of its stage that hold the same part of a tensor, and tell whether this one is the first."""
     if not isinstance(value, DTensor):
         return 1, True
     place = zip(
@@ -88,9 +88,8 @@ def local(value: Tensor) -> Tensor:
 
 
 def squared_norm(gradient: Tensor | None) -> float:
-    """This rank's share of it: over all ranks of a stage the shares add up."""
-    return (
-        0.0
-        if gradient is None
-        else local(gradient).double().square().sum().item() / copies(gradient)[0]
-    )
+    """This rank's share of a squared norm: over all ranks of a stage the shares add up."""
+    if gradient is None:
+        return 0.0
+    total = local(gradient).double().square().sum().item()
+    return total / copies(gradient)[0]

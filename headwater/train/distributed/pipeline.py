@@ -43,7 +43,7 @@ SCHEDULES: dict[tuple[str, bool], Callable[..., Any]] = {
 
 
 class BlockCache:
-    """What a rank has seen of each micro-batch, and the gradients its stages owe to one another."""
+    """The tensors that a rank has seen of each micro-batch, and the gradients its stages owe to one another."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, dict[int, Tensor]] = defaultdict(dict)
@@ -179,9 +179,9 @@ class Pipeline:
         self.stages, self.micros, self.tied = stages, micros, tied
         self.first, self.last = stages[0].is_first, stages[-1].is_last
         kind = SCHEDULES[schedule, len(stages) > 1]
-        held = stages if len(stages) > 1 else stages[0]
+        one_or_all = stages if len(stages) > 1 else stages[0]
         self.schedule = kind(
-            held, n_microbatches=micros, loss_fn=lambda x, y: nats_per_token(x, y).mean()
+            one_or_all, n_microbatches=micros, loss_fn=lambda x, y: nats_per_token(x, y).mean()
         )
         self.numbers = torch.arange(
             micros
@@ -254,8 +254,10 @@ def assemble(
         prepare(model)
         stage = Stage(model, (bounds[s], bounds[s + 1]), context, hop, following, cache)
         if ranks.token_world > 1:
-            held = [cast(Sublayer, model.sublayers[i]) for i in range(bounds[s], bounds[s + 1])]
-            shard(stage, held, ranks, recompute=recompute)
+            sublayers = [
+                cast(Sublayer, model.sublayers[i]) for i in range(bounds[s], bounds[s + 1])
+            ]
+            shard(stage, sublayers, ranks, recompute=recompute)
         stage.to_empty(device=device)
         if (
             tied and following is None and ranks.token_world == 1
@@ -274,7 +276,7 @@ def assemble(
 
 
 def travellers(hop: Hop) -> tuple[Tensor, ...]:
-    """What a hop carries, without data."""
+    """The tensors that a hop carries, without data."""
     slots = [hop.state[j] for j in hop.arrives]
     return tuple(
         torch.empty(slot.shape, dtype=slot.dtype, device="meta", requires_grad=True)

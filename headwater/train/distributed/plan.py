@@ -1,4 +1,4 @@
-"""What a run will need, before it is started: parameters, memory, bytes per hop and bubble of every rank.
+"""Needs of a run, before it is started: parameters, memory, bytes per hop and bubble of every rank.
 
 Nothing is computed or allocated: the decoder runs once on tensors without data, and what autograd would keep is
 counted. So grids of any size can be asked about from a laptop. A rank's peak is
@@ -124,15 +124,15 @@ def footprint(
 @contextmanager
 def keeping(owned: set[int]) -> Iterator[Kept]:
     """Collects the storages that operations inside keep for their backward, parameters aside."""
-    found: Kept = {}
+    storages: Kept = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if (storage := storage_key(tensor)) not in owned:
-            found[storage] = tensor.untyped_storage().nbytes()
+            storages[storage] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield storages
 
 
 class FusedReads(Watcher):
@@ -146,8 +146,10 @@ class FusedReads(Watcher):
 
 
 def _parameters(model: Decoder) -> tuple[int, ...]:
-    """Of each sublayer with its part of the residual, then of norm, head and final read. What belongs to no read, such
-    as what makes the columns of an embedding, is needed first."""
+    """Count the parameters of each sublayer with its part of the residual, then of norm, head and final read.
+
+    A parameter that belongs to no read, such as one that widens the embedding, is needed first.
+    """
     sizes = [sum(p.numel() for p in sublayer.parameters()) for sublayer in model.sublayers]
     sizes.append(model.norm.weight.numel() + model.head.weight.numel())
     for name, parameter in model.residual.named_parameters():
@@ -203,8 +205,8 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     chunks, cuts = (
         (settings.chunks, settings.cuts) if pipeline > 1 else (1, ())
     )  # as a run without a row has it
-    data, left = divmod(world, pipeline * tensor)
-    if left or data < 1:
+    data, rest = divmod(world, pipeline * tensor)
+    if rest or data < 1:
         raise UserError(
             f"the number of ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor "
             f"({tensor}), 1 or more; got {spell('world')} {world}"
@@ -214,8 +216,8 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     if tensor > 1:
         refuse_undivided(model, tensor, shards)
     trace = partial(footprint, batch=windows, half=half, fused=fused, tensor=tensor)
-    found = trace(model)
-    crossing = found.states if pipeline == 1 or fused else trace(one_pass(model)).states
+    whole = trace(model)
+    crossing = whole.states if pipeline == 1 or fused else trace(one_pass(model)).states
     with torch.device("meta"):
         residual = build(model.residual, model.dim, model.sublayers, model.kinds)
     bounds = cut(residual, pipeline * chunks, cuts)
@@ -229,7 +231,7 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
         flight = in_flight(settings.pipeline_schedule, pipeline, chunks, micros, rank) / chunks
         repeated = micros > 1 or chunks > 1  # a backward finds the gradients of another one
         ranks.append(
-            _rank_plan(found, model, rank, places, ends, (shards, tensor), flight, sends, repeated)
+            _rank_plan(whole, model, rank, places, ends, (shards, tensor), flight, sends, repeated)
         )
     bubble = 0.0 if pipeline == 1 else (pipeline - 1) / (micros * chunks + pipeline - 1)
     naive = hops(crossing, bounds, pipeline, cache=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -40,9 +40,12 @@ class Ranks:
         self.tokens_mesh = tokens
         self.rank = 0 if mesh is None else dist.get_rank()
         self.world = 1 if mesh is None else dist.get_world_size()
-        coordinate = (0, 0, 0, 0) if mesh is None else cast(list[int], mesh.get_coordinate())
-        self.pipeline_rank, replica, part, self.tensor_rank = coordinate
-        _, self.replicas, self.shards, self.tensor = (1, 1, 1, 1) if mesh is None else mesh.shape
+        place: Sequence[int] = (0, 0, 0, 0)
+        grid: Sequence[int] = (1, 1, 1, 1)
+        if mesh is not None:
+            place, grid = cast(list[int], mesh.get_coordinate()), mesh.shape
+        self.pipeline_rank, replica, part, self.tensor_rank = place
+        _, self.replicas, self.shards, self.tensor = grid
         self.data_rank, self.data_world = replica * self.shards + part, self.replicas * self.shards
         self.token_world = (
             self.data_world * self.tensor
@@ -54,7 +57,7 @@ class Ranks:
 
     @property
     def first_of_stage(self) -> bool:
-        """Of the ranks that hold the same depth."""
+        """Tell whether this is the first of the ranks that hold the same depth."""
         return self.data_rank == 0 and self.tensor_rank == 0
 
     @property
@@ -80,11 +83,11 @@ class Ranks:
         return int(top)
 
     def barrier(self) -> None:
-        """For all ranks, on the host: a barrier of NCCL would wait for the GPU's queue as well."""
+        """Wait for all ranks, on the host: a barrier of NCCL would wait for the GPU's queue as well."""
         self.max(0)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What every rank has to say, in the order of ranks."""
+        """Gather a value of every rank, in the order of ranks."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.world
@@ -92,7 +95,7 @@ class Ranks:
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """What the main rank has to say: two may see different things in one folder of a network file system."""
+        """The value of the main rank: two ranks may see different things in one folder of a network file system."""
         return self.all_gather_object(value)[0]
 
     @contextmanager
@@ -105,7 +108,7 @@ class Ranks:
             self.barrier()
 
     def own_tokens(self, windows: Tensor) -> Tensor:
-        """Of windows (B, T + 1), the tokens that this rank embeds and, one later, is scored on."""
+        """Cut from windows (B, T + 1) the tokens that this rank embeds and, one later, is scored on."""
         share = (windows.shape[1] - 1) // self.tensor
         return windows[:, self.tensor_rank * share : (self.tensor_rank + 1) * share + 1]
 
@@ -207,8 +210,10 @@ def shards_of(settings: ParallelSettings, data: int) -> int:
 
 
 def connect(backend: str) -> None:
-    """As torch.distributed does by itself, but for a corner of the store that no earlier attempt has used, and for
-    patience: the main rank may tokenize for hours. A step that hangs is the watchdog's."""
+    """Begin torch.distributed, in a corner of the store that no earlier attempt has used.
+
+    Ranks wait for days: the main one may tokenise for hours. A step that hangs is ended by the watchdog.
+    """
     store, rank, world = next(dist.rendezvous("env://"))
     store = attempts.rendezvous(store, rank, world)
     dist.init_process_group(

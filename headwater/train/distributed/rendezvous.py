@@ -28,7 +28,7 @@ def launch() -> str:
 
 
 def began(out: Path, launch: str) -> bool:
-    """Whether an earlier attempt of this launch began the run in this folder."""
+    """Tell whether an earlier attempt of this launch began the run in this folder."""
     mark = out / MARK
     return (
         bool(launch)
@@ -62,9 +62,9 @@ def rendezvous(store: dist.Store, rank: int, world: int, patience: float = PATIE
             raise UserError(
                 f"only {came + 1} of {world} ranks came within {patience:g} seconds: look at the others"
             )
-        drawn = store.add("numbers", 0)
-        for other in range(answered + 1, drawn + 1):
+        last_number = store.add("numbers", 0)
+        for other in range(answered + 1, last_number + 1):
             store.set(f"corner-for-{other}", corner)
-        answered = drawn
+        answered = last_number
         time.sleep(0.01)
     return dist.PrefixStore(corner, store)

@@ -1,4 +1,4 @@
-"""Where the depth is cut, and which tensors cross each cut.
+"""Cuts through the depth, and the tensors that cross each cut.
 
 A residual's state is a flat tuple. Run once without data, the decoder shows which tensors of it are the very same
 object before sublayer i and before sublayer j: those are history, and a rank that has seen one need never be sent it
@@ -56,7 +56,11 @@ def name_states(states: Sequence[Sequence[Tensor]]) -> States:
     for state in states:
         for tensor in state:
             keys.setdefault(id(tensor), len(keys))
-    return tuple(tuple(Slot(keys[id(t)], t.shape, t.dtype) for t in state) for state in states)
+
+    def name(state: Sequence[Tensor]) -> tuple[Slot, ...]:
+        return tuple(Slot(keys[id(tensor)], tensor.shape, tensor.dtype) for tensor in state)
+
+    return tuple(name(state) for state in states)
 
 
 def one_pass(config: ModelConfig) -> ModelConfig:
@@ -112,13 +116,14 @@ def cut(residual: Residual, stages: int, cuts: Sequence[int] = ()) -> tuple[int,
         # Near its even share, behind the cut before, and with a place left for each cut to come.
         room = [i for i in allowed if i > bounds[-1]]
         room = room[: len(room) - (stages - 1 - s)]
-        bounds += (min(room, key=lambda i: (abs(i - s * sublayers // stages), i)),)
+        even = s * sublayers // stages
+        bounds += (min(room, key=lambda i: (abs(i - even), i)),)
     return (*bounds, sublayers)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """What a stage takes in, by position in its state: `arrives` is sent to it, the rest is on its rank."""
+    """The input of a stage, by position in its state: `arrives` is sent to it, the rest is on its rank."""
 
     state: tuple[Slot, ...]
     arrives: tuple[int, ...]
@@ -139,30 +144,30 @@ class Hop:
 def hops(states: States, bounds: Sequence[int], ranks: int, *, cache: bool) -> tuple[Hop, ...]:
     """One for each stage; the first takes tokens, so nothing arrives there. Stage s lives on rank s mod `ranks`."""
     stages = len(bounds) - 1
-    seen: list[set[int]] = [set() for _ in range(ranks)]
-    arrivals, firsts = [], []
+    keys_of_rank: list[set[int]] = [set() for _ in range(ranks)]
+    arrivals: list[tuple[int, ...]] = []
+    firsts: list[set[int]] = []  # keys that a stage is the first on its rank to have
     for s in range(stages):
         before = () if s == 0 else states[bounds[s]]
         after = () if s == stages - 1 else states[bounds[s + 1]]
-        known = seen[s % ranks]
-        arrivals.append(
-            tuple(j for j, slot in enumerate(before) if not cache or slot.key not in known)
-        )
+        keys = keys_of_rank[s % ranks]
+        arrives = [j for j, slot in enumerate(before) if not cache or slot.key not in keys]
+        arrivals.append(tuple(arrives))
         here = {slot.key for slot in (*before, *after)}
-        firsts.append(here - known)
-        known |= here
-    found = []
+        firsts.append(here - keys)
+        keys |= here
+    plan = []
     for s in range(stages):
         later = range(s + ranks, stages, ranks)
-        lent = {
-            states[bounds[t]][j].key
-            for t in later
-            for j in range(len(states[bounds[t]]))
-            if j not in arrivals[t]
-        }
+        lent = set()  # what later stages take from the cache
+        for t in later:
+            for j, slot in enumerate(states[bounds[t]]):
+                if j not in arrivals[t]:
+                    lent.add(slot.key)
         state = () if s == 0 else states[bounds[s]]
-        found.append(Hop(state, arrivals[s], frozenset(firsts[s] & lent), ends=s + ranks >= stages))
-    return tuple(found)
+        keeps = frozenset(firsts[s] & lent)
+        plan.append(Hop(state, arrivals[s], keeps, ends=s + ranks >= stages))
+    return tuple(plan)
 
 
 def prune(model: Decoder, start: int, stop: int) -> Decoder:

@@ -36,15 +36,14 @@ from headwater.models.part import Part
 from headwater.models.sublayer import Sublayer
 from headwater.residuals import build
 
-ROW_DIVIDED = frozenset(
-    {"output"}
-)  # the linear layers that end a body divide their inputs; others their outputs,
+# Linear layers divide their outputs among the ranks, but:
+ROW_DIVIDED = frozenset({"output"})  # the layer that ends a body divides its inputs,
 WHOLE = frozenset(
     {"down", "decay_down", "gate_down", "router"}
-)  # but for what all heads and experts share,
+)  # all heads and experts share these,
 SLICED = frozenset(
     {"query_conv", "key_conv", "value_conv"}
-)  # and small weights of which a rank uses its heads' part
+)  # a rank uses its heads' part of these.
 
 
 def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
@@ -75,7 +74,7 @@ def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
 
 
 def widths(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """What tensor parallelism divides, and what FSDP2 cuts beside it, by the names of settings."""
+    """The widths that tensor parallelism divides, and those that FSDP2 cuts beside it, by the names of settings."""
     divided = {name: getattr(config, name) for name in ("heads", "kv_heads", "mlp_dim", "context")}
     beside, kinds = {"dim": config.dim}, set(config.kinds)
     if "kda" in kinds:
@@ -126,7 +125,7 @@ def _reduce_scatter(y: Tensor, group: str, size: int) -> Tensor:
 
 
 class Exchange:
-    """How the ranks that share a window meet; outside the bodies nobody knows of it.
+    """Traffic between the ranks that share a window; outside the bodies nobody knows of it.
 
     `divides`: whether tokens are divided between the bodies. If not, every rank has all of them there, as when one
     token of a text is decoded: bodies take them as they are, and what leaves one is the sum on every rank.
@@ -145,9 +144,9 @@ class Exchange:
         return Gather.apply(x, self.group, self.size) if self.divides else x
 
     def scatter(self, y: Tensor) -> Tensor:
-        return (
-            Scatter.apply(y, self.group, self.size) if self.divides else all_reduce(y, self.group)
-        )
+        if not self.divides:
+            return all_reduce(y, self.group)
+        return Scatter.apply(y, self.group, self.size)
 
 
 class OnRank(Part):
@@ -161,22 +160,18 @@ class Divided(OnRank):
     exchange: Exchange
 
     def forward(self, x: Any, *others: Any) -> Any:
-        y = super().forward(
-            tuple(map(self._enter, x)) if isinstance(x, tuple) else self._enter(x), *others
-        )
-        return (
-            (self.exchange.scatter(y[0]), *y[1:])
-            if isinstance(y, tuple)
-            else self.exchange.scatter(y)
-        )
+        whole = tuple(map(self._enter, x)) if isinstance(x, tuple) else self._enter(x)
+        y = super().forward(whole, *others)
+        if isinstance(y, tuple):
+            return self.exchange.scatter(y[0]), *y[1:]
+        return self.exchange.scatter(y)
 
     def _enter(self, x: Tensor) -> Tensor:
-        kind = (
-            x.device.type
-        )  # the body's matrices would round to bf16 anyway: half the bytes travel
-        return self.exchange.gather(
-            x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-        )
+        # The body's matrices would round to bf16 anyway: half the bytes travel.
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        return self.exchange.gather(x)
 
 
 class DividedAttention(Divided, Attention): ...
@@ -263,7 +258,7 @@ def divide_parameters(model: Decoder, part: Callable[[Tensor, Placement], Tensor
 
 
 def placement_of(name: str, parameter: Tensor) -> Placement:
-    """How a body's parameter lies on the ranks: norms over one head are the same for all heads, hence on all ranks."""
+    """Place a body's parameter on the ranks: norms over one head are the same for all heads, hence on all ranks."""
     owner = name.split(".")[-2]
     if parameter.ndim == 1 or owner in WHOLE | SLICED:
         return Replicate()
@@ -277,7 +272,7 @@ def _divided(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTens
 
 
 def share(parameter: Tensor, size: int, placement: Placement) -> Tensor:
-    """As large as one rank's part. Weights are filled in later, so that any part will do."""
+    """A tensor as large as one rank's part. Weights are filled in later, so that any part will do."""
     if not isinstance(placement, Shard):
         return parameter
     return parameter.chunk(size, placement.dim)[0].clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Which steps are left out: those that are not finite and, by option, those whose loss is a spike.
+"""Steps that are left out: those that are not finite and, by option, those whose loss is a spike.
 
 Everything is decided from numbers that are sums over all ranks, so that every rank decides alike, and from the losses
 of the last steps, which a checkpoint holds, so that a resumed run decides as an undisturbed one.
@@ -90,8 +90,8 @@ def cause_file(folder: Path, kind: str, step: int) -> Path:
 
 
 def drop_causes(folder: Path, after: int) -> None:
-    """Of later steps, which will be taken again: as with their records, what then happens counts."""
+    """Remove the files of later steps, which will be taken again: as with records, what then happens counts."""
     for path in folder.glob("*-step-*.json"):
-        found = re.fullmatch(r"(nonfinite|spike)-step-(\d+)", path.stem)
-        if found and int(found[2]) > after:
+        match = re.fullmatch(r"(nonfinite|spike)-step-(\d+)", path.stem)
+        if match and int(match[2]) > after:
             path.unlink()

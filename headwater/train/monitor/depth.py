@@ -1,4 +1,4 @@
-"""What a model does along its depth, as one JSON record: norms, gradients, and which read takes from which source."""
+"""A model along its depth, as one JSON record: norms, gradients, and which read takes from which source."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def depth_record(model: Decoder, tokens: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def routed(model: Decoder) -> Iterator[list[Tensor | None]]:
-    """For each sublayer the load of its experts in what runs inside, in means of them, (E,); None where it has none."""
+    """Collect for each sublayer the load of its experts in what runs inside, in means of them, (E,), or None."""
     loads: list[Tensor | None] = [None] * len(model.sublayers)
 
     def keep(name: str, routes: Routes) -> None:

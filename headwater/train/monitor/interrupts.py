@@ -9,7 +9,6 @@ from types import FrameType
 
 from headwater.errors import Interrupted
 
-RESUME = " --resume (in Python: resume=True)"
 PARENT = "HEADWATER_PARENT"
 """Environment variable with the number of the process that started this one and that it must not outlive."""
 
@@ -28,7 +27,7 @@ class Interruption:
 
     @property
     def signum(self) -> int:
-        """What asked for a stop, or 0."""
+        """The signal that asked for a stop, or 0."""
         if not self._signum and self.parent and os.getppid() != self.parent:
             self._signum, self.orphaned = signal.SIGHUP, True
         return self._signum

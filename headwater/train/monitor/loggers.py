@@ -29,11 +29,11 @@ Sink = tuple[Callable[[Record], None], Callable[[], None]]  # write, close
 
 def require(settings: LogSettings) -> None:
     """Import what was asked for, before any work; in the main thread, since imports and threads do not mix."""
-    for asked, module, extra in (
+    for setting, module, extra in (
         (settings.wandb, "wandb", "wandb"),
         (settings.tensorboard, "torch.utils.tensorboard", "tensorboard"),
     ):
-        if asked:
+        if setting:
             try:
                 importlib.import_module(module)
             except ImportError as error:
@@ -44,12 +44,12 @@ def require(settings: LogSettings) -> None:
 
 def start(settings: LogSettings, folder: Path, step: int, config: dict[str, Any]) -> list[Logger]:
     """The loggers of a run that goes on after `step`."""
-    found = []
+    started = []
     if settings.wandb:
-        found.append(Logger("W&B", lambda: open_wandb(settings.wandb, folder, config)))
+        started.append(Logger("W&B", lambda: open_wandb(settings.wandb, folder, config)))
     if settings.tensorboard:
-        found.append(Logger("TensorBoard", lambda: open_tensorboard(folder, step, config)))
-    return found
+        started.append(Logger("TensorBoard", lambda: open_tensorboard(folder, step, config)))
+    return started
 
 
 class Logger(threading.Thread):
@@ -111,16 +111,16 @@ def open_wandb(project: str, folder: Path, config: dict[str, Any]) -> Sink:
     """A run that is resumed goes on under the name it was given first."""
     import wandb
 
-    known = folder / "wandb-id"
-    if not known.exists():
-        known.write_text(uuid.uuid4().hex[:8], encoding="ascii")
-    identity = {"id": known.read_text(encoding="ascii"), "resume": "allow"}
+    name_file = folder / "wandb-id"
+    if not name_file.exists():
+        name_file.write_text(uuid.uuid4().hex[:8], encoding="ascii")
+    identity = {"id": name_file.read_text(encoding="ascii"), "resume": "allow"}
     run = wandb.init(project=project, name=folder.name, dir=str(folder), config=config, **identity)
     return lambda record: run.log(dict(scalars(record)), step=record["step"]), run.finish
 
 
 def open_tensorboard(folder: Path, step: int, config: dict[str, Any]) -> Sink:
-    """What an earlier process logged of steps that are taken again is hidden."""
+    """Write events; those of an earlier process about steps that are taken again are hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10)

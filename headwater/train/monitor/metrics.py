@@ -37,7 +37,7 @@ class MetricsLog:
     """metrics.jsonl: one object a line, flushed as it is written. Numbers that are not finite become null."""
 
     mirrors: Sequence[Mirror] = ()
-    """What else is told."""
+    """Loggers that get every record as well."""
 
     def __init__(self, path: Path, *, step: int = 0, saved: Mapping[str, Any] = START) -> None:
         """Go on after the first bytes of a log, which the checkpoint of `step` has `saved` the number and the hash of.
@@ -69,7 +69,7 @@ class MetricsLog:
             mirror.put(record)
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps, to know this log again."""
+        """The length and hash that a checkpoint keeps, to know this log again."""
         return {"bytes": self.size, "sha256": self.digest.hexdigest()}
 
     def sync(self) -> None:

@@ -1,4 +1,4 @@
-"""How far the work is: renewed in place on a terminal and in a notebook, plain lines every few seconds elsewhere."""
+"""Progress of the work: renewed in place on a terminal and in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class ProgressLine(Tasks):
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         note, now = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", time.monotonic()
-        left = f"{(now - self.began) / (step - self.first) * (self.steps - step):.0f} s left"
-        self.update(self.task, step, f"{note}  {left}" if self.in_notebook else note)
+        remaining = f"{(now - self.began) / (step - self.first) * (self.steps - step):.0f} s left"
+        self.update(self.task, step, f"{note}  {remaining}" if self.in_notebook else note)
         if not self.watched and (now - self.printed >= PLAIN_SECONDS or step == self.steps):
-            self.say(f"step {step}/{self.steps}  {note}  {left}")
+            self.say(f"step {step}/{self.steps}  {note}  {remaining}")
             self.printed = now
