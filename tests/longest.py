@@ -25,7 +25,6 @@ LONGEST = (
     "residuals/test_residuals_streams.py",
     "models/test_kimi.py",
     "benchmarks/test_training_benchmark.py",
-    "ops/test_weigh.py",
     "hf/test_hf_folders.py",
     "test_examples.py",
     "hf/test_hf_verify.py",
