@@ -17,7 +17,7 @@ from headwater.cli.huggingface import convert, evaluate, revert, verify
 from headwater.cli.looking import doctor, inspect, matrix, report, residuals, scaling
 from headwater.cli.models import say
 from headwater.cli.training import compare, demo, export, plan, study, train
-from headwater.errors import UserError, as_flag, dotted, nearest, spelling
+from headwater.errors import UserError, as_flag, nearest, spelling
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # A CPU without bf16 prints 25 lines of C++.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    # A run of a study is started with a file, and its errors are read beside the recipe.
-    style = dotted if "HEADWATER_STUDY" in os.environ else as_flag
-    with spelling(style):
+    with spelling(as_flag):
         return code_of(words)
 
 

@@ -469,16 +469,14 @@ def test_from_folders_come_the_settings_that_share_in_what_each_residual_is_wort
             }
             written(run, tmp_path / f"{name}-{size}")
     for lr, words in (
-        (None, "ddl of optim.clip; rezero of optim.lr"),
-        ("best", "ddl of optim.clip"),
+        (None, "ddl in optim.clip; rezero in optim.lr"),
+        ("best", "ddl in optim.clip"),
     ):
         assert {
             scaling.residual: scaling.confounders for scaling in scaling_of([tmp_path], lr=lr)
         } == both
         assert main(["scaling", str(tmp_path), *([] if lr is None else ["--lr", lr])]) == 0
-        assert (
-            f"so that what it is worth is worth of them too: {words}\n" in capsys.readouterr().out
-        )
+        assert f"explain a part of it too: {words}\n" in capsys.readouterr().out
 
 
 def test_runs_that_went_on_to_other_steps_than_planned_are_named(tmp_path, capsys):
