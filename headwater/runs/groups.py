@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 
 from headwater.runs.launch import most_at_a_time
 from headwater.runs.record import Record, RecordedRun
+from headwater.runs.settings import SETTINGS
 from headwater.runs.stats import LOWER, Paired, Stat, judge, pair, summarize
 
 BASELINE = "standard"
 # Settings that may differ inside a group: they say where and how a run was carried out, not what was computed. A run
 # that a bad step stopped goes on without the step; its notes count such steps.
-INCIDENTAL = {
-    "seed", "device", "cache", "compile", "graph", "log_every", "eval_every", "depth_every", "save_every", "keep",
-    "async_save", "skip_nonfinite", "hang_timeout", "wandb", "tensorboard",
-}  # fmt: skip
-UNFELT = {BASELINE: {"optim.query_lr"}}  # settings of parts that a residual does not have
+INCIDENTAL = {"train.seed", "train.device"}
+for _name, _marks in SETTINGS.items():
+    if _marks.changes != "numbers" or _marks.resumable:
+        INCIDENTAL.add(_name)
+# Settings of parts that a residual does not have.
+UNFELT = {BASELINE: {name for name, marks in SETTINGS.items() if marks.felt_by == "queries"}}
 
 
 @dataclass
@@ -184,7 +186,7 @@ def flatten(config: Record, prefix: str = "") -> dict[str, str]:
     for key, value in config.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")
-        elif key != "residual" and key not in INCIDENTAL:
+        elif key != "residual" and prefix + key not in INCIDENTAL:
             flat[prefix + key] = str(value)
     return flat
 
