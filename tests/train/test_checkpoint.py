@@ -403,7 +403,7 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_folder):
         "log_every": 3,
         "accumulate": 2,
         "checkpoint_activations": True,
-        "compile": True,
+        "compile": "model",
     }
     train(config(run_folder, **free), run_folder / "run", resume=True)
 
