@@ -155,7 +155,7 @@ def cases() -> list[Case]:
         if EVERYTHING or layout == "tensor"
     ]
     found += [
-        Case(2, RESIDUALS[2], layout, compile="model", recompute=True)
+        Case(2, RESIDUALS[2], layout, compile=True, recompute=True)
         for layout in ("uneven", "tensor")
     ]
     found += [Case(2, "hyper-connections", "shard", recompute=True)]
@@ -165,14 +165,14 @@ def cases() -> list[Case]:
         found += [Case(4, "hyper-connections", "interleaved-shard")]
         deep = ((2, "shard"), (4, "tensor-shard"), (4, "tensor-pipeline"))
         found += [
-            Case(world, RESIDUALS[2], layout, compile="model", recompute=True)
+            Case(world, RESIDUALS[2], layout, compile=True, recompute=True)
             for world, layout in deep
         ]
         found += [
-            Case(4, RESIDUALS[2], layout, compile="model")
+            Case(4, RESIDUALS[2], layout, compile=True)
             for layout in ("tensor-shard", "tensor-pipeline")
         ]
-        found += [Case(2, RESIDUALS[2], "shard", compile="model")]
+        found += [Case(2, RESIDUALS[2], "shard", compile=True)]
     return list(dict.fromkeys(found))
 
 
