@@ -111,19 +111,29 @@ def extremes(value, dtype, device):
     return run(two_phases, [t.to(device, dtype) for t in inputs], "triton", dtype)[0]
 
 
-def worst(function, count, dim, tokens, dtype, device, **options):
-    """max over outputs and gradients of  error / (2 * plain PyTorch's error + 1e-5); at most 1 is allowed."""
-    sources, *parameters = draw(count, dim, tokens, dtype, device, **options)
+def worst(function, count, dim, tokens, dtype, device, draws=1, seed=0):
+    """max over outputs and gradients of  error / (2 * plain PyTorch's error + 1e-5); at most 1 is allowed.
+
+    Errors of several draws are taken together: one token's error in bf16 is a handful of roundings.
+    """
+    squares = 0.0  # (results, 3): of our error, of plain PyTorch's, of the truth
+    for drawn in range(seed, seed + draws):
+        squares = squares + squared_errors(function, count, dim, tokens, dtype, device, drawn)
+    error, plain, size = squares.sqrt().unbind(-1)
+    size = size.clamp_min(1e-30)
+    return (error / size / (2 * plain / size + 1e-5)).max().item()
+
+
+def squared_errors(function, count, dim, tokens, dtype, device, seed):
+    """Sums of squares for every output and gradient of one draw: our error, plain PyTorch's, the truth."""
+    sources, *parameters = draw(count, dim, tokens, dtype, device, seed)
     with poisoned():
         values, seeds = run(function, [*sources, *parameters], "triton", dtype)
     assert all(torch.isfinite(t).all() for t in values)
     plain, _ = run(function, [*sources, *parameters], "reference", dtype, seeds)
-    squares = torch.zeros(
-        len(values), 3, dtype=torch.float64
-    )  # of our error, of plain PyTorch's, of the truth
-    by_token = (
-        len(seeds) + count
-    )  # outputs and gradients of sources; then gradients of parameters, sums over tokens
+    squares = torch.zeros(len(values), 3, dtype=torch.float64)
+    # Outputs and gradients of sources go by token; gradients of parameters are sums over tokens.
+    by_token = len(seeds) + count
     shared = [0.0] * (len(values) - by_token)
     for here, truth in truths(function, sources, parameters, seeds):
         for k, t in enumerate(truth[:by_token]):
@@ -131,9 +141,7 @@ def worst(function, count, dim, tokens, dtype, device, **options):
         shared = [s + t for s, t in zip(shared, truth[by_token:], strict=True)]
     for k, t in enumerate(shared, by_token):
         squares[k] = measured(values[k], plain[k], t)
-    value, its, size = squares.sqrt().unbind(-1)
-    size = size.clamp_min(1e-30)
-    return (value / size / (2 * its / size + 1e-5)).max().item()
+    return squares
 
 
 def truths(function, sources, parameters, seeds):

@@ -49,8 +49,9 @@ SHAPE = {
 @pytest.mark.parametrize("tokens", [1, 15])
 @pytest.mark.parametrize("function", [read, two_phases])
 def test_error_is_at_most_twice_plain_pytorchs(function, tokens, dim, dtype):
+    draws = 8 if tokens == 1 else 1
     for count in SOURCES[function is two_phases :]:
-        assert worst(function, count, dim, tokens, dtype, "cuda") <= 1, count
+        assert worst(function, count, dim, tokens, dtype, "cuda", draws) <= 1, count
 
 
 @pytest.mark.big  # up to 120 GB
