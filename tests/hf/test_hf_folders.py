@@ -166,7 +166,7 @@ def test_a_run_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path, monkeypatc
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
     assert main(["convert", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 1
-    assert f"No space left on device: {tmp_path / 'out'}. Make room" in capsys.readouterr().err
+    assert f"No space left on device: {tmp_path / 'out'}\n" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
 
 
