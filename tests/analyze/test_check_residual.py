@@ -407,14 +407,3 @@ def test_a_fault_of_several_checks_is_told_once(capsys):
     assert "  gradients  in _write: ValueError: texts are short\n" in output.out
     assert "  maps       as gradients\n  cache      as gradients\n" in output.out
     assert output.err.startswith("headwater: 1 of these must be mended: ")
-
-
-@pytest.mark.parametrize("flag", ["--dim", "--layers", "--markdown"])
-def test_the_command_refuses_what_a_check_does_not_heed(capsys, flag):
-    assert (
-        main(
-            ["residuals", "--check", "standard", *([flag] if flag == "--markdown" else [flag, "8"])]
-        )
-        == 1
-    )
-    assert f"4 layers of width 32, and has no table: leave out {flag}\n" in capsys.readouterr().err

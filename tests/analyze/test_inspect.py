@@ -348,13 +348,12 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     mine.write_text("my notes")
     for words, said in (
         ([one, one, one], "one model or two"),
-        ([], "headwater inspect runs/first"),
         ([one, "--top", "0"], "--top must be at least 1"),
         ([one, "--serve", "--port", "99999"], "port 99999"),
         ([one, "--prompt", "a"], "two tokens at least"),
         ([tmp_path / "none"], "not a folder"),
         ([one, "--out", mine], "is no web page"),
-        ([one, "--device", "cuda:99"], "--device cuda:99"),
+        ([one, "--device", "cuda:99"], "--device must be"),
     ):
         assert main(["inspect", *map(str, words)]) == 1
         assert said in capsys.readouterr().err

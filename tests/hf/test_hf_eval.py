@@ -287,7 +287,7 @@ def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, c
         tmp_path / "none", "--tasks", "rivers", *include
     )
     assert "names no task" in refused(run, "--tasks", ",")
-    assert "--device tpu" in refused(run, "--tasks", "rivers", "--device", "tpu")
+    assert "--device must be a device" in refused(run, "--tasks", "rivers", "--device", "tpu")
     tiny_model("llama").save_pretrained(tmp_path / "bare")
     assert "holds no tokenizer" in refused(tmp_path / "bare", "--tasks", "rivers", *include)
     monkeypatch.setitem(sys.modules, "lm_eval", None)

@@ -67,7 +67,7 @@ def test_a_notebook_trains_stops_goes_on_and_looks_at_the_run(tmp_path):
         for text in texts(cell.outputs)
         if re.search(r"[\r\x1b]", text)
     ]
-    assert re.match(r"text: 40 files, .* held out\n$", texts(whole)[0])
+    assert re.match(r"text: files 40, .* held out\n$", texts(whole)[0])
     assert texts(whole)[1].startswith("training 40/40  loss "), "the line is renewed in place"
     assert [text for text in texts(whole) if text.startswith("step ")] == [
         text

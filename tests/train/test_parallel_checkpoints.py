@@ -186,10 +186,7 @@ def test_one_process_goes_on_with_what_four_began_as_the_manual_says(
     (out / "summary.json").unlink()
     resume = ["train", "--out", str(out), "--resume"]
     assert main(resume) == 1
-    assert (
-        "A run resumed by one process needs parallel.pipeline 1 parallel.tensor 1"
-        in capfd.readouterr().err
-    )
+    assert "A run resumed by one process needs --pipeline 1 --tensor 1" in capfd.readouterr().err
     assert (
         main(
             [
