@@ -1,7 +1,9 @@
-"""The kernels against fp64 and plain PyTorch: shared by the interpreter's small set and the full grid on a GPU."""
+"""Kernels against fp64 and plain PyTorch: for the interpreter's small set and the grid on a GPU."""
 
 from contextlib import contextmanager
+from itertools import pairwise
 
+import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
@@ -11,10 +13,53 @@ from headwater.ops.depth import reference
 from headwater.ops.numerics import accumulation_dtype
 from headwater.residuals import build
 
-# A graph of an earlier run is no answer: its key is of PyTorch's operators, and says nothing about what ours do.
+# A graph of an earlier run is no answer: its key is of PyTorch's operators, not of ours.
 INDUCTOR = {"fx_graph_cache": False}
-# All of inductor but the C++ in which it would join PyTorch's own operators, and which takes a compiler seconds.
+# All of inductor but the C++ in which it would join PyTorch's own operators: that takes seconds.
 UNFUSED = {"fallback_by_default": True}
+
+GPU = torch.cuda.is_available()
+HERE = "cuda" if GPU else "cpu"
+interpreted = pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+DEVICES = [
+    pytest.param("cpu", marks=interpreted),
+    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def error(value, truth):
+    """The relative error of a tensor."""
+    return ((value.double() - truth).norm() / truth.norm().clamp_min(1e-6)).item()
+
+
+def assert_as_exact(values, plain, truth, spare=1e-5):
+    """Each error is at most twice plain PyTorch's."""
+    for value, other, exact in zip(values, plain, truth, strict=True):
+        assert (value.dtype, value.shape) == (other.dtype, other.shape)
+        assert error(value, exact) <= 2 * error(other, exact) + spare
+
+
+def assert_all_close(values, expected, atol=1e-5, rtol=1e-5):
+    for value, other in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, other, atol=atol, rtol=rtol)
+
+
+def assert_all_equal(*results):
+    """Several lists of tensors are the same to the last bit."""
+    for one, other in pairwise(results):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def assert_first_order(output, x):
+    """The gradient is not to be differentiated again."""
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)
+
+
+def with_option(spec, option):
+    return f"{spec}{',' if ':' in spec else ':'}{option}"
 
 
 def draw(count, dim, tokens, dtype, device, seed=0, scale=1.0):
@@ -71,11 +116,9 @@ def operators(backend):
 
 
 def growing(sources, queries, keys, norm, backend):
-    """An output joins its block's sum, which a later read sees as well: the sum's gradient comes from both."""
+    """An output joins its block's sum, whose gradient comes from a later read as well."""
     y, partial, out = sources
-    lse = torch.zeros(
-        out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32), device=out.device
-    )
+    lse = torch.zeros(out.shape[:-1], dtype=accumulation_dtype(out.dtype), device=out.device)
     options = {} if backend == "reference" else {"keep": True}
     merge = operators(backend).merge
     return merge(y, partial, out, lse, queries[0], keys[0], norm, **options)
@@ -87,45 +130,45 @@ def run(function, inputs, backend, dtype, seeds=None):
     *sources, queries, keys, norm = leaves
     outputs = function(sources, queries, keys, norm, backend)
     if seeds is None:
-        device = inputs[0].device
-        generator = torch.Generator(device).manual_seed(9)
-        seeds = [
-            torch.randn(o.shape, generator=generator, device=device).to(inputs[0].dtype)
-            for o in outputs
-        ]
-    grads = torch.autograd.grad(
-        outputs, leaves, [s.to(o.dtype) for s, o in zip(seeds, outputs)], allow_unused=True
-    )
-    return [*outputs, *(g for g in grads if g is not None)], seeds
+        seeds = seeds_of(outputs, inputs[0])
+    along = [seed.to(output.dtype) for seed, output in zip(seeds, outputs)]
+    gradients = torch.autograd.grad(outputs, leaves, along, allow_unused=True)
+    return [*outputs, *(g for g in gradients if g is not None)], seeds
+
+
+def seeds_of(outputs, like):
+    """Random gradients of the outputs, rounded to the dtype of `like`."""
+    generator, seeds = torch.Generator(like.device).manual_seed(9), []
+    for output in outputs:
+        seed = torch.randn(output.shape, generator=generator, device=like.device)
+        seeds.append(seed.to(like.dtype))
+    return seeds
 
 
 def extremes(value, dtype, device):
-    """Results over sources of norm zero, large and tiny ones, with logits of at least plus or minus `value`."""
-    hostile = [
-        torch.zeros(2, 16),
-        torch.full((2, 16), 1e4),
-        torch.randn(2, 16) * 1e-4,
-        torch.randn(2, 16),
-    ]
+    """Results over sources of norm zero, large and tiny ones, with logits of +-`value` or more."""
+    hostile = [torch.zeros(2, 16), torch.full((2, 16), 1e4)]
+    hostile += [torch.randn(2, 16) * 1e-4, torch.randn(2, 16)]
     inputs = [*hostile, torch.full((2, 16), value / 4), torch.ones(2, 16), torch.ones(16)]
     return run(two_phases, [t.to(device, dtype) for t in inputs], "triton", dtype)[0]
 
 
 def worst(function, count, dim, tokens, dtype, device, draws=1, seed=0):
-    """max over outputs and gradients of  error / (2 * plain PyTorch's error + 1e-5); at most 1 is allowed.
+    """The largest error / (2 * plain PyTorch's error + 1e-5); at most 1 is allowed.
 
-    Errors of several draws are taken together: one token's error in bf16 is a handful of roundings.
+    It is taken over outputs and gradients. Errors of several draws are taken together: one token's
+    error in bf16 is a handful of roundings.
     """
     squares = 0.0  # (results, 3): of our error, of plain PyTorch's, of the truth
-    for drawn in range(seed, seed + draws):
-        squares = squares + squared_errors(function, count, dim, tokens, dtype, device, drawn)
+    for number in range(seed, seed + draws):
+        squares = squares + squared_errors(function, count, dim, tokens, dtype, device, number)
     error, plain, size = squares.sqrt().unbind(-1)
     size = size.clamp_min(1e-30)
     return (error / size / (2 * plain / size + 1e-5)).max().item()
 
 
 def squared_errors(function, count, dim, tokens, dtype, device, seed):
-    """Sums of squares for every output and gradient of one draw: our error, plain PyTorch's, the truth."""
+    """Sums of squares of each result of one draw: our error, plain PyTorch's, the truth."""
     sources, *parameters = draw(count, dim, tokens, dtype, device, seed)
     with poisoned():
         values, seeds = run(function, [*sources, *parameters], "triton", dtype)
@@ -147,14 +190,12 @@ def squared_errors(function, count, dim, tokens, dtype, device, seed):
 def truths(function, sources, parameters, seeds):
     """Results in fp64, as many tokens at a time as fit in memory."""
     tokens, limit = len(sources[0]), max(1, 2**28 // (len(sources) * sources[0].shape[-1]))
-    for here in (slice(start, start + limit) for start in range(0, tokens, limit)):
+    for start in range(0, tokens, limit):
+        here = slice(start, start + limit)
         inputs = [*(source[here] for source in sources), *parameters]
-        yield (
-            here,
-            run(
-                function, inputs, "reference", torch.float64, [rows(s, here, tokens) for s in seeds]
-            )[0],
-        )
+        along = [rows(seed, here, tokens) for seed in seeds]
+        values, _ = run(function, inputs, "reference", torch.float64, along)
+        yield here, values
 
 
 def rows(result, here, tokens):
@@ -162,44 +203,38 @@ def rows(result, here, tokens):
     return result[here] if len(result) == tokens else result[:, here]
 
 
-def measured(ours, plain, truth):
-    return torch.stack(
-        [(value.double() - truth).square().sum() for value in (ours, plain, 2 * truth)]
-    ).cpu()
+def measured(value, plain, truth):
+    differences = (value.double() - truth, plain.double() - truth, truth)
+    return torch.stack([difference.square().sum() for difference in differences]).cpu()
 
 
 def results(function, x, dtype):
-    """Outputs of a function of one tensor, and its gradient, for the same random gradients of the outputs."""
+    """Outputs of a function of one tensor, and its gradient."""
     leaf = x.to(dtype).detach().requires_grad_()
-    outputs, generator = function(leaf), torch.Generator(x.device).manual_seed(9)
-    seeds = [
-        torch.randn(o.shape, generator=generator, device=x.device).to(x.dtype) for o in outputs
-    ]
-    return [
-        *outputs,
-        *torch.autograd.grad(outputs, leaf, [s.to(o.dtype) for s, o in zip(seeds, outputs)]),
-    ]
+    outputs = function(leaf)
+    along = [seed.to(output.dtype) for seed, output in zip(seeds_of(outputs, x), outputs)]
+    return [*outputs, *torch.autograd.grad(outputs, leaf, along)]
 
 
 def excess(function, x):
-    """max over outputs and the gradient of  error / (2 * plain PyTorch's error + 1e-6); at most 1 is allowed.
-    `function(x, backend)`; unwritten memory is NaN."""
+    """The largest error / (2 * plain PyTorch's error + 1e-6); at most 1 is allowed.
+
+    It is taken over outputs and the gradient of `function(x, backend)`; unwritten memory is NaN.
+    """
     with poisoned():
         values = results(lambda x: function(x, "triton"), x, x.dtype)
     plain = results(lambda x: function(x, "reference"), x, x.dtype)
     truth = results(lambda x: function(x, "reference"), x, torch.float64)
-    assert all(
-        value.dtype == other.dtype and value.shape == other.shape
-        for value, other in zip(values, plain, strict=True)
-    )
-    return max(
-        ((value - exact).norm() / (2 * (other - exact).norm() + 1e-6 * exact.norm())).item()
-        for value, other, exact in zip(values, plain, truth, strict=True)
-    )
+    ratios = []
+    for value, other, exact in zip(values, plain, truth, strict=True):
+        assert (value.dtype, value.shape) == (other.dtype, other.shape)
+        limit = 2 * (other - exact).norm() + 1e-6 * exact.norm()
+        ratios.append(((value - exact).norm() / limit).item())
+    return max(ratios)
 
 
 def compiled_nodes(function, x):
-    """Results of a compiled function as `results` gives them, and the operators of its graphs, forward and backward."""
+    """`results` of a compiled function, and the operators of its graphs, forward and backward."""
     nodes = []
 
     def note(graph, _):
@@ -224,7 +259,7 @@ def assert_captured(run):
     with torch.cuda.graph(graph):
         results = run()
     graph.replay()
-    assert all(torch.equal(value, other) for value, other in zip(results, expected, strict=True))
+    assert_all_equal(results, expected)
 
 
 @contextmanager
@@ -244,8 +279,10 @@ def ways(specs, compiled):
 
 
 def replay(spec, tensors, dtype=torch.float32, compiled=None, unused=False):
-    """All reads of a residual, what the head sees, and every gradient, with sublayers that produce a part of what they
-    read. `unused`: some have no gradient."""
+    """All reads of a residual, what the head sees, and every gradient.
+
+    Sublayers produce a part of what they read. `unused`: some inputs have no gradient.
+    """
     torch.manual_seed(1)
     residual = build(spec, tensors[0].shape[-1], len(tensors) - 1)
     for p in residual.parameters():
@@ -261,12 +298,12 @@ def replay(spec, tensors, dtype=torch.float32, compiled=None, unused=False):
             state = residual.write(state, i, y + 0.5 * several[-1] - 0.2 * several[0])
         return *reads, residual.end(state)
 
-    produced = (
-        forward if compiled is None else torch.compile(forward, backend=compiled, fullgraph=True)
-    )(*leaves)
-    seeds = [
-        torch.randn(t.shape, generator=torch.Generator().manual_seed(k)).to(dtype)
-        for k, t in enumerate(produced)
-    ]
-    desired = [*leaves, *residual.parameters()]
-    return [*produced, *torch.autograd.grad(produced, desired, seeds, allow_unused=unused)]
+    run = forward
+    if compiled is not None:
+        run = torch.compile(forward, backend=compiled, fullgraph=True)
+    outputs, seeds = run(*leaves), []
+    for k, output in enumerate(outputs):
+        generator = torch.Generator().manual_seed(k)
+        seeds.append(torch.randn(output.shape, generator=generator).to(dtype))
+    inputs = [*leaves, *residual.parameters()]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, seeds, allow_unused=unused)]

@@ -1,4 +1,4 @@
-"""Pure tensor functions: one folder an operator, its fp32 reference beside its kernels, one signature."""
+"""Pure tensor functions: a folder per operator, its fp32 reference beside its kernels."""
 
 from .cross_entropy import linear_cross_entropy
 from .depth import depth_attention, depth_logits, mix_sources

@@ -1,4 +1,4 @@
-"""Recording what the GPU does in a function as a CUDA graph: one call for the host from then on."""
+"""Record what a function does on the GPU as a CUDA graph, which the host then runs in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ class NotCaptured(RuntimeError):
 
 
 def record(
-    function: Callable[[], None], pool: Any = None, stream: torch.cuda.Stream | None = None
+    function: Callable[[], None],
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> Any:
     """Record a function without running it.
 
@@ -29,9 +31,10 @@ def record(
     Raises NotCaptured. Stream, random numbers and memory are then as before, and the function can
         be called as it is.
     """
-    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    graph = torch.cuda.CUDAGraph()
+    stream_before = torch.cuda.current_stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    numbers = generator.clone_state()
+    numbers_before = generator.clone_state()
     torch.cuda.synchronize()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -39,8 +42,8 @@ def record(
     except RuntimeError as error:
         # A recording that cannot be ended leaves its stream the current one and keeps the random
         # numbers: the next number drawn on this GPU, by anyone, would be an error.
-        torch.cuda.set_stream(before)
-        generator.graphsafe_set_state(numbers)
+        torch.cuda.set_stream(stream_before)
+        generator.graphsafe_set_state(numbers_before)
         torch.cuda.synchronize()
         # The error that broke the recording off comes first.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error

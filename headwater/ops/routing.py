@@ -1,4 +1,4 @@
-"""The choice of a backend: explicit conditions, and errors that name what does not hold."""
+"""Choose between a kernel and its reference, and say why a kernel that was asked for cannot run."""
 
 import importlib.util
 import os
@@ -14,22 +14,24 @@ Backend = Literal["auto", "reference", "triton"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768  # a token's row must fit in the registers of one program
-INSTALLED = (
-    importlib.util.find_spec("triton") is not None
-)  # looked up once: torch.compile does not trace the search
+# The search runs once, at import: torch.compile cannot trace it.
+INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def interpreting() -> bool:
-    """Triton's interpreter runs kernels on CPU tensors; the variable is read when triton is imported."""
+    """Return whether Triton's interpreter runs kernels on CPU tensors.
+
+    Triton reads the variable when it is imported.
+    """
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def obstacle(source: Tensor, *others: Tensor, heads: int = 1) -> str | None:
-    """Why the Triton kernels cannot take these tensors, or None."""
+    """Say why the Triton kernels cannot take these tensors; None if they can."""
     if not INSTALLED:
         return "triton is not installed"
     if transformed():
-        return "a transform of torch.func is active, such as grad or vmap, which kernels do not take part in"
+        return "a transform of torch.func is active, such as grad or vmap: kernels have none"
     if not source.is_cuda and not interpreting():
         return f"tensors are on {source.device.type}, the kernels need cuda"
     if source.dtype not in DTYPES:
@@ -40,14 +42,25 @@ def obstacle(source: Tensor, *others: Tensor, heads: int = 1) -> str | None:
         return f"shape {tuple(source.shape)} is empty"
     if heads != 1:
         return f"{heads} heads: the kernels of this read have one"
+    # Kernels read every tensor with the first one's element type.
     for other in others:
         if other.device != source.device or other.dtype != source.dtype:
-            return f"tensors differ: {source.dtype} on {source.device} and {other.dtype} on {other.device}"
+            here = f"{source.dtype} on {source.device}"
+            there = f"{other.dtype} on {other.device}"
+            return f"tensors differ: {here} and {there}"
     return None
 
 
-def use_triton(backend: Backend, source: Tensor, *others: Tensor, heads: int = 1) -> bool:
-    """`others` are the tensors that must agree with `source` in dtype and device."""
+def use_triton(
+    backend: Backend,
+    source: Tensor,
+    *others: Tensor,
+    heads: int = 1,
+) -> bool:
+    """Return whether kernels run. `others` must agree with `source` in dtype and device.
+
+    Raises BackendError if backend="triton" asks for kernels that cannot take the tensors.
+    """
     if backend == "reference":
         return False
     if backend not in ("auto", "triton"):
@@ -56,7 +69,18 @@ def use_triton(backend: Backend, source: Tensor, *others: Tensor, heads: int = 1
         return False
     reason = obstacle(source, *others, heads=heads)
     if reason is not None and backend == "triton":
-        raise BackendError(
-            f"backend='triton' cannot take shape {tuple(source.shape)}, {source.dtype}: {reason}"
-        )
+        tensor = f"shape {tuple(source.shape)}, {source.dtype}"
+        raise BackendError(f"backend='triton' cannot take {tensor}: {reason}")
     return reason is None
+
+
+def refuse_second_derivative(operator: str) -> None:
+    """Raise inside a backward pass that is itself to be differentiated (create_graph=True).
+
+    Autograd would take everything behind a kernel for a constant, in silence.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{operator} has no second derivative: do without create_graph=True, "
+            "or choose backend='reference' if that is plain PyTorch"
+        )

@@ -1,4 +1,4 @@
-"""Tensors side by side in one, as one product makes them, and the gradient of their parts as one tensor."""
+"""Split a tensor into parts side by side, and put their gradients together again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,8 @@ from headwater.ops.triton.registration import operator
 
 
 def _fake(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].new_empty(*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+    width = sum(part.shape[-1] for part in parts)
+    return parts[0].new_empty(*parts[0].shape[:-1], width)
 
 
 @operator(_fake)
@@ -19,12 +20,18 @@ def join_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Split(torch.autograd.Function):
-    """`x.split(sizes, -1)`, the gradient of which is one node: the compiler is not to fuse what makes the parts'
-    gradients with putting them together. That pays where several steps make them: each element of the whole would go
-    through the steps of all parts."""
+    """Compute `x.split(sizes, -1)` with a gradient that is one node.
+
+    The compiler must not fuse the steps that make the parts' gradients with joining the parts:
+    each element of the whole would go through the steps of all parts.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        sizes: list[int],
+    ) -> tuple[Tensor, ...]:
         return x.split(sizes, -1)
 
     @staticmethod

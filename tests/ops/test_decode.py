@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_cases import DEVICES
 
 from headwater.ops.decode import (
     Merge,
@@ -16,13 +17,9 @@ from headwater.ops.decode import (
 from headwater.ops.decode.reference import philox
 
 pytest.importorskip("triton", reason="the kernels need triton")
-GPU = torch.cuda.is_available()
-interpreted = pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-DEVICES = [
-    pytest.param("cpu", marks=interpreted),
-    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
-]
+
+from headwater.ops.decode import attention, projection, span, token
+
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
 
@@ -42,44 +39,30 @@ def reading(batch, width, device, merged):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+# Sums over registers; a read and a product; a read and the library's product.
+@pytest.mark.parametrize("batch", [1, 3, 70])
 @pytest.mark.parametrize(
-    "batch", [1, 3, 70]
-)  # sums over registers; a read and a product; a read, the library's
-@pytest.mark.parametrize(
-    ("sizes", "gated", "added", "way"),
+    ("form", "way"),
     [
-        ((32, 16, 16), False, False, "as it is"),
-        ((32, 16, 16), False, False, "normed"),
-        ((32, 16, 16), False, False, "merged"),
-        ((48, 48), True, False, "normed"),
-        ((48, 48), True, False, "merged"),
-        ((40,), False, True, "as it is"),
-        ((40,), False, True, "merged"),
-    ],
-    ids=[
-        "three",
-        "three normed",
-        "three merged",
-        "gated normed",
-        "gated merged",
-        "added",
-        "added merged",
+        ("three", "as it is"),
+        ("three", "normed"),
+        ("three", "merged"),
+        ("gated", "normed"),
+        ("gated", "merged"),
+        ("added", "as it is"),
+        ("added", "merged"),
     ],
 )
-def test_a_projection_is_its_reference(sizes, gated, added, batch, way, device):
-    check_projection(sizes, gated, added, batch, way, device)
+def test_a_projection_is_its_reference(form, batch, way, device):
+    check_projection(form, batch, way, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["normed", "merged"])
-@pytest.mark.parametrize(
-    ("sizes", "gated"), [((32, 16, 16), False), ((48, 48), True)], ids=["three", "gated"]
-)
-def test_one_row_that_is_too_wide_to_stay(sizes, gated, way, device, monkeypatch):
-    from headwater.ops.decode import projection
-
+@pytest.mark.parametrize("form", ["three", "gated"])
+def test_one_row_that_is_too_wide_to_stay(form, way, device, monkeypatch):
     monkeypatch.setattr(projection, "STREAM_WIDTH", 64)
-    check_projection(sizes, gated, False, 1, way, device)
+    check_projection(form, 1, way, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,15 +70,13 @@ def test_one_row_that_is_too_wide_to_stay(sizes, gated, way, device, monkeypatch
     ("batch", "added"), [(1, False), (3, False), (1, True)], ids=["stay", "few", "one by one"]
 )
 def test_a_sum_that_nearly_vanishes_is_normed_by_what_is_left(batch, added, device):
-    """As |out|^2 + 2 <out, x> + |x|^2 its square would have no digits left, or be negative: NaN
-    behind a root."""
+    """|out|^2 + 2 <out, x> + |x|^2 would have no digits left, or be negative: NaN behind a root."""
     x = numbers(batch, 72, device=device, scale=100.0)
     weight = numbers(40, 72, device=device)
     left = 0.02 * numbers(batch, 72, device=device, seed=5)
     zeros = torch.zeros(72, device=device)
-    merge = Merge(
-        left - x, torch.zeros(batch, device=device), zeros, 1e-6
-    )  # x and out have half of the weight each
+    # X and out have half of the weight each
+    merge = Merge(left - x, torch.zeros(batch, device=device), zeros, 1e-6)
     add = torch.zeros(batch, 40, device=device) if added else None
     norm = Norm(zeros + 1, 1e-6)
     y = project(x, [weight], norm=norm, merge=merge, add=add, backend="triton").double()
@@ -106,7 +87,9 @@ def test_a_sum_that_nearly_vanishes_is_normed_by_what_is_left(batch, added, devi
     assert (y - expected).norm() < 1e-2 * expected.norm()
 
 
-def check_projection(sizes, gated, added, batch, way, device):
+def check_projection(form, batch, way, device):
+    sizes = {"three": (32, 16, 16), "gated": (48, 48), "added": (40,)}[form]
+    gated, added = form == "gated", form == "added"
     width = 72  # no power of two
     x = numbers(batch, width, device=device)
     weights = []
@@ -132,8 +115,6 @@ def check_projection(sizes, gated, added, batch, way, device):
     "room", [70, 200]
 )  # on a CPU one part; several, of which short rows leave some empty
 def test_attention_is_its_reference(form, room, device, monkeypatch):
-    from headwater.ops.decode import attention
-
     monkeypatch.setattr(attention, "PROGRAMS", 1 if room == 70 else 16)
     monkeypatch.setattr(attention, "TOGETHER", 2)  # the parts of a row are summed up in turns
     batch, heads, kv, width, value = 3, 6, 2, 16, 16
@@ -169,12 +150,11 @@ def test_attention_is_its_reference(form, room, device, monkeypatch):
 
 
 def test_counters_stay_where_a_graph_has_found_them():
-    from headwater.ops.decode.attention import _counters
-
-    one = _counters(torch.device("cpu"), 1)
+    cpu = torch.device("cpu")
+    one = attention._counters(cpu, 1)
     for programs in range(2, 100):
-        _counters(torch.device("cpu"), programs)
-    assert _counters(torch.device("cpu"), 1) is one
+        attention._counters(cpu, programs)
+    assert attention._counters(cpu, 1) is one
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,8 +162,6 @@ def test_counters_stay_where_a_graph_has_found_them():
     ("count", "many"), [(1, 99), (5, 99), (19, 99), (5, 0)]
 )  # at once, in two, one by one
 def test_a_span_opens_as_its_reference(count, many, device, monkeypatch):
-    from headwater.ops.decode import span
-
     monkeypatch.setattr(span, "TOGETHER", 1024)  # 19 sources do not fit at once
     monkeypatch.setattr(span, "MANY", many)
     sources = numbers(count, 3, 72, device=device)
@@ -199,8 +177,6 @@ def test_a_span_opens_as_its_reference(count, many, device, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_are_looked_up_and_chosen(device, monkeypatch):
-    from headwater.ops.decode import token
-
     monkeypatch.setattr(token, "LOGITS", 64)
     weight = numbers(300, 72, device=device)
     tokens = torch.tensor([7, 299, 0], device=device)

@@ -1,4 +1,4 @@
-"""KDA: recurrent = chunkwise = transformers' functions = fla's naive ones, in outputs, states and every gradient."""
+"""KDA: recurrent = chunkwise = transformers' functions = fla's naive ones, with gradients."""
 
 import inspect
 import warnings
@@ -23,22 +23,12 @@ with warnings.catch_warnings():
     )
 
 TENSORS = ("q", "k", "v", "g", "beta", "state")
-LENGTHS = (
-    1,
-    2,
-    7,
-    16,
-    17,
-    63,
-    64,
-    65,
-    128,
-    257,
-)  # below, at and above rows of 8, the switch at 16, chunks of 64
+# Below, at and above rows of 8, the switch at 16, chunks of 64
+LENGTHS = (1, 2, 7, 16, 17, 63, 64, 65, 128, 257)
 
 
 def inputs_of(length, form="softplus", batch=2, heads=2, width=8, values=6, dtype=torch.float32):
-    """Inputs such as a layer makes: raw queries and keys, log decays from a gate, beta from a sigmoid; and a state."""
+    """Inputs such as a layer makes: log decays come from a gate, beta from a sigmoid."""
     generator = torch.Generator().manual_seed(length)
 
     def draw(*shape):
@@ -72,22 +62,17 @@ def unit(x):
     return x / (x.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
 
 
-def fla_recurrent(q, k, v, g, beta, state):
-    return naive.naive_recurrent_kda(
-        unit(q), unit(k), v, g, beta, initial_state=state, output_final_state=True
-    )
+def of_fla(function):
+    def run(q, k, v, g, beta, state):
+        options = {"initial_state": state, "output_final_state": True}
+        return function(unit(q), unit(k), v, g, beta, **options)
 
-
-def fla_chunk(q, k, v, g, beta, state):
-    return naive.naive_chunk_kda(
-        unit(q), unit(k), v, g, beta, initial_state=state, output_final_state=True
-    )
+    return run
 
 
 def of_transformers(name):
-    function = inspect.unwrap(
-        getattr(modeling, name)
-    )  # else fla's kernels take its place, which need a GPU
+    # Else fla's kernels take its place, which need a GPU
+    function = inspect.unwrap(getattr(modeling, name))
 
     def run(q, k, v, g, beta, state):
         options = {
@@ -100,10 +85,10 @@ def of_transformers(name):
     return run
 
 
-def assert_same(found, expected, tolerance=1e-5):
+def assert_same(values, expected, tolerance=1e-5):
     for name, value in expected.items():
         scale = max(1.0, value.abs().max().item())
-        error = (found[name].double() - value).abs().max().item()
+        error = (values[name].double() - value).abs().max().item()
         assert error <= tolerance * scale, f"{name} is off by {error} of {scale}"
 
 
@@ -122,7 +107,7 @@ def test_all_forms_and_the_oracles_agree(length, form):
         others += [
             of_transformers(f"{name}_kimi_delta_attention") for name in ("chunk", "recurrent")
         ]
-        others += [fla_recurrent]
+        others += [of_fla(naive.naive_recurrent_kda)]
     for function in others:
         assert_same(results(function, inputs), truth)
 
@@ -131,7 +116,8 @@ def test_fla_s_chunks():
     """It takes whole chunks, and its gradients overflow unless decays are mild."""
     q, k, v, g, beta, state = inputs_of(128)
     inputs = (q, k, v, 0.05 * g, beta, state)
-    assert_same(results(fla_chunk, inputs), results(kda, [x.double() for x in inputs]))
+    truth = results(kda, [x.double() for x in inputs])
+    assert_same(results(of_fla(naive.naive_chunk_kda), inputs), truth)
 
 
 EXTREMES = {
@@ -158,12 +144,9 @@ def test_extreme_decays_are_finite_and_exact(name, length):
 def test_gates_are_fla_s(form):
     torch.manual_seed(0)
     x, rate, bias = torch.randn(2, 5, 3, 4) * 10, torch.randn(3), torch.randn(3, 4)
-    reference_value = (
-        gates.naive_kda_gate if form == "softplus" else gates.naive_kda_lowerbound_gate
-    )
-    torch.testing.assert_close(
-        kda_gate(x, rate, bias, form), reference_value(x, rate, bias.flatten())
-    )
+    theirs = gates.naive_kda_gate if form == "softplus" else gates.naive_kda_lowerbound_gate
+    expected = theirs(x, rate, bias.flatten())
+    torch.testing.assert_close(kda_gate(x, rate, bias, form), expected)
     far = kda_gate(torch.tensor([-1e4, 1e4]).view(1, 1, 1, 2), rate[:1], bias[:1, :2], form)
     assert far.isfinite().all()
     assert (far <= 0).all()
@@ -210,13 +193,13 @@ def test_as_one_node_it_keeps_its_inputs_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": (2, 5, 2, 7)}, r"k must be \(2, 5, 2, 8\), got \(2, 5, 2, 7\)"),
-        ({"beta": (2, 5)}, r"beta must be \(2, 5, 2\)"),
-        ({"state": (2, 2, 8, 8)}, r"state must be \(2, 2, 8, 6\)"),
+        ({"k": (2, 5, 2, 7)}, "k must be"),
+        ({"beta": (2, 5)}, "beta must be"),
+        ({"state": (2, 2, 8, 8)}, "state must be"),
         ({"q": (2, 0, 2, 8)}, "at least one token"),
-        ({"chunk": 24}, "power of two from 8 tokens on, got 24"),
-        ({"backend": "cuda"}, "'auto', 'reference' or 'fla', got 'cuda'"),
-        ({"backend": "fla"}, "tensors are on cpu, the kernels need cuda"),
+        ({"chunk": 24}, "power of two"),
+        ({"backend": "cuda"}, "backend must be"),
+        ({"backend": "fla"}, "cannot take"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):
@@ -239,14 +222,12 @@ def test_a_missing_extra_is_said_once(monkeypatch):
         warnings.simplefilter("always")
         assert not kda_operators.uses_fla("auto", OnGPU(), OnGPU(), 64)
         assert not kda_operators.uses_fla("auto", OnGPU(), OnGPU(), 64)
-    assert [str(warning.message) for warning in actual] == [
-        "kda runs in plain PyTorch, many times slower than fla's kernels: flash-linear-attention is not installed "
-        "(pip install 'headwater[kda]')"
-    ]
+    (warning,) = actual
+    assert "pip install 'headwater[kda]'" in str(warning.message)
 
 
 def products_in_bf16(q, k, v, g, beta, state):
-    """The formula as PyTorch computes it in bf16: matrix products round their factors. (`kda` itself never does.)"""
+    """The formula in bf16: matrix products round their factors. (`kda` itself never does.)"""
     with torch.autocast(v.device.type, torch.bfloat16):
         o, last = chunkwise(*prepare(q, k, v, g, beta, state), 64)
     return o.transpose(1, 2).to(v.dtype), last.float()
@@ -258,21 +239,21 @@ def products_in_bf16(q, k, v, g, beta, state):
 @pytest.mark.parametrize("form", ["softplus", "bounded"])
 @pytest.mark.parametrize("length", [1, 63, 64, 257, 1000])
 def test_fla_s_kernels_are_at_most_twice_as_far_from_the_truth_as_plain_bf16(length, form):
-    """But for the gradient of g: it is the state between chunks times that state's gradient, and fla keeps both in
-    bf16, PyTorch in fp32. Two such roundings are allowed there. Without them, seen on an H200: 0.125 beside a limit of
-    0.043 at one token, 0.0180 beside 0.0172 at 257."""
+    """All but the gradient of g, which may have two more roundings.
+
+    It is the state between chunks times that state's gradient, and fla keeps both in bf16, PyTorch
+    in fp32. Seen on an H200: 0.125 beside a limit of 0.043 at one token, 0.0180 beside 0.0172 at
+    257.
+    """
     inputs = [x.cuda() for x in inputs_of(length, form, heads=4, width=64, values=64)]
     half = [x.bfloat16() if i < 3 else x for i, x in enumerate(inputs)]
     truth = results(lambda *x: kda(*x, backend="reference"), [x.double() for x in half])
     plain = results(products_in_bf16, half)
     actual = results(lambda *x: kda(*x, backend="fla"), half)
     spare = {n: 2**-7 if n == "g" else 1e-3 for n in truth}
-    limits = {
-        n: float(2 * (plain[n].double() - x).abs().max() + spare[n] * x.abs().max())
-        for n, x in truth.items()
-    }
-    errors = {n: float((actual[n].double() - x).abs().max()) for n, x in truth.items()}
-    assert not {n: (errors[n], limits[n]) for n in truth if errors[n] > limits[n]}
+    for n, x in truth.items():
+        limit = 2 * (plain[n].double() - x).abs().max() + spare[n] * x.abs().max()
+        assert (actual[n].double() - x).abs().max() <= limit, n
 
 
 def test_a_gate_s_gradient_is_that_of_its_formula():

@@ -1,6 +1,7 @@
-"""The kernels on a GPU over the full grid. Skipped without CUDA: there the interpreter runs tests/ops/test_kernels.py.
+"""The kernels on a GPU over the full grid. Without CUDA, tests/ops/test_kernels.py runs instead.
 
-`make test-gpu` runs them with every other GPU test: many at once, but for those that take most of the memory.
+`make test-gpu` runs them with every other GPU test, many at once; tests that take most of the
+memory run one by one.
 """
 
 import copy
@@ -9,13 +10,27 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from kernel_cases import assert_captured, draw, extremes, growing, read, run, two_phases, worst
+from kernel_cases import (
+    DTYPES,
+    assert_all_equal,
+    assert_as_exact,
+    assert_captured,
+    draw,
+    error,
+    extremes,
+    growing,
+    needs_gpu,
+    read,
+    run,
+    two_phases,
+    worst,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.arms import Stack
-from benchmarks.attnres import error, worst_of
+from benchmarks.attnres import worst_of
 from benchmarks.measure import peak_gib
 from headwater.models import Decoder, ModelConfig
 from headwater.ops.depth import reference
@@ -25,14 +40,10 @@ if torch.cuda.is_available():  # else the interpreter's variable may come after 
     from headwater.ops.depth import autograd
     from headwater.ops.triton.launch import launches
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 SOURCES = [1, 2, 3, 8, 9, 17, 33, 64, 129]
 WIDTHS = [64, 123, 1000, 2048, 7168]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPE = {
     "vocab_size": 64,
     "dim": 128,
@@ -70,7 +81,7 @@ def test_rows_beyond_two_to_the_31_numbers_are_found():
     width, last = 2048, 64
     rows = 2**31 // width + last
     y, partial, out, dx, dtotal = (
-        torch.empty(rows, width, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(5)
+        torch.randn(rows, width, dtype=torch.bfloat16, device="cuda") for _ in range(5)
     )
     lse = torch.randn(rows, device="cuda")
     query, key, norm = (torch.randn(width, device="cuda") for _ in range(3))
@@ -83,7 +94,7 @@ def test_rows_beyond_two_to_the_31_numbers_are_found():
 
     values = [t[-last:] for t in merged(autograd, slice(None))]
     small = merged(autograd, slice(-last, None))
-    assert all(map(torch.equal, values, small))
+    assert_all_equal(values, small)
     plain = merged(reference, slice(-last, None))
     for value, expected in zip(values, plain, strict=True):
         assert error(value, expected.double()) < 0.05
@@ -93,7 +104,7 @@ def test_rows_beyond_two_to_the_31_numbers_are_found():
 @pytest.mark.parametrize("dim", [123, 1000, 4096, 7168])
 @pytest.mark.parametrize("spec", ["attnres-block:block=6", "attnres-full"])
 def test_the_schedule_of_training_is_as_exact(spec, dim, dtype):
-    """Gradients added in place, norms undone, sums too wide for one program: what the operators alone do not meet."""
+    """Gradients added in place, norms undone, sums too wide for one program."""
     assert worst_of(spec, dim, 33, dtype) <= 1
 
 
@@ -115,7 +126,7 @@ def test_repeats_are_bit_equal():
     first, seeds = run(two_phases, [*sources, *parameters], "triton", torch.bfloat16)
     for _ in range(250):
         again, _ = run(two_phases, [*sources, *parameters], "triton", torch.bfloat16, seeds)
-        assert all(torch.equal(a, b) for a, b in zip(first, again))
+        assert_all_equal(first, again)
 
 
 STEPS = ("attnres-block:block=4", "attnres-full:heads=4", "denseformer")
@@ -170,14 +181,14 @@ def test_recomputed_activations_give_the_same_gradients(step, reentrant):
     expected = [t.clone() for t in run()]
     model.around = functools.partial(checkpoint, use_reentrant=reentrant)
     try:
-        assert all(torch.equal(value, other) for value, other in zip(run(), expected, strict=True))
+        assert_all_equal(run(), expected)
     finally:
         model.around = None
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_autocast(wide):
-    """fp32 weights, bf16 bodies: on bf16 or fp32 states the kernels are as near to fp32 as the reference."""
+    """fp32 weights, bf16 bodies, bf16 or fp32 states: as near to fp32 as the reference."""
 
     def results(backend, half):
         torch.manual_seed(0)
@@ -192,10 +203,8 @@ def test_autocast(wide):
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
     truth = [t.double() for t in results("reference", half=False)]
-    for value, other, exact in zip(
-        results("triton", half=True), results("reference", half=True), truth, strict=True
-    ):
-        assert error(value, exact) < 2 * error(other, exact) + 1e-3
+    plain = results("reference", half=True)
+    assert_as_exact(results("triton", half=True), plain, truth, spare=1e-3)
 
 
 def test_sharded_parameters(step):
@@ -207,9 +216,8 @@ def test_sharded_parameters(step):
         for sublayer in sharded.sublayers:
             fully_shard(sublayer.body)
         fully_shard(sharded)
-        tokens = torch.randint(
-            0, 64, (2, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(4)
-        )
+        generator = torch.Generator("cuda").manual_seed(4)
+        tokens = torch.randint(0, 64, (2, 64), device="cuda", generator=generator)
         model.zero_grad(set_to_none=True)
         for module in (model, sharded):
             module(tokens).float().square().mean().backward()

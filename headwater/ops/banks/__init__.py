@@ -1,4 +1,4 @@
-"""Residuals that mix all earlier layer outputs by weights: the sums, and the projection that weights come from."""
+"""Sums of all earlier layer outputs by weights, and the projection that weights come from."""
 
 from .operators import mix_bank, project_source
 

@@ -1,6 +1,7 @@
 """The kernels of banks under autograd. Importing this needs triton; `operators` decides when to.
 
-Sources are threaded, and gradients added to in place, as in `ops.depth.autograd`, which says when that is safe.
+Sources are threaded, and gradients added to in place, as in `ops.depth.autograd`, which says when
+that is safe.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.ops.depth.autograd import apply, first_order, gathered, mark_buffer
+from headwater.ops.depth.autograd import apply, filled, gathered, mark_buffer
+from headwater.ops.routing import refuse_second_derivative
 
 from . import kernel
 
@@ -17,26 +19,30 @@ from . import kernel
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        weights, thread, *bank = args  # not one name each: see `_Mix` of depth
+        # Arguments have no names of their own: see `_Mix` of depth.
+        weights, thread, *bank = args
         (out,) = kernel.mix_bank(bank, weights)
         ctx.save_for_backward(weights, *bank)
         ctx.set_materialize_grads(False)
-        return (*out.unbind(0), *(x.view_as(x) for x in bank if thread))
+        again = [x.view_as(x) for x in bank] if thread else []
+        return (*out.unbind(0), *again)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        first_order()
+        refuse_second_derivative("mix_bank")
         weights, *bank = ctx.saved_tensors
         ways = weights.shape[-2]
         douts, later = gradients[:ways], gradients[ways:]
-        if all(d is None for d in douts):  # this read was not used
+        # If nobody used this read, what later reads gathered passes through.
+        if all(d is None for d in douts):
             return None, None, *(later or [None] * len(bank))
-        filled = [torch.zeros_like(bank[0]) if d is None else d.contiguous() for d in douts]
+        along = filled(douts, bank[0])
         buffers = gathered(later, bank)
         if buffers is None:
-            dweights, buffers = kernel.mix_bank_backward(bank, weights, filled)
+            dweights, buffers = kernel.mix_bank_backward(bank, weights, along)
         else:
-            (dweights,) = kernel.mix_bank_backward_(bank, weights, filled, buffers)
+            (dweights,) = kernel.mix_bank_backward_(bank, weights, along, buffers)
+        # Weights for all tokens: the kernel leaves their gradients by token.
         if weights.dim() == 2:
             dweights = dweights.view(-1, *weights.shape).sum(0)
         return dweights, None, *map(mark_buffer, buffers)
@@ -46,5 +52,6 @@ def mix_bank(
     bank: Sequence[Tensor], weights: Tensor, thread: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     ways = weights.shape[-2]
-    results = apply(_Mix, weights.float().contiguous(), thread, *(x.contiguous() for x in bank))
+    sources = [x.contiguous() for x in bank]
+    results = apply(_Mix, weights.float().contiguous(), thread, *sources)
     return results[:ways], results[ways:] or tuple(bank)

@@ -1,4 +1,8 @@
-"""Sums of a bank and their gradients, as operators: the kernels are those that mix depth attention's sources."""
+# mypy: allow-untyped-defs
+"""Sums of a bank and their gradients, as operators.
+
+The kernels are those that mix depth attention's sources (`ops.depth.mix`).
+"""
 
 from collections.abc import Sequence
 
@@ -10,28 +14,29 @@ from headwater.ops.triton.launch import launches
 from headwater.ops.triton.registration import writer
 
 
-def _sums(bank: Sequence[Tensor], weights: Tensor) -> tuple[Tensor]:
-    return (bank[0].new_empty(weights.shape[-2], *bank[0].shape),)
+def _sums(bank, weights):
+    ways, source = weights.shape[-2], bank[0]
+    return (source.new_empty(ways, *source.shape),)
 
 
-@writer(_sums)
+@writer(_sums, writes=("out",))
 def mix_bank(bank: Sequence[Tensor], weights: Tensor, out: Tensor) -> None:
-    """N tensors (..., D) and `weights` (..., C, N) or (C, N) in fp32 to `out` (C, ..., D)."""
+    """Sum N tensors (..., D) by `weights` (..., C, N) or (C, N) in fp32 to `out` (C, ..., D)."""
     launches["mix_bank"] += 1
     launch_mix_given(bank, weights, out)
 
 
-def _of_weights(bank: Sequence[Tensor], weights: Tensor) -> Tensor:
-    return weights.new_empty(*bank[0].shape[:-1], *weights.shape[-2:])
+def _gradient_of_weights(bank, weights, *_):
+    tokens = bank[0].shape[:-1]
+    return (weights.new_empty(*tokens, *weights.shape[-2:]),)
 
 
-def _gradients(
-    bank: Sequence[Tensor], weights: Tensor, douts: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    return _of_weights(bank, weights), [torch.empty_like(x) for x in bank]
+def _gradients(bank, weights, douts):
+    (dweights,) = _gradient_of_weights(bank, weights)
+    return dweights, [torch.empty_like(x) for x in bank]
 
 
-@writer(_gradients)
+@writer(_gradients, writes=("dweights", "gradients"))
 def mix_bank_backward(
     bank: Sequence[Tensor],
     weights: Tensor,
@@ -39,18 +44,12 @@ def mix_bank_backward(
     dweights: Tensor,
     gradients: Sequence[Tensor],
 ) -> None:
-    """The gradients of weights, (..., C, N) by token whichever they are, and of the bank."""
+    """Write the gradients of the weights, always by token (..., C, N), and of the bank."""
     launches["mix_bank_backward"] += 1
     launch_mix_given_backward(bank, weights, douts, gradients, dweights, fresh=True)
 
 
-def _gradient_besides(
-    bank: Sequence[Tensor], weights: Tensor, douts: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> tuple[Tensor]:
-    return (_of_weights(bank, weights),)
-
-
-@writer(_gradient_besides, adds_to=("gradients",))
+@writer(_gradient_of_weights, writes=("dweights",), adds_to=("gradients",))
 def mix_bank_backward_(
     bank: Sequence[Tensor],
     weights: Tensor,

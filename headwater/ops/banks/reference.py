@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def combine(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """sum_n weights_n * sources_n in the dtype of the sources; every weight broadcasts against a source.
+    """Return sum_n weights_n * sources_n in the dtype of the sources.
 
-    One running sum instead of a stack: three passes a source and no copy of the sources.
+    Every weight broadcasts against a source. One running sum instead of a stack: three passes per
+    source and no copy of the sources.
     """
     total = sources[0] * weights[0]
     for source, weight in zip(sources[1:], weights[1:], strict=True):
@@ -18,4 +19,5 @@ def combine(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 
 
 def mix_bank(bank: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, ...]:
-    return tuple(combine(bank, way.split(1, -1)) for way in weights.unbind(-2))
+    ways = [way.split(1, -1) for way in weights.unbind(-2)]
+    return tuple(combine(bank, way) for way in ways)

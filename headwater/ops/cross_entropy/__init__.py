@@ -1,4 +1,4 @@
-"""The output head and its loss together, a chunk of tokens at a time: reference, kernel, and the operators."""
+"""The output head and its loss, a chunk of tokens at a time: reference, kernel, operators."""
 
 from .operators import linear_cross_entropy, token_losses
 

@@ -90,7 +90,7 @@ def attend(
         return reference.attend(q, k, v, keys, values, lengths, rotary, norms, window, scale)
     from . import attention as kernel
 
-    y = torch.empty(len(q), q.shape[1] * values.shape[-1], dtype=q.dtype, device=q.device)
+    y = q.new_empty(len(q), q.shape[1] * values.shape[-1])
     kernel.attend(q, k, v, keys, values, lengths, rotary, norms, window, scale, y)
     return y
 
@@ -124,7 +124,13 @@ def open_span(
     kernel.open_span(sources, folded, eps, outs, lses)
 
 
-def take(weight: Tensor, tokens: Tensor, out: Tensor, *, backend: Backend = "auto") -> Tensor:
+def take(
+    weight: Tensor,
+    tokens: Tensor,
+    out: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:
     """Write the rows of weight (V, D) that tokens (B,) int64 name to out (B, D), and return it."""
     if not use_triton(backend, weight):
         return torch.index_select(weight, 0, tokens, out=out)
@@ -148,7 +154,13 @@ def likeliest(logits: Tensor, *, backend: Backend = "auto") -> Tensor:
     return tokens
 
 
-def exponentials(seeds: Tensor, step: Tensor, count: int, *, backend: Backend = "auto") -> Tensor:
+def exponentials(
+    seeds: Tensor,
+    step: Tensor,
+    count: int,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:
     """Draw from the exponential distribution, the same on every device but for a last bit.
 
     Arguments:

@@ -24,7 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
-from headwater.ops.triton.tiles import ceil_div, power_of_2, processors, shares
+from headwater.ops.triton.tiles import (
+    ceil_div,
+    load_wide,
+    power_of_2,
+    processors,
+    shares,
+    warps_for,
+)
 
 from .reading import Merge, Norm
 
@@ -47,7 +54,12 @@ class Tile(NamedTuple):
 
 
 def tile_for(
-    rows: int, read: bool, gated: bool, channels: int, width: int, device: torch.device
+    rows: int,
+    read: bool,
+    gated: bool,
+    channels: int,
+    width: int,
+    device: torch.device,
 ) -> Tile:
     """Choose what was fastest on an H200 for weights of width 2048 (`benchmarks.projections`).
 
@@ -80,16 +92,39 @@ def tile_for(
 
 
 @triton.jit
-def _weight(w0, w1, w2, first, N0, N1, WEIGHTS: tl.constexpr):
-    """Find the weight that output channel `first` of all belongs to, and its place there."""
+def _weight(
+    w0,
+    w1,
+    w2,
+    first,
+    N0,
+    N1,
+    GATED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+):
+    """Find the weight that output channel `first` of all belongs to, and its place there.
+
+    GATED: gate and up have the same channels, and the gate is the first weight.
+    """
     p = w0
     if WEIGHTS == 3 and first >= N0 + N1:
         p = w2
         first -= N0 + N1
-    elif WEIGHTS > 1 and first >= N0:
+    elif WEIGHTS > 1 and not GATED and first >= N0:
         p = w1
         first -= N0
     return tl.multiple_of(p, 16), first
+
+
+@triton.jit
+def _channels(N0, N1, N2, GATED: tl.constexpr, WEIGHTS: tl.constexpr):
+    """Count the output channels of all weights."""
+    total = N0
+    if WEIGHTS > 1 and not GATED:
+        total += N1
+    if WEIGHTS > 2:
+        total += N2
+    return total
 
 
 @triton.jit
@@ -105,49 +140,68 @@ def _share(pp, pf, oo, op, lse, D, key_eps):
     rounding leaves little of the difference, and may make it negative.
     """
     a, b = shares(pf / tl.sqrt(pp / D + key_eps) - lse)
-    apart = a * a * oo + b * b * pp
-    hh = apart + 2 * a * b * op
-    return a, b, hh, hh < apart / 16
+    uncrossed = a * a * oo + b * b * pp
+    hh = uncrossed + 2 * a * b * op
+    return a, b, hh, hh < uncrossed / 16
 
 
 @triton.jit
 def _one(
-    x, g, out, lse, f, w0, w1, w2, add, y, N0, N1, N2, eps, key_eps,
-    K: tl.constexpr, NORM: tl.constexpr, MERGE: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    WEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    x,  # (1, K)
+    g,  # (K,), the norm's weight
+    out,  # (1, K), phase 1's output
+    lse,  # (1,)
+    f,  # (K,)
+    w0,  # (N0, K)
+    w1,  # (N1, K)
+    w2,  # (N2, K)
+    add,  # (1, N)
+    y,  # (1, N)
+    N0,
+    N1,
+    N2,
+    eps,
+    key_eps,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    MERGE: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BN: tl.constexpr,  # channels of a program
+    BK: tl.constexpr,  # inputs at once
+):
     n = tl.program_id(0) * BN
-    if GATED:
-        p, first = tl.multiple_of(w0, 16), n
-    else:
-        p, first = _weight(w0, w1, w2, n, N0, N1, WEIGHTS)
-    total = N0
-    if WEIGHTS > 1 and not GATED:
-        total += N1
-    if WEIGHTS > 2:
-        total += N2
+    p, first = _weight(w0, w1, w2, n, N0, N1, GATED, WEIGHTS)
+    total = _channels(N0, N1, N2, GATED, WEIGHTS)
     o_n, o_k = tl.arange(0, BN), tl.arange(0, BK)
     m_n = (n + o_n < total)[:, None]
-    row = (first + o_n).to(tl.int64)[:, None] * K + o_k[None, :]
+    channel = (first + o_n).to(tl.int64)[:, None]
+    row = channel * K + o_k[None, :]
+
+    # Products with both parts of the read, by the weight and, gated, by up; and sums over the read.
     acc = tl.zeros([BN, BK], tl.float32)
     acc_o = tl.zeros([BN, BK], tl.float32)
     acc_u = tl.zeros([BN, BK], tl.float32)
     acc_uo = tl.zeros([BN, BK], tl.float32)
-    pp, pf, oo, op = (tl.zeros([1, BK], tl.float32), tl.zeros([1, BK], tl.float32),
-                      tl.zeros([1, BK], tl.float32), tl.zeros([1, BK], tl.float32))  # fmt: skip
+    pp = tl.zeros([1, BK], tl.float32)
+    pf = tl.zeros([1, BK], tl.float32)
+    oo = tl.zeros([1, BK], tl.float32)
+    op = tl.zeros([1, BK], tl.float32)
     for k in tl.static_range(0, K, BK):
+        o_c = k + o_k[None, :]
         m_k = (k + o_k < K)[None, :]
-        b_w = tl.load(p + row + k, mask=m_n & m_k, other=0.0).to(tl.float32)
-        b_x = tl.load(x + k + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+        b_w = load_wide(p + row + k, m_n & m_k)
+        b_x = load_wide(x + o_c, m_k)
         b_o = b_x
         if GATED:
-            b_u = tl.load(w1 + row + k, mask=m_n & m_k, other=0.0).to(tl.float32)
+            b_u = load_wide(w1 + row + k, m_n & m_k)
         if NORM:
-            b_g = tl.load(g + k + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+            b_g = load_wide(g + o_c, m_k)
             pp += b_x * b_x
             if MERGE:
-                b_o = tl.load(out + k + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
-                pf += b_x * tl.load(f + k + o_k[None, :], mask=m_k, other=0.0)
+                b_o = load_wide(out + o_c, m_k)
+                pf += b_x * tl.load(f + o_c, mask=m_k, other=0.0)
                 oo += b_o * b_o
                 op += b_o * b_x
                 b_o *= b_g
@@ -159,17 +213,20 @@ def _one(
             acc_u += b_u * b_x
             if MERGE:
                 acc_uo += b_u * b_o
+
+    # Now b and rstd(h) are known.
     b_y, b_u = tl.sum(acc, 1), tl.sum(acc_u, 1)
     if MERGE:
-        a, b, hh, cancels = _share(
-            tl.sum(pp), tl.sum(pf), tl.sum(oo), tl.sum(op), tl.load(lse), K, key_eps
-        )
+        b_l = tl.load(lse)
+        sum_pp, sum_pf = tl.sum(pp), tl.sum(pf)
+        sum_oo, sum_op = tl.sum(oo), tl.sum(op)
+        a, b, hh, cancels = _share(sum_pp, sum_pf, sum_oo, sum_op, b_l, K, key_eps)
         if cancels:
             squares = tl.zeros([1, BK], tl.float32)
             for c in tl.static_range(0, K, BK):
                 o_c = c + o_k[None, :]
-                h = b * tl.load(x + o_c, mask=o_c < K, other=0.0).to(tl.float32)
-                h += a * tl.load(out + o_c, mask=o_c < K, other=0.0).to(tl.float32)
+                h = b * load_wide(x + o_c, o_c < K)
+                h += a * load_wide(out + o_c, o_c < K)
                 squares += h * h
             hh = tl.sum(squares)
         r = 1.0 / tl.sqrt(hh / K + eps)
@@ -183,43 +240,57 @@ def _one(
         b_y = b_y * tl.sigmoid(b_y) * b_u
     m = n + o_n < total
     if ADD:
-        b_y += tl.load(add + n + o_n, mask=m, other=0.0).to(tl.float32)
-    tl.store(y + n + o_n, b_y.to(y.dtype.element_ty), mask=m)
+        b_y += load_wide(add + n + o_n, m)
+    tl.store(y + n + o_n, b_y, mask=m)
 
 
 @triton.jit
 def _stream(
-    x, g, out, lse, f, w0, w1, w2, y, N0, N1, N2, eps, key_eps,
-    K: tl.constexpr, MERGE: tl.constexpr, GATED: tl.constexpr, WEIGHTS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    # The first weights are under way while the read is computed, and then always the next ones.
+    x,  # as in `_one`
+    g,
+    out,
+    lse,
+    f,
+    w0,
+    w1,
+    w2,
+    y,
+    N0,
+    N1,
+    N2,
+    eps,
+    key_eps,
+    K: tl.constexpr,
+    MERGE: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BN: tl.constexpr,  # channels of a tile
+    BK: tl.constexpr,  # K as a power of two
+):
     block, programs = tl.program_id(0), tl.num_programs(0)
-    total = N0
-    if WEIGHTS > 1 and not GATED:
-        total += N1
-    if WEIGHTS > 2:
-        total += N2
-    o_n, o_k = tl.arange(0, BN)[:, None], tl.arange(0, BK)[None, :]
+    total = _channels(N0, N1, N2, GATED, WEIGHTS)
+    o_n = tl.arange(0, BN)[:, None]
+    o_k = tl.arange(0, BK)[None, :]
     m_k = o_k < K
-    if GATED:
-        p, first = tl.multiple_of(w0, 16), block * BN
-    else:
-        p, first = _weight(w0, w1, w2, block * BN, N0, N1, WEIGHTS)
+
+    # The first weights are under way while the read is computed, and then always the next ones.
+    n = block * BN
+    p, first = _weight(w0, w1, w2, n, N0, N1, GATED, WEIGHTS)
     row = (first + o_n).to(tl.int64) * K + o_k
-    m = m_k & (block * BN + o_n < total)
+    m = m_k & (n + o_n < total)
     ahead = tl.load(p + row, mask=m, other=0.0)
     ahead_u = ahead
     if GATED:
         ahead_u = tl.load(w1 + row, mask=m, other=0.0)
-    h = tl.load(x + o_k, mask=m_k, other=0.0).to(tl.float32)
+
+    h = load_wide(x + o_k, m_k)
     if MERGE:
-        b_o = tl.load(out + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_o = load_wide(out + o_k, m_k)
         b_f = tl.load(f + o_k, mask=m_k, other=0.0)
         b_l = tl.load(lse)  # before the sum, which it would wait for
-        pp, pf, oo, op = tl.reduce(
-            (h * h, h * b_f, b_o * b_o, b_o * h), 1, _add4
-        )  # at once: the warps meet once
+        # Four sums at once: the warps meet once.
+        products = (h * h, h * b_f, b_o * b_o, b_o * h)
+        pp, pf, oo, op = tl.reduce(products, 1, _add4)
         a, b, hh, cancels = _share(pp, pf, oo, op, b_l, K, key_eps)
         h = a[:, None] * b_o + b[:, None] * h
         if tl.max(cancels.to(tl.int32), 0) > 0:
@@ -227,16 +298,13 @@ def _stream(
         h = h / tl.sqrt(hh / K + eps)[:, None]
     else:
         h = h / tl.sqrt(tl.sum(h * h) / K + eps)
-    h = h * tl.load(g + o_k, mask=m_k, other=0.0).to(
-        tl.float32
-    )  # here: registers are what is scarce
+    # The weight is loaded only here: registers are what is scarce.
+    h = h * load_wide(g + o_k, m_k)
+
     for now in range(block, tl.cdiv(total, BN), programs):
         b_w, b_u = ahead.to(tl.float32), ahead_u.to(tl.float32)
         n = (now + programs) * BN
-        if GATED:
-            p, first = tl.multiple_of(w0, 16), n
-        else:
-            p, first = _weight(w0, w1, w2, n, N0, N1, WEIGHTS)
+        p, first = _weight(w0, w1, w2, n, N0, N1, GATED, WEIGHTS)
         row = (first + o_n).to(tl.int64) * K + o_k
         m = m_k & (n + o_n < total)
         ahead = tl.load(p + row, mask=m, other=0.0)
@@ -246,64 +314,88 @@ def _stream(
         if GATED:
             b_y = b_y * tl.sigmoid(b_y) * tl.sum(b_u * h, 1)
         o_y = now * BN + tl.arange(0, BN)
-        tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=o_y < total)
+        tl.store(y + o_y, b_y, mask=o_y < total)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _few(
-    x, w0, w1, w2, add, y, M, N0, N1, N2,
-    K: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, WEIGHTS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,  # (M, K), read and normed
+    w0,  # as in `_one`
+    w1,
+    w2,
+    add,  # (M, N)
+    y,  # (M, N)
+    M,
+    N0,
+    N1,
+    N2,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BM: tl.constexpr,  # M as a power of two
+    BN: tl.constexpr,  # channels of a program
+    BK: tl.constexpr,  # inputs at once
+    STAGES: tl.constexpr,  # tiles under way
+):
     n = tl.program_id(0) * BN
-    if GATED:
-        p, first = tl.multiple_of(w0, 16), n
-    else:
-        p, first = _weight(w0, w1, w2, n, N0, N1, WEIGHTS)
-    total = N0
-    if WEIGHTS > 1 and not GATED:
-        total += N1
-    if WEIGHTS > 2:
-        total += N2
-    o_m, o_n, o_k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
-    m_m, m_n = (o_m < M)[:, None], (n + o_n < total)[:, None]
-    row = (first + o_n).to(tl.int64)[:, None] * K + o_k[None, :]
-    at = o_m[:, None] * K + o_k[None, :]
+    p, first = _weight(w0, w1, w2, n, N0, N1, GATED, WEIGHTS)
+    total = _channels(N0, N1, N2, GATED, WEIGHTS)
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    m_m = (o_m < M)[:, None]
+    m_n = (n + o_n < total)[:, None]
+    channel = (first + o_n).to(tl.int64)[:, None]
+    row = channel * K + o_k[None, :]
+    o_x = o_m[:, None] * K + o_k[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     acc_u = tl.zeros([BM, BN], tl.float32)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         m_k = (k + o_k < K)[None, :]
         b_w = tl.load(p + row + k, mask=m_n & m_k, other=0.0)
-        b_x = tl.load(x + at + k, mask=m_m & m_k, other=0.0)
+        b_x = tl.load(x + o_x + k, mask=m_m & m_k, other=0.0)
         acc = tl.dot(b_x, tl.trans(b_w), acc, input_precision="ieee")
         if GATED:
             b_u = tl.load(w1 + row + k, mask=m_n & m_k, other=0.0)
             acc_u = tl.dot(b_x, tl.trans(b_u), acc_u, input_precision="ieee")
     if GATED:
         acc = acc * tl.sigmoid(acc) * acc_u
-    to = o_m[:, None].to(tl.int64) * total + (n + o_n)[None, :]
+    row_y = o_m[:, None].to(tl.int64)
+    o_y = row_y * total + (n + o_n)[None, :]
     m = m_m & (n + o_n < total)[None, :]
     if ADD:
-        acc += tl.load(add + to, mask=m, other=0.0).to(tl.float32)
-    tl.store(y + to, acc.to(y.dtype.element_ty), mask=m)
+        acc += load_wide(add + o_y, m)
+    tl.store(y + o_y, acc, mask=m)
 
 
 @triton.jit
 def _normed(
-    x, g, out, lse, f, y, D, eps, key_eps, MERGE: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
+    x,  # (B, D)
+    g,  # (D,), the norm's weight
+    out,  # (B, D), phase 1's output
+    lse,  # (B,)
+    f,  # (D,)
+    y,  # (B, D)
+    D,
+    eps,
+    key_eps,
+    MERGE: tl.constexpr,
+    BD: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
+    row = t * D + o_d
     m = o_d < D
-    h = tl.load(x + t * D + o_d, mask=m, other=0.0).to(tl.float32)
-    b_g = tl.load(g + o_d, mask=m, other=0.0).to(
-        tl.float32
-    )  # nothing is fetched after a sum, which it would wait for
+    # Everything is fetched before the first sum: nothing waits for it.
+    h = load_wide(x + row, m)
+    b_g = load_wide(g + o_d, m)
     if MERGE:
-        b_o = tl.load(out + t * D + o_d, mask=m, other=0.0).to(tl.float32)
+        b_o = load_wide(out + row, m)
         b_f = tl.load(f + o_d, mask=m, other=0.0)
         b_l = tl.load(lse + t)
-        pp, pf, oo, op = tl.reduce((h * h, h * b_f, b_o * b_o, b_o * h), 0, _add4)
+        products = (h * h, h * b_f, b_o * b_o, b_o * h)
+        pp, pf, oo, op = tl.reduce(products, 0, _add4)
         a, b, hh, cancels = _share(pp, pf, oo, op, b_l, D, key_eps)
         h = a * b_o + b * h
         if cancels:
@@ -311,15 +403,17 @@ def _normed(
         r = 1.0 / tl.sqrt(hh / D + eps)
     else:
         r = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
-    tl.store(y + t * D + o_d, (h * r * b_g).to(y.dtype.element_ty), mask=m)
+    tl.store(y + row, h * r * b_g, mask=m)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _gate(gate, up, y, count, BLOCK: tl.constexpr):
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_g = tl.load(gate + o, mask=o < count, other=0.0).to(tl.float32)
-    b_u = tl.load(up + o, mask=o < count, other=0.0).to(tl.float32)
-    tl.store(y + o, (b_g * tl.sigmoid(b_g) * b_u).to(y.dtype.element_ty), mask=o < count)
+    m = o < count
+    b_g = load_wide(gate + o, m)
+    b_u = load_wide(up + o, m)
+    b_y = b_g * tl.sigmoid(b_g) * b_u
+    tl.store(y + o, b_y, mask=m)
 
 
 def project(
@@ -333,59 +427,57 @@ def project(
 ) -> None:
     """Write y (B, N)."""
     launches["project"] += 1
+    # Several rows are read in a launch of its own.
     if norm is not None and len(x) > 1:
         x, norm, merge = read(x, norm, merge), None, None
     streams = norm is not None and add is None
-    tile = tile_for(len(x), streams, gated, y.shape[1], x.shape[1], x.device)
+    rows, width = x.shape
+    tile = tile_for(rows, streams, gated, y.shape[1], width, x.device)
     tile = _fitting(tile, weights, gated)
     if tile.kernel == "library":
         x = x if norm is None else read(x, norm, merge)
         _many(x, weights, add, gated, y)
         return
-    sizes = [len(weight) for weight in weights]
-    three = tuple(weights[min(i, len(weights) - 1)] for i in range(3))
-    numbers = (*sizes, *[0] * (3 - len(sizes)))
-    constants = {"K": x.shape[1], "GATED": gated, "WEIGHTS": len(weights), "BN": tile.channels}
-    programs, added = ceil_div(y.shape[1], tile.channels), y if add is None else add
-    deep = min(tile.inputs, max(16, power_of_2(x.shape[1])))
-    if tile.kernel == "few":
-        constants |= {"ADD": add is not None, "BM": max(16, power_of_2(len(x))), "BK": deep}
-        tensors = (x, *three, added, y)
-        launch(
-            _few,
-            (programs,),
-            tensors,
-            (len(x), *numbers),
-            constants,
-            num_warps=tile.warps,
-            num_stages=tile.under_way,
-        )
-        return
+
+    # Kernels take three weights and everything else that one may read; others stand in.
+    spare = 3 - len(weights)
+    three = (*weights, *[weights[-1]] * spare)
+    sizes = (*map(len, weights), *[0] * spare)
     first, eps = (x, 0.0) if norm is None else norm
     out, lse, folded, key_eps = (x, x, x, 0.0) if merge is None else merge
-    scalars = (*numbers, eps, key_eps)
-    constants |= {"BK": deep, "MERGE": merge is not None}
-    if tile.kernel == "stream":
+    added = y if add is None else add
+    of_read = (x, first, out, lse, folded)
+    numbers = (*sizes, eps, key_eps)
+    constants = {
+        "K": width,
+        "GATED": gated,
+        "WEIGHTS": len(weights),
+        "BN": tile.channels,
+        "BK": min(tile.inputs, max(16, power_of_2(width))),
+    }
+    programs = ceil_div(y.shape[1], tile.channels)
+    options = {"num_warps": tile.warps}
+    if tile.kernel == "few":
+        constants |= {"ADD": add is not None, "BM": max(16, power_of_2(rows))}
+        tensors, numbers = (x, *three, added, y), (rows, *sizes)
+        options["num_stages"] = tile.under_way
+        launch(_few, (programs,), tensors, numbers, constants, **options)
+    elif tile.kernel == "stream":
+        constants["MERGE"] = merge is not None
+        # Programs that run at the same time take equal numbers of tiles.
         rounds = ceil_div(programs, tile.under_way * processors(x.device))
-        tensors = (x, first, out, lse, folded, *three, y)
-        launch(
-            _stream,
-            (ceil_div(programs, rounds),),
-            tensors,
-            scalars,
-            constants,
-            num_warps=tile.warps,
-        )
-        return
-    tensors = (x, first, out, lse, folded, *three, added, y)
-    constants |= {"NORM": norm is not None, "ADD": add is not None}
-    launch(_one, (programs,), tensors, scalars, constants, num_warps=tile.warps)
+        grid = (ceil_div(programs, rounds),)
+        launch(_stream, grid, (*of_read, *three, y), numbers, constants, **options)
+    else:
+        flags = {"MERGE": merge is not None, "NORM": norm is not None, "ADD": add is not None}
+        tensors = (*of_read, *three, added, y)
+        launch(_one, (programs,), tensors, numbers, constants | flags, **options)
 
 
 def _fitting(tile: Tile, weights: Sequence[Tensor], gated: bool) -> Tile:
     """Narrow a tile until its channels are all of one weight.
 
-    Where addresses or sizes are too odd for that, return the library's product.
+    If addresses or sizes are too odd for that, return the library's product.
     """
     if any(weight.data_ptr() % 16 for weight in weights):
         return Tile("library")
@@ -404,27 +496,29 @@ def _many(x, weights, add, gated, y) -> None:
     if gated:
         gate, up = (x @ weight.T for weight in weights)
         count = y.numel()
-        launch(
-            _gate, (ceil_div(count, 1024),), (gate, up, y), (count,), {"BLOCK": 1024}, num_warps=4
-        )
+        grid, constants = (ceil_div(count, 1024),), {"BLOCK": 1024}
+        launch(_gate, grid, (gate, up, y), (count,), constants, num_warps=4)
         return
     if add is not None:
         torch.addmm(add, x, weights[0].T, out=y)
         return
     start = 0
     for weight in weights:
-        torch.mm(x, weight.T, out=y[:, start : start + len(weight)])
-        start += len(weight)
+        stop = start + len(weight)
+        torch.mm(x, weight.T, out=y[:, start:stop])
+        start = stop
 
 
 def read(x: Tensor, norm: Norm, merge: Merge | None) -> Tensor:
     """Compute what the projections see, (B, D)."""
-    y, wide = torch.empty_like(x), power_of_2(x.shape[1])
+    y = torch.empty_like(x)
+    rows, width = x.shape
+    wide = power_of_2(width)
     # Without a merge any tensor stands for its parts: nobody reads it.
     out, lse, folded, key_eps = (x, x, norm.weight, 0.0) if merge is None else merge
     tensors = (x, norm.weight, out, lse, folded, y)
-    numbers = (x.shape[1], norm.eps, key_eps)
     constants = {"MERGE": merge is not None, "BD": wide}
-    warps = max(1, min(16, wide // (256 if merge is None else 512)))
-    launch(_normed, (len(x),), tensors, numbers, constants, num_warps=warps)
+    warps = warps_for(wide, 256 if merge is None else 512)
+    numbers = (width, norm.eps, key_eps)
+    launch(_normed, (rows,), tensors, numbers, constants, num_warps=warps)
     return y

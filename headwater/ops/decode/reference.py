@@ -20,7 +20,8 @@ from .reading import Merge, Norm
 def read(x: Tensor, norm: Norm | None, merge: Merge | None) -> Tensor:
     """Compute what the projections see, (B, D) in the stream's dtype."""
     if merge is not None:
-        x = depth.merge_partial(x, merge.folded, merge.out, merge.lse, None, None, merge.eps)
+        out, lse, folded, eps = merge
+        x = depth.merge_partial(x, folded, out, lse, None, None, eps)
     if norm is None:
         return x
     # fp32 throughout, one rounding at the end.
@@ -39,7 +40,11 @@ def project(
 ) -> Tensor:
     x = read(x, norm, merge)
     parts = [F.linear(x, weight.to(x.dtype)) for weight in weights]
-    y = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, -1)
+    if gated:
+        gate, up = parts
+        y = F.silu(gate) * up
+    else:
+        y = torch.cat(parts, -1)
     return y if add is None else add + y
 
 
@@ -99,7 +104,10 @@ def likeliest(logits: Tensor) -> Tensor:
     return places.masked_fill(top.isnan(), -1)
 
 
-def philox(counters: Sequence[Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
+def philox(
+    counters: Sequence[Tensor],
+    key: tuple[Tensor, Tensor],
+) -> list[Tensor]:
     """Philox 4x32 in ten rounds (Salmon et al., SC 2011): four random numbers.
 
     Four counters and a key of two, all of 32 bits in int64, whose products wrap around as they
@@ -126,7 +134,9 @@ def exponentials(seeds: Tensor, step: Tensor, count: int) -> Tensor:
     zero = torch.zeros(1, dtype=torch.long, device=seeds.device)
     place = torch.arange(quarter, device=seeds.device)
     key = seeds[:, None] & 0xFFFFFFFF, seeds[:, None] >> 32 & 0xFFFFFFFF
-    bits = torch.cat(philox((place, step, zero, zero), key), -1)[:, :count]
+    quarters = philox((place, step, zero, zero), key)
+    bits = torch.cat(quarters, -1)[:, :count]
     u = (bits.to(torch.float32) + 0.5) * 2.0**-32
     # -log(1 - u), whose series is more exact for small u.
-    return torch.where(u < 1e-3, u * (1 + u * (0.5 + u * (1 / 3))), -torch.log(1 - u))
+    series = u * (1 + u * (0.5 + u * (1 / 3)))
+    return torch.where(u < 1e-3, series, -torch.log(1 - u))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.ops.triton.launch import launch, launches
-from headwater.ops.triton.tiles import power_of_2, processors, rows_of
+from headwater.ops.triton.tiles import load_wide, power_of_2, processors, rows_of, warps_for
 
 TOGETHER = 16384  # numbers of sources that a program holds at once
 FEW = 16  # sources: with several rows two at once are fastest, by 3 us a step with 16 rows
@@ -27,43 +27,65 @@ MANY = 1  # programs per multiprocessor, beyond which each takes one source afte
 
 
 @triton.jit(do_not_specialize=["N", "B", "s_l"])
-def _open(sources, folded, outs, lses, N, B, s_l, D, eps, BN: tl.constexpr, BD: tl.constexpr):
+def _open(
+    sources,  # (N, B, D)
+    folded,  # (S, D)
+    outs,  # (S, B, D)
+    lses,  # (S, B), rows s_l apart
+    N,
+    B,
+    s_l,
+    D,
+    eps,
+    BN: tl.constexpr,  # sources at once
+    BD: tl.constexpr,  # D as a power of two
+):
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
     m_d = o_d < D
-    b_f = tl.load(folded + s * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_f = load_wide(folded + s * D + o_d, m_d)
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([BD], tl.float32)
     # BN sources at once, with a running maximum of their logits.
     for n in range(0, N, BN):
-        m = (n + o_n < N)[:, None] & m_d[None, :]
-        b_v = tl.load(
-            sources + ((n + o_n)[:, None] * B + b) * D + o_d[None, :], mask=m, other=0.0
-        ).to(tl.float32)
-        z = tl.sum(b_v * b_f[None, :], 1) / tl.sqrt(tl.sum(b_v * b_v, 1) / D + eps)
-        z = tl.where(n + o_n < N, z, float("-inf"))
+        m_n = n + o_n < N
+        row = (n + o_n)[:, None] * B + b
+        p_v = sources + row * D + o_d[None, :]
+        b_v = load_wide(p_v, m_n[:, None] & m_d[None, :])
+        along = tl.sum(b_v * b_f[None, :], 1)
+        z = along / tl.sqrt(tl.sum(b_v * b_v, 1) / D + eps)
+        z = tl.where(m_n, z, float("-inf"))
         new = tl.maximum(top, tl.max(z, 0))
-        keep, w = tl.exp(top - new), tl.exp(z - new)
+        keep = tl.exp(top - new)
+        w = tl.exp(z - new)
         total = total * keep + tl.sum(w, 0)
         acc = acc * keep + tl.sum(w[:, None] * b_v, 0)
         top = new
-    tl.store(outs + (s * B + b) * D + o_d, (acc / total).to(outs.dtype.element_ty), mask=m_d)
+    b_out = acc / total
+    tl.store(outs + (s * B + b) * D + o_d, b_out, mask=m_d)
     tl.store(lses + s * s_l + b, top + tl.log(total))
 
 
-def open_span(sources: Tensor, folded: Tensor, eps: float, outs: Tensor, lses: Tensor) -> None:
+def open_span(
+    sources: Tensor,
+    folded: Tensor,
+    eps: float,
+    outs: Tensor,
+    lses: Tensor,
+) -> None:
     """Write outs (S, B, D) and lses (S, B), whose rows may be strided."""
     launches["open_span"] += 1
-    count, (rows, width) = len(sources), rows_of(sources[0])
+    count, queries = len(sources), len(folded)
+    rows, width = rows_of(sources[0])
     wide = power_of_2(width)
-    many = rows * len(folded) > MANY * processors(sources.device)
+    many = rows * queries > MANY * processors(sources.device)
     together = 1
     if not many:
-        most = TOGETHER // wide if rows == 1 or count > FEW else 2
-        together = max(1, min(power_of_2(count), most))
-    warps = max(1, min(16, together * wide // (512 if many else 1024)))
+        limit = TOGETHER // wide if rows == 1 or count > FEW else 2
+        together = max(1, min(power_of_2(count), limit))
+    warps = warps_for(together * wide, 512 if many else 1024)
     constants = {"BN": together, "BD": wide}
     tensors = (sources, folded, outs, lses)
     numbers = (count, rows, lses.stride(0), width, eps)
-    launch(_open, (rows, len(folded)), tensors, numbers, constants, num_warps=warps)
+    launch(_open, (rows, queries), tensors, numbers, constants, num_warps=warps)

@@ -1,16 +1,20 @@
-"""The kernels under autograd: `score`, `mix`, `open_block`, `merge`. Importing this needs triton; `routing` decides
-when to.
+"""The kernels under autograd: `score`, `mix`, `open_block`, `merge`.
 
-Sources are threaded: `score`, `mix` and `open_block` return each source again, and the next read takes the returned
-one; queries are threaded too. Gradients then form a chain instead of a sum: a read's backward receives what later reads
-have gathered for a source, in the buffer that the later read's backward made, and adds its own share to it in place.
+Importing this needs triton; `routing` decides when to.
 
-Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark, and a gradient without
-the mark (autograd summed two of them, a hook replaced it, it came from another operator) is copied, and so is one that
-others have too: a later read took the sum of a source and something else, `autograd.grad` is to return it. Assumed: no
-tensor hook on a threaded source keeps a gradient and reads it after the backward has gone on.
-Under torch.compile there are no marks: every gradient is copied, and inductor drops the copies of values that nothing
-else uses, which are nearly all. (The backend "aot_eager" makes them.)
+Sources are threaded: `score`, `mix` and `open_block` return each source again, and the next read
+takes the returned one; queries are threaded too. Gradients then form a chain instead of a sum: a
+read's backward receives what later reads have gathered for a source, in the buffer that the later
+read's backward made, and adds its own share to it in place.
+
+Adding in place is safe only for a buffer that nobody else holds. Buffers made here carry a mark. A
+gradient without the mark is copied (autograd summed two of them, a hook replaced it, it came from
+another operator), and so is one that others hold too: a later read took the sum of a source and
+something else, or `autograd.grad` is to return it. Assumed: no tensor hook on a threaded source
+keeps a gradient and reads it after the backward has gone on.
+
+Under torch.compile there are no marks: every gradient is copied, and inductor drops the copies of
+values that nothing else uses, which are nearly all. (The backend "aot_eager" makes them.)
 """
 
 from collections.abc import Sequence
@@ -23,6 +27,7 @@ from torch import Tensor
 from headwater._torch import alone
 from headwater._torch import apply as apply_with_gradients
 from headwater.ops.numerics import rms_norm
+from headwater.ops.routing import refuse_second_derivative
 
 from .merge import merge as merge_op
 from .merge import merge_backward, norm_backward
@@ -34,6 +39,7 @@ from .score import score_backward, score_backward_
 _MARK = "_headwater_buffer"
 
 Tensors = tuple[Tensor, ...]
+Gradients = Sequence[Tensor | None]
 
 
 class _Forgetful:
@@ -47,54 +53,61 @@ class _Forgetful:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """function.apply(*args); without gradients its forward alone, which spares the host a third of a prompt's reads."""
+    """Run function.apply(*args), or without gradients only its forward.
+
+    The latter spares the host a third of a prompt's reads.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return apply_with_gradients(function, *args)
     return function.forward(_Forgetful(), *args)
 
 
 def mark_buffer(gradient: Tensor) -> Tensor:
+    """Mark a gradient that was made here, so that an earlier read may add to it."""
     if not torch.compiler.is_compiling():
         setattr(gradient, _MARK, True)
     return gradient
 
 
 def _owned(gradient: Tensor) -> bool:
+    """Return whether a gradient may be added to in place."""
     if torch.compiler.is_compiling() or not getattr(gradient, _MARK, False):
         return False
     return gradient.is_contiguous() and alone(gradient)
 
 
 def _to_add_to(gradient: Tensor) -> Tensor:
+    """Return the gradient itself, or a copy if somebody else holds it."""
     if not _owned(gradient):
         return gradient.clone(memory_format=torch.contiguous_format)
-    setattr(
-        gradient, _MARK, False
-    )  # it may be another source's of this read, where a later one took the sum of both
+    # If a later read took the sum of two sources, both have this one gradient: the first takes it.
+    setattr(gradient, _MARK, False)
     return gradient
 
 
-def gathered(later: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor] | None:
-    """Buffers to add to, of what later reads have gathered for each source; None where they have for none."""
+def gathered(later: Gradients, sources: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return buffers to add to, with what later reads have gathered for each source.
+
+    None if no later read has gathered anything.
+    """
     if all(g is None for g in later):
         return None
-    return [torch.zeros_like(v) if g is None else _to_add_to(g) for g, v in zip(later, sources)]
+    buffers = []
+    for gradient, source in zip(later, sources):
+        buffers.append(torch.zeros_like(source) if gradient is None else _to_add_to(gradient))
+    return buffers
 
 
-def first_order() -> None:
-    """Raise where a backward is to be differentiated: the kernels would leave the second derivative out in silence."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "the kernels have no second derivative: pass backend='reference' for create_graph=True"
-        )
+def filled(gradients: Gradients, like: Tensor) -> list[Tensor]:
+    """Return gradients that kernels can read: contiguous, and zeros for those that are None."""
+    return [torch.zeros_like(like) if d is None else d.contiguous() for d in gradients]
 
 
 def vector(name: str, value: Tensor) -> Tensor:
-    """Kernels take queries and weights by address: one vector for all tokens, its numbers side by side."""
+    """Return one vector for all tokens, its numbers side by side: kernels take it by address."""
     if value.dim() != 1:
-        raise ValueError(
-            f"backend='triton' takes one {name} for all tokens, (D,), got {tuple(value.shape)}"
-        )
+        shape = tuple(value.shape)
+        raise ValueError(f"backend='triton' takes one {name} for all tokens, (D,), got {shape}")
     return value.contiguous()
 
 
@@ -105,56 +118,68 @@ def optional(name: str, value: Tensor | None) -> Tensor | None:
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, folded: Tensor, eps: float, start: int, sizes: Sequence[int]
+        ctx: Any,
+        source: Tensor,
+        folded: Tensor,
+        eps: float,
+        start: int,
+        sizes: Sequence[int],
     ) -> tuple[Tensor, ...]:
         z, rstd = score_op(source, folded[start:] if start else folded, eps)
-        ctx.start, ctx.sizes = start, sizes
+        ctx.start = start
+        ctx.sizes = sizes
         ctx.save_for_backward(source, folded, z, rstd)
         ctx.set_materialize_grads(False)
-        return (source.view_as(source), folded.view_as(folded), *z.unsqueeze(-2).split(sizes, -1))
+        pieces = z.unsqueeze(-2).split(sizes, -1)
+        return source.view_as(source), folded.view_as(folded), *pieces
 
     @staticmethod
     def backward(
         ctx: Any, gradient: Tensor | None, df: Tensor | None, *pieces: Tensor | None
     ) -> tuple[Any, ...]:
-        first_order()
+        refuse_second_derivative("the kernel of score")
         if all(piece is None for piece in pieces):
             return gradient, df, None, None, None
-        source, folded, z, rstd = ctx.saved_tensors
-        gradient, df = _score_into(
-            source, folded, z, rstd, ctx.start, ctx.sizes, pieces, gradient, df
-        )
+        gradient, df = _score_into(ctx.saved_tensors, ctx.start, ctx.sizes, pieces, gradient, df)
         return gradient, df, None, None, None
 
 
 def _score_into(
-    source: Tensor,
-    folded: Tensor,
-    z: Tensor,
-    rstd: Tensor,
+    saved: Sequence[Tensor],
     start: int,
     sizes: Sequence[int],
-    pieces: Sequence[Tensor | None],
+    pieces: Gradients,
     gradient: Tensor | None,
     df: Tensor | None,
-    asked: Sequence[Tensor | None] = (),
+    asked: Gradients = (),
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a source and of all queries, what later reads gathered for them in `gradient` and `df` included.
+    """Return the gradients of a source and of all queries.
 
-    `pieces`: those of the scores for the queries from `start` on, (..., 1, size) each; `asked`: those of the queries
-    after that one, from reads that took them.
+    Arguments:
+        saved: the source, the queries, their scores and the source's 1/rms.
+        start, sizes: the scores are for the queries from `start` on, in pieces of these sizes.
+        pieces: gradients of these scores, (..., 1, size) each.
+        gradient, df: what later reads gathered for the source and the queries; the result includes
+            it.
+        asked: gradients of the queries after the first, from reads that took them.
     """
-    filled = [z.new_zeros(*z.shape[:-1], 1, n) if d is None else d for d, n in zip(pieces, sizes)]
-    dz = filled[0].contiguous() if len(filled) == 1 else torch.cat(filled, -1)
+    source, folded, z, rstd = saved
+    slopes = []
+    for piece, size in zip(pieces, sizes):
+        slopes.append(z.new_zeros(*z.shape[:-1], 1, size) if piece is None else piece)
+    dz = slopes[0].contiguous() if len(slopes) == 1 else torch.cat(slopes, -1)
+
     df = torch.zeros_like(folded) if df is None else _to_add_to(df)
     queries, share = (folded[start:], df[start:]) if start else (folded, df)
     if any(d is not None for d in asked):
-        rows = [folded.new_zeros(folded.shape[1:]) if d is None else d for d in asked]
-        share[1 : 1 + len(asked)].add_(torch.stack(rows))
+        rows = torch.stack(filled(asked, folded[0]))
+        share[1 : 1 + len(asked)].add_(rows)
+
     if gradient is not None and (torch.compiler.is_compiling() or _owned(gradient)):
         gradient = _to_add_to(gradient)
         (dqueries,) = score_backward_(source, queries, z, rstd, dz, gradient)
-    else:  # none, or one that is not ours: written anew, which is less than to copy it and add
+    else:
+        # A gradient that is not ours is written anew: that costs less than to copy it and add.
         gradient = None if gradient is None else gradient.contiguous()
         gradient, dqueries = score_backward(source, queries, z, rstd, dz, gradient)
     share.add_(dqueries)
@@ -169,10 +194,11 @@ def score(
     start: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The source and the fp32 queries `folded` (R, D), to be read in their place; and the source's logits for the
-    queries from `start` on, in pieces (..., 1, size), one by default.
+    """Score a source (..., D) for the fp32 queries `folded` (R, D).
 
-    Queries are threaded too: the scores of all sources add to one buffer of gradients, in place.
+    Returns the source and the queries, to be read in their place; and the source's logits for the
+    queries from `start` on, in pieces (..., 1, size), one by default. Since queries are threaded
+    too, the scores of all sources add to one buffer of gradients, in place.
     """
     sizes = [len(folded) - start] if sizes is None else sizes
     source, folded, *pieces = apply(_Score, source, folded, eps, start, sizes)
@@ -182,33 +208,36 @@ def score(
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        # Not one name each: without gradients dynamo drops ctx where it counts one argument more than parameters.
+        # Arguments have no names of their own: without gradients dynamo drops ctx if it counts one
+        # argument more than parameters.
         norm_weight, norm_eps, rebuild, exact, thread, count, *tensors = args
         pieces, sources = tensors[:count], tensors[count:]
         x, rstd, out, lse, p = mix_op(sources, pieces, norm_weight, norm_eps, exact)
         normed = norm_weight is not None
-        ctx.queries, ctx.normed, ctx.norm_eps, ctx.rebuild = p.shape[-1], normed, norm_eps, rebuild
+        ctx.queries = p.shape[-1]
+        ctx.normed = normed
+        ctx.norm_eps = norm_eps
+        ctx.rebuild = rebuild
         ctx.sizes = [piece.shape[-2] for piece in pieces]
-        ctx.save_for_backward(p, *((x, rstd, norm_weight) if normed else ()), *sources[rebuild:])
+        # A rebuilt read does not keep its first source.
+        kept_sources = sources[rebuild:]
+        of_norm = (x, rstd, norm_weight) if normed else ()
+        ctx.save_for_backward(p, *of_norm, *kept_sources)
         ctx.set_materialize_grads(False)
-        outs = ((x,) if normed else ()) + out.unbind(0)
-        again = (source.view_as(source) for source in sources[rebuild:]) if thread else ()
+        outs = (*((x,) if normed else ()), *out.unbind(0))
+        again = [source.view_as(source) for source in kept_sources] if thread else []
         return (*outs, *lse.unbind(0), *again)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        first_order()
-        queries, nothing = ctx.queries, (None,) * 5
-        douts, dlses, later = (
-            gradients[:queries],
-            gradients[queries : 2 * queries],
-            gradients[2 * queries :],
-        )
-        if ctx.rebuild and douts[0] is None:  # this read was not used
+        refuse_second_derivative("the kernel of mix")
+        nothing = (None,) * 5
+        douts, dlses, later = _cut(gradients, ctx.queries, ctx.queries)
+        # If nobody used this read, what later reads gathered passes through.
+        if ctx.rebuild and douts[0] is None:
             return (None, *nothing, *(None for _ in ctx.sizes), None, *later)
-        dg, dz, dsources = _mix_into(
-            ctx.saved_tensors, ctx.normed, ctx.norm_eps, ctx.rebuild, douts, dlses, later
-        )
+        options = (ctx.normed, ctx.norm_eps, ctx.rebuild)
+        dg, dz, dsources = _mix_into(ctx.saved_tensors, *options, douts, dlses, later)
         return (dg, *nothing, *dz.split(ctx.sizes, -2), *dsources)
 
 
@@ -217,29 +246,34 @@ def _mix_into(
     normed: bool,
     norm_eps: float,
     rebuild: bool,
-    douts: Sequence[Tensor | None],
-    dlses: Sequence[Tensor | None],
-    later: Sequence[Tensor | None],
+    douts: Gradients,
+    dlses: Gradients,
+    later: Gradients,
 ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
-    """The gradients of the norm's weight, of the scores, and of the sources, what later reads gathered included, from
-    what a read over them saved: its weights, with a norm its output, 1/rms and weight, and the sources."""
+    """Return the gradients of the norm's weight, of the scores, and of the sources.
+
+    The last include what `later` reads gathered. `saved`: the weights; with a norm its output,
+    1/rms and weight; the sources.
+    """
     p, *saved = saved
     dg, along, sources = None, None, saved[3:] if normed else saved
     if normed and douts[0] is not None:
         x, rstd, norm_weight = saved[:3]
-        exact = (
-            len(douts) == 1
-        )  # as plain PyTorch: a read by itself takes its shares from dh in fp32
-        dh, dg, along = norm_backward(douts[0].contiguous(), x, norm_weight, rstd, norm_eps, exact)
+        # As in plain PyTorch, a read by itself takes its shares from dh in fp32.
+        exact = len(douts) == 1
+        dx = douts[0].contiguous()
+        dh, dg, along = norm_backward(dx, x, norm_weight, rstd, norm_eps, exact)
         douts = (dh, *douts[1:])
-    filled = [torch.zeros_like(sources[0]) if d is None else d.contiguous() for d in douts]
+    # The kernel takes log-sum-exps' gradients from the first on that has one. Nobody sees the
+    # log-sum-exp of a rebuilt read.
     asked_dlses: list[Tensor] = []
-    if not rebuild:  # no one sees that of a rebuilt read
-        first = next((n for n, d in enumerate(dlses) if d is not None), len(dlses))
-        asked_dlses = [
-            p.new_zeros(p.shape[:-2]) if d is None else d.contiguous() for d in dlses[first:]
-        ]
-    return dg, *_gather_into(sources, p, filled, asked_dlses, later, along if rebuild else None)
+    if not rebuild:
+        used = [n for n, d in enumerate(dlses) if d is not None]
+        asked_dlses = filled(dlses[used[0] :], p[..., 0, 0]) if used else []
+    whole = along if rebuild else None
+    douts = filled(douts, sources[0])
+    dz, dsources = _gather_into(sources, p, douts, asked_dlses, later, whole)
+    return dg, dz, dsources
 
 
 def _gather_into(
@@ -247,17 +281,21 @@ def _gather_into(
     p: Tensor,
     douts: Sequence[Tensor],
     dlses: Sequence[Tensor],
-    later: Sequence[Tensor | None],
+    later: Gradients,
     whole: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """dz, and for each source its gradient from later reads plus this one's share; with `whole`, first that of the
-    source that was not kept."""
+    """Return dz, and for each source its gradient from later reads plus this read's share.
+
+    With `whole`, the first gradient is that of the source that was not kept.
+    """
     buffers = gathered(later, sources)
     if buffers is None:
         dz, first, buffers = mix_backward(sources, p, douts, dlses, False, whole)
     else:
         dz, first = mix_backward_(sources, p, douts, dlses, buffers, whole)
-    return dz, [mark_buffer(g) for g in (buffers if first is None else [first, *buffers])]
+    if first is not None:
+        buffers = [first, *buffers]
+    return dz, [mark_buffer(buffer) for buffer in buffers]
 
 
 def mix(
@@ -267,31 +305,34 @@ def mix(
     norm_eps: float = 1e-6,
     *,
     thread: bool = True,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and the sources again.
+) -> tuple[Tensors, Tensors, Tensors]:
+    """Mix sources by their scores `pieces`: (..., N, S) in fp32, in parts (..., n, S).
 
-    `pieces`: scores (..., N, S) in fp32, in parts (..., n, S). thread=False, for the last read of all: no sources
-    again. Compiled, their gradients would be zeros that are written, and then added to.
+    Returns S outputs (..., D), the first normed if a weight is given; S log-sum-exps (...); and the
+    sources again. thread=False, for the last read of all: no sources again. Compiled, their
+    gradients would be zeros that are written, and then added to.
     """
     queries = pieces[0].shape[-1]
     results = _mix(sources, pieces, norm_weight, norm_eps, thread=thread)
-    return results[:queries], results[queries : 2 * queries], results[2 * queries :]
+    outs, lses, again = _cut(results, queries, queries)
+    return outs, lses, again
 
 
 def merge_outputs(
     out: Tensor,
-    own: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     pieces: Sequence[Tensor],
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The read of phase 1's output beside the span's own outputs, normed if asked, and those outputs again.
+    """Read phase 1's output beside the span's own outputs, normed if asked.
 
-    `pieces`: scores (..., 1 + own, 1) in parts. Where the norm can be undone, `out` is not kept for the backward:
-    <dh, h> is the sum of all shares, so that its own is what the others leave.
+    Returns the read, and these outputs again. `pieces`: scores (..., 1 + outputs, 1) in parts. If
+    the norm can be undone, `out` is not kept for the backward: <dh, h> is the sum of all shares, so
+    that its own is what the others leave.
     """
-    x, _, *rest = _mix((out, *own), pieces, norm_weight, norm_eps, rebuild=True)
-    return x, tuple(rest[-len(own) :])
+    x, _, *rest = _mix((out, *outputs), pieces, norm_weight, norm_eps, rebuild=True)
+    return x, tuple(rest[-len(outputs) :])
 
 
 def _mix(
@@ -303,103 +344,104 @@ def _mix(
     rebuild: bool = False,
     thread: bool = True,
 ) -> tuple[Tensor, ...]:
-    weight, exact = _inside(norm_weight, sources[0].dtype, pieces[0].shape[-1])
+    dtype = sources[0].dtype
+    weight, exact = _inside(norm_weight, dtype, pieces[0].shape[-1])
     options = (norm_eps, rebuild and weight is not None, exact, thread)
     first, *rest = apply(_Mix, weight, *options, len(pieces), *pieces, *sources)
-    return (_outside(first, weight, norm_weight, norm_eps, sources[0].dtype), *rest)
+    return (_outside(first, weight, norm_weight, norm_eps, dtype), *rest)
 
 
-# fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it unrounded.
+# fp16 cannot undo a norm (see `_Merge`), which comes outside then; a read by itself reaches it
+# unrounded.
 def _inside(
     norm_weight: Tensor | None, dtype: torch.dtype, queries: int
 ) -> tuple[Tensor | None, bool]:
-    """The weight of a norm that the kernel applies, and whether outputs are to leave it in fp32."""
+    """Return the weight of a norm that the kernel applies, and whether outputs leave it in fp32."""
     if norm_weight is None or dtype != torch.float16:
         return norm_weight, False
     return None, queries == 1
 
 
 def _outside(
-    first: Tensor, inside: Tensor | None, norm_weight: Tensor | None, eps: float, dtype: torch.dtype
+    first: Tensor,
+    inside: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
+    """Apply the norm that the kernel did not apply."""
     if inside is norm_weight:
         return first
     return rms_norm(first.float(), norm_weight, eps).to(dtype)
 
 
 class _Open(torch.autograd.Function):
-    """`_Score` of what a block summed to, then `_Mix` for the next block, in one node: eager, each node and each tensor
-    that passes between two takes the host some microseconds."""
+    """`_Score` of what a block summed to, then `_Mix` for the next block, in one node.
+
+    Eager, each node and each tensor that passes between two takes the host some microseconds.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        (
-            y,
-            partial,
-            folded,
-            norm_weight,
-            eps,
-            norm_eps,
-            exact,
-            thread,
-            start,
-            sizes,
-            count,
-            *tensors,
-        ) = args  # see _Mix
+        # Arguments have no names of their own: see `_Mix`.
+        y, partial, folded, norm_weight, *options = args[:11]
+        eps, norm_eps, exact, thread, start, sizes, count = options
+        pieces_before, sources_before = args[11 : 11 + count], args[11 + count :]
+        # The block that ends becomes a source, scored for all blocks to come.
         source = y if partial is None else partial + y
         z, scale = score_op(source, folded[start:] if start else folded, eps)
         block_scores, *later_scores = z.unsqueeze(-2).split(sizes, -1)
-        pieces, sources = (*tensors[:count], block_scores), (*tensors[count:], source)
+        pieces = (*pieces_before, block_scores)
+        sources = (*sources_before, source)
         x, rstd, out, lse, p = mix_op(sources, pieces, norm_weight, norm_eps, exact)
-        ctx.normed, ctx.norm_eps, ctx.opens = norm_weight is not None, norm_eps, partial is None
-        ctx.start, ctx.sizes, ctx.shares = start, sizes, [piece.shape[-2] for piece in pieces]
-        ctx.save_for_backward(
-            folded, z, scale, p, *((x, rstd, norm_weight) if ctx.normed else ()), *sources
-        )
+        normed = norm_weight is not None
+        ctx.normed = normed
+        ctx.norm_eps = norm_eps
+        ctx.opens = partial is None
+        ctx.start = start
+        ctx.sizes = sizes
+        ctx.shares = [piece.shape[-2] for piece in pieces]
+        of_norm = (x, rstd, norm_weight) if normed else ()
+        ctx.save_for_backward(folded, z, scale, p, *of_norm, *sources)
         ctx.set_materialize_grads(False)
-        outs = ((x,) if ctx.normed else ()) + out.unbind(0)
+        outs = (*((x,) if normed else ()), *out.unbind(0))
         if not thread:
             return outs
         block_queries = folded[start + 1 : start + sizes[0]].unbind(0)
-        threaded = [v.view_as(v) for v in (folded, *tensors[count:])]
-        return (
-            *outs,
-            *lse.unbind(0)[1:],
-            *block_queries,
-            *threaded,
-            y.view_as(y) if partial is None else source,
-            *later_scores,
-        )
+        again = [v.view_as(v) for v in (folded, *sources_before)]
+        # An operator of autograd may not return its argument itself.
+        source_again = y.view_as(y) if partial is None else source
+        lses = lse.unbind(0)[1:]
+        return (*outs, *lses, *block_queries, *again, source_again, *later_scores)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        first_order()
+        refuse_second_derivative("the kernel of open_block")
         folded, z, scale, *saved = ctx.saved_tensors
         reads, count = ctx.sizes[0], sum(ctx.shares)
         douts, dlses, dqueries, dthreaded = _cut(gradients, reads, reads - 1, reads - 1)
         df, *later = dthreaded or (None,) * (1 + count)
-        dg, dz, dsources = _mix_into(
-            saved, ctx.normed, ctx.norm_eps, False, douts, (None, *dlses), later[:count]
-        )
+        options = (ctx.normed, ctx.norm_eps, False)
+        # The block's first read has no log-sum-exp.
+        dlses = (None, *dlses)
+        dg, dz, dsources = _mix_into(saved, *options, douts, dlses, later[:count])
+        # The last source is the block: its scores add to its gradient.
         *dpieces, dblock_scores = dz.split(ctx.shares, -2)
-        pieces, (*dsources_before, gradient) = (dblock_scores, *later[count:]), dsources
+        *dsources_before, gradient = dsources
+        dscores = (dblock_scores, *later[count:])
+        saved_scores = (saved[-1], folded, z, scale)
         gradient, df = _score_into(
-            saved[-1], folded, z, scale, ctx.start, ctx.sizes, pieces, gradient, df, dqueries
+            saved_scores, ctx.start, ctx.sizes, dscores, gradient, df, dqueries
         )
-        return (
-            gradient,
-            None if ctx.opens else gradient,
-            df,
-            dg,
-            *[None] * 7,
-            *dpieces,
-            *dsources_before,
-        )
+        dpartial = None if ctx.opens else gradient
+        return gradient, dpartial, df, dg, *[None] * 7, *dpieces, *dsources_before
 
 
-def _cut(tensors: tuple[Any, ...], *sizes: int) -> list[tuple[Any, ...]]:
-    """The first so many, the next so many, ..., and the rest."""
+def _cut(
+    tensors: tuple[Any, ...],
+    *sizes: int,
+) -> list[tuple[Any, ...]]:
+    """Cut tensors into parts of these sizes, and the rest."""
     ends = [0, *accumulate(sizes), len(tensors)]
     return [tensors[start:end] for start, end in pairwise(ends)]
 
@@ -418,12 +460,16 @@ def open_block(
     sizes: Sequence[int],
     thread: bool = True,
 ) -> tuple[Tensors, Tensors, Tensors, Tensor, Tensors, Tensors]:
-    """The reads of a block over all sources, after `y` joined `partial`, the sum of the block before (None: y is it).
+    """Run the reads of a block over all sources.
 
-    That sum becomes a source: it is scored for the queries of `folded` (R, D) from `start` on, sizes[0] of them this
-    block's, and mixed with the other `sources` by `pieces`, their scores for this block, as in `mix`.
-    Returns outputs as `mix` does; of the reads after the first the log-sum-exps and the queries (D,); the queries and
-    the sources again; and the new one's scores for later blocks, (..., 1, size) each. thread=False: outputs alone.
+    First `y` joins `partial`, the sum of the block before (None: y is it). That sum becomes a
+    source: it is scored for the queries of `folded` (R, D) from `start` on, sizes[0] of them this
+    block's, and mixed with the other `sources` by `pieces`, their scores for this block, as in
+    `mix`.
+
+    Returns outputs as `mix` does; the log-sum-exps and the queries (D,) of the reads after the
+    first; the queries and the sources again; and the new source's scores for later blocks,
+    (..., 1, size) each. thread=False: only outputs.
     """
     reads = sizes[0]
     weight, exact = _inside(norm_weight, y.dtype, reads)
@@ -432,9 +478,8 @@ def open_block(
     results = (_outside(first, weight, norm_weight, norm_eps, y.dtype), *rest)
     if not thread:
         return results, (), (), folded, (), ()
-    outs, lses, queries, (folded,), threaded, scores = _cut(
-        results, reads, reads - 1, reads - 1, 1, len(sources) + 1
-    )
+    parts = _cut(results, reads, reads - 1, reads - 1, 1, len(sources) + 1)
+    outs, lses, queries, (folded,), threaded, scores = parts
     return outs, lses, queries, folded, threaded, scores
 
 
@@ -453,30 +498,31 @@ class _Merge(torch.autograd.Function):
         norm_eps: float,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        x, total, stats = merge_op(
-            y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps
-        )
+        weights = (query, key_weight, norm_weight)
+        x, total, stats = merge_op(y, partial, out, lse, *weights, eps, norm_eps)
         if partial is None:
             total = y.view_as(y)
-        # Without a norm only a rounded h comes back from x, and fp16 has too small a range to undo a norm.
-        saved_out = out if keep or norm_weight is None or y.dtype == torch.float16 else None
-        ctx.opens, ctx.norm_eps = partial is None, norm_eps
-        ctx.save_for_backward(x, total, saved_out, lse, query, key_weight, norm_weight, stats)
+        # Without a norm x gives back only a rounded h, and fp16 has too small a range to undo a
+        # norm.
+        keep = keep or norm_weight is None or y.dtype == torch.float16
+        ctx.opens = partial is None
+        ctx.norm_eps = norm_eps
+        ctx.save_for_backward(x, total, out if keep else None, lse, *weights, stats)
         ctx.set_materialize_grads(False)
         return x, total
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
-        first_order()
+    def backward(
+        ctx: Any,
+        dx: Tensor | None,
+        dtotal: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the kernel of merge")
         if dx is None:
             return (dtotal, None if ctx.opens else dtotal, *[None] * 8)
-        x, total, saved_out, lse, query, key_weight, norm_weight, stats = ctx.saved_tensors
         dtotal = None if dtotal is None else dtotal.contiguous()
-        weights = (query, key_weight, norm_weight)
-        dp, dout, dlse, dquery, dkey, dg = merge_backward(
-            dx.contiguous(), dtotal, x, total, saved_out, lse, *weights, stats, ctx.norm_eps
-        )
-        return dp, None if ctx.opens else dp, dout, dlse, dquery, dkey, dg, None, None, None
+        dp, *others = merge_backward(dx.contiguous(), dtotal, *ctx.saved_tensors, ctx.norm_eps)
+        return dp, None if ctx.opens else dp, *others, None, None, None
 
 
 def merge(
@@ -492,14 +538,15 @@ def merge(
     norm_eps: float = 1e-6,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The read after `y` joined the block's sum `partial` (None: y opens it), normed if asked, and that sum.
+    """Add `y` to the block's sum `partial` (None: y opens it), and merge.
 
-    The backward undoes the norm to find its input, whose rounding it then carries; `keep` keeps `out` alive instead.
+    Returns the read, normed if asked, and the new sum. The backward undoes the norm to find its
+    input, whose rounding it then carries; `keep` keeps `out` alive instead.
     """
     partial = None if partial is None else partial.contiguous()
-    y, out, lse, query = y.contiguous(), out.contiguous(), lse.contiguous(), vector("query", query)
-    key_weight, norm_weight = (
-        optional("key weight", key_weight),
-        optional("norm weight", norm_weight),
-    )
-    return apply(_Merge, y, partial, out, lse, query, key_weight, norm_weight, eps, norm_eps, keep)
+    query = vector("query", query)
+    key_weight = optional("key weight", key_weight)
+    norm_weight = optional("norm weight", norm_weight)
+    tensors = (y.contiguous(), partial, out.contiguous(), lse.contiguous())
+    weights = (query, key_weight, norm_weight)
+    return apply(_Merge, *tensors, *weights, eps, norm_eps, keep)

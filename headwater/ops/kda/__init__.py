@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: recurrent and chunkwise references, and the operator that chooses between them and fla."""
+"""Kimi Delta Attention: recurrent and chunkwise references, and the operator, which may run fla."""
 
 from .gates import GATES, kda_gate
 from .operators import kda

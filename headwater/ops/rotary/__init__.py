@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys: reference, kernel, and the operator for a joined projection."""
+"""Rotary positions of queries and keys: reference, kernel, operator for a joined projection."""
 
 from .operators import rotate_joined
 from .reference import rotate, split_heads

@@ -1,11 +1,12 @@
 """Rotary positions of queries and keys that one product has made, with the values.
 
-    y = [l cos - r sin, r cos + l sin],   x = [l, r] a head's two halves                   joined (B, T, (H + 2 KV) d)
-    dx: the same turn by the negative angle;   djoined = [dq, dk, dv]
+    y = [l cos - r sin, r cos + l sin],   x = [l, r] a head's two halves
+    dx: the same turn by the negative angle;   djoined = [dq, dk, dv]    joined (B, T, (H + 2 KV) d)
 
-Su et al., arXiv 2104.09864. One launch each way: forward writes queries and keys side by side and leaves the values
-where they are, backward turns the gradients of both back and puts them, and the values', where the product's backward
-takes them. Nothing is kept but the tables. fp32, one downcast.
+Su et al., arXiv 2104.09864. One launch each way. Forward writes queries and keys side by side and
+leaves the values where they are. Backward turns the gradients of both back and puts them, and the
+values' gradient, where the product's backward takes them. Only the tables are kept in between.
+fp32, one downcast.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.ops.routing import Backend, use_triton
+from headwater.ops.routing import Backend, refuse_second_derivative, use_triton
 from headwater.ops.triton.registration import operator
 
 from . import reference
@@ -27,27 +28,35 @@ def rotate_joined(
     *,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys turned by their positions, and values, from one projection of all three.
+    """Turn queries and keys by their positions; values pass. One projection has made all three.
 
     Arguments:
-        joined: (B, T, (heads + 2 kv_heads) d): the channels of the queries' heads, of the keys', of the values'.
+        joined: (B, T, (heads + 2 kv_heads) d): the channels of the queries' heads, of the keys', of
+            the values'.
         rotary: cosines and sines, (T, d / 2) each, for pairs of channels (c, c + d / 2).
         heads, kv_heads: of queries; of keys and values.
         backend: as in `depth_attention`.
 
-    Returns queries (B, heads, T, d), keys and values (B, kv_heads, T, d): views of tensors with heads behind tokens, as
-    attention likes them. Values lie in `joined`. Raises ValueError for shapes that do not fit.
+    Returns queries (B, heads, T, d), keys and values (B, kv_heads, T, d): views of tensors with
+    heads behind tokens, as attention likes them. Values lie in `joined`. Raises ValueError for
+    shapes that do not fit.
 
-        q, k, v = rotate_joined(x @ torch.cat((wq, wk, wv)).T, model.rotary(0, x.shape[1]), 8, 4)
+        joined = x @ torch.cat((wq, wk, wv)).T
+        q, k, v = rotate_joined(joined, model.rotary(0, x.shape[1]), 8, 4)
     """
     cos, sin = rotary
-    width, rest = divmod(joined.shape[-1], heads + 2 * kv_heads)
-    if rest or width % 2 or not cos.shape == sin.shape == (joined.shape[-2], width // 2):
+    all_heads = heads + 2 * kv_heads
+    width, rest = divmod(joined.shape[-1], all_heads)
+    table = (joined.shape[-2], width // 2)
+    # The kernel takes both by address, and would read past the end of a shorter table.
+    if rest or width % 2 or not cos.shape == sin.shape == table:
+        shapes = f"{tuple(joined.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}"
         raise ValueError(
-            f"rotate_joined with {heads} and {kv_heads} heads takes (B, T, {heads + 2 * kv_heads} d) and tables "
-            f"(T, d / 2); got {tuple(joined.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}"
+            f"rotate_joined with {heads} and {kv_heads} heads takes (B, T, {all_heads} d) and "
+            f"tables (T, d / 2); got {shapes}"
         )
-    if use_triton(backend, joined[..., :1]):  # rows may be wider than those of other operators
+    # One channel is shown, since rows may be wider than those of other operators.
+    if use_triton(backend, joined[..., :1]):
         return _RotateJoined.apply(joined, cos, sin, heads, kv_heads)
     return reference.rotate_joined(joined, rotary, heads, kv_heads)
 
@@ -58,25 +67,36 @@ def _fake(joined: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 @operator(_fake)
 def rotary_forward(joined: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """The first heads of (B, T, C), turned: (B, T, heads, d)."""
+    """Turn the first heads of (B, T, C), to (B, T, heads, d)."""
     from . import kernel
 
     return kernel.forward(joined.contiguous(), cos.contiguous(), sin.contiguous(), heads)
 
 
-def _fake_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _fake_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     batch, heads, tokens, width = dq.shape
     return dq.new_empty(batch, tokens, (heads + 2 * dk.shape[1]) * width)
 
 
 @operator(_fake_backward)
-def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(B, heads, T, d) each, to (B, T, C)."""
+def rotary_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """Turn gradients (B, heads, T, d) back, to (B, T, C)."""
     from . import kernel
 
-    dq, dk, dv = (
-        gradient.transpose(1, 2).contiguous() for gradient in (dq, dk, dv)
-    )  # attention's are so already
+    # Attention's gradients have tokens before heads in memory already: nothing is copied.
+    dq, dk, dv = (gradient.transpose(1, 2).contiguous() for gradient in (dq, dk, dv))
     return kernel.backward(dq, dk, dv, cos.contiguous(), sin.contiguous())
 
 
@@ -86,20 +106,15 @@ class _RotateJoined(torch.autograd.Function):
         ctx: Any, joined: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        turned = rotary_forward(joined, cos, sin, heads + kv_heads).transpose(1, 2)  # (B, H, T, d)
-        values = joined.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)[
-            :, heads + kv_heads :
-        ]
-        return turned[:, :heads], turned[:, heads:], values
+        turned_heads = heads + kv_heads
+        turned = rotary_forward(joined, cos, sin, turned_heads).transpose(1, 2)  # (B, H, T, d)
+        all_heads = heads + 2 * kv_heads
+        by_head = joined.unflatten(-1, (all_heads, -1)).transpose(1, 2)
+        return turned[:, :heads], turned[:, heads:], by_head[:, turned_heads:]
 
     @staticmethod
     def backward(
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Tensor, None, None, None, None]:
-        if (
-            torch.is_grad_enabled()
-        ):  # create_graph: what follows would count as a constant, without a word
-            raise RuntimeError(
-                "the kernel has no second derivative: pass backend='reference' for create_graph=True"
-            )
+        refuse_second_derivative("rotate_joined")
         return rotary_backward(dq, dk, dv, *ctx.saved_tensors), None, None, None, None

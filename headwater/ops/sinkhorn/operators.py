@@ -1,13 +1,15 @@
-"""Sinkhorn's iteration on small matrices, one per token: alternating division of columns and rows by their sums.
+"""Sinkhorn's iteration on small matrices: divide columns, then rows, by their sums, over and over.
 
     K = exp(logits), each column less its largest logit;   r = 1
     repeat:   c = 1 / (K^T r);   r = 1 / (K c)
     output  = diag(r) K diag(c)                                              (..., n, n)
 
-mHC, arXiv 2512.24880, eq. 9. Kept as two vectors, so an iteration never forms a matrix. The backward recomputes them
-and walks back through every iteration (not through the fixed point, which finitely many have not reached): in all,
-gradients cost the logits and nothing else between forward and backward. One node for torch.compile, whose code would
-grow with the iterations; on a GPU, for up to four rows, one launch each way. fp32 (fp64 stays fp64).
+mHC, arXiv 2512.24880, eq. 9. There is one matrix per token. The iteration is kept as two vectors,
+so it never forms a matrix. The backward recomputes them and walks back through every iteration (not
+through the fixed point, which finitely many have not reached): in all, gradients cost the logits
+and nothing else between forward and backward. It is one node for torch.compile, whose code would
+grow with the iterations; on a GPU, for up to four rows, one launch each way. fp32 (fp64 stays
+fp64).
 """
 
 from typing import Any
@@ -16,8 +18,8 @@ import torch
 from torch import Tensor
 
 from headwater._torch import transformed
-from headwater.ops.numerics import accumulation_dtype
-from headwater.ops.routing import Backend, use_triton
+from headwater.ops.numerics import wide
+from headwater.ops.routing import Backend, refuse_second_derivative, use_triton
 from headwater.ops.triton.registration import operator
 
 from . import reference
@@ -51,28 +53,26 @@ def sinkhorn_backward(logits: Tensor, gradient: Tensor, iterations: int, triton:
     return reference.backward(logits, gradient, iterations)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, int, bool], output: Tensor) -> None:
+def _keep(
+    ctx: Any,
+    inputs: tuple[Tensor, int, bool],
+    output: Tensor,
+) -> None:
     logits, ctx.iterations, ctx.triton = inputs
     ctx.save_for_backward(logits)
 
 
 class _Sinkhorn(torch.autograd.Function):
+    # A `setup_context` would make a call 100 us longer.
     @staticmethod
-    def forward(
-        ctx: Any, *inputs: Any
-    ) -> Tensor:  # a `setup_context` would make a call 100 us longer
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         output = sinkhorn_forward(*inputs)
         _keep(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if (
-            torch.is_grad_enabled()
-        ):  # create_graph: what follows would count as a constant, without a word
-            raise RuntimeError(
-                "sinkhorn has no second derivatives: take its gradients without create_graph"
-            )
+        refuse_second_derivative("sinkhorn")
         (logits,) = ctx.saved_tensors
         return sinkhorn_backward(logits, gradient, ctx.iterations, ctx.triton), None, None
 
@@ -81,29 +81,30 @@ sinkhorn_forward.differentiate(_Sinkhorn.backward, _keep)
 
 
 def sinkhorn(logits: Tensor, iterations: int, *, backend: Backend = "auto") -> Tensor:
-    """Doubly stochastic matrices by Sinkhorn's iteration on exp(logits), differentiable through every iteration.
+    """Make doubly stochastic matrices by Sinkhorn's iteration on exp(logits).
 
     Arguments:
         logits: (..., n, n).
         iterations: of a normalisation of columns, then of rows.
-        backend: auto (the kernel where one runs, n up to 4), reference, or triton, which raises where it cannot.
+        backend: auto (the kernel where one runs, n up to 4), reference, or triton, which raises if
+            it cannot run.
 
-    Returns (..., n, n) in fp32 (fp64 for fp64). Rows sum to one exactly, columns up to convergence.
-    Raises ValueError for matrices that are not square, no iteration, or a backend that does not run here.
+    Returns (..., n, n) in fp32 (fp64 for fp64), differentiable through every iteration. Rows sum to
+    one exactly, columns up to convergence. Raises ValueError for matrices that are not square, no
+    iteration, or a backend that does not run here.
     """
-    if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2]:
-        raise ValueError(f"sinkhorn takes square matrices (..., n, n), got {tuple(logits.shape)}")
-    if iterations < 1:
-        raise ValueError(f"sinkhorn's iterations must be at least 1, got {iterations}")
-    wide = logits.to(accumulation_dtype(logits.dtype))
-    fits = logits.shape[-1] <= MAX_SIZE
-    if backend == "triton" and not fits:
+    shape = tuple(logits.shape)
+    if len(shape) < 2 or shape[-1] != shape[-2] or iterations < 1:
         raise ValueError(
-            f"backend='triton' takes matrices of up to {MAX_SIZE} rows, got {tuple(logits.shape)}"
+            "sinkhorn takes square matrices (..., n, n) and at least one iteration, got "
+            f"{shape} and {iterations}"
         )
-    triton = fits and use_triton(backend, wide)
+    matrices = wide(logits)
+    fits = shape[-1] <= MAX_SIZE
+    if backend == "triton" and not fits:
+        raise ValueError(f"backend='triton' takes matrices of up to {MAX_SIZE} rows, got {shape}")
+    triton = fits and use_triton(backend, matrices)
     if transformed():
-        return reference.by_division(wide, iterations)
-    return _Sinkhorn.apply(wide.reshape(-1, *wide.shape[-2:]), iterations, triton).view(
-        logits.shape
-    )
+        return reference.by_division(matrices, iterations)
+    flat = matrices.reshape(-1, *shape[-2:])
+    return _Sinkhorn.apply(flat, iterations, triton).view(shape)

@@ -1,4 +1,4 @@
-"""Residuals of n parallel streams: reads, writes, and what their coefficients are made by, with their kernels."""
+"""n parallel streams: reads, writes, and the projection and gates of their coefficients."""
 
 from .operators import gate_streams, project_streams, read_streams, write_streams
 

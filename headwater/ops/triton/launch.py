@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
-"""Launching: kernels by address, with as little of the host's time as can be, and tables of source addresses."""
+"""Launch kernels by address, with as little of the host's time as can be.
+
+Tables of source addresses are filled here too.
+"""
 
 import math
 import operator
@@ -17,15 +20,15 @@ from headwater._torch import current_device, current_stream
 
 from .tiles import INTERPRETED, ceil_div
 
-launches: Counter[str] = (
-    Counter()
-)  # how often each operator ran its kernels; the routing tests read it
+# How often each operator ran its kernels: tests see by it which way ran.
+launches: Counter[str] = Counter()
 
 CHUNK = 32  # addresses written by one launch
 MAX_INT32 = 2**31 - 1
 
 
-# Addresses are numbers here, of whatever type and wherever they point. One is above 2^31, and so passed as int64.
+# Addresses are numbers here, of whatever type and wherever they point. An address above 2^31 is
+# passed as int64.
 @triton.jit(do_not_specialize=[f"a{n}" for n in range(CHUNK)] + ["start"])
 def _write_addresses(
     table, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15,
@@ -66,8 +69,9 @@ def _write_addresses(
     tl.store(p + 31, a31)
 
 
-# A compiled kernel's own `run`, and what it expects, is a private part of Triton: seen on 3.6, with NVIDIA's GPUs.
-# There `kernel[grid]` took 63 us of the host a launch. On other versions, and with hooks set, it is taken all the same.
+# A compiled kernel's own `run`, and what it expects, is a private part of Triton: seen on 3.6, with
+# NVIDIA's GPUs. There `kernel[grid]` took 63 us of the host per launch. On other versions, and with
+# hooks set, `kernel[grid]` launches all the same.
 KNOWN = ("3.6",)
 
 
@@ -77,11 +81,13 @@ def runs_directly(version: str, hip: str | None) -> bool:
 
 DIRECT = runs_directly(triton.__version__, torch.version.hip)
 
-# Compiled kernels by what they were specialised for. A model has some hundred; more than MOST come only of ever new
-# combinations of unaligned addresses. Then all are forgotten, which costs each one public launch: to note the order of
-# use, for dropping the oldest, would cost every launch.
+# Compiled kernels by what they were specialised for. A model has some hundred; more than MOST come
+# only of ever new combinations of unaligned addresses. Then all are forgotten, which costs each one
+# public launch: to note the order of use, for dropping the oldest, would cost every launch.
 MOST = 4096
-_address, _dtype, _runtime = Tensor.data_ptr, operator.attrgetter("dtype"), triton.knobs.runtime
+_address = Tensor.data_ptr
+_dtype = operator.attrgetter("dtype")
+_runtime = triton.knobs.runtime
 _compiled: dict[tuple, tuple] = {}
 _numbers_fixed: dict[int, tuple] = {}
 
@@ -96,18 +102,29 @@ def launch(
     num_warps: int,
     num_stages: int = 1,
 ) -> tuple | None:
-    """kernel[grid](*tensors, *numbers, **constants), at a fraction of the cost on the host once it has been compiled.
+    """Run kernel[grid](*tensors, *numbers, **constants), but cheaper for the host.
 
-    Triton binds and specialises every argument at every launch. Here the compiled kernel is kept under what it has been
-    specialised for, and called by address: types, whether addresses are multiples of 16, constants, and of the numbers
-    those that the kernel does not declare `do_not_specialize`. Lengths are declared so: they may vary as they like.
-    The host is what bounds an eager forward pass, so this counts microseconds. Returns the kernel, if it was kept.
+    Triton binds and specialises every argument at every launch. Here the compiled kernel is kept
+    under what it has been specialised for, and called by address: types, whether addresses are
+    multiples of 16, constants, and those numbers that the kernel does not declare
+    `do_not_specialize`. Lengths are declared so: they may vary as they like. The host is what
+    bounds an eager forward pass, so this counts microseconds.
+
+    Returns the kernel, if it was kept.
     """
+    options = {"num_warps": num_warps, "num_stages": num_stages}
     index = tensors[0].get_device()
-    if INTERPRETED or index != current_device():
-        _launch_elsewhere(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
+    if INTERPRETED:
+        launch_that_fits(kernel, grid, tensors, numbers, constants, **options)
         return None
-    addresses, name = [*map(_address, tensors)], id(kernel)  # to hash a kernel takes a lock
+    if index != current_device():
+        with torch.cuda.device(index):
+            launch(kernel, grid, tensors, numbers, constants, **options)
+        return None
+
+    # The key: everything that the kernel is specialised for.
+    addresses = addresses_of(tensors)
+    name = id(kernel)  # to hash a kernel takes a lock
     _, specialised_numbers = _numbers_fixed.get(name) or _find_fixed(kernel, len(tensors))
     key = (
         name,
@@ -120,41 +137,30 @@ def launch(
     )
     if math.gcd(16, *addresses) != 16:
         key += tuple(address & 15 == 0 for address in addresses)
-    if numbers and max(numbers) > MAX_INT32:  # which are passed as int64
+    # Larger numbers are passed as int64.
+    if numbers and max(numbers) > MAX_INT32:
         key += tuple([number > MAX_INT32 for number in numbers])
+
+    # The first time, Triton compiles and launches.
     cached = _compiled.get(key)
     if cached is None:
-        compiled, constants = launch_that_fits(
-            kernel, grid, tensors, numbers, constants, num_warps, num_stages
-        )
+        compiled, constants = launch_that_fits(kernel, grid, tensors, numbers, constants, **options)
         rest = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
+        parts = (None, None, None)
+        if DIRECT:
+            parts = (compiled.run, compiled.function, compiled.packed_metadata)
         if len(_compiled) >= MOST:
             _compiled.clear()
-        parts = (
-            (compiled.run, compiled.function, compiled.packed_metadata)
-            if DIRECT
-            else (None, None, None)
-        )
         _compiled[key] = (constants, rest, *parts)
         return None
+
     fitting, rest, run, function, metadata = cached
     if run is None or _hooked(kernel):
         kernel[grid](*tensors, *numbers, **fitting, num_warps=num_warps)
         return None
-    ones = (1,) * (3 - len(grid))
-    run(
-        *grid,
-        *ones,
-        current_stream(index),
-        function,
-        metadata,
-        None,
-        None,
-        None,
-        *addresses,
-        *numbers,
-        *rest,
-    )
+    whole_grid = (*grid, *(1,) * (3 - len(grid)))
+    stream = current_stream(index)
+    run(*whole_grid, stream, function, metadata, None, None, None, *addresses, *numbers, *rest)
     return cached
 
 
@@ -164,13 +170,13 @@ def _hooked(kernel) -> bool:
     That is a profiler, by a chain of hooks, or a hook before runs of this kernel.
     """
     before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    return bool(
-        getattr(before, "calls", before) or getattr(after, "calls", after) or kernel.pre_run_hooks
-    )
+    if getattr(before, "calls", before) or getattr(after, "calls", after):
+        return True
+    return bool(kernel.pre_run_hooks)
 
 
 class Launch:
-    """`launch` with all arguments but the tensors, which a call takes: what does not depend on them is done once.
+    """A call of `launch` with all arguments but the tensors: what needs no tensors is done once.
 
     Operators keep one for each shape they meet, which spares the host a third of a launch.
     """
@@ -180,13 +186,14 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
-        self.kept: dict[
-            tuple, tuple
-        ] = {}  # by device and types, for addresses that are multiples of 16
+        # Compiled kernels by device and types, for addresses that are multiples of 16.
+        self.kept: dict[tuple, tuple] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
-        index, addresses = tensors[0].get_device(), [*map(_address, tensors)]
-        key, aligned = (index, *map(_dtype, tensors)), math.gcd(16, *addresses) == 16
+        index = tensors[0].get_device()
+        addresses = addresses_of(tensors)
+        key = (index, *map(_dtype, tensors))
+        aligned = math.gcd(16, *addresses) == 16
         cached = self.kept.get(key)
         if cached is None or not aligned or index != current_device() or _hooked(self.kernel):
             compiled = launch(
@@ -201,22 +208,11 @@ class Launch:
         run(*grid, current_stream(index), function, metadata, None, None, None, *addresses, *rest)
 
 
-def _launch_elsewhere(
-    kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int
-) -> None:
-    """On another device than the current one, or by Triton's interpreter."""
-    if INTERPRETED:
-        launch_that_fits(kernel, grid, tensors, numbers, constants, num_warps, num_stages)
-        return
-    with torch.cuda.device(tensors[0].get_device()):
-        launch(
-            kernel, grid, tensors, numbers, constants, num_warps=num_warps, num_stages=num_stages
-        )
-
-
 def _find_fixed(kernel, tensors: int) -> tuple:
-    """The kernel, so that no other takes over its id, and what picks the numbers after its tensors that it is
-    specialised for."""
+    """Return the kernel, and what picks the numbers that it is specialised for.
+
+    The kernel is kept so that no other takes over its id. Its numbers follow its tensors.
+    """
     numbers = [param for param in kernel.params[tensors:] if not param.is_constexpr]
     fixed = [i for i, param in enumerate(numbers) if not param.do_not_specialize]
     pick = operator.itemgetter(*fixed) if fixed else lambda _: None
@@ -226,7 +222,7 @@ def _find_fixed(kernel, tensors: int) -> tuple:
 def launch_that_fits(
     kernel, grid, tensors, numbers, constants, num_warps: int, num_stages: int
 ) -> tuple[Any, dict]:
-    """Compile and run with `num_stages` rows or tiles under way, or as many fewer as the GPU's shared memory holds.
+    """Compile and run with `num_stages` tiles under way, or fewer if shared memory holds no more.
 
     A kernel that pipelines a loop of its own takes the number as the constant STAGES.
     """
@@ -236,11 +232,12 @@ def launch_that_fits(
         try:
             return kernel[grid](*tensors, *numbers, **fixed, num_warps=num_warps), fixed
         except OutOfResources as error:
-            shortage = error.with_traceback(None)  # which would keep the tensors alive
+            shortage = error.with_traceback(None)  # a traceback would keep the tensors alive
     largest = max(tensors, key=Tensor.numel)
+    row = f"{tuple(largest.shape)} in {largest.dtype}"
     raise RuntimeError(
-        f"{kernel.__name__}: {tuple(largest.shape)} in {largest.dtype} takes {shortage.required} of {shortage.name}, "
-        f"this GPU has {shortage.limit}; choose backend='reference'"
+        f"{kernel.__name__}: {row} takes {shortage.required} of {shortage.name}, this GPU has "
+        f"{shortage.limit}; choose backend='reference'"
     ) from shortage
 
 
@@ -249,22 +246,16 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def address_table(addresses: Sequence[int], device: torch.device) -> Tensor:
-    """The addresses in an int64 tensor on a device.
+    """Put addresses into an int64 tensor on a device.
 
-    Kernels look sources up in it, so that their number is neither capped nor compiled in. The addresses ride in a
-    launch's arguments, which a CUDA graph records; a host copy would not be.
+    Kernels look sources up in it, so that their number is neither capped nor compiled in. The
+    addresses ride in a launch's arguments, which a CUDA graph records; a host copy would not be.
     """
     count = len(addresses)
     whole = ceil_div(count, CHUNK) * CHUNK
     table = torch.empty(whole, dtype=torch.int64, device=device)
     padded = [*addresses] + [addresses[0]] * (whole - count)
     for start in range(0, whole, CHUNK):
-        launch(
-            _write_addresses,
-            (1,),
-            (table,),
-            (*padded[start : start + CHUNK], start),
-            {},
-            num_warps=1,
-        )
+        numbers = (*padded[start : start + CHUNK], start)
+        launch(_write_addresses, (1,), (table,), numbers, {}, num_warps=1)
     return table

@@ -1,7 +1,6 @@
 # mypy: allow-untyped-defs
-"""Functions that torch.compile, fake tensors and dispatch modes see as one node."""
+"""Register functions that torch.compile, fake tensors and dispatch modes see as one node."""
 
-import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,11 +13,17 @@ _library = torch.library.Library("headwater", "FRAGMENT")
 class Operator:
     """A function on tensors, registered as headwater::name with a fake kernel.
 
-    Calls go through PyTorch's dispatcher where something traces them (torch.compile, fake tensors, any dispatch mode),
-    and straight to the function otherwise: for kernels of a hundred microseconds the dispatcher's Python costs as much.
+    Calls go through PyTorch's dispatcher where something traces them (torch.compile, fake tensors,
+    any dispatch mode), and straight to the function otherwise: for kernels of a hundred
+    microseconds the dispatcher's Python costs as much.
     """
 
-    def __init__(self, function: Callable, fake: Callable, mutates: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        function: Callable,
+        fake: Callable,
+        mutates: Sequence[str] = (),
+    ) -> None:
         name = function.__name__
         _library.define(name + torch.library.infer_schema(function, mutates_args=mutates))
         _library.impl(name, function, "CompositeExplicitAutograd")
@@ -30,24 +35,27 @@ class Operator:
         return (self.overload if traced() else self.function)(*args)
 
     def differentiate(self, backward: Callable, keep: Callable) -> None:
-        """Give the node by itself the gradient of the autograd function around it, which torch.export leaves out."""
+        """Give the node itself the gradient of the autograd function around it.
+
+        torch.export leaves that function out.
+        """
         name = f"headwater::{self.function.__name__}"
         torch.library.register_autograd(name, backward, setup_context=keep, lib=_library)
 
 
 class Writer(Operator):
-    """An operator that returns nothing: it writes to the last of its arguments, which `allocate` makes of the others.
+    """An operator that returns nothing: it writes to its last arguments, which `allocate` makes.
 
-    Callers leave them out and get them back. Of an operator that returned several tensors, inductor would keep all
-    until it has fetched each, a weight's gradient for instance at the end of the backward, and would not know that it
-    does: a compiled step took more memory than an eager one. Tensors that it allocates itself it frees one by one.
+    Callers leave these arguments out and get them back. If an operator returned several tensors,
+    inductor would keep all of them until it has fetched each, a weight's gradient for instance at
+    the end of the backward, and would not know that it does: a compiled step took more memory than
+    an eager one. Inductor frees tensors that it allocates itself one by one.
     """
 
-    def __init__(self, function: Callable, allocate: Callable, adds_to: Sequence[str]) -> None:
-        written = list(inspect.signature(function).parameters)[
-            len(inspect.signature(allocate).parameters) :
-        ]
-        super().__init__(function, lambda *_: None, [*adds_to, *written])
+    def __init__(
+        self, function: Callable, allocate: Callable, writes: Sequence[str], adds_to: Sequence[str]
+    ) -> None:
+        super().__init__(function, lambda *_: None, [*adds_to, *writes])
         self.allocate = allocate
 
     def __call__(self, *args):
@@ -57,10 +65,15 @@ class Writer(Operator):
 
 
 def operator(fake: Callable) -> Callable[[Callable], Operator]:
-    """Register a function that returns what `fake`, called with the same arguments, has the shapes of."""
+    """Register a function. `fake` returns tensors of the same shapes for the same arguments."""
     return lambda function: Operator(function, fake)
 
 
-def writer(allocate: Callable, adds_to: Sequence[str] = ()) -> Callable[[Callable], Writer]:
-    """Register a function that writes to what `allocate` makes; `adds_to`: arguments that it changes besides."""
-    return lambda function: Writer(function, allocate, adds_to)
+def writer(
+    allocate: Callable, writes: Sequence[str], adds_to: Sequence[str] = ()
+) -> Callable[[Callable], Writer]:
+    """Register a function that writes to its last arguments, `writes`.
+
+    `allocate` makes these from the other arguments. The function also changes `adds_to` of those.
+    """
+    return lambda function: Writer(function, allocate, writes, adds_to)
