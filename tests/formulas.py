@@ -23,9 +23,8 @@ from headwater.residuals.base import Read, Residual
 from headwater.residuals.registry import entry, parse
 
 Run = Callable[[int, Read], Tensor]
-Formula = Callable[
-    [Any, Any, Tensor, Run], Tensor
-]  # the residual, its options, the embedding, the sublayers
+# The residual, its options, the embedding, the sublayers
+Formula = Callable[[Any, Any, Tensor, Run], Tensor]
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -96,9 +95,8 @@ def depth_window(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
         reads = {
             j: residual.reads["0" if o.maps == "shared" else str(j)] for j in range(first, i + 1)
         }
-        makers = {
-            j: reads[i] if o.maps == "reader" else reads[j] for j in reads
-        }  # whose maps make key and value
+        # Whose maps make key and value
+        makers = {j: reads[i] if o.maps == "reader" else reads[j] for j in reads}
         v = torch.stack([F.linear(states[j], makers[j].value) for j in reads])
         if i > 0:
             k = torch.stack([F.linear(states[j], makers[j].key) for j in reads])
@@ -176,9 +174,8 @@ def denseformer(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
             x = x + run(i, x)
         outputs.append(x)
         if m % o.period == 0:
-            weights = residual.sums.get(
-                str(layer[-1] + 1), [1.0]
-            )  # the last, of one term, has none
+            # The last, of one term, has none
+            weights = residual.sums.get(str(layer[-1] + 1), [1.0])
             x = weighted(weights, outputs[m % o.dilation :: o.dilation])
     return x
 

@@ -1,8 +1,9 @@
-"""Decoders so small that a forward and a backward pass take milliseconds."""
+"""Decoders, and residuals, so small that a forward and a backward pass take milliseconds."""
 
 import torch
 
 from headwater.models import Decoder, ModelConfig
+from headwater.residuals import build
 
 LAYERS, DIM, VOCAB = 4, 32, 48
 
@@ -29,6 +30,16 @@ def model_of(spec, seed=0, scatter=False, **settings):
                     * (0.2 if p.dim() == 1 else 0.5 / p.shape[-1] ** 0.5)
                 )
     return model
+
+
+def scattered(spec, dim=16, sublayers=8, scale=0.5, dtype=torch.float32):
+    """A residual whose parameters are moved off their start; and what torch draws next follows."""
+    torch.manual_seed(0)
+    residual = build(spec, dim, sublayers).to(dtype)
+    with torch.no_grad():
+        for p in residual.parameters():
+            p.add_(scale * torch.randn(p.shape, dtype=dtype))
+    return residual
 
 
 def tokens_of(batch=2, length=12, seed=2):

@@ -21,7 +21,8 @@ from headwater.ops.decode import likeliest
 
 from .fused_step import FusedStep, fused_step
 
-AHEAD = 4  # steps that the host may be ahead of the tokens it knows
+# Steps that the host may be ahead of the tokens that it knows.
+AHEAD = 4
 
 
 class GeneralStep:
@@ -31,7 +32,7 @@ class GeneralStep:
         self.model, self.cache = model, cache
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits (B, vocab) after tokens (B,), which the cache then has."""
+        """Return logits (B, vocab) after tokens (B,), which the cache then has."""
         hidden = self.model.hidden(tokens[:, None], self.cache)
         return self.model.head(hidden[:, -1])
 
@@ -61,16 +62,22 @@ class CapturedSteps:
         *,
         graph: bool = True,
     ) -> None:
-        self.step, self.draw, self.graph, self.device = step, draw, graph, device
+        self.step = step
+        self.draw = draw
+        self.graph = graph
+        self.device = device
         self.tokens = torch.zeros(batch, dtype=torch.long, device=device)
-        self.drawn = self.tokens.clone()  # the same, or NO_NUMBERS
+        # The same tokens, or NO_NUMBERS.
+        self.drawn = self.tokens.clone()
         self.logits: Tensor | None = None
         self.replay: Callable[[], None] | None = None
         self.count = 0
 
     def run(self) -> Tensor:
-        """Logits after `self.tokens`, always in one place; `self.tokens` then has the next ones."""
-        with torch.cuda.device_of(self.tokens):  # streams are those of the current GPU
+        """Return logits after `self.tokens`, always in one place; `self.tokens` then has the next
+        tokens."""
+        # Streams are those of the current GPU.
+        with torch.cuda.device_of(self.tokens):
             # The first step has compiled its kernels and allocated what it needs.
             if self.graph and self.replay is None and self.count == 1:
                 self._capture()

@@ -31,11 +31,14 @@ class FusedStep:
     def __init__(
         self, model: Decoder, cache: Cache, depth: OneToken, backend: Backend = "auto"
     ) -> None:
-        self.model, self.cache, self.depth, self.backend = model, cache, depth, backend
+        self.model = model
+        self.cache = cache
+        self.depth = depth
+        self.backend = backend
         self.rotary = model.rotary.cos, model.rotary.sin
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits (B, vocab) after tokens (B,), which the cache then has."""
+        """Return logits (B, vocab) after tokens (B,), which the cache then has."""
         model, depth, backend = self.model, self.depth, self.backend
         take(model.embedding.weight, tokens, depth.begin(), backend=backend)
         for i, sublayer in enumerate(cast(list[Sublayer], model.sublayers)):

@@ -97,7 +97,8 @@ def generate(
         ended=ended,
         graph=graph,
     )
-    new_tokens = list(steps)  # which checks the prompts
+    # The steps check the prompts.
+    new_tokens = list(steps)
     rows = as_rows(tokens)
     for step in new_tokens:
         for row, token in zip(rows, step):
@@ -105,9 +106,12 @@ def generate(
                 row.append(token)
     if not isinstance(tokens, Tensor):
         return rows
-    # Rows that ended early repeat their last token.
+    # In a tensor, rows that ended early repeat their last token.
     longest = max(map(len, rows))
-    padded = [row + row[-1:] * (longest - len(row)) for row in rows]
+    padded = []
+    for row in rows:
+        repeated = row[-1:] * (longest - len(row))
+        padded.append(row + repeated)
     return torch.tensor(padded, device=tokens.device)
 
 
@@ -130,6 +134,7 @@ def stream(
     Each step has a token for every row, None for rows that have ended.
     """
     sampling = sampling or Sampling()
+    # An engine is no module.
     if isinstance(model, nn.Module) and not isinstance(model, Decoder):
         raise TypeError(
             f"model must be a Decoder, got a {type(model).__name__}: a model of transformers has a "
@@ -169,7 +174,8 @@ def stream(
 
 
 def _in_evaluation(module: nn.Module, steps: Iterator[list[int]]) -> Iterator[list[int]]:
-    """Take each step with the model in evaluation mode; between steps it is as its owner has it."""
+    """Take each step with the model in evaluation mode, and leave it as its owner has it
+    between."""
     while True:
         with evaluating(module):
             new = next(steps, None)
@@ -187,9 +193,15 @@ def _refuse_no_numbers(token: int, row: int, count: int) -> None:
 
 
 def as_rows(tokens: Prompts) -> list[list[int]]:
-    if isinstance(tokens, Tensor):
-        return tokens.tolist()
-    return [[int(token) for token in row] for row in tokens]
+    """Return prompts as lists. Raises ValueError for text, or a single prompt."""
+    rows = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    try:
+        return [[int(token) for token in row] for row in rows]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "tokens must be a list of prompts, each a list of numbers, or a tensor (batch, "
+            "length); headwater.generation.text_pieces.continue_texts takes text"
+        ) from error
 
 
 def _check(
@@ -198,20 +210,6 @@ def _check(
     """Return the prompts as lists, if they can be continued."""
     sampling.check()
     check_counts(new, prefill_chunk)
-    if isinstance(tokens, Tensor) and (tokens.dim() != 2 or tokens.shape[1] < 1):
-        raise ValueError(
-            f"tokens must be (batch, length) with at least one token, got {tuple(tokens.shape)}"
-        )
-    if isinstance(tokens, str) or any(isinstance(row, str) for row in tokens):
-        raise ValueError(
-            "tokens must be numbers, got text: encode it, or take "
-            "headwater.generation.text_pieces.continue_texts"
-        )
-    if any(isinstance(row, int) for row in tokens):
-        raise ValueError(
-            "tokens must be a list of prompts, each a list of tokens; got one prompt: "
-            "put it into a list"
-        )
     rows = as_rows(tokens)
     if not rows:
         raise ValueError("there is no prompt to continue")

@@ -18,7 +18,8 @@ from headwater.ops.decode import exponentials, likeliest
 
 from .sampling import Sampling
 
-NO_NUMBERS = -1  # stands for a token where one of the row's logits is NaN
+# Stands for a token where one of the row's logits is NaN.
+NO_NUMBERS = -1
 
 
 class Draw:

@@ -17,7 +17,8 @@ from torch import nn
 
 from headwater.models.decoder import Decoder
 
-LEAST = 256  # tokens: smaller portions would read the weights too often
+# Tokens: smaller portions would read the weights too often.
+LEAST = 256
 
 
 def bytes_per_token(model: Decoder) -> int:
@@ -36,6 +37,7 @@ def bytes_per_token(model: Decoder) -> int:
 
 
 def _produced(sublayer: nn.Module) -> int:
+    """Count the channels that a sublayer's projections produce."""
     linear = (module for module in sublayer.modules() if isinstance(module, nn.Linear))
     return sum(module.out_features for module in linear)
 

@@ -33,7 +33,7 @@ class Reader:
             yield draw(self.next_logits(drawn)).tolist()
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
-        """Logits (B, vocab) after the tokens drawn so far."""
+        """Return logits (B, vocab) after the tokens drawn so far."""
         logits = []
         for prompt, new in zip(self.rows, drawn):
             text = torch.tensor([prompt + new], device=self.device)
@@ -54,7 +54,8 @@ class CachedReader(Reader):
         self.cache = model.new_cache(len(rows), room)
 
     def free_bytes(self) -> int | None:
-        """Bytes that portions and cache may take; None: what is free where the model is."""
+        """Return the bytes that portions and cache may take; None: what is free where the model
+        is."""
         return None
 
     def next_logits(self, drawn: list[list[int]]) -> Tensor:
@@ -66,7 +67,7 @@ class CachedReader(Reader):
         return self.model.head(hidden[:, -1])
 
     def read_prompts(self) -> Tensor:
-        """Logits (B, vocab) after the prompts, which the cache then has."""
+        """Return logits (B, vocab) after the prompts, which the cache then has."""
         logits, views, first = [], [], 0
         # Prompts of one length are read together, into their rows of the cache.
         for _, prompts in groupby(self.rows, key=len):

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-LEAST = 1e-30  # temperature: divided by less, some logits are infinite in fp32
+# The least temperature: divided by less, some logits are infinite in fp32.
+LEAST = 1e-30
+INFINITY = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,33 +13,39 @@ class Sampling:
     """Settings of a draw. They act in this order: penalty, temperature, top_k, top_p, min_p."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token each time."""
+    """Temperature of the draw. 0 takes the likeliest token each time."""
     top_k: int | None = None
-    """Draw among this many of the likeliest tokens."""
+    """Number of likeliest tokens to draw from, at least 1. Without it all tokens can be drawn."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together reach this probability."""
+    """Probability that the tokens to draw from, the likeliest ones, reach together: above 0, at
+    most 1. Without it all tokens can be drawn."""
     min_p: float | None = None
-    """Draw among tokens at least this share as likely as the likeliest."""
+    """Least probability of a drawn token, as a share of the likeliest token's: above 0, at most
+    1. Without it all tokens can be drawn."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens that the text has are divided by this, negative ones multiplied."""
+    """Factor that divides the positive logits of tokens that the text has already, and
+    multiplies negative ones. Above 0; 1 changes nothing."""
 
     def check(self) -> None:
         """Raise ValueError that names the setting, what it must be and what it is."""
-        if self.temperature != 0 and not LEAST <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature must be 0 (takes the likeliest token) or a number from {LEAST} on, "
-                f"got {self.temperature}"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must lie in (0, 1], got {value}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(
-                f"repetition_penalty must be a positive number, got {self.repetition_penalty}"
-            )
+        top_p, min_p, penalty = self.top_p, self.min_p, self.repetition_penalty
+        must = {
+            "temperature": f"be 0 (takes the likeliest token) or a number from {LEAST} on",
+            "top_k": "be at least 1",
+            "top_p": "lie in (0, 1]",
+            "min_p": "lie in (0, 1]",
+            "repetition_penalty": "be a positive number",
+        }
+        holds = {
+            "temperature": self.temperature == 0 or LEAST <= self.temperature < INFINITY,
+            "top_k": self.top_k is None or self.top_k >= 1,
+            "top_p": top_p is None or 0 < top_p <= 1,
+            "min_p": min_p is None or 0 < min_p <= 1,
+            "repetition_penalty": 0 < penalty < INFINITY,
+        }
+        for name, fine in holds.items():
+            if not fine:
+                raise ValueError(f"{name} must {must[name]}, got {getattr(self, name)}")
 
 
 Portion = int | Literal["auto"] | None  # of a prompt, in tokens
@@ -47,9 +55,5 @@ def check_counts(new: int, prefill_chunk: Portion) -> None:
     """Raise ValueError unless this many tokens can be drawn, and prompts read in such portions."""
     if new < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {new}")
-    if isinstance(prefill_chunk, str) and prefill_chunk != "auto":
-        raise ValueError(
-            f"prefill_chunk must be a number of tokens or 'auto', got '{prefill_chunk}'"
-        )
     if isinstance(prefill_chunk, int) and prefill_chunk < 1:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")

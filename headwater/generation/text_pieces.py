@@ -13,7 +13,8 @@ from headwater.models.decoder import Decoder
 from .generate import Engine, stream
 from .sampling import Portion, Sampling
 
-HALF = "\ufffd"  # what a decoder of bytes shows for a character whose last bytes have not come yet
+# What a decoder of bytes shows for a character whose last bytes have not come yet.
+HALF = "\ufffd"
 
 
 class TextTokenizer(Protocol):
@@ -108,6 +109,7 @@ def continue_texts(
         ended=lambda row, new: texts[row].update(new),
     )
     for number, _ in enumerate(steps):
-        if number:  # a text knows of a token when the next one comes
+        # A text knows of a token when the next one comes.
+        if number:
             yield [text.piece() for text in texts]
     yield [text.piece(last=True) for text in texts]

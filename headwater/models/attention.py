@@ -16,7 +16,7 @@ from .cache import Entry, KeysValues, Lengths
 from .config import ModelConfig
 from .norm import RMSNorm
 from .part import Part
-from .projection import are_plain, project_joined, project_together
+from .projection import are_plain, linear, project_joined, project_together
 from .window import window_attention
 
 
@@ -34,8 +34,8 @@ class Rotary(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def tables(self, context: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"dtype": torch.float64, "device": device}
         # In fp64: in fp32 the angles of late positions would be off.
+        options: dict[str, Any] = {"dtype": torch.float64, "device": device}
         exponents = -torch.arange(0, self.head_dim, 2, **options) / self.head_dim
         positions = torch.arange(context, **options)
         angles = torch.outer(positions, self.theta**exponents)  # (T, head_dim / 2)
@@ -51,14 +51,15 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """The tables of positions from `start` on, (length, head_dim / 2)."""
+        """Return the tables of positions from `start` on, (length, head_dim / 2)."""
         stop = start + length
         if stop > len(self.cos):
             raise ValueError(f"{stop} positions exceed the model's context of {len(self.cos)}")
         return self.cos[start:stop], self.sin[start:stop]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables of positions (B, T), each row's own: (B, 1, T, head_dim / 2)."""
+        """Return the tables of positions (B, T), which each row has of its own, (B, 1, T,
+        head_dim / 2)."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
@@ -70,20 +71,23 @@ class Attention(Part):
     """
 
     backend: Backend = "auto"
-    """Of the rotation, where one product makes queries, keys and values, and no norm is between."""
+    """Backend of the rotation, used where one product makes queries, keys and values without a norm between."""
 
     def __init__(
         self, config: ModelConfig, window: int | None = None, mixes_values: bool = False
     ) -> None:
         super().__init__()
         self.window = window
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.heads = config.heads
+        self.kv_heads = config.kv_heads
+        self.head_dim = config.head_dim
         self.qk_norm = config.qk_norm
-        inner, kv_inner = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = nn.Linear(config.dim, inner, bias=False)
-        self.key = nn.Linear(config.dim, kv_inner, bias=False)
-        self.value = nn.Linear(config.dim, kv_inner, bias=False)
-        self.output = nn.Linear(inner, config.dim, bias=False)
+        inner = self.heads * self.head_dim
+        kv_inner = self.kv_heads * self.head_dim
+        self.query = linear(config.dim, inner)
+        self.key = linear(config.dim, kv_inner)
+        self.value = linear(config.dim, kv_inner)
+        self.output = linear(inner, config.dim)
         self.query_norm = self._head_norm(config)
         self.key_norm = self._head_norm(config)
         self.value_mix = nn.Parameter(torch.full((2,), 0.5)) if mixes_values else None
@@ -108,18 +112,17 @@ class Attention(Part):
         return self.output(y.transpose(1, 2).flatten(2)), v
 
     def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> KeysValues:
-        shape = (len(lengths.tokens), lengths.room, self.kv_heads, self.head_dim)
-        device = lengths.tokens.device
-        keys = torch.zeros(shape, dtype=dtype, device=device)
-        values = torch.zeros(shape, dtype=dtype, device=device)
+        keys = lengths.zeros(self.kv_heads, self.head_dim, dtype=dtype)
+        values = lengths.zeros(self.kv_heads, self.head_dim, dtype=dtype)
         return KeysValues(lengths, keys, values, self.window)
 
     def can_step(self) -> bool:
         # Kernels read the weights of linear layers and norms, and pair the channels of a head.
+        if self.window is not None or self.value_mix is not None or self.head_dim % 2:
+            return False
         norms = {type(self.query_norm), type(self.key_norm)}
         plain = are_plain(self.query, self.key, self.value, self.output)
-        usual = self.window is None and self.value_mix is None and self.head_dim % 2 == 0
-        return plain and usual and norms <= {RMSNorm, nn.Identity}
+        return plain and norms <= {RMSNorm, nn.Identity}
 
     def step(
         self,
@@ -131,22 +134,15 @@ class Attention(Part):
         # First the projections; then one launch norms, turns, writes to the cache and attends.
         weights = self.query.weight, self.key.weight, self.value.weight
         joined = reading.project(*weights, backend=backend)  # (B, (heads + 2 kv_heads) d)
-        q, k, v = joined.split([len(weight) for weight in weights], 1)
+        heads = joined.unflatten(1, (-1, self.head_dim))
+        sizes = (self.heads, self.kv_heads, self.kv_heads)
+        q, k, v = heads.split(sizes, 1)  # (B, heads, d), views
         norms = None
         if isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
             norms = self.query_norm.for_kernels(), self.key_norm.for_kernels()
         stored = cast(KeysValues, cache)
-        return attend(
-            q.unflatten(1, (self.heads, -1)),  # (B, heads, d), a view
-            k.unflatten(1, (self.kv_heads, -1)),
-            v.unflatten(1, (self.kv_heads, -1)),
-            stored.keys,
-            stored.values,
-            stored.lengths.tokens,
-            rotary=rotary,
-            norms=norms,
-            backend=backend,
-        )
+        places = stored.keys, stored.values, stored.lengths.tokens
+        return attend(q, k, v, *places, rotary=rotary, norms=norms, backend=backend)
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the output's."""
@@ -155,23 +151,25 @@ class Attention(Part):
     def _turned(
         self, x: Read, rotary: tuple[Tensor, Tensor], cached: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, turned by their positions, and values, (B, heads, T, d) each."""
+        """Make queries and keys, turned by their positions, and values, (B, heads, T, d) each."""
         parts = self._project(x, cached)
         # One kernel splits and turns what one product made, unless a norm or a cache is between.
         if len(parts) == 1 and not (self.qk_norm or cached):
             return rotate_joined(parts[0], rotary, self.heads, self.kv_heads, backend=self.backend)
         q, k, v = split_heads(parts, (self.heads, self.kv_heads, self.kv_heads))
-        return rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary), v
+        q = rotate(self.query_norm(q), rotary)
+        return q, rotate(self.key_norm(k), rotary), v
 
     def _project(self, x: Read, cached: bool) -> tuple[Tensor, ...]:
-        """Queries, keys and values, (B, T, heads d) each, or side by side in one tensor."""
+        """Make queries, keys and values, (B, T, heads d) each, or side by side in one tensor."""
         if isinstance(x, tuple):
-            return self.query(x[0]), self.key(x[1]), self.value(x[2])
+            query, key, value = x
+            return self.query(query), self.key(key), self.value(value)
         project = project_together if cached else project_joined
         return project(x, self.query, self.key, self.value)
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeysValues | None) -> Tensor:
-        """Attention of new tokens over themselves and those in the cache, (B, H, T, d)."""
+        """Attend with new tokens to themselves and those in the cache, (B, H, T, d)."""
         if cache is None:
             return self._attend(q, k, v, None, causal=True)
         # One token of every row: on a GPU a kernel writes it and attends.
@@ -184,9 +182,9 @@ class Attention(Part):
         return self._attend(q, keys, values, mask, causal=cache.lengths.empty)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        # A window that no mask describes has its own attention.
         if self.window is not None and mask is None:
             return window_attention(q, k, v, self.window)
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
         grouped = self.heads != self.kv_heads
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options)

@@ -31,6 +31,12 @@ class Lengths:
     def empty(self) -> bool:
         return self.even == 0
 
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Allocate room for the tokens of all rows, (B, room, *shape)."""
+        return torch.zeros(
+            len(self.tokens), self.room, *shape, dtype=dtype, device=self.tokens.device
+        )
+
     def positions(self, count: int) -> Tensor:
         """Positions (B, count) of the next tokens."""
         return self.tokens[:, None] + torch.arange(count, device=self.tokens.device)
@@ -56,11 +62,12 @@ class Lengths:
 
     def mask(self, count: int, window: int | None) -> Tensor | None:
         """Say where the next tokens may look, (B, 1, count, room); None: attention knows."""
+        # Attention knows by itself what one token, a window and a beginning look at.
         if self.even is not None:
-            # Attention knows by itself what one token, a window and a beginning look at.
             if count == 1 or window is not None or self.empty:
                 return None
             return continuation_mask(count, self.even, self.tokens.device)
+        # Each row looks at what it has, up to the new token itself.
         keys = torch.arange(self.room, device=self.tokens.device)
         places = self.positions(count)[:, None, :, None]
         visible = keys <= places
@@ -70,12 +77,13 @@ class Lengths:
 
 
 def continuation_mask(count: int, past: int, device: torch.device) -> Tensor:
-    """True where a new token (row) may look: at the past, and at new tokens up to itself.
+    """Say where new tokens (rows) may look: at the past, and at new tokens up to themselves.
 
     On a GPU the mask is never written out: for a portion of a long prompt it would fill the memory.
     """
     if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # which imports triton
+        # Here, because it imports triton.
+        from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(count, past + count)
     mask = torch.ones(count, past + count, dtype=torch.bool, device=device)
@@ -108,25 +116,18 @@ class KeysValues:
         if self.lengths.empty:
             return keys, values
         # Of a window, only the tokens that the first new one looks at, if all rows have one length.
-        first = 0
         if self.window is not None and self.lengths.even is not None:
             first = max(0, self.lengths.even + 1 - self.window)
-        all_keys, all_values = all_keys[:, first:], all_values[:, first:]
+            all_keys, all_values = all_keys[:, first:], all_values[:, first:]
         return all_keys.transpose(1, 2), all_values.transpose(1, 2)
 
     def attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Write one token of every row and attend, (B, H, 1, d), where a kernel does both."""
         if q.shape[2] != 1 or not use_triton("auto", q, k, v, self.keys, self.values):
             return None
-        y = attend(
-            q[:, :, 0],
-            k[:, :, 0],
-            v[:, :, 0],
-            self.keys,
-            self.values,
-            self.lengths.tokens,
-            window=self.window,
-        )
+        newest = q[:, :, 0], k[:, :, 0], v[:, :, 0]
+        lengths = self.lengths.tokens
+        y = attend(*newest, self.keys, self.values, lengths, window=self.window)
         return y.unflatten(1, (q.shape[1], 1, -1))
 
 
@@ -152,13 +153,14 @@ class Latents:
         return latents if self.lengths.empty else all_latents
 
     def attend_one(self, q: Tensor, latent: Tensor, values: int, scale: float) -> Tensor | None:
-        """Write and attend as above, with absorbed queries, (B, H, 1, latent + shared)."""
+        """Write one token of every row and attend, with absorbed queries (B, H, 1, latent +
+        shared), where a kernel does both."""
         if q.shape[2] != 1 or not use_triton("auto", q, latent, self.latents):
             return None
+        # A single head of keys, whose first channels are the values.
         keys = self.latents[:, :, None]  # (B, room, 1, latent + shared)
-        new_values, all_values = latent[..., :values], keys[..., :values]
-        lengths = self.lengths.tokens
-        y = attend(q[:, :, 0], latent, new_values, keys, all_values, lengths, scale=scale)
+        new = q[:, :, 0], latent, latent[..., :values]
+        y = attend(*new, keys, keys[..., :values], self.lengths.tokens, scale=scale)
         return y.unflatten(1, (q.shape[1], 1, -1))
 
 
@@ -204,7 +206,7 @@ class Cache:
             stored.copy_(new)
 
     def rows(self, start: int, stop: int) -> Cache:
-        """A view of some rows of an empty cache, to read prompts of one length into."""
+        """View some rows of an empty cache, to read prompts of one length into."""
         lengths = Lengths(self.lengths.tokens[start:stop], self.lengths.room, even=0)
         views: list[Entry | None] = []
         for entry in self.entries:
@@ -215,5 +217,5 @@ class Cache:
         """Take over what views of all rows know besides the tensors that they share with this."""
         counts = {view.lengths.even for view in views}
         self.lengths.even = counts.pop() if len(counts) == 1 else None
-        pasts = zip(*(view.past for view in views))
-        self.past = tuple(torch.cat(parts) for parts in pasts)
+        pasts = [view.past for view in views]
+        self.past = tuple(map(torch.cat, zip(*pasts)))

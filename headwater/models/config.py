@@ -14,9 +14,8 @@ from headwater.schema import Section, setting
 from .pattern import layers_of
 
 KIMI = {"pattern": "kda*3:mla", "shared_experts": 1, "dense_layers": 1}
-KIMI_48B = ":".join(
-    ["kda*3:mla"] * 6 + ["kda*2:mla"]
-)  # the last layer is full attention, so it is no period of four
+# The last layer is full attention, so it is no period of four.
+KIMI_48B = ":".join(["kda*3:mla"] * 6 + ["kda*2:mla"])
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "nano": {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 176, "context": 128},
@@ -55,100 +54,112 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "experts": 256, "experts_per_token": 8, "expert_scale": 2.446,
     },
 }  # fmt: skip
-# A size decides all of these, where need be by their defaults. Vocabulary and eps are not among them:
-# they belong to the published model.
+# A size decides all of these, where need be by their defaults. Vocabulary and eps are not among
+# them: they belong to the published model.
 SIZED = {key for size in SIZES.values() for key in size} - {"vocab_size", "norm_eps"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, section="model"):
-    """A pre-norm decoder: `pattern` names what mixes tokens, and what mixes channels, in each layer.
+    """A pre-norm decoder: `pattern` names what mixes tokens, and what mixes channels, in each
+    layer.
 
     By default RoPE, grouped-query attention and SwiGLU. `pattern` names the mixer of each layer.
     Colons separate the layers, and they repeat until there are as many as `layers`: `kda*3:mla` is
     three of Kimi Delta Attention for one of MLA. A layer may name its feed-forward as well
-    (`kda+mlp`). Otherwise it is `moe` where there are experts, after the first `dense_layers` layers,
-    and `mlp` in all other layers. pattern.py has the whole syntax.
+    (`kda+mlp`). Otherwise it is `moe` where there are experts, after the first `dense_layers`
+    layers, and `mlp` in all other layers. pattern.py has the whole syntax.
 
     `ModelConfig.named("nano", residual="attnres-block")` is a named size with changes.
     """
 
     vocab_size: int = setting(0, least=0)
-    """Rows of the embedding; 0 follows from the tokenizer, rounded up to a multiple of 64."""
+    """Number of rows of the embedding. 0 takes it from the tokenizer, rounded up to a multiple
+    of 64."""
     dim: int = setting(128, least=1)
-    """Channels of the residual stream."""
+    """Width of the residual stream, in channels."""
     layers: int = setting(8, least=1)
-    """Each of an attention and an MLP, which are two sublayers."""
+    """Number of decoder layers. Each has two sublayers, a mixer such as attention and an MLP."""
     heads: int = setting(4, least=1)
-    """Of queries; they divide dim into an even number of channels each."""
+    """Number of query heads. Must divide dim into an even number of channels."""
     kv_heads: int = setting(2, least=1)
-    """Of keys and values; they divide heads."""
+    """Number of heads of keys and values. Must divide heads."""
     mlp_dim: int = setting(352, least=1)
-    """Hidden channels of an MLP."""
+    """Hidden width of an MLP, in channels."""
     context: int = setting(256, least=1)
-    """Tokens in a training window."""
+    """Length of a training window, in tokens."""
     residual: str = "standard"
-    """How depth is connected, e.g. attnres-block:block=4."""
+    """Residual that connects the depth, with its options, such as attnres-block:block=4.
+    headwater residuals lists them."""
     shortswa: int | None = setting(None, least=2)
-    """Begin each layer with attention over this many last tokens, the current one included."""
+    """Number of last tokens, the current one included, that a short attention at the start of
+    each layer sees. Without it there is no such attention."""
     value_residual: bool = False
-    """Mix the first attention's values into every other's, with learned weights from 1/2 each."""
+    """Mix the values of the first attention into those of every other one, with learned weights
+    that start at 1/2."""
     qk_norm: bool = False
-    """RMSNorm on every head's queries and keys: steadier at high learning rates."""
+    """Apply RMSNorm to the queries and keys of every head, which is steadier at high learning
+    rates."""
     tie_embeddings: bool = False
-    """One matrix for the embedding and the output head."""
+    """Share one matrix between the embedding and the output head."""
     fp32_stream: bool = False
-    """On a GPU, keep the residual in fp32: more exact sums, twice the bytes. Otherwise it is bf16, as
-    the sublayers."""
+    """Keep the residual stream in fp32 on a GPU: more exact sums, twice the bytes. Otherwise it
+    is in bf16, like the sublayers."""
     depth_start: bool = True
-    """Start output projections smaller by the root of the number of sublayers."""
+    """Divide the initial output projections by the square root of the number of sublayers."""
     rope_theta: float = setting(10000.0, above=0)
-    """Base of the rotary embedding's wavelengths."""
+    """Base of the wavelengths of the rotary embedding."""
     # Small: a read that averages n sources has an n^2 smaller mean square than their sum.
     norm_eps: float = setting(1e-8, above=0)
-    """Of every RMSNorm."""
+    """Epsilon of every RMSNorm."""
     pattern: str = "attention"
-    """Mixers layer by layer, a period or all: attention, kda, mla, as in kda:kda:kda:mla or kda*3:mla;
-    kda+mlp names the feed-forward too."""
+    """Mixers of the layers in order, one period or all: attention, kda or mla, as in
+    kda:kda:kda:mla or kda*3:mla. A layer may name its feed-forward too: kda+mlp."""
     kda_heads: int = setting(0, least=0)
-    """Heads of Kimi Delta Attention; 0 is as many as heads."""
+    """Number of heads of Kimi Delta Attention. 0 takes as many as heads."""
     kda_head_dim: int = setting(0, least=0)
-    """Channels of each; 0 is as heads divide dim."""
+    """Width of a head of Kimi Delta Attention, in channels. 0 takes dim / heads."""
     kda_conv: int = setting(4, least=1)
-    """Tokens that its short convolutions see."""
+    """Number of tokens that the short convolutions of Kimi Delta Attention see."""
     kda_gate: Literal["softplus", "bounded"] = "softplus"
-    """Its decay: as in Kimi Linear, or never below exp(-5) per token, as in Kimi K3."""
+    """Decay of Kimi Delta Attention: softplus is that of Kimi Linear; bounded, that of Kimi K3,
+    never falls below exp(-5) per token."""
     # Not small: a head reads almost zero from an empty state, which would make its gradient huge.
     kda_norm_eps: float = setting(1e-5, above=0)
-    """Of the norm over what a head of it reads."""
+    """Epsilon of the norm over what a head of Kimi Delta Attention reads."""
     mla_latent: int = setting(0, least=0)
-    """Channels of what MLA keeps of a token for all heads; 0 is four heads."""
+    """Width of the latent that MLA keeps of a token for all heads, in channels. 0 takes the
+    width of four heads."""
     mla_head_dim: int = setting(0, least=0)
-    """Channels of a head's own part of queries and keys; 0 is as heads divide dim."""
+    """Width of a head's own part of the queries and keys of MLA, in channels. 0 takes dim /
+    heads."""
     mla_shared_dim: int = setting(0, least=0)
-    """Channels of the key that heads share; 0 is half a head."""
+    """Width of the key that the heads of MLA share, in channels. 0 takes half of a head."""
     mla_value_dim: int = setting(0, least=0)
-    """Channels of a head's values; 0 is as heads divide dim."""
+    """Width of a head's values in MLA, in channels. 0 takes dim / heads."""
     experts: int = setting(0, least=0)
-    """In a mixture, which then is the feed-forward of layers; 0 is none."""
+    """Number of routed experts. Above 0, they replace the MLP in the layers after dense_layers."""
     experts_per_token: int = setting(2, least=1)
-    """Experts that a token is sent to."""
+    """Number of routed experts that a token is sent to."""
     expert_dim: int = setting(0, least=0)
-    """Hidden channels of an expert; 0 lets those of a token be as wide together as an MLP."""
+    """Hidden width of one expert, in channels. 0 takes mlp_dim / (experts_per_token +
+    shared_experts)."""
     shared_experts: int = setting(1, least=0)
-    """Experts besides that see every token."""
+    """Number of experts, besides the routed ones, that see every token."""
     expert_scale: float = setting(1.0, above=0)
     """Factor on the weights of a token's experts, which sum to one."""
     dense_layers: int = setting(0, least=0)
-    """First layers that have an MLP in place of experts."""
+    """Number of first layers that keep an MLP in place of experts."""
     router_rate: float = setting(1e-3, least=0)
-    """How far a step moves each expert's bias toward an even load; 0 leaves it at zero."""
+    """Step by which the bias of each expert moves toward an even load. 0 leaves the biases at
+    zero."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shortswa is not None:
             within = self.shortswa <= self.context
             self.require(within, "shortswa", f"must be at most the context, {self.context}")
+        # Only the widths of parts that the pattern names must fit.
         kinds = set(self.kinds)
         attends = "attention" in kinds
         if attends or "shortswa" in kinds:
@@ -223,12 +234,12 @@ class ModelConfig(Section, section="model"):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What each sublayer is, in order."""
+        """The kinds of the sublayers, in order."""
         return tuple(kind for layer in self.layout for kind in layer)
 
     @property
     def layer_of(self) -> tuple[int, ...]:
-        """Which layer each sublayer belongs to."""
+        """The number of the layer that each sublayer belongs to."""
         return tuple(number for number, layer in enumerate(self.layout) for _ in layer)
 
     @property
@@ -241,11 +252,13 @@ class ModelConfig(Section, section="model"):
         return cls(**{**shape_of(size), **changes})
 
     def over(self, values: Mapping[str, Any]) -> Self:
-        """Return this model with other settings. `size` sets the whole shape, the others go over it."""
+        """Return this model with other settings. `size` sets the whole shape, the others go over
+        it."""
         changes = dict(values)
         if "size" in changes:
             shape = shape_of(changes.pop("size"))
-            defaults = {each.name: each.default for each in fields(self) if each.name in SIZED}
+            declared = {setting.name: setting.default for setting in fields(self)}
+            defaults = {name: declared[name] for name in SIZED}
             changes = {**defaults, **shape, **changes}
         return super().over(changes)
 

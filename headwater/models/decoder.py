@@ -68,6 +68,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        config.require(config.vocab_size > 0, "vocab_size", "must be at least 1 in a model")
         self.config = config
         self.around = None
         self._run_sublayer = run_sublayer
@@ -78,8 +79,8 @@ class Decoder(nn.Module):
             self.values_from = config.kinds.index("attention")
         self.sublayers = nn.ModuleList()
         for i, kind in enumerate(config.kinds):
-            mixes, keeps = i > self.values_from, i == self.values_from
-            self.sublayers.append(Sublayer(config, kind, mixes_values=mixes, keeps_values=keeps))
+            shares = {"mixes_values": i > self.values_from, "keeps_values": i == self.values_from}
+            self.sublayers.append(Sublayer(config, kind, **shares))
         # What a residual draws must not change the start of what all residuals share.
         with torch.random.fork_rng(devices=[]):
             self.residual = build(config.residual, config.dim, config.sublayers, config.kinds)
@@ -103,7 +104,8 @@ class Decoder(nn.Module):
         The embedding starts at unit scale unless the head shares it: sources averaged over a deep
         stack must stay far above the norms' eps.
         """
-        # On the meta device there are no values, and to draw shapes takes longer than all the rest.
+        # On the meta device there are no values, and to draw shapes takes longer than all the
+        # rest.
         if self.embedding.weight.is_meta:
             return
         nn.init.normal_(self.embedding.weight)
@@ -132,9 +134,12 @@ class Decoder(nn.Module):
         # Experts are in no linear layer: each is drawn as its matrix would be.
         for weight in (body.router.weight, body.experts.gate, body.experts.up):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-        shared = [] if body.shared is None else [body.shared.output.weight]
-        for output in (body.experts.output, *shared):
-            nn.init.normal_(output, std=gain * (output.shape[-1] * count) ** -0.5)
+        outputs: list[Tensor] = [body.experts.output]
+        if body.shared is not None:
+            outputs.append(body.shared.output.weight)
+        for output in outputs:
+            std = (output.shape[-1] * count) ** -0.5
+            nn.init.normal_(output, std=gain * std)
 
     @property
     def sublayer_kinds(self) -> tuple[str, ...]:
@@ -153,13 +158,16 @@ class Decoder(nn.Module):
         room = self.config.context if room is None else room
         weight = self.embedding.weight
         device = weight.device if device is None else device
+        # Under autocast sublayers produce its dtype.
         dtype = weight.dtype
         if not weight.is_meta and torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
         tokens = torch.zeros(batch, dtype=torch.long, device=device)
         lengths = Lengths(tokens, room, even=0)
-        bodies = [sublayer.body for sublayer in cast(list[Sublayer], self.sublayers)]
-        return Cache([body.new_entry(lengths, dtype) for body in bodies], lengths)
+        entries = []
+        for sublayer in cast(list[Sublayer], self.sublayers):
+            entries.append(sublayer.body.new_entry(lengths, dtype))
+        return Cache(entries, lengths)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Map tokens (B, T) to logits (B, T, vocab); with a cache they continue earlier tokens."""
@@ -180,7 +188,7 @@ class Decoder(nn.Module):
         return self._end(state, cache, last)
 
     def _positions(self, count: int, cache: Cache | None) -> tuple[Tensor, Tensor]:
-        """Rotary tables for the next tokens."""
+        """Return the rotary tables of the next tokens."""
         if cache is None:
             return self.rotary(0, count)
         # Rows of different lengths have positions of their own.
@@ -189,7 +197,7 @@ class Decoder(nn.Module):
         return self.rotary(cache.lengths.even, count)
 
     def begin(self, tokens: Tensor, cache: Cache | None = None) -> State:
-        """The state before the first sublayer."""
+        """Return the state before the first sublayer."""
         x = self.embedding(tokens)
         # Autocast leaves an embedding in fp32; the stream has the dtype of the sublayers' outputs.
         dtype = self._stream_dtype(x.device)
@@ -218,7 +226,7 @@ class Decoder(nn.Module):
         return state
 
     def finish(self, state: State) -> Tensor:
-        """Logits (B, T, vocab) from the state after the last sublayer."""
+        """Return logits (B, T, vocab) from the state after the last sublayer."""
         return self.head(self._end(state))
 
     def _end(self, state: State, cache: Cache | None = None, last: bool = False) -> Tensor:
@@ -231,17 +239,19 @@ class Decoder(nn.Module):
         return x
 
     def _end_last(self, state: State) -> Tensor:
-        """The final read of the last token alone, where the state has each token by itself."""
+        """Make the final read of the last token only, where the state has each token by itself."""
         sources = self.residual.settle(state, len(self.sublayers))
-        first = sources[0]
-        by_token = first.dim() == 3 and all(source.shape == first.shape for source in sources)
-        if by_token and self.residual.token_local:  # (B, T, D) each
-            ends = tuple(source[:, -1:].contiguous() for source in sources)
-            return self.residual.end(ends, norm=self.norm)
-        return self.residual.end(state, norm=self.norm)[:, -1:]
+        # By itself: all tensors are (B, T, D).
+        shape = sources[0].shape
+        by_token = len(shape) == 3 and all(source.shape == shape for source in sources)
+        if not by_token or not self.residual.token_local:
+            return self.residual.end(state, norm=self.norm)[:, -1:]
+        ends = tuple(source[:, -1:].contiguous() for source in sources)
+        return self.residual.end(ends, norm=self.norm)
 
     def settle(self, state: State, i: int) -> State:
-        """The state before sublayer i in its shortest form: what a pipeline stage sends on."""
+        """Return the state before sublayer i in its shortest form, which a pipeline stage sends
+        on."""
         state, values = self._split(i, state)
         return (*self.residual.settle(state, i), *values)
 
@@ -251,8 +261,8 @@ class Decoder(nn.Module):
         return (*self.residual.adopt(state, i), *values)
 
     def _stream_dtype(self, device: torch.device) -> torch.dtype | None:
-        """The stream's dtype under autocast: fp32 if the configuration says so, else that of the
-        sublayers' outputs. None without autocast: the stream keeps the embedding's."""
+        """Return the stream's dtype under autocast: fp32 if the configuration says so, else that of
+        the sublayers' outputs. None without autocast: the stream keeps the embedding's."""
         if device.type == "meta" or not torch.is_autocast_enabled(device.type):
             return None
         return torch.float32 if self.config.fp32_stream else torch.get_autocast_dtype(device.type)
@@ -276,12 +286,13 @@ class Decoder(nn.Module):
         """Run one sublayer, with a state of separate tensors: checkpointing needs that."""
         sublayer = cast(Sublayer, self.sublayers[i])
         dtype = self._stream_dtype(state[0].device)
-        return self._run_sublayer(
-            self.residual, sublayer, i, dtype, rotary, cache, *self._split(i, state)
-        )
+        state, values = self._split(i, state)
+        arguments = i, dtype, rotary, cache, state, values
+        return self._run_sublayer(self.residual, sublayer, *arguments)
 
     def _split(self, i: int, state: State) -> tuple[State, State]:
-        """The residual's state before sublayer i, and the first attention's values behind it."""
+        """Part the residual's state before sublayer i from the first attention's values behind
+        it."""
         if i > self.values_from:
             return state[:-1], state[-1:]
         return state, ()
@@ -291,14 +302,14 @@ class Decoder(nn.Module):
 
         A token meets only the experts that it chooses.
         """
-        total, config = _numbers(self), self.config
-        experts = sum(_numbers(body.experts) for body in self._bodies(MoE))
-        idle = 0
-        if experts:
-            idle = experts // config.experts * (config.experts - config.experts_per_token)
+        total = _numbers(self)
+        active = total
+        for moe in self._bodies(MoE):
+            idle_experts = self.config.experts - self.config.experts_per_token
+            active -= _numbers(moe.experts) // self.config.experts * idle_experts
         return {
             "total": total,
-            "active": total - idle,
+            "active": active,
             "embedding": self.embedding.weight.numel(),
             "residual": _numbers(self.residual),
         }
@@ -312,8 +323,10 @@ class Decoder(nn.Module):
         """
         config = self.config
         context = context or config.context
-        linear = (module for module in self.sublayers.modules() if isinstance(module, nn.Linear))
-        matrices = sum(module.weight.numel() for module in linear)
+        matrices = self.head.weight.numel()
+        for module in self.sublayers.modules():
+            if isinstance(module, nn.Linear):
+                matrices += module.weight.numel()
         for moe in self._bodies(MoE):
             one_expert = _numbers(moe.experts) // config.experts
             matrices += one_expert * config.experts_per_token + moe.router.weight.numel()
@@ -321,19 +334,19 @@ class Decoder(nn.Module):
         attention = 2 * config.kinds.count("attention") * context * config.dim
         window = min(config.shortswa or 0, context)
         attention += 4 * config.kinds.count("shortswa") * window * config.dim
-        # MLA: keys of head and shared part, and values; causal attention looks at half of the
-        # context.
+        # MLA: keys of head and shared part, and values.
         for mla in self._bodies(MLA):
-            attention += mla.heads * context * (mla.head_dim + mla.shared_dim + mla.value_dim)
+            width = mla.head_dim + mla.shared_dim + mla.value_dim
+            attention += mla.heads * context * width
         # KDA: products with its state, and the pairs of tokens inside a chunk.
         for kda in self._bodies(KDA):
-            chunk = min(CHUNK, context)
-            attention += kda.heads * kda.head_dim * (6 * kda.head_dim + 5 * chunk)
-        matrices += self.head.weight.numel()
+            width = 6 * kda.head_dim + 5 * min(CHUNK, context)
+            attention += kda.heads * kda.head_dim * width
         return 3 * (2 * matrices + attention + self.residual.flops_per_token())
 
     def _bodies(self, kind: type[T]) -> list[T]:
-        bodies = (sublayer.body for sublayer in self.sublayers if isinstance(sublayer, Sublayer))
+        # A pipeline stage has other modules in the place of sublayers that are elsewhere.
+        bodies = [getattr(sublayer, "body", None) for sublayer in self.sublayers]
         return [body for body in bodies if isinstance(body, kind)]
 
     def save(self, folder: str | Path) -> None:
@@ -344,12 +357,13 @@ class Decoder(nn.Module):
             save_file(self.weights(), partial / "model.safetensors")
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that a file holds, by name, each once: parameters, and what training moves
-        without a gradient."""
+        """Return the tensors that a file holds, by name, each once: parameters, and what training
+        moves without a gradient."""
         tensors = saved_tensors(self)
         return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take over weights by name. Raises ValueError unless they fit, name by name."""
         tensors = saved_tensors(self)
         expected = {name: tensor.shape for name, tensor in tensors.items()}
         shapes = {name: tensor.shape for name, tensor in weights.items()}
@@ -368,7 +382,7 @@ class Decoder(nn.Module):
 
 
 def saved_tensors(model: Decoder) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of a decoder, or of a part of one, holds.
+    """Return the tensors that a checkpoint of a decoder, or of a part of one, holds.
 
     Parameters, each once, and buffers that are not computed anew, such as the routers' biases.
     """

@@ -20,7 +20,7 @@ from .cache import Lengths, States
 from .config import ModelConfig
 from .norm import RMSNorm
 from .part import Part
-from .projection import project_together
+from .projection import linear, project_together
 
 
 class ShortConv(nn.Conv1d):
@@ -53,9 +53,10 @@ class DecayGate(Part):
             self.bias.copy_(step + torch.log(-torch.expm1(-step)))
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (self.heads, self.width)
-        rate, bias = self.here(self.rate), self.here(self.bias)
-        return kda_gate(x.unflatten(-1, heads), rate, bias.view(heads), self.form)
+        shape = (self.heads, self.width)
+        x = x.unflatten(-1, shape)
+        bias = self.here(self.bias).view(shape)
+        return kda_gate(x, self.here(self.rate), bias, self.form)
 
 
 class KDA(Part):
@@ -66,39 +67,40 @@ class KDA(Part):
         self.heads = config.kda_heads or config.heads
         self.head_dim = config.kda_width
         inner = self.heads * self.head_dim
-        self.query = nn.Linear(config.dim, inner, bias=False)
-        self.key = nn.Linear(config.dim, inner, bias=False)
-        self.value = nn.Linear(config.dim, inner, bias=False)
+        self.query = linear(config.dim, inner)
+        self.key = linear(config.dim, inner)
+        self.value = linear(config.dim, inner)
         self.query_conv = ShortConv(inner, config.kda_conv)
         self.key_conv = ShortConv(inner, config.kda_conv)
         self.value_conv = ShortConv(inner, config.kda_conv)
-        self.decay_down = nn.Linear(config.dim, self.head_dim, bias=False)
-        self.decay_up = nn.Linear(self.head_dim, inner, bias=False)
+        # Decay and output gate come through narrow layers.
+        self.decay_down = linear(config.dim, self.head_dim)
+        self.decay_up = linear(self.head_dim, inner)
         self.decay = DecayGate(self.heads, self.head_dim, config.kda_gate)
-        self.beta = nn.Linear(config.dim, self.heads, bias=False)
-        self.gate_down = nn.Linear(config.dim, self.head_dim, bias=False)
-        self.gate_up = nn.Linear(self.head_dim, inner, bias=False)
+        self.beta = linear(config.dim, self.heads)
+        self.gate_down = linear(config.dim, self.head_dim)
+        self.gate_up = linear(self.head_dim, inner)
         self.norm = RMSNorm(self.head_dim, config.kda_norm_eps)
-        self.output = nn.Linear(inner, config.dim, bias=False)
+        self.output = linear(inner, config.dim)
 
     def scaled_by_gain(self) -> tuple[Tensor, ...]:
         """The weights that a residual may ask to start smaller, besides the output's."""
         return (self.value.weight,)
 
     def new_entry(self, lengths: Lengths, dtype: torch.dtype) -> States:
-        batch, device = len(lengths.tokens), lengths.tokens.device
+        batch = len(lengths.tokens)
         behind = self.query_conv.kernel_size[0] - 1
         state = (batch, self.heads, self.head_dim, self.head_dim)
         tail = (batch, behind, 3 * self.heads * self.head_dim)
+        options: dict[str, Any] = {"device": lengths.tokens.device}
         return States(
-            torch.zeros(state, dtype=accumulation_dtype(dtype), device=device),
-            torch.zeros(tail, dtype=dtype, device=device),
+            torch.zeros(state, dtype=accumulation_dtype(dtype), **options),
+            torch.zeros(tail, dtype=dtype, **options),
         )
 
     def forward(self, x: Tensor, cache: States | None = None) -> Tensor:
         projections = project_together(x, self.query, self.key, self.value)
         q, k, v = self._convolve(torch.cat(projections, -1), cache)
-        # Decay and output gate come through narrow layers.
         decay, gate = project_together(x, self.decay_down, self.gate_down)
         g = self.decay(self.decay_up(decay))  # (B, T, H, K)
         beta = torch.sigmoid(self.beta(x).to(g.dtype))  # (B, T, H)
@@ -112,22 +114,23 @@ class KDA(Part):
         return self.output(o.flatten(2))
 
     def _convolve(self, x: Tensor, cache: States | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (B, T, H, K) from all of their projections, (B, T, 3 H K)."""
+        """Make queries, keys and values (B, T, H, K) of their projections, (B, T, 3 H K)."""
+        # One convolution for all three.
         convolutions = (self.query_conv, self.key_conv, self.value_conv)
         weights = [self.here(convolution.weight) for convolution in convolutions]
         weight = torch.cat(weights)  # (3 H K, 1, kernel)
         behind = weight.shape[-1] - 1
-        # One convolution for all three. Before the first token it sees zeros, later what the cache
-        # has kept.
-        if cache is None:
-            tail = x.new_zeros(len(x), behind, x.shape[-1])
-        else:
+        # Before the first token it sees zeros, later what the cache has kept.
+        tail = x.new_zeros(len(x), behind, x.shape[-1])
+        if cache is not None:
             tail = cache.tail.to(x.dtype)
         x = torch.cat((tail, x), 1)
         if cache is not None:
             cache.tail.copy_(x[:, x.shape[1] - behind :])
         with full_precision(x):
-            y = F.conv1d(x.transpose(1, 2), weight.to(x.dtype), groups=len(weight))
+            weight = weight.to(x.dtype)
+            y = F.conv1d(x.transpose(1, 2), weight, groups=len(weight))
             y = F.silu(y.transpose(1, 2))
-        q, k, v = y.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)
+        y = y.unflatten(-1, (3, self.heads, self.head_dim))
+        q, k, v = y.unbind(-3)
         return q, k, v

@@ -1,6 +1,6 @@
 """SwiGLU: the feed-forward sublayer."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwater.ops.routing import Backend
 from headwater.ops.swiglu import swiglu
@@ -9,21 +9,21 @@ from headwater.residuals.one_token import Reading
 from .cache import Entry
 from .config import ModelConfig
 from .part import Part
-from .projection import are_plain, project_joined
+from .projection import are_plain, linear, project_joined
 
 
 class SwiGLU(Part):
     """output(silu(gate(x)) * up(x))."""
 
     backend: Backend = "auto"
-    """Of the gate, where one product makes gate and up."""
+    """Backend of the gate, used where one product makes gate and up."""
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         super().__init__()
         width = config.mlp_dim if width is None else width  # hidden channels
-        self.gate = nn.Linear(config.dim, width, bias=False)
-        self.up = nn.Linear(config.dim, width, bias=False)
-        self.output = nn.Linear(width, config.dim, bias=False)
+        self.gate = linear(config.dim, width)
+        self.up = linear(config.dim, width)
+        self.output = linear(width, config.dim)
 
     def can_step(self) -> bool:
         return are_plain(self.gate, self.up, self.output)

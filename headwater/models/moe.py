@@ -31,7 +31,7 @@ class Routes(NamedTuple):
 
 
 class Router(Part):
-    """Scores tokens (N, D) for E experts and chooses k for each; `load` counts in training."""
+    """Scores tokens (N, D) for E experts and chooses k for each; counts `load` in training."""
 
     bias: Tensor
     load: Tensor
@@ -57,6 +57,7 @@ class Router(Part):
             dtype = accumulation_dtype(x.dtype)
             weight = self.here(self.weight).to(dtype)
             scores = F.linear(x.to(dtype), weight).sigmoid()
+        # The bias decides who is chosen; the scores alone weigh the experts.
         biased = scores.detach() + self.bias
         experts = biased.topk(self.chosen, -1, sorted=False).indices
         weights = scores.gather(-1, experts)
@@ -78,7 +79,8 @@ def count(experts: Tensor, size: int) -> Tensor:
     bincount would wait for the GPU.
     """
     ones = torch.ones(experts.numel(), device=experts.device)
-    return torch.zeros(size, device=experts.device).index_add_(0, experts.flatten(), ones)
+    counts = torch.zeros(size, device=experts.device)
+    return counts.index_add_(0, experts.flatten(), ones)
 
 
 class Experts(Part):
@@ -86,7 +88,9 @@ class Experts(Part):
 
     def __init__(self, experts: int, dim: int, width: int) -> None:
         super().__init__()
-        self.first, self.total = 0, experts  # the first expert of this process, and how many in all
+        # The first expert of this process, and how many there are on all ranks.
+        self.first = 0
+        self.total = experts
         self.gate = nn.Parameter(torch.empty(experts, width, dim))
         self.up = nn.Parameter(torch.empty(experts, width, dim))
         self.output = nn.Parameter(torch.empty(experts, dim, width))
@@ -96,13 +100,15 @@ class Experts(Part):
 
         Rows of experts that are not in this process stand behind the others and give zeros.
         """
+        # Grouped products are not among autocast's: they are given its dtype.
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
         gate = self.here(self.gate).to(dtype)
         up = self.here(self.up).to(dtype)
         output = self.here(self.output).to(dtype)
-        x, ends = x.to(dtype), ends[: len(gate)]
+        ends = ends[: len(gate)]
         rest = len(gate) < self.total
         gates = F.silu(grouped_linear(x, gate, ends, rest=rest))
         hidden = gates * grouped_linear(x, up, ends, rest=rest)
@@ -133,10 +139,12 @@ class MoE(Part):
 
     def _mix(self, tokens: Tensor, routes: Routes) -> Tensor:
         """Sum the chosen experts' outputs by their weights, (N, D)."""
-        chosen, total = routes.experts.shape[1], self.experts.total
+        chosen = routes.experts.shape[1]
+        total = self.experts.total
         # Count experts from the first of this process, so that its rows come first.
         experts = (routes.experts - self.experts.first) % total
-        order = experts.flatten().argsort(stable=True)  # of N k choices, by expert
+        # The N k choices, sorted by expert.
+        order = experts.flatten().argsort(stable=True)
         ends = count(experts, total).cumsum(0).to(torch.int32)
         rows = self.experts(tokens[order // chosen], ends)  # (N k, D)
         # The inverse of the order brings each token's outputs side by side again.
@@ -148,5 +156,5 @@ class MoE(Part):
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
-    """Every router of a model by its name, in the order of depth."""
+    """Return every router of a model by its name, in the order of depth."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}

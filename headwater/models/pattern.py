@@ -57,7 +57,7 @@ def layers_of(pattern: str, layers: int, *, experts: int, dense: int) -> tuple[L
 
 
 def _repeated(item: str, pattern: str) -> list[Layer]:
-    """The layers that one item of a pattern stands for."""
+    """Return the layers that one item of a pattern stands for."""
     text, star, count = item.partition("*")
     layer = tuple(text.split("+"))
     if star and not (count.isdecimal() and int(count)):
@@ -75,6 +75,7 @@ def write_pattern(mixers: list[str]) -> str:
 
     write_pattern(["kda", "kda", "mla"] * 2)      # "kda*2:mla"
     """
+    # The period is the shortest beginning that, repeated, is the whole.
     length = len(mixers)
     size = 1
     while length % size or mixers != mixers[:size] * (length // size):

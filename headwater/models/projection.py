@@ -4,7 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW = 1024  # tokens
+# Tokens below which a copy of the weights costs more than the products.
+FEW = 1024
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Make a projection without a bias."""
+    return nn.Linear(inputs, outputs, bias=False)
 
 
 def project_joined(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -15,9 +21,7 @@ def project_joined(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """
     if not can_join(x, layers):
         return tuple(layer(x) for layer in layers)
-    # For few tokens without gradients a copy of the weights would cost more than the products.
-    # Their results are joined, so that a pass that is repeated with gradients goes the same way
-    # from here.
+    # Results are joined as well, so that a pass that is repeated with gradients goes the same way.
     if are_few(x):
         return (torch.cat([layer(x) for layer in layers], -1),)
     weights = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]

@@ -28,9 +28,10 @@ class HighwayResidual(StreamResidual):
     """h_{i+1} = (1 - g_i) h_i + g_i f_i(h_i),  g_i = sigmoid(W_i RMSNorm(h_i) + b_i).
 
     `gate`: scalar is one gate per token, channel one per channel.
-    `start`: mean gives biases for g_i = 1 / (i + 2), so that a read is the mean of its sources, and carry a bias of -2.
-    At initialisation: W is zero. With start=mean it is the plain residual up to a scale that the reader's pre-norm
-    cancels; with carry it is different.
+    `start`: mean gives biases for g_i = 1 / (i + 2), so that a read is the mean of its sources, and
+        carry a bias of -2.
+    At initialisation: W is zero. With start=mean it is the plain residual up to a scale that the
+    reader's pre-norm cancels; with carry it is different.
     Every row of the mixing matrix sums to one.
     Cost: D + 1 parameters per sublayer (D^2 + D with gate=channel), no extra state.
     Highway networks, arXiv 1505.00387, in the pre-norm form of arXiv 2603.15031.
@@ -45,22 +46,24 @@ class HighwayResidual(StreamResidual):
         start: Literal["mean", "carry"] = "mean",
     ) -> None:
         super().__init__(dim, sublayers)
-        self.at_start = "scaled" if start == "mean" else "different"
+        self.at_start = {"mean": "scaled", "carry": "different"}[start]
         self.mixes = gate
-        width = 1 if gate == "scalar" else dim
-        self.gates = nn.ModuleDict(
-            {
-                str(i): Gate(dim, width, -log(i + 1) if start == "mean" else CARRY_BIAS)
-                for i in range(sublayers)
-            }
-        )
+        width = {"scalar": 1, "channel": dim}[gate]
+        self.gates = nn.ModuleDict()
+        for i in range(sublayers):
+            bias = -log(i + 1) if start == "mean" else CARRY_BIAS
+            self.gates[str(i)] = Gate(dim, width, bias)
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
         gate = cast(Gate, self.gates[self.keys[i]])
+        # Both shares are exact where one of them is almost nothing.
         carry, gain = shares(project_normed(h, gate.weight) + wide(gate.bias))
         return (combine((h, y), (hold(carry), hold(gain))),)
 
     def flops_per_token(self) -> int:
-        gates = sum(cast(Gate, gate).weight.numel() for gate in self.gates.values())
-        return 2 * gates + 3 * self.dim * self.sublayers
+        # Products of the gates; 1 - g, and two products per channel.
+        operations = 3 * self.dim * self.sublayers
+        for gate in self.gates.values():
+            operations += 2 * cast(Gate, gate).weight.numel()
+        return operations

@@ -1,7 +1,8 @@
-"""Hyper-Connections and Attention Residuals together: what a sublayer reads from the streams, and from the depth."""
+"""Hyper-Connections and Attention Residuals together: what a sublayer reads from the streams, and
+from the depth."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ from .registry import register
 class HyperAttentionResidual(Residual):
     """x = sum_j p_j X_j + sum_n softmax_n(<q_i, RMSNorm(b_n)>) b_n;  X'_j = sum_i R_ij X_i + b_j f(x).
 
-    The streams X of `hyper-connections` and the sources of `attnres-block` beside them: both are kept as they are, a
-    sublayer and the head read their sum, and both take in what it writes.
+    The streams X of `hyper-connections` and the sources of `attnres-block` beside them: both are
+    kept as they are, a sublayer and the head read their sum, and both take in what it writes.
     `streams`: the number of streams.
     `form`: the coefficients of the streams are static or dynamic, as in `hyper-connections`.
     `block`: this many sublayers add their outputs to one source, where 1 is Full.
     `backend`: both parts run as in `headwater.depth_attention`.
-    Nobody has published this; that the two reads are added, as Delta Attention Residuals adds its own to the plain
-    stream, is our choice, and what makes the file small.
+    Nobody has published this; that the two reads are added, as Delta Attention Residuals adds its
+    own to the plain stream, is our choice, and what makes the file small.
     At initialisation: the plain residual and the mean of its terms, so it is that up to a scale.
     Cost: the parameters, the state and the traffic of both.
     Hyper-Connections, arXiv 2409.19606; Attention Residuals, arXiv 2603.15031.
@@ -45,9 +46,8 @@ class HyperAttentionResidual(Residual):
         backend: Backend = "auto",
     ) -> None:
         super().__init__(dim, sublayers)
-        self.stream_part = HyperConnectionsResidual(
-            dim, sublayers, streams=streams, form=form, backend=backend
-        )
+        options: dict[str, Any] = {"streams": streams, "form": form, "backend": backend}
+        self.stream_part = HyperConnectionsResidual(dim, sublayers, **options)
         self.depth_part = AttentionResidual(dim, sublayers, block=block, backend=backend)
         self.block = self.depth_part.block
         self.fused = self.stream_part.fused and self.depth_part.fused
@@ -59,6 +59,7 @@ class HyperAttentionResidual(Residual):
         (streams,) = self.stream_part.layouts_at(verb, i)
         return tuple((*streams, *depth) for depth in self.depth_part.layouts_at(verb, i))
 
+    # The streams' tensors come first: their number is known.
     def _parts(self, state: State, verb: Next, i: int) -> tuple[State, State]:
         (streams,) = self.stream_part.layouts_at(verb, i)
         return state[: len(streams)], state[len(streams) :]
@@ -70,22 +71,24 @@ class HyperAttentionResidual(Residual):
         streams, depth = self._parts(state, "read", i)
         x, streams = self.stream_part.read(streams, i)
         y, depth = self.depth_part.read(depth, i)
-        assert isinstance(x, Tensor)
-        assert isinstance(y, Tensor)
-        return apply_norm(norm, x + y), (*streams, *depth)
+        both = cast(Tensor, x) + cast(Tensor, y)
+        return apply_norm(norm, both), (*streams, *depth)
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         streams, depth = self._parts(state, "write", i)
-        return (*self.stream_part.write(streams, i, y), *self.depth_part.write(depth, i, y))
+        streams = self.stream_part.write(streams, i, y)
+        depth = self.depth_part.write(depth, i, y)
+        return (*streams, *depth)
 
     def _end(self, state: State, norm: Norm | None) -> Tensor:
         streams, depth = self._parts(state, "read", self.sublayers)
         return apply_norm(norm, self.stream_part.end(streams) + self.depth_part.end(depth))
 
     def _weights(self, state: State, i: int) -> Tensor:
-        """Over the streams, then the sources."""
+        """Weigh the streams, then the sources."""
         streams, depth = self._parts(state, "read", i)
-        return torch.cat((self.stream_part.weights(streams, i), self.depth_part.weights(depth, i)))
+        weights = self.stream_part.weights(streams, i), self.depth_part.weights(depth, i)
+        return torch.cat(weights)
 
     def settle(self, state: State, i: int) -> State:
         streams, depth = self._parts(state, "read", i)
@@ -101,8 +104,6 @@ class HyperAttentionResidual(Residual):
         self.forget_layouts()
 
     def flops_per_token(self) -> int:
-        return (
-            self.stream_part.flops_per_token()
-            + self.depth_part.flops_per_token()
-            + self.dim * self.sublayers
-        )
+        parts = self.stream_part.flops_per_token() + self.depth_part.flops_per_token()
+        # And the sum of the two reads.
+        return parts + self.dim * self.sublayers

@@ -130,6 +130,7 @@ class BlockSources(OneToken):
 
     def write(self, i: int, y: Tensor, weight: Tensor) -> None:
         newest = self.sources[1 + i // self.block]
+        # The first output of a block is its sum so far.
         add = None if i % self.block == 0 else newest
         project(y, (weight,), add=add, out=newest, backend=self.backend)
 
@@ -139,6 +140,7 @@ class BlockSources(OneToken):
     def _open(self, i: int) -> None:
         """Read the sources before sublayer i for queries i + 1 to the next block's first."""
         turn = i // self.block % 2
+        # One launch for all queries that read these sources.
         queries = self.queries[i + 1 : i + 1 + self.block]
         finished = self.sources[: 1 + i // self.block]
         outs = self.outs[turn, : len(queries)]
@@ -150,6 +152,7 @@ class BlockSources(OneToken):
         if i == 0:
             return Reading(self.sources[0], norm, None)
         span, place = divmod(i - 1, self.block)
+        # The first read that needs what was computed beside waits for it.
         if self.beside is not None and place == 0:
             torch.cuda.current_stream().wait_stream(self.beside)
         out, lse = self.outs[span % 2, place], self.lses[span % 2, place]

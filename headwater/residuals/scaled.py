@@ -14,13 +14,14 @@ class GainResidual(StreamResidual):
     def __init__(self, dim: int, sublayers: int, *, width: int, start: float) -> None:
         super().__init__(dim, sublayers)
         self.at_start = "exact" if start == 1 else "different"
-        self.gains = nn.ParameterDict(
-            {str(i): nn.Parameter(torch.full((width,), start)) for i in range(sublayers)}
-        )
+        gains = [torch.full((width,), start) for _ in range(sublayers)]
+        self.gains = nn.ParameterDict({str(i): gain for i, gain in enumerate(gains)})
 
     def _write(self, state: State, i: int, y: Tensor) -> State:
         (h,) = state
-        return (torch.addcmul(h, y.to(h.dtype), self.gains[self.keys[i]].to(h.dtype)),)
+        # One operator, in the stream's dtype.
+        gain = self.gains[self.keys[i]].to(h.dtype)
+        return (torch.addcmul(h, y.to(h.dtype), gain),)
 
 
 @register("rezero")
@@ -29,8 +30,9 @@ class ReZeroResidual(GainResidual):
 
     `start`: the value of a_i at the start.
     At initialisation: zero, so the network is the identity, different from the plain
-    residual (start=1 is equal to it). The paper drops the norms; here a sublayer keeps its pre-norm, and attention
-    and MLP have a gain each. Cost: one parameter per sublayer. ReZero, arXiv 2003.04887.
+    residual (start=1 is equal to it). The paper drops the norms; here a sublayer keeps its
+    pre-norm, and attention and MLP have a gain each. Cost: one parameter per sublayer. ReZero,
+    arXiv 2003.04887.
     """
 
     def __init__(self, dim: int, sublayers: int, *, start: float = 0.0) -> None:
@@ -43,7 +45,8 @@ class LayerScaleResidual(GainResidual):
 
     `start`: the value of a_i at the start.
     At initialisation: 1e-4 (the paper goes down to 1e-6 for deep networks), different from
-    the plain residual (start=1 is equal to it). Cost: D parameters per sublayer. CaiT, arXiv 2103.17239.
+    the plain residual (start=1 is equal to it). Cost: D parameters per sublayer. CaiT, arXiv
+    2103.17239.
     """
 
     mixes = "channel"

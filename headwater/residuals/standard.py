@@ -1,11 +1,11 @@
-"""Residuals that keep one running stream, the plain residual first: the baseline runs through the same interface."""
+"""Residuals that keep one running stream. The plain residual is one of them: the baseline runs
+through the same interface."""
 
-import torch
 from torch import Tensor
 
 from headwater.ops.routing import Backend
 
-from .base import Layout, Norm, Residual, State, apply_norm
+from .base import Layout, Norm, Residual, State, apply_norm, even_weights
 from .one_token import PlainStream
 from .registry import register
 
@@ -26,14 +26,15 @@ class StreamResidual(Residual):
         return apply_norm(norm, state[0])
 
     def _weights(self, state: State, i: int) -> Tensor:
-        return torch.ones(1, *state[0].shape[:-1], 1, device=state[0].device)
+        return even_weights(state[0])
 
 
 @register("standard")
 class StandardResidual(StreamResidual):
     """h_{i+1} = h_i + f_i(h_i): every output, weight one.
 
-    At initialisation: it is the plain residual. Cost: no parameters; 3 passes over the stream per sublayer.
+    At initialisation: it is the plain residual. Cost: no parameters; 3 passes over the stream per
+    sublayer.
     """
 
     at_start = "exact"

@@ -1,12 +1,14 @@
-"""Attention Residuals in two phases over the fused operators: what the state holds, and who reads what when.
+"""Attention Residuals in two phases over the fused operators: what the state holds, and who reads
+what when.
 
-Sublayers come in spans. When a span opens, all its queries read the finished sources at once (phase 1), and each of its
-reads then merges what the span itself has produced so far (phase 2): the running sum of a block, or, for Full Attention
-Residuals, the span's own outputs. Scores of a source are computed for every later query in one pass: when an output is
-written in full, of a block's sum by the read that opens the next one.
+Sublayers come in spans. When a span opens, all its queries read the finished sources at once
+(phase 1). Each of its reads then merges what the span itself has produced so far (phase 2): the
+running sum of a block, or, for Full Attention Residuals, the span's own outputs. A source is scored
+for every later query in one pass: in full when it is written, in blocks by the read that opens the
+next block.
 
-A pipeline stage has the queries of its own reads alone: it takes over the sources as they are (`adopt`), scores them
-for its queries, and hands sources on (`settle`).
+A pipeline stage has the queries of its own reads only: it takes over the sources as they are
+(`adopt`), scores them for its queries, and hands sources on (`settle`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,9 @@ from headwater.ops.routing import Backend
 
 from .base import Layout, Next, Norm, State, apply_norm
 
-FULL_SPAN = 8  # sublayers a span for Full Attention Residuals: N / span + span / 2 reads per sublayer, flat around here
+# Sublayers per span for Full Attention Residuals: N / span + span / 2 reads per sublayer, flat
+# around here.
+FULL_SPAN = 8
 
 Tensors = tuple[Tensor, ...]
 
@@ -32,15 +36,15 @@ class Span(NamedTuple):
     """The state, named.
 
     `sources`: the finished sources, (..., D) each.
-    `scores`: for each group of sources a tensor (..., sources, reads) per span to come. The sources that there were
-        at first are one group, each span that finished since is another.
+    `scores`: for each group of sources a tensor (..., sources, reads) per span to come. The sources
+        that there were at first are one group, each span that finished since is another.
     `folded`: query times key weight of all R reads, (R, D).
-    `waiting`: what phase 1 found for the reads that remain in this span, the last read first: its output (..., D), its
-        log-sum-exp (...), and in blocks the folded query (D,).
-    `outputs`: what the span itself produced. In blocks: the sum without the newest output, if there is an older one,
-        then the newest output, until the next block opens; before the first block, the embedding. In full: each
-        output; then for each read that remains in this span the score of each output (..., 1, 1); then the scores of
-        each output for later spans (..., 1, Q).
+    `waiting`: the results of phase 1 for the reads that remain in this span, the last read first:
+        output (..., D), log-sum-exp (...), and in blocks the folded query (D,).
+    `outputs`: what the span itself produced. In blocks: the sum without the newest output, if there
+        is an older one, then the newest output, until the next block opens; before the first block,
+        the embedding. In full: each output; then for each read that remains in this span the score
+        of each output (..., 1, 1); then the scores of each output for later spans (..., 1, Q).
     """
 
     sources: Tensors
@@ -54,7 +58,7 @@ class Span(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The number of tensors of each kind in a state; `remaining` counts the reads that remain in its span instead."""
+    """The number of tensors of each kind in a state, and of the reads that remain in its span."""
 
     sources: int
     scores: int
@@ -70,6 +74,7 @@ class Counts(NamedTuple):
     def layout(self) -> Layout:
         names = [f"source {n}" for n in range(self.sources)]
         names += [f"scores {n}" for n in range(self.scores)]
+        # A read that waits has its output and log-sum-exp, in blocks its query as well.
         names.append("queries")
         kinds = ("out", "lse", "query")[: self.waiting // max(1, self.remaining)]
         for n in reversed(range(self.remaining)):
@@ -78,10 +83,11 @@ class Counts(NamedTuple):
 
 
 class TwoPhase:
-    """The schedule for reads `first` to `stop` of `sublayers` in blocks of `block`; block=1 is the full residual.
+    """The schedule for reads `first` to `stop` of `sublayers` in blocks of `block`.
 
-    `stop == sublayers` includes the final read. `backend` triton runs over the kernels, reference over the plain
-    PyTorch operators, and auto over the kernels on a GPU and the plain operators elsewhere.
+    block=1 is the full residual; `stop == sublayers` includes the final read. `backend` triton runs
+    over the kernels, reference over the plain PyTorch operators, and auto over the kernels on a GPU
+    and the plain operators elsewhere.
     """
 
     def __init__(
@@ -94,11 +100,14 @@ class TwoPhase:
         stop: int | None = None,
         backend: Backend = "auto",
     ) -> None:
-        self.sublayers, self.eps, self.backend = sublayers, eps, backend
+        self.sublayers = sublayers
+        self.eps = eps
+        self.backend = backend
         self.full = block == 1
         self.span = FULL_SPAN if self.full else block
         self.first = first
-        self.last = sublayers + 1 if stop in (None, sublayers) else stop  # reads end before it
+        # Reads end before `last`; the final read belongs to the last stage.
+        self.last = sublayers + 1 if stop in (None, sublayers) else stop
         places = range(first, min(self.last, sublayers) + 1)
         opening_reads = [i for i in range(first, self.last) if self._into(i) == 0]
 
@@ -119,22 +128,27 @@ class TwoPhase:
 
         Before the write, read i has taken its part away.
         """
-        into, reading = self._into(i), next_read == i
-        opens = reading and into == 0
-        remaining = 0 if opens else max(0, self._span_end(i) - next_read)
+        into = self._into(i)
+        reading = next_read == i
+        remaining = max(0, self._span_end(i) - next_read)
+        # A read that opens a span has yet to make what its other reads wait for.
+        if reading and into == 0:
+            remaining = 0
         scored = self._scored(i, reading)
         groups = scored - max(0, self._scored(self.first, True) - 1)
         scores = groups * len(self.reads_to_come[next_read])
         if self.full:
-            outputs = into * (remaining + 2)
-            return Counts(1 + i - into, scores, 2 * remaining, outputs, remaining)
+            sources, outputs = 1 + i - into, into * (remaining + 2)
+            return Counts(sources, scores, 2 * remaining, outputs, remaining)
+        # The newest output, and the sum of the older ones, if there are any.
         outputs = min(into, 1)
         if reading:
             outputs = 1 if i == self.first else min(2, (i - 1) % self.span + 1)
         return Counts(scored, scores, 3 * remaining, outputs, remaining)
 
     def _scored(self, i: int, reading: bool) -> int:
-        """Count the sources that have scores before read or write `i`: the embedding and finished spans.
+        """Count the sources that have scores before read or write `i`: the embedding and finished
+        spans.
 
         A block is scored when the next one opens.
         """
@@ -153,8 +167,10 @@ class TwoPhase:
         return ceil(i / self.span) if i == self.sublayers else i // self.span
 
     def _span_end(self, i: int) -> int:
-        """The read after the last one of the span of sublayer i, as far as this schedule goes."""
-        return min((i // self.span + 1) * self.span, self.sublayers, self.last)
+        """Return the read after the last of the span of sublayer i, as far as this schedule
+        goes."""
+        end = (i // self.span + 1) * self.span
+        return min(end, self.sublayers, self.last)
 
     def plain(self, x: Tensor) -> bool:
         """Return whether tensors like `x` are read by the plain operators."""
@@ -180,7 +196,7 @@ class TwoPhase:
         return () if counts is None else (counts.layout,)
 
     def unpack(self, state: State, verb: Next, i: int) -> Span:
-        """The state before read or write `i`, named."""
+        """Name the tensors of the state before read or write `i`."""
         counts = self.table[verb, i]
         queries = counts.sources + counts.scores
         outputs = queries + 1 + counts.waiting
@@ -193,6 +209,7 @@ class TwoPhase:
         )
 
     def begin(self, x: Tensor, folded: Tensor) -> State:
+        # In blocks the embedding counts as an output until the first block opens.
         x = x.contiguous()
         if not self.full:
             return Span((), (), folded, (), (x,)).pack()
@@ -201,13 +218,16 @@ class TwoPhase:
         return Span((x,), scores, folded).pack()
 
     def enter(self, x: Tensor, folded: Tensor) -> State:
-        """The state before write 0, if read 0 was `x` itself.
+        """Return the state before write 0, if read 0 was `x` itself.
 
-        What phase 1 finds for each query in a single source is that source.
+        The result of phase 1 over a single source is that source, for each query.
         """
-        x, folded, scores = self._score(x.contiguous(), folded, 0, self.reads_to_come[0])
+        sizes = self.reads_to_come[0]
+        x, folded, scores = self._score(x.contiguous(), folded, 0, sizes)
         first_span, *later_spans = scores
-        lses = first_span.squeeze(-2)[..., 1:].movedim(-1, 0).contiguous().unbind(0)
+        # Read 0 is made: the scores of the others, one source's log-sum-exp.
+        remaining = first_span.squeeze(-2)[..., 1:]
+        lses = remaining.movedim(-1, 0).contiguous().unbind(0)
         queries = folded[1 : 1 + len(lses)].unbind(0)
         waiting = self._wait((x,) * len(lses), lses, queries)
         return Span((x,), tuple(later_spans), folded, waiting).pack()
@@ -215,41 +235,50 @@ class TwoPhase:
     def _score(
         self, source: Tensor, folded: Tensor, i: int, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """Return the source, `folded`, and scores (..., 1, size) for groups of `sizes` reads from read `i` on.
+        """Return the source, `folded`, and scores (..., 1, size) for groups of `sizes` reads from
+        read `i` on.
 
-        The source and the queries are to be used in the place of those given.
+        The source and the queries that are returned take the place of the arguments.
         """
         start = i - self.first
-        if start == len(folded):  # a stage whose reads are all made
+        # A stage may have made all its reads.
+        if start == len(folded):
             shape = (*source.shape[:-1], 1, 0)
-            return source, folded, (source.new_empty(shape, dtype=torch.float32),) * len(sizes)
+            nothing = source.new_empty(shape, dtype=torch.float32)
+            return source, folded, (nothing,) * len(sizes)
         score = self.operators(source).score
         return score(source, folded, self.eps, start=start, sizes=sizes)
 
     def _wait(self, outs: Tensors, lses: Tensors, queries: Tensors) -> Tensors:
         """Put together what the remaining reads of a span will take, the last read first."""
-        reads = zip(outs, lses) if self.full else zip(outs, lses, queries, strict=True)
-        return tuple(chain.from_iterable(reversed([*reads])))
+        kinds = (outs, lses) if self.full else (outs, lses, queries)
+        reads = list(zip(*kinds))
+        return tuple(chain.from_iterable(reversed(reads)))
 
     def adopt(self, state: State, folded: Tensor) -> State:
-        """The state before read `first` from its sources alone, (..., D) each, the running sum of a block last."""
-        counts, inside = self.table["read", self.first], self._into(self.first) > 0
+        """Return the state before read `first` from its sources only, (..., D) each, the running
+        sum of a block last."""
+        counts = self.table["read", self.first]
+        inside = self._into(self.first) > 0
         tensors = [source.contiguous() for source in state]
         finished, outputs = tensors[: counts.sources], tensors[counts.sources :]
         sizes = list(self.reads_to_come[self.first])
-        if inside:  # the reads that remain in this span come first
+        # The reads that remain in this span come first.
+        if inside:
             sizes.insert(0, counts.remaining)
 
+        # Each finished source is scored for this stage's queries.
         sources: list[Tensor] = []
         scores_by_source: list[Tensors] = []
         for source in finished:
             source, folded, scores = self._score(source, folded, self.first, sizes)
             sources.append(source)
             scores_by_source.append(scores)
-        joined = tuple(torch.cat(pieces, -2) for pieces in zip(*scores_by_source, strict=True))
+        joined = tuple(torch.cat(pieces, -2) for pieces in zip(*scores_by_source))
         if not inside:
             return Span(tuple(sources), joined, folded, (), tuple(outputs)).pack()
 
+        # Inside a span, phase 1 is made here for the reads that remain in it.
         this_span, later_spans = joined[0], joined[1:]
         waiting: Tensors = ()
         if counts.remaining:
@@ -273,25 +302,29 @@ class TwoPhase:
         y = y.contiguous()
         if not self.full:
             return (*state, y)
+        # Of the full residual each output is scored when it is written.
         span = self._absorb(self.unpack(state, "write", i), y, i + 1)
         if i % self.span < self.span - 1 and i < self.sublayers - 1:
             return span.pack()
-        # The span is finished: its outputs become sources, and their scores those of one more group.
+        # The span is finished: its outputs become sources, and their scores one more group.
         count = i % self.span + 1
         outputs, scores = span.outputs[:count], span.outputs[count:]
         sizes = self.reads_to_come[i + 1]
         later = torch.cat(scores, -2).split(sizes, -1) if sizes else ()
-        return Span((*span.sources, *outputs), (*span.scores, *later), span.folded).pack()
+        sources = (*span.sources, *outputs)
+        return Span(sources, (*span.scores, *later), span.folded).pack()
 
     def _absorb(self, span: Span, y: Tensor, i: int) -> Span:
         """Add an output to a span of the full residual, before read `i`.
 
         It is scored for each read that remains in the span, and for later spans.
         """
+        # Two tensors wait for each read: an output and its log-sum-exp.
         remaining = len(span.waiting) // 2
         before = len(span.outputs) // (remaining + 2)
         later_reads = len(span.folded) - (i - self.first) - remaining
-        y, folded, scores = self._score(y, span.folded, i, [*[1] * remaining, later_reads])
+        sizes = [1] * remaining + [later_reads]
+        y, folded, scores = self._score(y, span.folded, i, sizes)
         outputs: list[Tensor] = []
         for k, new in enumerate((y, *scores)):
             outputs += [*span.outputs[k * before : (k + 1) * before], new]
@@ -300,10 +333,11 @@ class TwoPhase:
     def has_lost_gradients(self, state: State, i: int) -> bool:
         """Return whether the parts of a state that queries went into were made without gradients.
 
-        They are where lower layers are frozen by no_grad, or a state is detached. A read that takes such a part would
-        teach its query nothing.
+        They are where lower layers are frozen by no_grad, or a state is detached. A read that takes
+        such a part would teach its query nothing.
         """
         span = self.unpack(state, "read", i)
+        # Outputs of phase 1 have gradients by their sources alone.
         lses_and_queries = span.waiting[1 :: 2 if self.full else 3]
         parts = [span.folded, *span.scores, *lses_and_queries]
         if self.full:
@@ -311,69 +345,62 @@ class TwoPhase:
         return not all(tensor.requires_grad or not tensor.numel() for tensor in parts)
 
     def settle(self, state: State, i: int) -> State:
-        """The plain state of read `i`: its sources alone, which any read can continue from."""
+        """Return the sources of read `i`, a state that any read can continue from."""
         span = self.unpack(state, "read", i)
         if self.full:
             return (*span.sources, *span.outputs[: self._into(i)])
         return (*span.sources, sum(span.outputs[1:], span.outputs[0]))
 
     def _open(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        """Read `i`, which opens a span: phase 1 for all of its reads."""
+        """Make read `i`, which opens a span: phase 1 for all reads of the span."""
         sizes = self.reads_to_come[i]
-        # Each group of sources has scores for this span first, then for later ones.
+        # Each group of sources has scores for this span first, then for later spans.
         pieces = span.scores[:: len(sizes)]
         later = tuple(piece for n, piece in enumerate(span.scores) if n % len(sizes))
         weight, eps = self._folded_norm(norm, span.folded)
-        thread = i < self.sublayers  # after the final read nobody takes sources from here
-        operators, folded = self.operators(span.folded), span.folded
+        # After the final read nobody takes sources from here.
+        thread = i < self.sublayers
+        operators = self.operators(span.folded)
+        folded = span.folded
         queries: Tensors = ()
         if self.full:
             outs, lses, sources = operators.mix(span.sources, pieces, weight, eps, thread=thread)
             lses = lses[1:]
         else:
+            # The block's sum becomes a source, and is scored for later reads.
             *partial, y = span.outputs
+            total = partial[0] if partial else None
+            start = i - self.first
+            options = {"eps": self.eps, "start": start, "sizes": sizes, "thread": thread}
             outs, lses, queries, folded, sources, scores = operators.open_block(
-                y,
-                partial[0] if partial else None,
-                folded,
-                span.sources,
-                pieces,
-                weight,
-                eps,
-                eps=self.eps,
-                start=i - self.first,
-                sizes=sizes,
-                thread=thread,
+                y, total, folded, span.sources, pieces, weight, eps, **options
             )
             later += scores
         waiting = self._wait(outs[1:], lses, queries)
+        # The sources come back with their gradients threaded.
         state = Span(sources or span.sources, later, folded, waiting).pack()
         return outs[0] if weight is not None else apply_norm(norm, outs[0]), state
 
     def _merge_sum(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        """Read `i` inside a block: phase 2 with the block's sum, which the newest output joins."""
+        """Make read `i` inside a block: phase 2 with the block's sum, which the newest output
+        joins."""
+        # The tensors of this read are the last ones of the state: nothing else is unpacked.
         count = 3 + self.table["read", i].outputs
         out, lse, query, *partial, y = state[-count:]
-        weight, eps = self._folded_norm(norm, y)
-        x, total = self.operators(y).merge(
-            y,
-            partial[0] if partial else None,
-            out,
-            lse,
-            query,
-            None,
-            weight,
-            eps=self.eps,
-            norm_eps=eps,
-        )
+        total = partial[0] if partial else None
+        weight, norm_eps = self._folded_norm(norm, y)
+        options = {"eps": self.eps, "norm_eps": norm_eps}
+        x, total = self.operators(y).merge(y, total, out, lse, query, None, weight, **options)
         return x if weight is not None else apply_norm(norm, x), (*state[:-count], total)
 
     def _merge_outputs(self, span: Span, i: int, norm: Norm | None) -> tuple[Tensor, State]:
-        """Read `i` inside a span of the full residual: phase 2 with the outputs of the span."""
+        """Make read `i` inside a span of the full residual: phase 2 with the outputs of the
+        span."""
         into = self._into(i)
         outputs, scores = span.outputs[:into], span.outputs[into : 2 * into]
         *waiting, out, lse = span.waiting
         weight, eps = self._folded_norm(norm, out)
+        # Phase 1 counts as one more source, whose score is its log-sum-exp.
         pieces = (lse.view(*lse.shape, 1, 1), *scores)
         x, outputs = self.operators(out).merge_outputs(out, outputs, pieces, weight, eps)
         later = span.outputs[2 * into :]
@@ -383,14 +410,13 @@ class TwoPhase:
     def _folded_norm(self, norm: Norm | None, x: Tensor) -> tuple[Tensor | None, float]:
         """Return weight and eps of a norm that a kernel can apply itself, else (None, unused).
 
-        It can apply torch's, and those of classes with `folds = True`: the forward of another may compute anything.
-        A norm with hooks is called, since FSDP's unsharding is one. So is every norm over the plain operators, which
-        would gain nothing.
+        It can apply torch's, and those of classes with `folds = True`: the forward of another may
+        compute anything. A norm with hooks is called, since FSDP's unsharding is one. So is every
+        norm over the plain operators, which would gain nothing.
         """
         if self.plain(x) or not isinstance(norm, nn.RMSNorm) or hooked(norm):
             return None, 1e-6
-        if type(norm) is not nn.RMSNorm and not getattr(norm, "folds", False):
-            return None, 1e-6
-        if norm.weight is None or norm.eps is None:
+        folds = type(norm) is nn.RMSNorm or getattr(norm, "folds", False)
+        if not folds or norm.weight is None or norm.eps is None:
             return None, 1e-6
         return norm.weight, norm.eps

@@ -193,51 +193,6 @@ def test_a_step_runs_with_its_own_gpu_as_the_current_one(monkeypatch):
     assert not current
 
 
-def test_a_failed_recording_says_what_failed_and_leaves_its_stream_and_random_numbers(monkeypatch):
-    current, numbers = ["the user's"], ["in the recording's hands"]
-
-    class Recording:
-        """As torch's: after an error it cannot be ended, and its stream stays the current one."""
-
-        def __init__(self, graph, pool, stream): ...
-
-        def __enter__(self):
-            current[0] = "recording"
-
-        def __exit__(self, *_):
-            raise RuntimeError("failed due to a previous error")
-
-    def draw(logits):
-        if current[0] == "recording":
-            raise RuntimeError("a number was asked for\nwhile recording")
-        return logits.argmax(-1)
-
-    def set_stream(stream):
-        current[0] = stream
-
-    generator = SimpleNamespace(clone_state=lambda: "as before", graphsafe_set_state=numbers.append)
-    cuda = {
-        "CUDAGraph": object,
-        "graph": Recording,
-        "synchronize": lambda: None,
-        "default_generators": [generator],
-        "current_device": lambda: 0,
-        "current_stream": lambda: current[0],
-        "set_stream": set_stream,
-    }
-    for name, value in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("headwater.generation.captured_step._capture_stream", lambda device: None)
-    steps = captured_steps(model_of("standard").eval(), PROMPTS, draw)
-    with torch.no_grad():
-        steps.run()
-        with pytest.warns(UserWarning, match=r"a CUDA graph: a number was asked for\. It goes on"):
-            steps.run()
-        steps.run()
-    assert current == ["the user's"]
-    assert numbers[1:] == ["as before"]
-
-
 @pytest.fixture
 def exact(monkeypatch):
     """Convolutions in fp32, too."""

@@ -22,7 +22,9 @@ MODELS = {
     "kimi": ("attnres-block:block=2", KIMI),
     "kimi, plain": ("standard", KIMI),
 }
-LONG = ("standard", "attnres-block", "looks back", "kimi")  # a cache of each kind
+# A cache of each kind, and states of each kind.
+LONG = ("standard", "attnres-block", "looks back", "kimi")
+SHORT = ("mhc", "muddformer", "depth-window", "laurel")
 
 
 def tiny(kind, **settings):
@@ -51,7 +53,7 @@ def test_rows_of_any_length_are_what_each_is_alone(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [*names(), "looks back", "kimi"])
+@pytest.mark.parametrize("kind", [*LONG, *SHORT])
 def test_tokens_drawn_one_by_one_are_those_of_a_single_pass(kind):
     """Greedy, with a cache: each token is the likeliest after the tokens before it, where the whole
     text is read at once, and where it is read in portions."""
@@ -179,22 +181,18 @@ def test_a_row_that_has_ended_may_have_no_numbers():
     ("prompts", "settings", "message"),
     [
         ([], {}, "there is no prompt"),
-        (torch.tensor([1, 2]), {}, r"tokens must be \(batch, length\)"),
-        ([1, 2], {}, "got one prompt"),
-        ("def", {}, "got text"),
-        (["def"], {}, "got text"),
+        (torch.tensor([1, 2]), {}, "tokens must be a list of prompts"),
+        (["def"], {}, "continue_texts takes text"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1], [VOCAB]], {}, f"prompt 1 has tokens outside of the vocabulary of {VOCAB}"),
         ([[1], [1] * 30], {}, "exceed the context of 32: lower max_new_tokens to 2"),
         ([[1] * 40], {}, "exceed the context of 32: shorten the prompt"),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens must be 0 or more"),
         ([[1]], {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
-        ([[1]], {"prefill_chunk": "most"}, "prefill_chunk must be a number"),
         ([[1]], {"min_p": 1.5}, "min_p must lie in"),
         ([[1]], {"top_p": 0.0}, "top_p must lie in"),
         ([[1]], {"top_k": 0}, "top_k must be at least 1"),
         ([[1]], {"temperature": 1e-40}, "temperature must be 0 .* or a number from 1e-30 on"),
-        ([[1]], {"temperature": float("nan")}, "temperature must be"),
         ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be a positive number"),
     ],
 )

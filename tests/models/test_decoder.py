@@ -100,12 +100,9 @@ def test_attention_is_its_formula():
 
         def turned(head, t, norm):
             normed = head / (head.square().mean() + 0.1).sqrt() * norm.weight
-            angle = torch.tensor(
-                [t * 50.0 ** (-pair / 4) for pair in range(4)], dtype=torch.float64
-            )
-            pairs = torch.complex(normed[:4], normed[4:]) * torch.polar(
-                torch.ones_like(angle), angle
-            )
+            angle = t * 50.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+            pairs = torch.complex(normed[:4], normed[4:])
+            pairs = pairs * torch.polar(torch.ones_like(angle), angle)
             return torch.cat((pairs.real, pairs.imag))
 
         def heads(linear, t):
@@ -253,17 +250,7 @@ def test_a_file_that_does_not_fit_is_named(tmp_path):
         Decoder.load(tmp_path)
     weights["extra"] = weights.pop("norm.weight")
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"missing \['norm.weight'\], not expected \['extra'\]\. They must be"
-    ):
-        Decoder.load(tmp_path)
-    save_file(
-        {name: weights[name] for name in sorted(weights)[:-7]}, tmp_path / "model.safetensors"
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"missing \['.*'\] and 3 more, .* a model with the same settings, such as its",
-    ):
+    with pytest.raises(ValueError, match=r"missing \['norm.weight'\], not expected \['extra'\]"):
         Decoder.load(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "widht": 3}))
@@ -273,18 +260,7 @@ def test_a_file_that_does_not_fit_is_named(tmp_path):
 
 @pytest.mark.parametrize("settings", [{"qk_norm": True}, {"kv_heads": 4}, {"tie_embeddings": True}])
 def test_cached_logits_equal_uncached_logits_chunk_by_chunk(settings):
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": 48,
-        "dim": 32,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 2,
-        "mlp_dim": 48,
-        "context": 32,
-    }
-    model = Decoder(ModelConfig(**{**shape, **settings}))
-    tokens = tokens_of(length=20)
+    model, tokens = model_of("standard", layers=2, **settings), tokens_of(length=20)
     pieces = in_pieces(model, tokens, 7, 1, 7, 5)
     torch.testing.assert_close(pieces, model(tokens), atol=1e-5, rtol=1e-5)
 
@@ -323,10 +299,15 @@ def test_what_the_head_sees_of_the_last_token_alone():
         ({"dim": 36, "heads": 4}, "even number of channels"),
         ({"kv_heads": 3}, "kv_heads must divide heads"),
         ({"layers": 0}, "layers must be at least 1"),
+        ({"vocab_size": 0}, "model.vocab_size must be at least 1 in a model; got 0"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig(
-            **{"vocab_size": 10, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, **settings}
-        )
+        model_of("standard", **settings)
+
+
+def test_windows_that_do_not_fit_are_refused():
+    for window in (1, 33):
+        with pytest.raises(ValueError, match=rf"shortswa must be .*; got {window}"):
+            model_of("standard", shortswa=window)

@@ -41,10 +41,8 @@ SETTINGS = [
     ({"spec": "standard", "value_residual": True}, 2),  # whose values have a second reader
     ({"spec": "standard", "shortswa": 3}, 4),
     ({"spec": "standard", "qk_norm": True}, 0),  # a norm is between
-    (
-        {"spec": "deepcrossattention"},
-        1,
-    ),  # three inputs, but for the first, have no product in common
+    # Three inputs, but for the first, have no product in common
+    ({"spec": "deepcrossattention"}, 1),
 ]
 
 

@@ -14,7 +14,6 @@ from headwater.models import SIZES, Decoder, ModelConfig
 from headwater.models.mla import MLA
 from headwater.models.moe import routers
 from headwater.models.pattern import layers_of, write_pattern
-from headwater.residuals import names
 from headwater.residuals.parameter_groups import sort_parameters
 
 KINDS = ("kda", "mlp", "kda", "moe", "kda", "moe", "mla", "moe")
@@ -85,25 +84,17 @@ def test_a_pattern_is_written_as_it_was_read(pattern):
             {"pattern": "kda:mamba"},
             "'mamba' in the pattern 'kda:mamba' names no layer. Valid: attention, kda, mla",
         ),
-        ({"pattern": "kda:"}, "names no layer"),
-        ({"pattern": "mlp"}, "names no layer"),
         ({"pattern": "kda+mlp+moe"}, "names no layer"),
         ({"pattern": "kda*x:mla"}, "must end in a number of layers"),
-        ({"pattern": "kda*0"}, "must end in a number of layers"),
         ({"pattern": "kda*2:mla"}, "names 3 layers, of which 4 layers are no multiple: name all 4"),
         ({"pattern": "kda+moe", "experts": 0}, "names moe: give experts"),
         ({"pattern": "shortswa+kda"}, "shortswa must be given"),
         ({"value_residual": True}, "value_residual must be false without"),
         ({"experts": 1}, "experts must be at least 2"),
         ({"experts_per_token": 5}, "experts_per_token must be at most"),
-        ({"experts_per_token": 0}, "experts_per_token must be at least 1"),
         ({"mlp_dim": 2}, "mlp_dim must be at least 3"),
-        ({"expert_scale": 0.0}, "expert_scale must be above 0"),
         ({"heads": 3, "kda_head_dim": 8}, "unless mla_head_dim and mla_value_dim"),
         ({"kda_head_dim": 512}, "kda_head_dim must be at most 256"),
-        ({"kda_head_dim": -1}, "kda_head_dim must be at least 0"),
-        ({"kda_conv": 0}, "kda_conv must be at least 1"),
-        ({"kda_gate": "relu"}, "kda_gate must be 'softplus' or 'bounded'"),
     ],
 )
 def test_what_cannot_be_built_is_named(settings, message):
@@ -111,8 +102,12 @@ def test_what_cannot_be_built_is_named(settings, message):
         model_of("standard", **{**KIMI, **settings})
 
 
-@pytest.mark.parametrize("spec", names())
-def test_every_residual_trains_and_decodes_it(spec):
+# Of each kind: one stream, sources, layers with three inputs, streams, tokens that look back.
+RESIDUALS = ("standard", "attnres-block", "muddformer", "mhc", "ddl:width=2,compress=token")
+
+
+@pytest.mark.parametrize("spec", RESIDUALS)
+def test_residuals_of_each_kind_train_and_decode_it(spec):
     """Gradients reach every parameter and recompute; a prompt in pieces is the whole."""
     model, tokens = model_of(spec, scatter=True, **KIMI), tokens_of(length=20)
     assert model.config.kinds == KINDS
@@ -211,9 +206,8 @@ def keys_and_values(mla):
 def test_flops_count_what_a_token_meets():
     base = model_of("standard", **{**KIMI, "experts": 4}).flops_per_token()
     more = model_of("standard", **{**KIMI, "experts": 8, "expert_dim": 16}).flops_per_token()
-    assert (
-        more - base == 3 * 2 * 3 * 4 * 32
-    )  # of the router alone: four more scores in each of three layers
+    # Of the router alone: four more scores in each of three layers
+    assert more - base == 3 * 2 * 3 * 4 * 32
     assert (
         model_of("standard", **{**KIMI, "experts_per_token": 1, "expert_dim": 16}).flops_per_token()
         < base

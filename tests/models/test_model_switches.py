@@ -133,15 +133,8 @@ def test_flops_count_the_window():
     with_window, without = (
         Decoder(ModelConfig(**shape, shortswa=w)).flops_per_token(4) for w in (8, None)
     )
-    assert with_window - without == 3 * 2 * (
-        matrices + 4 * 4 * 16 + adds
-    )  # no more tokens than there are
-
-
-@pytest.mark.parametrize("window", [1, 33])
-def test_a_wrong_window_is_refused(window):
-    with pytest.raises(ValueError, match=rf"shortswa must be .*; got {window}"):
-        model_of("standard", shortswa=window)
+    # No more tokens than there are
+    assert with_window - without == 3 * 2 * (matrices + 4 * 4 * 16 + adds)
 
 
 @pytest.mark.gpu
@@ -163,6 +156,5 @@ def test_flex_attention_equals_masked_attention(length, window):
         ]
 
     for flex, masked in zip(run("cuda", torch.float32), run("cpu", torch.float64)):
-        torch.testing.assert_close(
-            flex, masked, atol=5e-3, rtol=5e-3
-        )  # the kernels multiply in TF32
+        # The kernels multiply in TF32
+        torch.testing.assert_close(flex, masked, atol=5e-3, rtol=5e-3)

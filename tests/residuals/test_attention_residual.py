@@ -1,21 +1,19 @@
 """Promises of the mathematics of Attention Residuals."""
 
+from functools import partial
+
 import pytest
 import torch
 from tinymodels import gradients_of, model_of, tokens_of
+from tinymodels import scattered as scattered_residual
 
 from headwater import param_groups
 from headwater.models import Decoder
 from headwater.ops import depth_attention
-from headwater.residuals import AttentionResidual, build, mixing, names, parse, pinned
+from headwater.residuals import build, mixing
 from headwater.residuals.record import replay
 
-
-def scattered(residual, seed=0):
-    torch.manual_seed(seed)
-    for p in residual.parameters():
-        torch.nn.init.normal_(p)
-    return residual
+scattered = partial(scattered_residual, scale=1.0)
 
 
 @pytest.mark.parametrize("spec", ["attnres-full", "attnres-block:block=3", "attnres-block:block=8"])
@@ -47,7 +45,7 @@ def test_the_final_read_takes_part(spec):
 
 def test_every_read_is_depth_attention_over_its_sources():
     """Block reads written out from the definition: finished block sums, then the running sum."""
-    residual = scattered(AttentionResidual(16, 8, block=3))
+    residual = scattered("attnres-block:block=3")
     sources = list(torch.randn(9, 2, 5, 16))
     reads = replay(residual, sources)
     for i in range(9):
@@ -63,8 +61,8 @@ def test_every_read_is_depth_attention_over_its_sources():
 
 def test_blocks_of_one_are_full_attention_residuals():
     full, block = (
-        scattered(build("attnres-full", 16, 6)),
-        scattered(build("attnres-block:block=1", 16, 6)),
+        scattered("attnres-full", sublayers=6),
+        scattered("attnres-block:block=1", sublayers=6),
     )
     sources = list(torch.randn(7, 2, 16))
     for one, other in zip(replay(full, sources), replay(block, sources)):
@@ -73,9 +71,9 @@ def test_blocks_of_one_are_full_attention_residuals():
 
 def test_full_rows_are_softmax_weights_and_block_rows_are_shared_within_a_block():
     sources = list(torch.randn(9, 3, 16))
-    full = mixing(scattered(build("attnres-full", 16, 8)), sources)
+    full = mixing(scattered("attnres-full", sublayers=8), sources)
     torch.testing.assert_close(full.sum(1), torch.ones(9, 3))
-    block = mixing(scattered(build("attnres-block:block=3", 16, 8)), sources)
+    block = mixing(scattered("attnres-block:block=3", sublayers=8), sources)
     last = block[-1]
     assert torch.equal(last[1], last[2])
     assert torch.equal(last[4], last[6])
@@ -84,7 +82,7 @@ def test_full_rows_are_softmax_weights_and_block_rows_are_shared_within_a_block(
 
 def test_a_window_keeps_the_embedding_and_the_newest():
     matrix = mixing(
-        scattered(build("attnres-full:window=2", 16, 6)), list(torch.randn(7, 1, 16))
+        scattered("attnres-full:window=2", sublayers=6), list(torch.randn(7, 1, 16))
     ).squeeze(-1)
     assert torch.equal((matrix[-1] != 0).nonzero().flatten(), torch.tensor([0, 5, 6]))
 
@@ -100,76 +98,11 @@ def test_the_first_read_has_nothing_to_learn():
 
 
 def test_weights_are_what_the_read_used():
-    residual = scattered(build("attnres-block:block=2", 16, 4))
+    residual = scattered("attnres-block:block=2", sublayers=4)
     state = tuple(torch.randn(3, 2, 5, 16))
     weights = residual.weights(state, 3)
     assert weights.shape == (3, 2, 5, 1)
     torch.testing.assert_close((weights * torch.stack(state)).sum(0), residual.read(state, 3)[0])
-
-
-@pytest.mark.parametrize(
-    ("spec", "saved"),
-    [
-        ("standard", "standard"),
-        ("attnres-full", "attnres-full"),
-        ("attnres-block", "attnres-block:block=2"),
-        ("attnres-block:block=4", "attnres-block:block=4"),
-        ("attnres-block:block=none,heads=2", "attnres-block:heads=2,block=2"),
-        ("depth-window:width=8", "depth-window:width=8,window=4"),
-    ],
-)
-def test_a_saved_spec_names_the_options_that_follow_from_the_network(spec, saved):
-    residual = build(spec, 16, 8)
-    assert pinned(residual) == saved
-    assert residual.spec == spec
-    assert pinned(build(saved, 16, 8)) == saved
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (
-            "attnres-blok",
-            r"unknown residual 'attnres-blok'. Did you mean 'attnres-block'\? Valid names: .*standard",
-        ),
-        (None, r"given by its name, such as .*; got a NoneType"),
-        (AttentionResidual, r"given by its name, such as .*; got AttentionResidual"),
-        (
-            "attnres-block:blok=2",
-            r"has no option 'blok'. Did you mean 'block'\? Valid options: block, query, weights",
-        ),
-        ("attnres-full:block=2", "has no option 'block'"),
-        ("attnres-block:block=two", "block must be a whole number or none, got 'two'"),
-        ("attnres-block:block", "needs a value"),
-        ("attnres-block:block=2,block=3", "given twice"),
-        ("attnres-full:eps=0", "eps must be positive"),
-        ("attnres-full:eps=nan", "eps must be positive"),
-        (
-            "attnres-full:heads=4,backend=triton",
-            "backend=triton needs static queries, softmax weights, normed whole keys and one head",
-        ),
-        ("attnres-block:block=0", "between 1 and 6"),
-        ("attnres-block:block=7", "between 1 and 6"),
-        ("attnres-full:heads=3", "divide the width 16"),
-        ("attnres-full:window=0", "between 1 and 6"),
-        ("attnres-full:window=7", "between 1 and 6"),
-        ("attnres-full:key_dim=17", "between 1 and 16"),
-        ("attnres-full:key_dim=6,heads=4", "multiple of heads"),
-        ("attnres-full:query=dynamic", "one of static, projected"),
-        ("attnres-full:key_norm=maybe", "true or false"),
-    ],
-)
-def test_wrong_specifications_say_what_is_allowed(spec, message):
-    with pytest.raises(ValueError, match=message):
-        build(spec, 16, 6)
-
-
-def test_options_in_a_name_are_typed():
-    assert parse("attnres-block:block=4,heads=8,key_norm=false,query=projected") == (
-        "attnres-block",
-        {"block": 4, "heads": 8, "key_norm": False, "query": "projected"},
-    )
-    assert {"standard", "attnres-full", "attnres-block"} <= set(names())
 
 
 def test_queries_start_as_wide_as_they_are_asked_to():
@@ -199,18 +132,3 @@ def test_under_adam_a_scale_of_the_logits_is_a_factor_on_the_queries_rate(scale,
     scaled = trained(f"attnres-full:scale={scale}", 1.0)
     torch.testing.assert_close(scaled, trained("attnres-full", width**-power), atol=1e-4, rtol=0)
     assert (scaled - trained("attnres-full", 1.0)).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("attnres-full:start=-1", "standard deviation"),
-        ("attnres-full:scale=gain,start=0", "above zero with scale=gain"),
-        ("attnres-full:scale=gain,query=projected", "needs query=static"),
-        ("attnres-full:weights=static,scale=root", "set up queries"),
-        ("attnres-full:scale=big", "one of one, root, width, gain"),
-    ],
-)
-def test_scales_and_starts_that_mean_nothing_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        build(spec, 16, 4)

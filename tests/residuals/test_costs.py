@@ -5,9 +5,8 @@ import pytest
 from headwater.residuals import build, names
 
 D, L = 8, 4  # width, and sublayers: two layers of attention and MLP
-ADDS = (
-    2 * D * L
-)  # what every write adds to a stream; an addition counts as a multiply-add, two operations
+# What every write adds to a stream; an addition counts as a multiply-add, two operations
+ADDS = 2 * D * L
 
 # Of Attention Residuals a source of a read costs its norm and its score, 4 per channel of the key, and its share, 2 D.
 OPERATIONS = {

@@ -45,10 +45,8 @@ def short_attention(stack, maps, window):
     for name in MAPS:
         if getattr(maps, name) is not None:  # the first read has one source: any query will do
             getattr(attention, name).weight.data.copy_(getattr(maps, name))
-    still = (
-        torch.ones(STATES, DIM // 2),
-        torch.zeros(STATES, DIM // 2),
-    )  # rotary tables that turn nothing
+    # Rotary tables that turn nothing
+    still = (torch.ones(STATES, DIM // 2), torch.zeros(STATES, DIM // 2))
     y, _ = attention(stack.transpose(0, 1), tuple(table.double() for table in still))
     return y.transpose(0, 1)
 

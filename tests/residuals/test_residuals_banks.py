@@ -18,11 +18,8 @@ SPECS = [
     "elc-bert",
     "elc-bert:variant=weighted-output",
 ]
-COMPILED = (
-    "muddformer",
-    "denseformer",
-    "muddformer:norm=true",
-)  # each kernel once, and what a long run compiles
+# Each kernel once, and what a long run compiles
+COMPILED = ("muddformer", "denseformer", "muddformer:norm=true")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is off where there is a GPU"
@@ -133,9 +130,3 @@ def launches_with_weights_held(spec):
 def test_a_mixing_matrix_is_read_off_the_reference(spec):
     pytest.importorskip("triton", reason="the kernels need triton")
     assert launches_with_weights_held(spec) == 0
-
-
-@pytest.mark.parametrize("spec", ["muddformer", "denseformer", "elc-bert"])
-def test_a_backend_that_there_is_not_is_refused(spec):
-    with pytest.raises(ValueError, match="backend"):
-        build(f"{spec}:backend=cuda", DIM, 2)

@@ -44,9 +44,8 @@ def test_the_decoder_is_one_graph(spec):
     torch.compiler.reset()
     model, tokens = model_of(spec, scatter=True, layers=layers_of(spec)), tokens_of()
     expected, desired = gradients_of(model, tokens)
-    module = (
-        spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"
-    )  # which has no Sinkhorn iteration
+    # Which has no Sinkhorn iteration
+    module = spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"
     traced = torch.compile(model, backend="aot_eager" if module else "eager", fullgraph=True)
     logits, gradients = gradients_of(traced, tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -1,112 +1,24 @@
-"""Each residual, with each of its options, against its formula written a second time in the plainest way, on fixed
-sources in fp64; and where it starts, which a formula does not say."""
+"""Each residual, with its options crossed, against its formula written a second time in the plainest
+way, on fixed sources in fp64; and where it starts, which a formula does not say."""
 
-import inspect
 from math import log
-from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from covering import DIM, SUBLAYERS, covering
 
-from headwater.residuals import build, entry, names, parse
+from headwater.residuals import build, entry, names
 from headwater.residuals.record import replay
-from tests.formulas import FORMULAS, formula_of
+from tests.formulas import FORMULAS, formula_of, unit
 
-DIM, SUBLAYERS = 8, 6
-OPTIONS = [
-    "attnres-block:block=2",
-    "attnres-block:block=4",  # the last block is partial
-    "attnres-block:block=2,query=projected",  # from the running sum, or from the newest finished block
-    "attnres-block:block=2,weights=sigmoid",
-    "attnres-block:block=2,weights=static",
-    "attnres-block:block=2,key_norm=false",
-    "attnres-block:block=2,heads=4",
-    "attnres-block:block=2,window=1",
-    "attnres-block:block=2,key_dim=3",
-    "attnres-block:block=2,eps=0.1",
-    "attnres-block:block=2,key_norm=false,query=projected,eps=0.1",  # the query's norm stays
-    "attnres-block:block=2,query=projected,weights=sigmoid,heads=2,window=2,key_dim=6,eps=0.01",
-    "attnres-block:schedule=one-pass",
-    "attnres-block:backend=reference",
-    "attnres-full:query=projected",
-    "attnres-full:weights=sigmoid",
-    "attnres-full:weights=static",
-    "attnres-full:weights=static,heads=4",
-    "attnres-full:key_norm=false",
-    "attnres-full:heads=4",
-    "attnres-full:heads=2,weights=sigmoid,key_norm=false",
-    "attnres-full:window=1",
-    "attnres-full:window=3,weights=static",
-    "attnres-full:key_dim=3",
-    "attnres-full:key_dim=4,heads=2",
-    *(
-        f"{name},{options}"
-        for name in ("attnres-full:heads=1", "attnres-block:block=2")
-        for options in (
-            "scale=root",
-            "scale=width,query=projected",
-            "scale=gain",
-            "key_weight=false,start=0.5",
-        )
-    ),
-    "attnres-full:key_dim=4,heads=2,query=projected",
-    "attnres-full:eps=0.1",
-    "attnres-full:schedule=one-pass",
-    "attnres-full:backend=reference",
-    "highway:gate=channel",
-    "laurel:form=previous,states=2,rank=3",
-    "laurel:form=previous",
-    "laurel:form=weighted",
-    "laurel:form=weighted-low-rank,rank=3",
-    "denseformer:dilation=2",
-    "denseformer:period=2",
-    "denseformer:dilation=2,period=3",
-    "denseformer:dilation=3,period=2",
-    "denseformer:backend=reference",
-    "elc-bert:variant=base",
-    "elc-bert:variant=normalized",
-    "elc-bert:variant=weighted-output",
-    "elc-bert:backend=reference",
-    "deepcrossattention:version=v1",
-    "deepcrossattention:version=v2",
-    "deepcrossattention:last=1",
-    "deepcrossattention:version=v1,last=1",
-    "deepcrossattention:version=v2,inputs=shared,last=2",
-    "hyper-connections:streams=3",
-    "hyper-connections:streams=3,form=static",
-    "hyper-connections:backend=reference",
-    "hyper-attnres:streams=3,block=1",
-    "hyper-attnres:form=static,block=4",
-    "hyper-attnres:backend=reference",
-    "mhc:streams=3",
-    "mhc:streams=3,iterations=2",
-    "mhc:backend=reference",
-    "muddformer:backend=reference",
-    "muddformer:norm=true",
-    "muddformer:norm=true,backend=reference",
-    "mhc-lite:streams=3",
-    "mhc-lite:streams=3,backend=reference",
-    "deepnorm:eps=0.1",
-    "ddl:value=linear",
-    "ddl:width=3,compress=channel",
-    "ddl:width=3,compress=channel,value=linear,expand=token",
-    "ddl:width=2,compress=token",
-    "ddl:width=2,compress=token,value=linear,expand=token",
-    "depth-window:window=2,width=3",
-    "depth-window:maps=reader",
-    "depth-window:maps=reader,window=2,width=3",
-    "depth-window:maps=shared,window=3",
-    "delta-attnres:block=2",
-    "delta-attnres:block=4,eps=0.1",
-]
+SPECS = [spec for name in names() for spec in covering(name)]
+# Reads in two phases, whose scores are kept in fp32.
 IN_TWO_PHASES = [
     "attnres-block:schedule=two-phase,backend=reference",
     "attnres-full:schedule=two-phase,backend=reference",
     "attnres-full:schedule=two-phase,backend=reference,scale=root,eps=0.1",
     "attnres-block:schedule=two-phase,backend=reference,scale=gain,key_weight=false,eps=0.1",
 ]
-ELSEWHERE = {"backend=triton"}  # the kernels' own tests hold them against the reference
 STARTS = [  # spec, parameter, what it begins with
     ("rezero:start=0.5", "gains.3", [0.5]),
     ("layerscale:start=0.25", "gains.3", [0.25] * DIM),
@@ -136,30 +48,6 @@ STARTS = [  # spec, parameter, what it begins with
     ("mhc-lite:streams=2,start=biased", "mappings.2.bias", [1.0, -1.0, 1.0, -1.0, 0.0, -8.0]),
     ("mhc-lite:streams=2,start=uniform", "mappings.3.bias", [0.0] * 6),
 ]
-# A saved model names the options that its user gave and those that follow from the network: another default would make
-# other models of the rest.
-DEFAULTS = {
-    "AttentionResidual": "block=None query='static' weights='softmax' key_norm=True heads=1 window=None key_dim=None "
-    "key_weight=True scale='one' start=None eps=1e-06 backend='auto' schedule='auto'",
-    "DeepCrossAttentionResidual": "version='v3' inputs='separate' last=None",
-    "DeepDeltaResidual": "width=1 compress='none' expand='repeat' value='bounded' beta=1.0",
-    "DeepNormResidual": "eps=1e-06",
-    "DeltaAttentionResidual": "block=1 eps=1e-06",
-    "DenseFormerResidual": "dilation=1 period=1 backend='auto'",
-    "DepthWindowResidual": "window=None width=None maps='state'",
-    "EveryLayerCountsResidual": "variant='zero' backend='auto'",
-    "HighwayResidual": "gate='scalar' start='mean'",
-    "HyperAttentionResidual": "streams=4 form='dynamic' block=None backend='auto'",
-    "HyperConnectionsResidual": "streams=4 form='dynamic' backend='auto'",
-    "LaurelResidual": "form='low-rank' rank=None states=3",
-    "LayerScaleResidual": "start=0.0001",
-    "MHCLiteResidual": "streams=4 start='identity' backend='auto'",
-    "MHCResidual": "streams=4 iterations=20 start='identity' backend='auto'",
-    "MUDDFormerResidual": "norm=False backend='auto'",
-    "ReZeroResidual": "start=0.0",
-    "StandardResidual": "",
-    "VerticalAttentionResidual": "",
-}
 
 
 def scattered(spec, sublayers=SUBLAYERS, kinds=None):
@@ -172,12 +60,8 @@ def scattered(spec, sublayers=SUBLAYERS, kinds=None):
     return residual, list(torch.randn(sublayers + 1, 2, 5, DIM, dtype=torch.float64))
 
 
-def unit(x):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-
 def differences(residual, sources, kinds=None):
-    """Distance of each read from the formula's."""
+    """Distance of each read from the formula's, relative to the read."""
     expected = []
 
     def run(i, read):
@@ -186,100 +70,65 @@ def differences(residual, sources, kinds=None):
         return sources[i + 1]
 
     expected.append(formula_of(residual, kinds)(sources[0], run))
-    reads = replay(residual, sources)
-    assert len(reads) == len(expected) == residual.sublayers + 1
-    pairs = [
-        [torch.stack(x) if isinstance(x, tuple) else x for x in pair]
-        for pair in zip(reads, expected)
-    ]
-    assert all(read.shape == desired.shape for read, desired in pairs)
-    return torch.stack(
-        [(read - desired).abs().max() / desired.abs().max() for read, desired in pairs]
-    )
+    distances = []
+    for read, desired in zip(replay(residual, sources), expected, strict=True):
+        read, desired = stacked(read), stacked(desired)
+        assert read.shape == desired.shape
+        distances.append((read - desired).abs().max() / desired.abs().max())
+    return torch.stack(distances)
 
 
-@pytest.mark.parametrize("spec", [*names(), *OPTIONS])
+def stacked(read):
+    return torch.stack(read) if isinstance(read, tuple) else read
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_reads_are_the_formula_s(spec):
     assert differences(*scattered(spec)).max() < 1e-12
 
 
-BY_LAYER = [spec for spec in (*names(), *OPTIONS) if entry(spec.partition(":")[0]).takes_kinds]
+BY_LAYER = [name for name in names() if entry(name).takes_kinds]
 
 
-@pytest.mark.parametrize("spec", [spec.replace("period=3", "period=2") for spec in BY_LAYER])
+@pytest.mark.parametrize("spec", [spec for name in BY_LAYER for spec in covering(name)])
 def test_reads_are_the_formula_s_where_layers_begin_with_short_attention(spec):
-    """Its output joins the layer's input, the query, key and value inputs of the attention included."""
+    """Its output joins the layer's input, and the query, key and value inputs of the attention."""
     kinds = ("shortswa", "attention", "mlp") * 3
     assert differences(*scattered(spec, len(kinds), kinds), kinds).max() < 1e-12
 
 
-@pytest.mark.parametrize("spec", BY_LAYER)
-def test_short_attention_behind_the_attention_is_a_sublayer_like_any_other(spec):
-    """Only what stands before a layer's attention belongs to its input; and a layer may have no attention at all."""
-    spec = spec.replace("period=3", "period=2").replace("dilation=3", "dilation=2")
-    late_kinds = ("attention", "shortswa", "mlp") * 2
-    residual, sources = scattered(spec, kinds=late_kinds)
-    other, _ = scattered(spec, kinds=("attention", "attention", "mlp") * 2)
-    for one, two in zip(replay(residual, sources), replay(other, sources)):
-        assert torch.equal(*(torch.stack(x) if isinstance(x, tuple) else x for x in (one, two)))
-    residual, sources = scattered(
-        spec, kinds=("shortswa", "mlp", "shortswa", "mlp", "shortswa", "mlp")
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_short_attention_behind_the_attention_is_a_sublayer_like_any_other(name):
+    """Only what stands before a layer's attention belongs to its input; and a layer may have no
+    attention at all."""
+    behind, beside, alone = (
+        replay(*scattered(name, 6, kinds))
+        for kinds in (
+            ("attention", "shortswa", "mlp") * 2,
+            ("attention", "attention", "mlp") * 2,
+            ("shortswa", "mlp") * 3,
+        )
     )
-    assert all(read.isfinite().all() for read in replay(residual, sources))
+    for one, other in zip(behind, beside):
+        assert torch.equal(stacked(one), stacked(other))
+    assert all(read.isfinite().all() for read in alone)
 
 
 @pytest.mark.parametrize("spec", ["muddformer", "deepcrossattention", "deepcrossattention:last=1"])
 def test_inputs_that_are_routed_apart_reach_the_attention_behind_short_attention(spec):
     kinds = ("shortswa", "attention", "mlp") * 2
-    residual, sources = scattered(spec, kinds=kinds)
-    reads = replay(residual, sources)
-    routed = [
-        kind for kind, read in zip((*kinds, "head"), reads, strict=True) if isinstance(read, tuple)
-    ]
-    assert routed == ["attention"]  # of the second layer; the first has the embedding alone to read
+    reads = replay(*scattered(spec, len(kinds), kinds))
+    # The first layer has the embedding alone to read.
+    assert [i for i, read in enumerate(reads) if isinstance(read, tuple)] == [4]
 
 
 @pytest.mark.parametrize("spec", IN_TWO_PHASES)
 def test_reads_in_two_phases_are_the_formula_s(spec):
-    """Scores are kept in fp32."""
     assert differences(*scattered(spec)).max() < 1e-5
-
-
-@pytest.mark.parametrize("maps", ["state", "reader", "shared"])
-@pytest.mark.parametrize("window", [2, 6])
-def test_operations_of_a_depth_window_are_those_of_its_formula(maps, window):
-    """Its projections, as PyTorch counts them in the formula's products; then scores and sums, two each a channel."""
-    residual, sources = scattered(f"depth-window:window={window},width=3,maps={maps}")
-    with FlopCounterMode(display=False) as counter:
-        formula_of(residual)(sources[0], lambda i, read: sources[i + 1])
-    tokens, reads = 2 * 5, sum(min(i + 1, window) for i in range(SUBLAYERS))
-    outputs = 2 * reads - 1  # keys and values in the formula, which makes them for each read again
-    twice = 0 if maps == "reader" else 2 * 3 * DIM * (outputs - 2 * SUBLAYERS)
-    rest = 4 * 3 * reads + 2 * DIM * SUBLAYERS
-    assert residual.flops_per_token() == counter.get_total_flops() // tokens - twice + rest
 
 
 def test_every_residual_has_a_formula():
     assert set(FORMULAS) == set(names())
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_option_has_an_oracle(name):
-    """Each value of a choice, and of what is a number one that is not the default, in a test of this file."""
-    specs = [*OPTIONS, *IN_TWO_PHASES, *(spec for spec, _, _ in STARTS)]
-    arguments = [parse(spec)[1] for spec in specs if spec.partition(":")[0] == name]
-    keywords = inspect.signature(entry(name).build).parameters
-    for option, kind in entry(name).options.items():
-        default = keywords[option].default
-        tried = [default, *(options[option] for options in arguments if option in options)]
-        values = (
-            get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
-        )
-        missing = [
-            value for value in values if value not in tried and f"{option}={value}" not in ELSEWHERE
-        ]
-        assert not missing, option
-        assert values or set(tried) != {default}, option
 
 
 @pytest.mark.parametrize(("spec", "parameter", "expected"), STARTS)
@@ -314,17 +163,6 @@ def test_random_starts_have_their_scale(spec, parameter, deviation):
     assert build(spec, 256, 4).get_parameter(parameter).std().item() == pytest.approx(
         deviation, rel=0.15
     )
-
-
-@pytest.mark.parametrize("name", names())
-def test_defaults_stay_what_saved_models_mean_by_them(name):
-    cls = entry(name).build
-    keywords = [
-        p
-        for p in inspect.signature(cls).parameters.values()
-        if p.kind is p.KEYWORD_ONLY and p.name != "kinds"
-    ]
-    assert " ".join(f"{p.name}={p.default!r}" for p in keywords) == DEFAULTS[cls.__name__]
 
 
 @pytest.mark.parametrize("bias", [8.0, 12.0, 16.0])

@@ -6,19 +6,20 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
+from tinymodels import model_of
+from tinymodels import scattered as scattered_residual
 from torch.utils.checkpoint import checkpoint
 
 from headwater.generation.generate import generate
-from headwater.models import Decoder, ModelConfig
 from headwater.models.norm import RMSNorm
 from headwater.residuals import AttentionResidual, attention, build, record, with_options
 from headwater.residuals.record import replay
 
-SPECS = [
-    "attnres-block:block=3",
-    "attnres-block:block=8",
-    "attnres-full",
-]  # 3: the last block is partial
+# 3: the last block is partial
+SPECS = ["attnres-block:block=3", "attnres-block:block=8", "attnres-full"]
+
+
+scattered = partial(scattered_residual, scale=0.3)
 
 
 def phased(spec):
@@ -31,20 +32,9 @@ def one_by_one(spec):
 
 def models_of(spec, other=phased):
     """The same weights twice: read by read, and in two phases."""
-    shape = {
-        "vocab_size": 40,
-        "dim": 24,
-        "layers": 5,
-        "heads": 4,
-        "kv_heads": 2,
-        "mlp_dim": 32,
-        "context": 32,
-    }
-    torch.manual_seed(0)
-    one, two = (Decoder(ModelConfig(**shape, residual=s)) for s in (one_by_one(spec), other(spec)))
-    with torch.no_grad():
-        for p in one.parameters():
-            p.add_(torch.randn(p.shape) * 0.2)
+    shape = {"dim": 24, "layers": 5, "mlp_dim": 32}
+    one = model_of(one_by_one(spec), scatter=True, **shape)
+    two = model_of(other(spec), **shape)
     two.load_weights(one.weights())
     assert len(two.residual.begin(torch.zeros(2, 24))) > 1
     return one, two
@@ -80,15 +70,6 @@ def test_a_record_shows_the_same_reads_and_weights(spec):
         torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-4)
 
 
-def scattered(spec, sublayers):
-    residual = build(spec, 16, sublayers)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in residual.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=generator))
-    return residual
-
-
 def drive(residual, state, start, stop, outputs):
     for i in range(start, stop):
         x, state = residual.read(state, i)
@@ -98,7 +79,7 @@ def drive(residual, state, start, stop, outputs):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_settled_state_can_be_read_on(spec):
-    residual, outputs = scattered(phased(spec), 10), torch.randn(11, 2, 16)
+    residual, outputs = scattered(phased(spec), sublayers=10), torch.randn(11, 2, 16)
     whole = residual.end(drive(residual, residual.begin(outputs[0]), 0, 10, outputs))
     for i in range(10):
         state = residual.settle(drive(residual, residual.begin(outputs[0]), 0, i, outputs), i)
@@ -112,12 +93,15 @@ def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
     """Every pair of cuts: inside a block, between two, before the last sublayer. Values, and the gradient of every
     parameter and source."""
     sublayers = 10
-    whole, outputs = scattered(one_by_one(spec), sublayers), torch.randn(sublayers + 1, 2, 16)
+    whole, outputs = (
+        scattered(one_by_one(spec), sublayers=sublayers),
+        torch.randn(sublayers + 1, 2, 16),
+    )
     leaves = [o.requires_grad_() for o in outputs.unbind(0)]
     end = whole.end(drive(whole, whole.begin(leaves[0]), 0, sublayers, leaves))
     desired = torch.autograd.grad(end.square().sum(), [*leaves, *whole.parameters()])
     names = [name for name, _ in whole.named_parameters()]
-    blank = scattered(phased(spec), sublayers)
+    blank = scattered(phased(spec), sublayers=sublayers)
     for cuts in combinations(range(1, sublayers), 2):
         stages, state = [], None
         for start, stop in pairwise((0, *cuts, sublayers)):
@@ -167,7 +151,7 @@ def test_a_cpu_takes_two_phases_to_train_in_fp32(spec):
 def test_what_begins_may_be_recomputed(spec, inside, monkeypatch):
     """The first pass of re-entrant checkpointing has no gradients; its state is that of the second, which has some."""
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
-    residual, outputs = scattered(spec, 10), torch.randn(11, 2, 16)
+    residual, outputs = scattered(spec, sublayers=10), torch.randn(11, 2, 16)
 
     def begin(x):
         return tuple(drive(residual, residual.begin(x), 0, inside, outputs))
@@ -211,7 +195,7 @@ def test_over_the_plain_operators_a_norm_is_called(spec, kind, monkeypatch):
     norm, noted, outputs = kind(16, eps=1e-6), [], torch.randn(11, 2, 16)
     norm.forward = lambda x, forward=norm.forward: noted.append(1) or forward(x)
     results = []
-    for residual in (scattered(one_by_one(spec), 10), scattered(spec, 10)):
+    for residual in (scattered(one_by_one(spec), sublayers=10), scattered(spec, sublayers=10)):
         state = residual.begin(outputs[0])
         for i in range(10):
             assert not residual.folds_norm(state, i)
@@ -231,7 +215,7 @@ def test_a_kernel_takes_no_norm_with_a_forward_of_its_own(spec, folds):
     norm, outputs = type("Mine", (Centred,), {"folds": folds})(16, eps=1e-6), torch.randn(5, 2, 16)
     results = []
     for options in ({"schedule": "one-pass"}, {"backend": "triton"}):
-        residual = scattered(with_options(spec, **options), 4)
+        residual = scattered(with_options(spec, **options), sublayers=4)
         state = residual.begin(outputs[0])
         for i in range(4):
             _, state = residual.read(state, i, norm=norm)
@@ -242,36 +226,31 @@ def test_a_kernel_takes_no_norm_with_a_forward_of_its_own(spec, folds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
-@pytest.mark.parametrize(
-    "hook",
-    ["", "forward_pre_", "forward_", "full_backward_pre_", "full_backward_", "module_forward_"],
-)
+@pytest.mark.parametrize("hook", ["", "forward_pre_", "full_backward_", "module_forward_"])
 def test_the_decoders_norm_is_folded_as_torchs_is_and_none_with_hooks(spec, hook, monkeypatch):
     pytest.importorskip("triton", reason="the kernels need triton")
-    residual, outputs, calls, ends = (
-        scattered(with_options(spec, backend="triton"), 4),
-        torch.randn(5, 2, 16),
-        [],
-        [],
-    )
-    count, norm_of = [], torch.nn.functional.rms_norm
+    residual = scattered(with_options(spec, backend="triton"), sublayers=4)
+    outputs, norm_of = torch.randn(5, 2, 16), torch.nn.functional.rms_norm
+    called, calls, ends = [], [], []
     monkeypatch.setattr(
-        torch.nn.functional, "rms_norm", lambda *words: count.append(1) or norm_of(*words)
+        torch.nn.functional, "rms_norm", lambda *words: called.append(1) or norm_of(*words)
     )
     for norm in (torch.nn.RMSNorm(16, eps=1e-6), RMSNorm(16, 1e-6), Centred(16, eps=1e-6)):
-        count.clear()
+        called.clear()
         owner = torch.nn.modules.module if hook == "module_forward_" else norm
         handle = getattr(owner, f"register_{hook}hook")(lambda *_: None) if hook else None
         state = residual.begin(outputs[0])
         for i in range(4):
             state = residual.write(residual.read(state, i, norm=norm)[1], i, outputs[i + 1])
         ends.append(residual.end(state, norm=norm))
-        calls.append(len(count))
+        calls.append(len(called))
         if handle is not None:
             handle.remove()
-    assert calls[0] == calls[1] == (5 if hook else calls[0])
-    assert calls[2] == 5
-    assert hook or calls[0] < 5
+    # A norm that is folded in is called by a read of one source only.
+    torchs, decoders, own = calls
+    assert torchs == decoders
+    assert (torchs == 5) == bool(hook)
+    assert own == 5
     torch.testing.assert_close(ends[0], ends[1])
 
 
@@ -283,7 +262,7 @@ def test_kernels_keep_the_eps_of_keys_apart_from_the_eps_of_the_norm(spec):
     norm, outputs = torch.nn.RMSNorm(16, eps=0.5), 0.3 * torch.randn(7, 2, 16)
     results = []
     for options in ({"schedule": "one-pass"}, {"backend": "triton"}):
-        residual = scattered(with_options(spec, eps=0.02, **options), 6)
+        residual = scattered(with_options(spec, eps=0.02, **options), sublayers=6)
         state, reads = residual.begin(outputs[0]), []
         for i in range(6):
             x, state = residual.read(state, i, norm=norm)
@@ -301,17 +280,11 @@ def test_queries_on_another_device_stay_there():
 
 
 def test_a_schedule_asked_for_by_name_runs_or_says_why_not():
-    with pytest.raises(ValueError, match="schedule=two-phase needs static queries"):
-        build("attnres-full:schedule=two-phase,heads=2", 16, 4)
-    with pytest.raises(ValueError, match="schedule must be one of auto, one-pass, two-phase"):
-        build("attnres-full:schedule=three-phase", 16, 4)
     residual = build("attnres-full:schedule=two-phase", 16, 4)
     with pytest.raises(ValueError, match="backend='triton' cannot take"):
         residual.begin(torch.zeros(2, 16, dtype=torch.float64))
-    assert (
-        len(build("attnres-full:schedule=one-pass,backend=triton", 16, 4).begin(torch.zeros(2, 16)))
-        == 1
-    )
+    residual = build("attnres-full:schedule=one-pass,backend=triton", 16, 4)
+    assert len(residual.begin(torch.zeros(2, 16))) == 1
 
 
 @torch.no_grad()
@@ -345,7 +318,7 @@ def test_sources_beside_streams_are_read_in_two_phases_too():
 @pytest.mark.parametrize("spec", SPECS)
 def test_without_gradients_two_phases_begin_behind_the_first_sublayer(spec):
     """So that a GPU has work while the host gathers the queries; the reads are those of a pass with gradients."""
-    residual, outputs = scattered(phased(spec), 10), torch.randn(11, 2, 16)
+    residual, outputs = scattered(phased(spec), sublayers=10), torch.randn(11, 2, 16)
     state = residual.begin(outputs[0])
     assert len(state) == 1
     state = drive(residual, state, 0, 1, outputs)

@@ -40,11 +40,8 @@ OPTIONS = [
     "delta-attnres:block=2",
     "depth-window:maps=reader",
 ]
-SMALLER = {
-    "mhc": "mhc:streams=3",
-    "mhc-lite": "mhc-lite:streams=3",
-    "laurel": "laurel:rank=4",
-}  # fewer parameters
+# Fewer parameters
+SMALLER = {"mhc": "mhc:streams=3", "mhc-lite": "mhc-lite:streams=3", "laurel": "laurel:rank=4"}
 
 
 def specs() -> list[str]:

@@ -78,9 +78,8 @@ def theirs_x_attention(given, sources):
             for parameter in module.to_query[1].parameters():
                 parameter.zero_()
             module.to_keys.weight.copy_(given[f"parameter.reads.{i}.key_weight"])
-            module.norm.weight.copy_(
-                given[f"parameter.reads.{i}.query"].diagonal() * DIM**0.5
-            )  # its logits are scaled
+            # Its logits are scaled
+            module.norm.weight.copy_(given[f"parameter.reads.{i}.query"].diagonal() * DIM**0.5)
         reads.append(module(sources[: i + 1]))
     return reads
 
