@@ -21,9 +21,8 @@ def precise() -> Iterator[None]:
     """Muon in fp32: rounded to bf16, gradients that differ in the last bit may end in different updates."""
     cast = torch.Tensor.to
 
-    def to(
-        self: torch.Tensor, *args: Any, **how: Any
-    ) -> torch.Tensor:  # what torch 2.15 says instead of bfloat16
+    # What torch 2.15 says instead of bfloat16
+    def to(self: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
         return (
             self.clone()
             if how == {"dtype": torch.bfloat16, "copy": True}

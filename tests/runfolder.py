@@ -1,15 +1,16 @@
 """Makes run folders that look like real ones, without training anything: the report reads files and nothing else."""
 
+import html
 import json
 import math
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 
-QUALITY = {
-    "standard": 0.0,
-    "attnres-block": -0.028,
-    "attnres-full": -0.041,
-}  # what the made-up losses differ by
+RESIDUALS = ["standard", "attnres-block:block=4", "attnres-full"]
+# What the made-up losses differ by
+QUALITY = {"standard": 0.0, "attnres-block": -0.028, "attnres-full": -0.041}
 
 
 def write_json(path: Path, value: object) -> None:
@@ -82,9 +83,8 @@ def metrics(
     residual: str, seed: int, layers: int, steps: int, *, evals: bool, depth: bool, records: int
 ) -> list[dict]:
     rng = random.Random(f"{residual}/{seed}")
-    order = random.Random(
-        seed
-    )  # equal data order: every residual sees the same easy and hard batches
+    # Equal data order: every residual sees the same easy and hard batches
+    order = random.Random(seed)
     gain = QUALITY.get(family(residual), -0.01) + rng.gauss(0, 0.004)
     rows: list[dict] = []
     for step in range(1, steps + 1):
@@ -176,3 +176,29 @@ def make_comparison(
                 launch["side_by_side"] = jobs
             write_json(run / "launch.json", launch)
     return folder
+
+
+def words_of(page: Path) -> str:
+    """The words of a page: without scripts, styles and tags, each space a plain one."""
+    text = re.sub(r"<(script|style).*?</\1>", "", page.read_text(), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    """Change values of a JSON file."""
+    write_json(path, json.loads(path.read_text()) | changes)
+
+
+def read_rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def change_rows(folder: Path, change: Callable[[dict], dict | None]) -> None:
+    """Change every record of a run's metrics; None leaves a record out."""
+    rows = [row for row in map(change, read_rows(folder)) if row is not None]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_rows(folder: Path, *rows: dict) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

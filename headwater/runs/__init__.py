@@ -1,1 +1,1 @@
-"""What a run folder means: records, identity, pairs of seeds, statistics, tables. Nothing here imports torch."""
+"""The meaning of a run folder: records, identity, pairs of seeds, statistics, tables; no torch."""

@@ -1,6 +1,7 @@
-"""Runs that differ only by seed, as one group: what it ended with, and its difference to the baseline.
+"""Runs that differ only by seed as one group, with its results and its difference to the baseline.
 
-A difference is taken seed by seed (equal seeds saw equal data in equal order) and judged as headwater.runs.stats says.
+A difference is taken seed by seed (equal seeds saw equal data in equal order). headwater.runs.stats
+judges it.
 """
 
 from collections.abc import Sequence
@@ -9,17 +10,19 @@ from dataclasses import dataclass, field
 from headwater.runs.launch import most_at_a_time
 from headwater.runs.record import Record, RecordedRun
 from headwater.runs.settings import SETTINGS
-from headwater.runs.stats import LOWER, Paired, Stat, judge, pair, summarize
+from headwater.runs.stats import Paired, Stat, judge, pair, summarize
 
 BASELINE = "standard"
-# Settings that may differ inside a group: they say where and how a run was carried out, not what was computed. A run
-# that a bad step stopped goes on without the step; its notes count such steps.
+# Settings that may differ inside a group: they say where and how a run was carried out, not what
+# was computed. A run that a bad step stopped goes on without the step; its notes count such steps.
 INCIDENTAL = {"train.seed", "train.device"}
+# Settings of parts that a residual does not have.
+UNFELT: dict[str, set[str]] = {BASELINE: set()}
 for _name, _marks in SETTINGS.items():
     if _marks.changes != "numbers" or _marks.resumable:
         INCIDENTAL.add(_name)
-# Settings of parts that a residual does not have.
-UNFELT = {BASELINE: {name for name, marks in SETTINGS.items() if marks.felt_by == "queries"}}
+    if _marks.felt_by == "queries":
+        UNFELT[BASELINE].add(_name)
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Group:
 
     @property
     def results(self) -> list[RecordedRun]:
-        """The runs that a table's row speaks of: one of each seed, finished ones if any has finished."""
+        """The runs of a table's row: one of each seed, and finished ones if any has finished."""
         return once(self.finished or self.runs)
 
     def final(self, key: str) -> Stat | None:
@@ -50,8 +53,8 @@ class Group:
         """Tokens of the longest run in `results`."""
         counts = [run.final("tokens") for run in self.finished]
         if all(count is None for count in counts):
-            last_rows = [run.train[-1:] or run.evals[-1:] for run in self.results]
-            counts = [row["tokens"] for rows in last_rows for row in rows]
+            for run in self.results:
+                counts += [row["tokens"] for row in (run.train or run.evals)[-1:]]
         return max((count for count in counts if count is not None), default=None)
 
     def by_seed(self, key: str = "loss") -> dict[int | None, float | None]:
@@ -63,19 +66,19 @@ class Group:
 
     @property
     def beside(self) -> int | None:
-        """The most runs made at a time with any run of a table's row; None if one of them does not say."""
+        """The most runs made at a time with a run of a table's row; None if a run does not say."""
         return most_at_a_time(run.beside for run in self.results)
 
     @property
     def timed(self) -> bool:
-        """Whether its wall-clock can be compared with its baseline's: runs of both had the machine to themselves."""
+        """True if the runs of group and baseline had the machine to themselves, so times compare."""
         if self.baseline is None or self.baseline is self:
             return False
         return self.beside == 1 and self.baseline.beside == 1
 
 
 def once(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """The last run of each seed: a seed that ran twice is still one draw, and tells nothing of how far seeds differ."""
+    """Return the last run of each seed: a seed that ran twice is still one draw."""
     last: dict[int | str, RecordedRun] = {}
     for run in runs:
         last[run.name if run.seed is None else run.seed] = run
@@ -83,45 +86,43 @@ def once(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 
 def noun(groups: Sequence[Group]) -> str:
-    """What a group is called: a residual; or an arm, if groups of one residual differ in other settings."""
-    return "residual" if len({group.residual for group in groups}) == len(groups) else "arm"
+    """Name what a group is: a residual, or a variant if groups of a residual differ in settings."""
+    residuals = {group.residual for group in groups}
+    return "residual" if len(residuals) == len(groups) else "variant"
 
 
-def told_lowest(groups: list[Group]) -> Group | None:
-    """The group that ends below every other, each pair told from chance; None if the noise leaves it open.
+def lowest_of(groups: list[Group]) -> Group | None:
+    """Return the group with a significantly lower loss than every other one, if there is one.
 
     It is chosen after looking at all of them, so every pair of groups counts as a comparison.
     """
-    losses: list[tuple[float, Group]] = []
-    for group in groups:
-        loss = group.final("loss")
-        if group.finished and loss is not None:
-            losses.append((loss.mean, group))
-    if len(losses) < 2:
+    losses = {id(group): group.final("loss") for group in groups if group.finished}
+    rivals = [group for group in groups if losses.get(id(group)) is not None]
+    if len(rivals) < 2:
         return None
-    _, lowest = min(losses, key=lambda pair: pair[0])
-    comparisons = len(losses) * (len(losses) - 1) // 2
-    for _, group in losses:
+    lowest = min(rivals, key=lambda group: losses[id(group)].mean)  # type: ignore[union-attr]
+    comparisons = len(rivals) * (len(rivals) - 1) // 2
+    for group in rivals:
         differences = pair(lowest.by_seed(), group.by_seed())
-        if group is lowest:
-            continue
-        if not differences or Paired(differences, comparisons).verdict != LOWER:
+        if group is not lowest and not (differences and Paired(differences, comparisons).lower):
             return None
     return lowest
 
 
 def group_runs(runs: list[RecordedRun], order: Sequence[str] = (BASELINE,)) -> list[Group]:
-    """Group runs by all but their seeds; each group knows the baseline that was trained with its settings.
+    """Group runs by all but their seeds; each group knows the baseline with its settings.
 
-    `order`: residuals that come first, the baseline being its first; the others follow as they come.
+    `order`: residuals that come first, the baseline being its first; the others follow.
     """
     groups: dict[tuple[object, ...], Group] = {}
     for run, settings in zip(runs, settings_of(runs), strict=True):
         key = (run.residual, *sorted(settings.items()))
         groups.setdefault(key, Group(run.residual, settings)).runs.append(run)
+    # Residuals in the order of the comparison, then the others.
     place = {residual: i for i, residual in enumerate(order)}
     ordered = sorted(groups.values(), key=lambda group: place.get(group.residual, len(place)))
 
+    # The baseline of a group has its settings, but for those of parts that one of them lacks.
     baselines = [group for group in ordered if group.residual == order[0]]
     for group in ordered:
         group.label = _label(group, ordered)
@@ -140,21 +141,19 @@ def _label(group: Group, groups: Sequence[Group]) -> str:
 
 def _judge(groups: list[Group]) -> None:
     """Pair each group with its baseline, all intervals of the page holding together."""
-    places = {id(group): i for i, group in enumerate(groups)}
-    losses = {i: group.by_seed() for i, group in enumerate(groups)}
-    baselines = {
-        i: places[id(group.baseline)]
-        for i, group in enumerate(groups)
-        if group.baseline is not None
-    }
-    verdicts = judge(losses, baselines)
-    for i, group in enumerate(groups):
-        group.paired = verdicts.get(i)
-        group.comparisons = next((paired.comparisons for paired in verdicts.values()), 1)
+    losses = {id(group): group.by_seed() for group in groups}
+    baselines = {id(group): id(group.baseline) for group in groups if group.baseline is not None}
+    differences = judge(losses, baselines)
+    for group in groups:
+        group.paired = differences.get(id(group))
+        group.comparisons = next((paired.comparisons for paired in differences.values()), 1)
 
 
 def beyond(one: Group, other: Group) -> list[str]:
-    """Settings in which two groups differ, but for those that make their arms, or that `one` does not feel."""
+    """List the settings in which two groups differ and that are no part of their residuals.
+
+    A switch of the model that a run's name says is a part; so is a setting that `one` does not feel.
+    """
     fair = set(UNFELT.get(one.residual, ()))
     for run in one.runs + other.runs:
         fair.update(run.switches)
@@ -162,26 +161,27 @@ def beyond(one: Group, other: Group) -> list[str]:
 
 
 def settings_of(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
-    """Settings of each run by dotted name.
+    """Return the settings of each run by dotted name.
 
-    Runs that saw the same tokens get the first run's `data.*` settings: the same text may lie under another path, and
-    so may the tokenizer.
+    Runs that saw the same tokens get the first run's `data.*` settings: the same text may lie under
+    another path, and so may the tokenizer.
     """
     data_of: dict[tuple[object, ...], dict[str, str]] = {}
     all_settings = []
     for run in runs:
         settings = flatten(run.config)
-        seen = run.corpus.get("source_hash"), run.corpus.get("tokenizer_hash")
-        if all(seen):
+        # Runs whose text is unknown keep their own settings.
+        hashes = run.corpus.get("source_hash"), run.corpus.get("tokenizer_hash")
+        if all(hashes):
             data = {key: value for key, value in settings.items() if key.startswith("data.")}
             others = {key: value for key, value in settings.items() if key not in data}
-            settings = others | data_of.setdefault(seen, data)
+            settings = others | data_of.setdefault(hashes, data)
         all_settings.append(settings)
     return all_settings
 
 
 def flatten(config: Record, prefix: str = "") -> dict[str, str]:
-    """Settings by dotted name, without the residual itself and those that may differ inside a group."""
+    """Return settings by dotted name, without the residual and those that may differ in a group."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -197,14 +197,15 @@ def differing(settings: list[dict[str, str]]) -> list[str]:
 
 
 def telling(settings: list[dict[str, str]]) -> list[str]:
-    """As few settings as tell these apart: none that goes with others, as heads do with width."""
+    """Choose few settings that tell all apart: none that goes with another, as heads with width."""
+    # A setting is taken if it splits the groups further than those before it.
     keys: list[str] = []
     kinds = 1
     for key in differing(settings):
-        tried = [*keys, key]
-        more = len({tuple(values.get(name) for name in tried) for values in settings})
-        if more > kinds:
-            keys, kinds = tried, more
+        longer = [*keys, key]
+        count = len({tuple(values.get(name) for name in longer) for values in settings})
+        if count > kinds:
+            keys, kinds = longer, count
     return keys
 
 

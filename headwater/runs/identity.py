@@ -1,7 +1,8 @@
-"""Identity of a run: a hash of the settings that count and of its text, and the folder that it names.
+"""Identity of a run: a hash of its text and the settings that count, and the folder named by it.
 
-A run of a comparison or a study lies in a folder called `slug-hash`, such as `standard-seed0-1f0c9a3e`. So the question
-"is this that run?" is "is that folder there?", whatever the recipe's lists look like now and wherever the text lies.
+A run of a comparison or a study lies in a folder called `slug-hash`, such as
+`standard-seed0-1f0c9a3e`. So the question "is this that run?" is "is that folder there?", whatever
+the recipe's lists look like now and wherever the text lies.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ HASHES = ("source_hash", "tokenizer_hash")  # equal where two runs have seen the
 def identity(settings: Mapping[str, Any], corpus: Mapping[str, Any]) -> str:
     """Hash of a run, as eight hexadecimal digits.
 
-    Arguments: `settings`, those that count, by dotted name; `corpus`, the hashes of its text and tokenizer.
+    Arguments: `settings`, those that count, by dotted name; `corpus`, the hashes of its text and
+    tokenizer.
     """
     text = {name: corpus.get(name) for name in HASHES}
     # As JSON, so that a tuple of Python and a list of a file are the same.
@@ -35,7 +37,8 @@ def slug(words: str) -> str:
 
 
 def folder_of(runs: Path, name: str, digits: str) -> Path:
-    """The folder of a run: the one that is there, whatever its slug was when it began, or a new one."""
+    """Return the folder of a run: the folder with its hash, whatever its slug, or a new one."""
+    # The hash names the run; its words may have changed since it began.
     present = sorted(runs.glob(f"*-{digits}"))
     return present[0] if present else runs / f"{slug(name)}-{digits}"
 

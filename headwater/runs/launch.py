@@ -1,4 +1,4 @@
-"""What a comparison or a study writes beside a run when it starts it: launch.json."""
+"""launch.json, which a comparison or a study writes beside a run that it starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Launch:
     """Facts of a run that the run itself does not know."""
 
     side_by_side: int | None = None
-    """The most runs made at a time while this run was made, itself included; None if nobody recorded it."""
+    """The most runs made at a time, this one included; None if nobody recorded it."""
     arm: str = ""
     """Name of the run's arm in a comparison, where that is more than its residual."""
     corpus: dict[str, Any] = field(default_factory=dict)
@@ -27,6 +27,7 @@ class Launch:
 def read_launch(run: Path) -> Launch:
     """Read launch.json of a run's folder; a run that was started by itself has none."""
     path = run / LAUNCH
+    # Values of another type count as unknown.
     values = read_object(path) if path.is_file() else {}
     count, corpus = values.get("side_by_side"), values.get("corpus")
     return Launch(

@@ -14,9 +14,10 @@ MESSAGE = "headwater: "  # how a message to the user begins
 def cause(text: str, code: int) -> str:
     """Why a run failed, from what it printed and its exit code.
 
-    Its last message to the user in full; else the signal that killed it; else the error that its last traceback ends
-    with, first line and last; else its last line.
+    Its last message to the user in full; else the signal that killed it; else the error that its
+    last traceback ends with, first line and last; else its last line.
     """
+    # Progress says nothing about the failure.
     lines = [line for line in _lines(text) if not PROGRESS.match(line)]
     message = _last_message(lines)
     if message:
@@ -40,6 +41,7 @@ def last_words(log: Path) -> str:
     """The message with which the last attempt of a run gave up, if it printed nothing after it."""
     if not log.is_file():
         return ""
+    # A run that went on after the message did not end with it.
     message = _last_message(_lines(log.read_text(encoding="utf-8", errors="replace")))
     if any(PROGRESS.match(line) for line in message):
         return ""

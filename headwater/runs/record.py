@@ -1,4 +1,4 @@
-"""One record of a run, read from its folder: settings, summary, metrics, why it stopped, beside which others it ran."""
+"""One record of a run, read from its folder: settings, summary, metrics, and why it stopped."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 from headwater.errors import UserError
 from headwater.folders import at_home
-from headwater.runs.files import read_object
+from headwater.runs.files import read_hashed, read_object
 from headwater.runs.identity import HASHES
 from headwater.runs.launch import Launch, read_launch
 from headwater.runs.log import last_words
@@ -51,18 +51,18 @@ class RecordedRun:
     stopped: str = ""
     """Why it ended before its last step, where the folder says so."""
     beside: int | None = None
-    """The most runs that were made at a time with this one, itself included; None: nobody recorded it."""
+    """The most runs made at a time, this one included; None if nobody recorded it."""
     tokenizer: str = ""
-    """bytes or bpe, by what is saved beside the run: settings do not know the kind of tokens that were made before."""
+    """bytes or bpe, by the tokenizer beside the run: tokens may have been made before."""
     extended: bool = False
-    """Whether it went on to other steps than it was planned for."""
+    """True if it went on to other steps than it was planned for."""
     corpus: Record = field(default_factory=dict)
     """Hashes of text and tokenizer, where the run, or what started it, recorded them."""
     switches: tuple[str, ...] = ()
-    """Settings in which it differs on purpose from the others of its comparison, which its name, `residual`, says."""
+    """Settings in which it differs on purpose from other runs, as its name `residual` says."""
 
     def final(self, key: str) -> float | None:
-        """A number that the run ended with; of an unfinished run that of its last evaluation, if there is one."""
+        """Return a number of the run's end, or of the last evaluation of an unfinished run."""
         if self.summary is not None:
             return number(self.summary.get(key))
         values = [number(row.get(key)) for row in self.evals]
@@ -77,7 +77,7 @@ def number(value: object) -> float | None:
 
 
 def paths_of(folders: Sequence[str | Path]) -> list[Path]:
-    """Folders that a caller in Python names. Raises UserError for a text, whose letters would be the folders."""
+    """Return folders as paths. Raises UserError for a text, whose letters would be the folders."""
     if isinstance(folders, str | Path):
         raise UserError(f"folders takes a list; got {str(folders)!r}: write [{str(folders)!r}]")
     return [at_home(folder) for folder in folders]
@@ -90,6 +90,7 @@ def find_runs(folders: list[Path]) -> list[Path]:
     """
     if not folders:
         raise UserError("give at least one folder: " + EXPECTED)
+    # By their real places, as a run may lie in two of the folders.
     runs: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -101,6 +102,7 @@ def find_runs(folders: list[Path]) -> list[Path]:
 
 def _runs_in(folder: Path) -> list[Path]:
     """Runs of a folder by name; those of one arm stand together, by seed."""
+    # The first kind of place that has runs is what the folder is.
     for place in PLACES:
         runs = [path.parent for path in folder.glob(place)]
         if runs:
@@ -116,14 +118,14 @@ def read_runs(folders: list[Path], others: Sequence[RecordedRun] = ()) -> list[R
 
 
 def beside(folders: list[Path], name: str) -> Path:
-    """Where a page is written by default."""
+    """Return the default place of a page."""
     if not folders:
         raise UserError("name the file to write: no run's folder was given to put it in")
     return folders[0] / name
 
 
 def find_order(folders: list[Path]) -> list[str]:
-    """Residuals as comparisons list them, the baseline first; without a comparison, the plain residual."""
+    """Return residuals as comparisons list them, the baseline first; else the plain residual."""
     names: list[str] = []
     for folder in folders:
         if (folder / COMPARISON).is_file():
@@ -133,12 +135,13 @@ def find_order(folders: list[Path]) -> list[str]:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read a run's folder. Raises UserError if it is no run; damage to its records is told in `notes`."""
+    """Read a run's folder. Raises UserError if it is no run; `notes` name damaged records."""
     config = read_object(folder / CONFIG)
     if not isinstance(config.get("model"), dict):
         raise UserError(
             f'{folder / CONFIG} has no "model" table, so {folder} is not a run: {EXPECTED}'
         )
+    # What is damaged is left out, and said.
     notes: list[str] = []
     summary = _read_summary(folder / SUMMARY, notes)
     rows = read_metrics(folder / METRICS, notes)
@@ -152,6 +155,7 @@ def read_run(folder: Path) -> RecordedRun:
             "learning rate follows no single schedule"
         )
 
+    # The summary knows the seed best; without it the settings do.
     settings = section(config, "train")
     seed = (summary or {}).get("seed", settings.get("seed"))
     launch = read_launch(folder)
@@ -166,7 +170,7 @@ def read_run(folder: Path) -> RecordedRun:
         summary=summary,
         train=by_step(rows, "train"),
         evals=by_step(rows, "eval"),
-        depth=[record for record in by_step(rows, "depth") if well_formed(record, notes)],
+        depth=by_step(rows, "depth"),
         notes=notes,
         written=last_write(folder),
         stopped=stopped,
@@ -179,13 +183,13 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def _residual_of(config: Record, summary: Record, launch: Launch) -> str:
-    """The name of a run's arm: its residual, with switches of the model where a comparison set some."""
+    """Name a run's residual, with the switches of the model that a comparison set."""
     in_settings = section(config, "model").get("residual")
     return short_name(launch.arm or summary.get("residual") or in_settings or "unnamed")
 
 
 def _corpus_of(summary: Record, launch: Launch) -> Record:
-    """Hashes of the run's text: as it began, and where it says so as it ended, since a file may change meanwhile."""
+    """Return hashes of the run's text as it began, or, where it says so, as it ended."""
     ended = {name: summary[name] for name in HASHES if summary.get(name)}
     return launch.corpus | ended
 
@@ -194,9 +198,11 @@ def _read_summary(path: Path, notes: list[str]) -> Record | None:
     if not path.is_file():
         return None
     try:
-        return read_object(path)
+        return read_hashed(path)
     except UserError:
-        notes.append("summary.json cannot be read, so the run is treated as unfinished")
+        notes.append(
+            "summary.json cannot be read or has changed since it was written, so the run is treated as unfinished"
+        )
         return None
 
 
@@ -213,7 +219,7 @@ def section(config: Record, name: str) -> Record:
 
 
 def read_tokenizer(path: Path) -> str:
-    """The kind of the tokenizer in this file; empty if it cannot be read, as in an archive of runs."""
+    """Return the kind of a tokenizer; empty if there is none, as in an archive of runs."""
     try:
         return "bytes" if read_object(path).get("type") == "bytes" else "bpe"
     except (OSError, UserError):
@@ -221,7 +227,7 @@ def read_tokenizer(path: Path) -> str:
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[Record]:
-    """The records of metrics.jsonl. A line cut off by an interruption is left out, and counted in `notes`."""
+    """Read metrics.jsonl. Lines that an interruption cut off are left out and noted."""
     if not path.is_file():
         return []
     rows: list[Record] = []
@@ -244,21 +250,23 @@ def read_metrics(path: Path, notes: list[str]) -> list[Record]:
 
 
 def _complete(row: Record) -> bool:
-    """Whether a record has its step and tokens; steps that were left out saw no tokens."""
+    """Check that a record has its step and tokens; steps that were left out saw no tokens."""
     counted = row.get("kind") == "skip" or number(row.get("tokens")) is not None
     return counted and isinstance(row.get("step"), int)
 
 
 def by_step(rows: list[Record], kind: str) -> list[Record]:
-    """Records of one kind in order of step. A resumed run may have written a step twice: the later line counts."""
+    """Return records of one kind in order of step. Of a step that was resumed, the last counts."""
+    # The last line of a step overwrites the ones before it.
     latest = {row["step"]: row for row in rows if row.get("kind") == kind}
     return [latest[step] for step in sorted(latest)]
 
 
 def skip_notes(skips: list[Record]) -> list[str]:
-    """A note on the steps that were left out, with their reasons; none if there are no such steps."""
+    """Write a note on the steps that were left out, with their reasons, if there are such steps."""
     if not skips:
         return []
+    # How often each reason occurred, in its own words.
     reasons = []
     for kind, count in Counter(str(row.get("reason")) for row in skips).items():
         words = SKIPS[kind][2] if kind in SKIPS else kind
@@ -271,9 +279,10 @@ def skip_notes(skips: list[Record]) -> list[str]:
 def stop_reason(rows: list[Record], settings: Record) -> str:
     """Say why the trainer stopped by itself, if the metrics end so.
 
-    It stops at more bad steps in a row than its settings allow, at a gradient of zero, and at a validation loss that
-    is not finite.
+    It stops at more bad steps in a row than its settings allow, at a gradient of zero, and at a
+    validation loss that is not finite.
     """
+    # A run that stopped by itself has its reason in its last record.
     last = rows[-1] if rows else {}
     kind, loss = last.get("kind"), number(last.get("loss"))
     if kind == "train" and last.get("grad_norm") == 0 and loss is not None and loss > 0:
@@ -283,6 +292,8 @@ def stop_reason(rows: list[Record], settings: Record) -> str:
     reason = str(last.get("reason"))
     if kind != "skip" or reason not in SKIPS:
         return ""
+
+    # As many bad steps in a row as the settings allow do not stop a run.
     limit, what_happened, _ = SKIPS[reason]
     bad_steps = {row["step"] for row in by_step(rows, "skip") if row.get("reason") == reason}
     in_a_row = 1
@@ -291,32 +302,6 @@ def stop_reason(rows: list[Record], settings: Record) -> str:
     if in_a_row <= (settings.get(limit) or 0):
         return ""
     return f"stopped at step {last['step']}: {what_happened}"
-
-
-def well_formed(record: Record, notes: list[str]) -> bool:
-    """Check that the lists of a depth record have the lengths that its sublayers call for; a list may be absent."""
-    sublayers = record.get("sublayers")
-    if not isinstance(sublayers, list):
-        notes.append(
-            f"the depth record of step {record['step']} names no sublayers and is left out"
-        )
-        return False
-    reads = len(sublayers) + 1
-    lengths = dict.fromkeys(("output_norm", "gradient_norm", "expert_load_cv"), reads - 1)
-    lengths |= dict.fromkeys(("read_norm", "entropy", "mixing"), reads)
-    present = {key: record[key] for key in lengths if record.get(key) is not None}
-    wrong = [key for key, values in present.items() if size(values) != lengths[key]]
-    mixing = present.get("mixing") or []
-    if "mixing" not in wrong and any(size(row) != reads for row in mixing):
-        wrong.append("mixing")
-    if wrong:
-        misfit = f"{', '.join(wrong)} does not fit {reads - 1} sublayers"
-        notes.append(f"the depth record of step {record['step']} is left out: {misfit}")
-    return not wrong
-
-
-def size(value: object) -> int:
-    return len(value) if isinstance(value, list) else -1
 
 
 def last_write(folder: Path) -> datetime:

@@ -1,4 +1,4 @@
-"""What training and comparing come to, as plain values: the fields of summary.json and of table.json."""
+"""Results of training and comparing as plain values: the fields of summary.json and table.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from headwater.errors import UserError
 from headwater.folders import at_home
-from headwater.runs.files import read_object
+from headwater.runs.files import read_hashed, with_hash
 from headwater.runs.record import SUMMARY
 
 DIVERGED = "diverged.json"  # why a run gave up by itself; gone as soon as it is taken up again
@@ -19,7 +19,8 @@ PACKAGE = Path(__file__).parents[1]
 
 @functools.cache
 def code_of(package: Path = PACKAGE) -> str:
-    """The first twelve digits of a hash of a package's own files, which tell versions between two releases apart."""
+    """Hash a package's files: twelve digits that tell versions between two releases apart."""
+    # Lengths stand before names and contents, so that no two packages have the same bytes.
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix().encode()
@@ -48,7 +49,7 @@ class TrainResult:
     seconds: float
     """Wall-clock, over all the processes that the run took."""
     peak_memory_bytes: int
-    """Memory of the rank with the most: on a GPU what torch allocated, else the resident memory of the process."""
+    """Memory of the rank that has most: allocated by torch on a GPU, else resident."""
     loss: float
     """Nats per token on held-out text."""
     bits_per_byte: float
@@ -61,13 +62,13 @@ class TrainResult:
     code: str = ""
     """`code_of` headwater when the run began, or was last taken up."""
     source_hash: str = ""
-    """Hash of its text: runs with the same hash saw the same documents, and were judged on the same."""
+    """Hash of its text: runs with equal hashes saw, and were judged on, the same documents."""
     tokenizer_hash: str = ""
     """Hash of its tokenizer: with both hashes the same, runs saw the same tokens."""
 
     @classmethod
     def read(cls, folder: str | Path) -> TrainResult:
-        """The result of a run that has finished, from its folder.
+        """Read the result of a run that has finished from its folder.
 
         Raises: `UserError` if the folder has no summary.json, or one that is not of a run.
         """
@@ -75,7 +76,8 @@ class TrainResult:
         path = folder / SUMMARY
         if not path.exists():
             raise UserError(f"{path} is missing: {folder} holds no run that has finished")
-        saved = read_object(path)
+        # Older summaries may lack fields that have a default.
+        saved = read_hashed(path)
         names = {field.name for field in fields(cls)} - {"folder"}
         required = {field.name for field in fields(cls) if field.default is MISSING} - {"folder"}
         missing = sorted(required - saved.keys())
@@ -87,15 +89,15 @@ class TrainResult:
         return cls(folder=folder, **{key: value for key, value in saved.items() if key in names})
 
     def summary(self) -> dict[str, Any]:
-        """The values of summary.json."""
+        """Return the values of summary.json, with their hash."""
         values = asdict(self)
         del values["folder"]
-        return values
+        return with_hash(values)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation over seeds; one value has no spread, and none has no mean."""
+    """Mean and sample standard deviation over seeds; None where there are too few values."""
 
     mean: float | None
     spread: float | None
@@ -122,15 +124,16 @@ class CompareRow:
     interval: tuple[float, float] | None = None
     """95 % interval of the difference, corrected for the number of residuals; from two pairs on."""
     verdict: str | None = None
-    """"lower", "higher" or "not told apart" (the interval holds zero); "one seed"; "baseline" of the first row; None
-    without a pair."""
+    """"significant (95 %)" or "no significant difference" (the interval holds zero); "one seed";
+    "baseline" of the first row; None without a pair."""
     side_by_side: int | None = None
-    """The most runs made at a time while these ran, which makes their seconds longer; None if that is unknown."""
+    """The most runs made at a time, which makes their seconds longer; None if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareResult:
-    """A comparison: a row for each residual, the baseline first, and every finished run behind them."""
+    """A comparison: a row for each residual, the baseline first, and every finished run behind
+    them."""
 
     folder: Path
     rows: tuple[CompareRow, ...]

@@ -1,10 +1,12 @@
-"""Statistics of a few seeds: mean and spread, and the 95 % interval of differences taken seed by seed.
+"""Statistics of a few seeds: mean and spread, and the 95 % interval of differences taken seed by
+seed.
 
-Runs with equal seeds saw equal data in equal order, so a residual is compared with the baseline in pairs. The interval
-of the mean difference is Student's, mean ± t s / sqrt(n): with few seeds t is large, which is what few seeds are worth.
-If several residuals are compared with one baseline, each interval is made wider (Bonferroni: its error of 5 % is
-divided by their number), so that all of them hold together with 95 %. A verdict says no more than its interval: without
-this, one of twenty equal residuals would be called better. Holm's steps would call a few more, but beside an interval
+Runs with equal seeds saw equal data in equal order, so a residual is compared with the baseline in
+pairs. The interval of the mean difference is Student's, mean ± t s / sqrt(n); with few seeds t is
+large. If several residuals are compared with one baseline, each interval is made wider (Bonferroni:
+its error of 5 % is divided by their number), so that all of them hold together with 95 %. A
+difference is significant if its interval leaves zero out. Without the correction, one of twenty
+equal residuals would be called better. Holm's steps would call a few more, but beside an interval
 that says otherwise.
 """
 
@@ -20,10 +22,10 @@ Arm = TypeVar("Arm", bound=Hashable)
 
 ERROR = 0.05  # how often one of the intervals may miss, all of them together
 
-# The words of every table and page.
-LOWER = "lower"
-HIGHER = "higher"
-UNTOLD = "not told apart"
+# The verdicts of every table and page. The sign of the difference beside it says which loss is
+# lower.
+SIGNIFICANT = "significant (95 %)"
+NOT_SIGNIFICANT = "no significant difference"
 ONE_SEED = "one seed"
 BASELINE = "baseline"
 
@@ -44,7 +46,8 @@ class Stat:
 
 
 def summarize(values: Sequence[float | None]) -> Stat | None:
-    """Mean and sample standard deviation of the values that are not None; None if there are none."""
+    """Mean and sample standard deviation of the values that are not None; None if there are
+    none."""
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
@@ -54,9 +57,11 @@ def summarize(values: Sequence[float | None]) -> Stat | None:
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences to a baseline, one for each seed, and their verdict when `comparisons` like it are made at once.
+    """Differences to a baseline, one for each seed, and their verdict if `comparisons` are made at
+    once.
 
-    For example: `Paired((-0.03, -0.05, -0.02), comparisons=2).verdict` is "not told apart".
+    For example: `Paired((-0.03, -0.05, -0.02), comparisons=2).verdict` is "no significant
+    difference".
     """
 
     values: tuple[float, ...]
@@ -85,13 +90,16 @@ class Paired:
 
     @property
     def verdict(self) -> str:
-        """One of "lower", "higher" (the interval leaves zero out), "not told apart" and "one seed"."""
+        """Say whether the interval leaves zero out; one seed has no interval."""
         half = self.half_width
         if half is None:
             return ONE_SEED
-        if abs(self.mean) <= half:
-            return UNTOLD
-        return LOWER if self.mean < 0 else HIGHER
+        return SIGNIFICANT if abs(self.mean) > half else NOT_SIGNIFICANT
+
+    @property
+    def lower(self) -> bool:
+        """True if the difference is significant and below zero."""
+        return self.verdict == SIGNIFICANT and self.mean < 0
 
 
 def pair(
@@ -107,11 +115,14 @@ def judge(
 ) -> dict[Arm, Paired]:
     """Compare each arm with its baseline, seed by seed, all intervals holding together.
 
-    Arguments: `values`, by arm the number of each seed; `baselines`, by arm the arm that it is compared with. An arm
-    that is its own baseline, or shares no seed with it, is left out of the result.
+    Arguments: `values`, by arm the number of each seed; `baselines`, by arm the arm that it is
+    compared with. An arm that is its own baseline, or shares no seed with it, is left out of the
+    result.
 
-        judge({"standard": {0: 2.0, 1: 2.1}, "mhc": {0: 1.9, 1: 2.0}}, {"mhc": "standard"})["mhc"].mean
+        judge({"standard": {0: 2.0, 1: 2.1}, "mhc": {0: 1.9, 1: 2.0}}, {"mhc":
+        "standard"})["mhc"].mean
     """
+    # Differences of the seeds that both have.
     differences: dict[Arm, tuple[float, ...]] = {}
     for arm, baseline in baselines.items():
         pairs = pair(values[arm], values[baseline])
@@ -123,29 +134,30 @@ def judge(
 
 
 def reach(seeds: int, comparisons: int = 1) -> float:
-    """How many times its spread a paired difference must be to be told from chance, for at least two seeds."""
+    """Compute from how many times its spread on a paired difference is significant, for two seeds
+    or more."""
     return t_quantile(ERROR / comparisons, seeds - 1) / math.sqrt(seeds)
 
 
 def limits(seeds: int, comparisons: int = 1, noun: str = "residual") -> str:
-    """Say in a sentence or two which differences so many seeds can tell from chance.
+    """Say in a sentence or two which differences are significant with few seeds.
 
-    `seeds`: the pairs of the residual that has the fewest. `comparisons`: residuals compared with the baseline, or
-    what `noun` calls them.
+    `seeds`: the pairs of the residual that has the fewest. `comparisons`: residuals compared with
+    the baseline, or what `noun` calls them.
     """
     if seeds < 2:
         return (
-            "One seed has no spread: it shows that a residual trains, and cannot tell any difference from chance. "
-            "Three seeds or more can."
+            "One seed has no spread: it shows that a residual trains, but no difference can be "
+            "significant. Take three seeds or more."
         )
     subject = f"{seeds} seeds"
     if comparisons > 1:
         subject += f" and {comparisons} {noun}s"
     times = two_digits(reach(seeds, comparisons))
-    needed = f"when it exceeds {times} times the spread of its pairs"
+    needed = f"if it exceeds {times} times the spread of its pairs"
     if seeds < 5:
-        needed += f"; with five seeds, {two_digits(reach(5, comparisons))} times would do"
-    return f"With {subject}, a difference is told from chance {needed}."
+        needed += f"; with five seeds, {two_digits(reach(5, comparisons))} times are enough"
+    return f"With {subject}, a difference is significant {needed}."
 
 
 def two_digits(value: float) -> str:
@@ -155,10 +167,13 @@ def two_digits(value: float) -> str:
 
 @cache
 def t_quantile(error: float, freedom: int) -> float:
-    """The t that Student's |T| with `freedom` degrees of freedom exceeds with probability `error`, in (0, 1).
+    """The t that Student's |T| with `freedom` degrees of freedom exceeds with probability `error`,
+    in (0, 1).
 
-    For example: `t_quantile(0.05, 2)` is 4.3027. Computed by halving, to the last digits of a double.
+    For example: `t_quantile(0.05, 2)` is 4.3027. Computed by halving, to the last digits of a
+    double.
     """
+    # Doubling finds an upper end, halving the place between.
     low, high = 0.0, 1.0
     while t_tails(high, freedom) > error:
         low, high = high, 2 * high
@@ -173,7 +188,8 @@ def t_quantile(error: float, freedom: int) -> float:
 
 
 def t_tails(t: float, freedom: int) -> float:
-    """P(|T| > t) = I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t^2), I the incomplete beta function."""
+    """P(|T| > t) = I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t^2), I the incomplete beta
+    function."""
     square = t * t
     total = freedom + square
     return incomplete_beta(freedom / 2, 0.5, freedom / total, square / total)
@@ -182,19 +198,23 @@ def t_tails(t: float, freedom: int) -> float:
 def incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
     """I_x(a, b), regularised. `rest` is 1 - x, which a caller may know without cancellation.
 
-    The continued fraction converges quickly below the distribution's mean; above it, the other tail is computed.
+    The continued fraction converges quickly below the distribution's mean; above it, the other tail
+    is computed.
     """
     if x <= 0 or rest <= 0:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
         return 1 - incomplete_beta(b, a, rest, x)
+    # x^a (1 - x)^b / (a B(a, b)), then the fraction.
     normalizer = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
     front = math.exp(normalizer + a * math.log(x) + b * math.log(rest))
     return front * beta_fraction(a, b, x) / a
 
 
 def beta_fraction(a: float, b: float, x: float) -> float:
-    """1 / (1 + d1 / (1 + d2 / (1 + ...))) by Lentz's method: numerator over denominator, both updated from the left."""
+    """1 / (1 + d1 / (1 + d2 / (1 + ...))) by Lentz's method: numerator over denominator, both
+    updated from the left."""
+    # Tiny numbers stand in for zeros, by which nothing may be divided.
     tiny = 1e-300
     upper, lower = 1.0, 1 / (1 - (a + b) * x / (a + 1) or tiny)
     value = lower
@@ -220,6 +240,7 @@ def ranks(values: Sequence[float]) -> list[float]:
     places = [0.0] * len(values)
     start = 0
     while start < len(order):
+        # Equal values from `start` to `end`.
         end = start
         while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
             end += 1

@@ -8,6 +8,7 @@ The first column names the row. A cell is text, or a `Cell` where a page shows m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
+
+# Control characters without tab and line end, and Unicode's marks of direction.
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,11 @@ class Table:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print to a terminal; where columns would be cut, each row's values stand below each other instead."""
+    """Print to a terminal; where columns would be cut, each row's values stand below each other
+    instead."""
     from rich.measure import Measurement
 
+    # Measured as if there were room for everything.
     drawing = _side_by_side(table)
     wide = console.options.update(width=10_000)
     if Measurement.get(console, wide, drawing).minimum > console.width:
@@ -55,7 +61,8 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def _side_by_side(table: Table) -> RichTable:
-    """One line a row. Only the row's name may be folded; gaps are narrow, so that more fits into 80 columns."""
+    """One line a row. Only the row's name may be folded; gaps are narrow, so that more fits into 80
+    columns."""
     drawing = _rich(table, show_edge=False, padding=(0, 1, 0, 0))
     name, *numbers = texts(table.columns)
     drawing.add_column(name, overflow="fold", min_width=13)
@@ -96,7 +103,16 @@ def _rich_texts(row: Sequence[str | Cell]) -> list[str]:
     """Brackets in names are text, not rich's markup."""
     from rich.markup import escape as escape_markup
 
-    return [escape_markup(text) for text in texts(row)]
+    return [escape_markup(printable(text)) for text in texts(row)]
+
+
+def printable(text: str) -> str:
+    """Spell characters out that a terminal obeys: escape codes, and marks that turn text around.
+
+    A name of a run, an option or a generated text could else move the cursor or rename the window.
+    Line ends and tabs stay.
+    """
+    return OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def html(table: Table, attributes: str = 'id="table"') -> str:
@@ -106,6 +122,7 @@ def html(table: Table, attributes: str = 'id="table"') -> str:
     for first, *others in table.rows:
         cells = "".join(f"<td{_marks(cell)}>{_inside(cell)}</td>" for cell in others)
         lines.append(f'<tr><th scope="row">{_inside(first)}</th>{cells}</tr>')
+    # The page's script finds head and body by their elements.
     body = "".join(lines)
     return f"<table {attributes}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -128,7 +145,8 @@ def _inside(cell: str | Cell) -> str:
 
 
 def markdown(table: Table) -> str:
-    """A table of Markdown; a bar inside a cell is escaped, as it would end the cell even in code."""
+    """A table of Markdown; a bar inside a cell is escaped, as it would end the cell even in
+    code."""
     lines = [texts(table.columns), ["---"] * len(table.columns)]
     for row in table.rows:
         lines.append([text.replace("|", "\\|") for text in texts(row)])
@@ -137,11 +155,13 @@ def markdown(table: Table) -> str:
 
 def plain(table: Table) -> str:
     """Lines of aligned text, without a head where columns have no names."""
+    # A table whose columns have no names has no head.
     lines = [texts(row) for row in table.rows]
     if any(texts(table.columns)):
         lines.insert(0, texts(table.columns))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = []
+    # Without spaces at the ends of lines.
     for line in lines:
         padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
         aligned.append("  ".join(padded).rstrip())

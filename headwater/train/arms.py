@@ -1,4 +1,4 @@
-"""What a comparison compares: a residual, and where asked switches of the model beside it.
+"""Arms of a comparison: a residual, and where asked switches of the model beside it.
 
 standard    attnres-block:block=4    standard+shortswa=4    ddl+value_residual=true+layers=10
 """
@@ -28,7 +28,8 @@ class Arm:
 
     def apply(self, config: Config) -> Config:
         """The configuration of this arm's runs, from the one that all share."""
-        return replace(config, model=replace(config.model, residual=self.residual, **self.switches))
+        model = replace(config.model, residual=self.residual, **self.switches)
+        return replace(config, model=model)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -48,30 +49,26 @@ class Arm:
 def parse_arm(text: str) -> Arm:
     """'residual:options+setting=value+...' as an Arm.
 
-    Raises UserError for a residual or an option that does not exist, a setting of the model that is none or is not an
-    arm's to change, and a value of another type.
+    Raises UserError for what does not exist, or is not an arm's to change.
 
         parse_arm("standard+shortswa=4").switches  # {"shortswa": 4}
     """
-    residual, *words = re.split(
-        r"\+(?=\w+=)", text
-    )  # a pattern of layers has pluses of its own, and 1e+3
-    if "+" in residual.partition(":")[0]:
-        name, _, key = residual.partition(":")[0].partition("+")
-        raise UserError(f"arm {text!r}: {key!r} needs a value, for example {name}+shortswa=4")
+    # A pattern of layers has pluses of its own, and 1e+3
+    residual, *words = re.split(r"\+(?=\w+=)", text)
+    # Values are checked as settings of a model are.
     switches: dict[str, Any] = {}
     for word in words:
         key, _, value = word.partition("=")
         if key not in SWITCHES:
+            choices = nearest(key, SWITCHES)
             raise UserError(
-                f"arm {text!r}: {key!r} is no setting that an arm may change; {nearest(key, SWITCHES)}"
+                f"arm {text!r}: {key!r} is no setting that an arm may change; {choices}"
             )
-        if key in switches:
-            raise UserError(f"arm {text!r}: {key!r} is given twice")
         switches[key] = _value(value)
     with said_of(f"arm {text!r}"):
         Config().over({"model": switches})
     arm = Arm(residual, switches)
+    # Whether the residual and its options exist shows here.
     with user_values():
         hash(arm.identity)
     return arm

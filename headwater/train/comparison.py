@@ -72,22 +72,35 @@ def compare(
     """
     console, out = Console(quiet=not progress), at_home(out)
     jobs = plain(jobs)
-    arms, seeds = admit(config, residuals, plain(seeds), jobs)
+    arms, seeds = admit(config, residuals, plain(seeds))
     if not (out / COMPARISON).exists():
         if resume:
             raise UserError(f"there is no comparison at {out} to resume")
         refuse_others(out, "a comparison", known=("settings.json", "settings"))
     with locked(out):
+        # Where the text's tokenizer is gone, the copy that the comparison keeps serves.
         config = replace(config, data=kept_tokenizer(config.data, out))
         prepared.cache_clear()
         data = prepared(config.data)
         arms, seeds = merge_with_saved(config, out, arms, seeds, data, resume=resume)
-        runs = {(arm, seed): planned(config, arm, seed) for seed in seeds for arm in arms}
-        placed = dict(zip(runs, place(list(runs.values()), out, keep_weights=True), strict=True))
+        # The first seed of every arm runs before the second of any.
+        runs: dict[tuple[str, int], PlannedRun] = {}
+        for seed in seeds:
+            runs |= {(arm, seed): planned(config, arm, seed) for arm in arms}
+        jobs_of_runs = place(list(runs.values()), out, keep_weights=True)
+        placed = dict(zip(runs, jobs_of_runs, strict=True))
+        # Each result is shown with its difference to the baseline of its seed.
+        for (arm, seed), job in list(placed.items()):
+            if arm != arms[0]:
+                placed[arm, seed] = replace(job, baseline=placed[arms[0], seed].folder)
+        # Arms that compute the same share a folder, which is filled once.
+        by_folder: dict[Path, Job] = {}
+        for job in placed.values():
+            by_folder.setdefault(job.folder, job)
         save(config, out, arms, seeds, data)
         go_on = command("compare", out=out, plugin=plugins_of(runs.values()), resume=True)
         failures = carry_out(
-            list(placed.values()),
+            list(by_folder.values()),
             out,
             jobs,
             console,
@@ -111,7 +124,11 @@ def planned(config: Config, text: str, seed: int) -> PlannedRun:
 
 def result_of(jobs: dict[tuple[str, int], Job], arms: Sequence[str], out: Path) -> CompareResult:
     """The table of the runs that are finished."""
-    finished = {key: TrainResult.read(job.folder) for key, job in jobs.items() if job.finished}
+    finished = {}
+    for key, job in jobs.items():
+        if job.finished:
+            finished[key] = TrainResult.read(job.folder)
+    # Seconds of runs that shared the machine are not comparable: the table says so.
     side_by_side = {}
     for arm in arms:
         folders = [run.folder for (name, _), run in finished.items() if name == arm]
@@ -122,41 +139,29 @@ def result_of(jobs: dict[tuple[str, int], Job], arms: Sequence[str], out: Path) 
 
 
 def admit(
-    config: Config, residuals: Sequence[str], seeds: Sequence[int], jobs: int
+    config: Config, residuals: Sequence[str], seeds: Sequence[int]
 ) -> tuple[list[str], list[int]]:
-    """Check the arguments, spell out `all` and drop repetitions."""
-    if isinstance(residuals, str):
-        raise UserError(
-            f"residuals takes a list of names; got {residuals!r}: write [{residuals!r}]"
-        )
-    if isinstance(seeds, int):
-        raise UserError(f"seeds takes a list of numbers; got {seeds}: write [{seeds}]")
-    if not isinstance(jobs, int) or jobs < 1:
-        raise UserError(f"{spell('jobs')} must be a whole number from 1; got {jobs}")
-    numbers = [replace(config.train, seed=seed).seed for seed in seeds]  # checks their bounds
-    if not numbers:
-        raise UserError(f"{spell('seeds')} needs at least one seed, for example 0 1 2")
-    arms = expand(residuals)
-    for arm in arms:
-        plugin_for(parse_arm(arm).residual)
-    return arms, list(dict.fromkeys(numbers))
-
-
-def expand(residuals: Sequence[str]) -> list[str]:
-    """Spell out `all`, the plain residual first, and keep each arm once: the first of the list is the baseline."""
+    """Check the arguments, spell out `all` and drop repetitions. The first arm is the baseline."""
     from headwater.residuals import names
 
-    if not residuals:
-        valid = ", ".join(names())
-        raise UserError(f"{spell('residuals')} needs at least one name, or `all`. Valid: {valid}")
+    if not residuals or not seeds:
+        must = f"{spell('residuals')} and {spell('seeds')} need at least one value each"
+        raise UserError(f"{must}; residuals: {', '.join(names())}, or all")
+    # `all` is spelled out, and the first arm is what the others are compared with.
     arms: list[str] = []
     for entry in residuals:
         arms += names() if entry == "all" else [entry]
-    return distinct(arms)
+    arms = distinct(arms)
+    # A residual of a script cannot run in another process.
+    for arm in arms:
+        plugin_for(parse_arm(arm).residual)
+    numbers = [replace(config.train, seed=seed).seed for seed in seeds]  # checks their bounds
+    return arms, list(dict.fromkeys(numbers))
 
 
 def distinct(arms: Sequence[str]) -> list[str]:
     """Each arm once, under the first of its spellings."""
+    # Two spellings of one arm would count as two residuals.
     first: dict[Hashable, str] = {}
     for text in arms:
         first.setdefault(parse_arm(text).identity, text)
@@ -180,27 +185,29 @@ def merge_with_saved(
     if not path.exists():
         return arms, seeds
     if not resume:
-        resuming = spell("resume", True)
-        raise UserError(
-            f"{out} already holds a comparison: continue it with {resuming}, or choose another {spell('out')}"
-        )
+        advice = f"continue it with {spell('resume', True)}, or choose another {spell('out')}"
+        raise UserError(f"{out} already holds a comparison: {advice}")
+    # Runs on other settings or another text would be compared with unlike runs.
     saved = read_object(path)
-    asked = {**asdict(config), "corpus": data.identity}
-    listing = differences({**saved["config"], "corpus": saved["corpus"]}, asked, FREE)
+    settings = {**asdict(config), "corpus": data.identity}
+    listing = differences({**saved["config"], "corpus": saved["corpus"]}, settings, FREE)
     if listing:
         details = "\n  ".join(listing)
         raise UserError(
             f"{out} holds a comparison with other settings, or on other text:\n  {details}\nTake back the change, or "
             f"choose another {spell('out')}"
         )
-    return distinct(saved["residuals"] + arms), list(dict.fromkeys(saved["seeds"] + seeds))
+    all_seeds = dict.fromkeys(saved["seeds"] + seeds)
+    return distinct(saved["residuals"] + arms), list(all_seeds)
 
 
 def save(config: Config, out: Path, arms: list[str], seeds: list[int], data: Dataset) -> None:
     """Write what the comparison is: its arms and seeds, its settings, and the tokenizer that it made."""
+    # The place that it came from may be gone when the comparison goes on.
     if config.data.tokenizer not in TOKENIZERS:
         data.tokenizer.save(out)
     settings = asdict(config)
     write_json(out / "settings.json", settings)
+    # Resuming holds its settings and text against these.
     values: dict[str, Any] = {"residuals": arms, "seeds": seeds, "corpus": data.identity}
     write_json(out / COMPARISON, {**values, "config": settings})

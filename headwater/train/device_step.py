@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,16 @@ class Outcome:
     load: Load | None = None
 
 
+class Sent(NamedTuple):
+    """A step whose results are on their way to the host."""
+
+    number: int
+    rate: float
+    results: Tensor
+    norms: Tensor
+    arrival: torch.cuda.Event | None
+
+
 class DeviceStep:
     """Steps of a run that is alone on its GPU. `batch(number, micro)` gives a micro-batch, (B, T + 1), on the host."""
 
@@ -61,47 +71,51 @@ class DeviceStep:
         self.run, self.batch, self.graph, self.say = run, batch, graph, say
         self.micros = run.config.train.accumulate
         self.parameters = [p for p in run.model.parameters() if p.requires_grad]
-        shape = batch(run.step + 1, 0).shape
-        # On a CPU, where tests run, nothing is pinned and nothing is waited for.
-        self.pinned = run.device.type == "cuda"
-        self.staging = torch.empty(2, self.micros, *shape, dtype=torch.long, pin_memory=self.pinned)
-        self.tokens = torch.empty(shape, dtype=torch.long, device=run.device)
-        self.loss = torch.zeros((), device=run.device)
-        self.routers = list(routers(run.whole).values())
-        # Loss, gradient norm, kind, threshold; then the two numbers of the experts' loads, where there are some.
-        self.results = torch.zeros(6 if self.routers else 4, dtype=torch.float64, device=run.device)
-        self.norms = torch.zeros(len(self.parameters), device=run.device)
         self.sublayers = sublayer_of_each(run.whole, self.parameters)
+        self.routers = list(routers(run.whole).values())
         self.judge = Judge(run.skips, run.config.train, run.device)
-        self.waiting: list[tuple[int, float, Tensor, Tensor, torch.cuda.Event | None]] = []
+        # A captured step reads and writes the same memory each time. The host fills one half of `staging` while the
+        # GPU still copies from the other. On a CPU, where tests run, nothing is pinned and nothing is waited for.
+        device, shape = run.device, batch(run.step + 1, 0).shape
+        self.pinned = device.type == "cuda"
+        self.staging = torch.empty(2, self.micros, *shape, dtype=torch.long, pin_memory=self.pinned)
+        self.tokens = torch.empty(shape, dtype=torch.long, device=device)
+        self.loss = torch.zeros((), device=device)
+        self.norms = torch.zeros(len(self.parameters), device=device)
+        # Loss, gradient norm, kind, threshold; then the two numbers of the experts' loads, where there are some.
+        self.results = torch.zeros(6 if self.routers else 4, dtype=torch.float64, device=device)
+        self.waiting: list[Sent] = []
+        # What a step runs: these methods first, later their recordings.
         self.micro: list[Callable[[], None]] = [self._first_micro, self._next_micro]
         self.update: Callable[[], None] = self._update
-        self.taken = 0
-        self.pool: Any = None  # the memory that all captures share: they never run at the same time
         self.replay_losses: Callable[[], None] | None = None
+        self.steps_taken = 0
+        self.pool: Any = None  # the memory that all captures share: they never run at the same time
+        # What the judge finds bad, no optimizer applies.
         for optimizer in run.optimizers.values():
             skip_where(optimizer, self.judge.bad)
 
     def take(self, number: int) -> list[Outcome]:
         """Hand step `number` to the GPU; returns the outcomes that are known by now, the last one before it."""
-        if self.graph and self.taken == WARMUP:
+        if self.graph and self.steps_taken == WARMUP:
             self._capture()
-        run, slot = self.run, self.taken % 2
+        run, slot = self.run, self.steps_taken % 2
         for micro in range(self.micros):
             staged = self.staging[slot, micro].copy_(self.batch(number, micro))
             self.tokens.copy_(staged, non_blocking=True)
             self.micro[micro > 0]()
+        # The optimizers read their rate from the GPU, where it is written now.
         rate = learning_rate(number - 1, run.config.train.steps, run.config.optim)
         set_learning_rate(run.optimizers, rate)
         run.saver.before_update()
         self.update()
         self._send_results(number, rate)
-        self.taken += 1
-        return self._known(1)
+        self.steps_taken += 1
+        return self._arrived(1)
 
     def wait(self) -> list[Outcome]:
-        """The outcomes of all steps so far."""
-        return self._known(0)
+        """Wait for the outcomes of all steps so far."""
+        return self._arrived(0)
 
     def _first_micro(self) -> None:
         for parameter in self.parameters:
@@ -115,15 +129,14 @@ class DeviceStep:
         """Gradients of a micro-batch's share of the mean loss, added to those there are."""
         with half_precision(self.run.device, cached=False):
             hidden = self.run.hidden(self.tokens[:, :-1])
-            loss = (
-                linear_cross_entropy(hidden, self.run.whole.head.weight, self.tokens[:, 1:])
-                / self.micros
-            )
+            weight, targets = self.run.whole.head.weight, self.tokens[:, 1:]
+            loss = linear_cross_entropy(hidden, weight, targets) / self.micros
         loss.backward()
         return loss.detach()
 
     def _update(self) -> None:
         """Judge, clip and step. Nothing here waits for the GPU, and nothing depends on what the host knows."""
+        # One list operation gives the norms of all gradients.
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         self.norms.copy_(torch.stack(norms_of(gradients)))
         norm = torch.linalg.vector_norm(self.norms)
@@ -136,18 +149,20 @@ class DeviceStep:
         self.results.copy_(torch.cat((torch.stack(values), load)))
 
     def losses(self, windows: Tensor) -> Tensor:
-        """Nats of each token of validation windows (B, T + 1), (B, T) on the GPU. Captured like a step, it borrows the
-        step's memory; it runs what is compiled for a step, whose graph of gradients is dropped."""
+        """Nats of each token of validation windows (B, T + 1), as (B, T) on the GPU.
+
+        Captured like a step, it borrows the step's memory. It runs what is compiled for a step, and drops the graph of
+        gradients.
+        """
         if windows.shape != self.tokens.shape:  # fewer windows than a micro-batch has
             return self._losses(windows.to(self.run.device))
         self.tokens.copy_(windows)
         if self.replay_losses is None:
-            if (
-                self.pool is None
-                or (recorded := self._record([self._validate], "evaluations")) is None
-            ):
+            # Steps that are not captured leave no memory to borrow.
+            replays = self._record([self._validate], "evaluations") if self.pool is not None else []
+            if not replays:
                 return self._losses(self.tokens)
-            self.replay_losses = recorded[0]
+            self.replay_losses = replays[0]
         self.replay_losses()
         return self.validation.clone()
 
@@ -161,16 +176,16 @@ class DeviceStep:
 
     def _capture(self) -> None:
         """Record a micro-batch and the update. A step that cannot be captured goes on without."""
-        further = [self._next_micro] if self.micros > 1 else []
-        recorded = self._record([self._first_micro, *further, self._update], "steps")
-        self.graph = recorded is not None
-        if recorded is not None:
-            self.micro, self.update = [recorded[0], recorded[1]], recorded[-1]
+        functions = [self._first_micro, self._update]
+        if self.micros > 1:
+            functions.insert(1, self._next_micro)
+        replays = self._record(functions, "steps")
+        self.graph = bool(replays)
+        if replays:
+            self.micro, self.update = replays[:2], replays[-1]
 
-    def _record(
-        self, functions: list[Callable[[], None]], what: str
-    ) -> list[Callable[[], None]] | None:
-        """Replays of these functions, which are recorded and not run; or None, and the run says why."""
+    def _record(self, functions: list[Callable[[], None]], what: str) -> list[Callable[[], None]]:
+        """Replays of these functions, which are recorded and not run; none, and the run says why, if that fails."""
         replays: list[Callable[[], None]] = []
         try:
             for function in functions:
@@ -179,40 +194,46 @@ class DeviceStep:
                 replays.append(graph.replay)
         except NotCaptured as reason:
             self.pool = None
-            self.say(
-                f"{what} are not captured as a CUDA graph: {reason}. The run goes on without, more slowly"
-            )
-            return None
+            why = f"{what} are not captured as a CUDA graph: {reason}"
+            self.say(f"{why}. The run goes on without, more slowly")
+            return []
         return replays
 
     def _send_results(self, number: int, rate: float) -> None:
-        """Copies to the host behind the step, and a mark to wait for."""
+        """Queue copies to the host behind the step, and a mark to wait for."""
         results = self._copy_to_host(self.results)
         norms = self._copy_to_host(self.norms)
-        event = torch.cuda.Event() if self.pinned else None
-        if event is not None:
-            event.record()
-        self.waiting.append((number, rate, results, norms, event))
+        arrival = torch.cuda.Event() if self.pinned else None
+        if arrival is not None:
+            arrival.record()
+        self.waiting.append(Sent(number, rate, results, norms, arrival))
 
     def _copy_to_host(self, values: Tensor) -> Tensor:
         copy = torch.empty_like(values, device="cpu", pin_memory=self.pinned)
         return copy.copy_(values, non_blocking=True)
 
-    def _known(self, behind: int) -> list[Outcome]:
+    def _arrived(self, behind: int) -> list[Outcome]:
+        """Wait for the outcomes of all steps but the last few."""
         outcomes = []
         while len(self.waiting) > behind:
-            number, rate, results, norms, event = self.waiting.pop(0)
-            if event is not None:
-                event.synchronize()
-            loss, norm, kind, threshold, *load = results.tolist()
-            reason = self.judge.record(loss, KINDS[int(kind)], threshold)
-            uneven = Load(*load) if load else None
-            outcomes.append(
-                Outcome(number, loss, norm, rate, self._by_sublayer(norms), reason, uneven)
+            sent = self.waiting.pop(0)
+            if sent.arrival is not None:
+                sent.arrival.synchronize()
+            loss, norm, kind, threshold, *loads = sent.results.tolist()
+            outcome = Outcome(
+                number=sent.number,
+                loss=loss,
+                grad_norm=norm,
+                rate=sent.rate,
+                depth=self._by_sublayer(sent.norms),
+                reason=self.judge.record(loss, KINDS[int(kind)], threshold),
+                load=Load(*loads) if loads else None,
             )
+            outcomes.append(outcome)
         return outcomes
 
     def _by_sublayer(self, norms: Tensor) -> list[float]:
+        # Norms of parameters become norms of sublayers: squares add up.
         squares = [0.0] * len(self.run.whole.sublayers)
         for place, norm in zip(self.sublayers, norms.tolist(), strict=True):
             if place is not None:
@@ -228,10 +249,9 @@ class Judge:
         self.bad = torch.zeros((), device=device)
         self.kind = torch.zeros((), dtype=torch.float64, device=device)
         self.threshold = torch.full((), torch.inf, dtype=torch.float64, device=device)
-        window = settings.spike_window
-        self.losses = torch.full(
-            (window,), torch.nan, dtype=torch.float64, device=device
-        )  # of the last taken steps
+        # Losses of the last steps that were taken. NaN stands where there was no step yet.
+        window = (settings.spike_window,)
+        self.losses = torch.full(window, torch.nan, dtype=torch.float64, device=device)
         if skips.losses:
             # The newest loss stands last; the first places wait for the window to fill.
             self.losses[-len(skips.losses) :] = torch.tensor(skips.losses, dtype=torch.float64)
@@ -241,18 +261,19 @@ class Judge:
         loss = loss.double()
         spike = torch.zeros_like(finite)
         if self.settings.skip_spikes:
+            # As in Skips: the median, and the median deviation scaled to a standard deviation.
             middle = self._median(self.losses)
             deviation = 1.4826 * self._median((self.losses - middle).abs())
-            high = middle + self.settings.spike_sigmas * torch.maximum(
-                deviation, middle.abs() / 1000
-            )
-            self.threshold.copy_(
-                torch.where(high.isnan(), torch.inf, high)
-            )  # until the window is full it holds NaN
+            deviation = torch.maximum(deviation, middle.abs() / 1000)
+            limit = middle + self.settings.spike_sigmas * deviation
+            # Until the window is full the limit is NaN.
+            self.threshold.copy_(torch.where(limit.isnan(), torch.inf, limit))
             spike = loss > self.threshold
         bad = ~finite | spike
         self.bad.copy_(bad)
-        self.kind.copy_(torch.where(finite, torch.where(spike, 2.0, 0.0), 1.0))  # as in KINDS
+        kind_if_finite = torch.where(spike, 2.0, 0.0)  # numbers as in KINDS
+        self.kind.copy_(torch.where(finite, kind_if_finite, 1.0))
+        # A step that is left out does not enter the window.
         shifted = torch.cat((self.losses[1:], loss.view(1)))
         self.losses.copy_(torch.where(bad, self.losses, shifted))
 
@@ -260,7 +281,8 @@ class Judge:
     def _median(values: Tensor) -> Tensor:
         """The median as `statistics` has it: of an even number, the mean of the middle two. NaN if there is one."""
         ordered, n = values.sort().values, len(values)
-        return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2 + 0 * values.sum()
+        low, high = ordered[(n - 1) // 2], ordered[n // 2]
+        return (low + high) / 2 + 0 * values.sum()
 
     def record(self, loss: float, kind: str, threshold: float) -> Reason | None:
         """Enter what the GPU decided into the books that checkpoints hold."""
@@ -270,5 +292,8 @@ class Judge:
 def sublayer_of_each(model: nn.Module, parameters: list[nn.Parameter]) -> list[int | None]:
     """Find the sublayer that each parameter belongs to, its pre-norm included, or None."""
     names = {id(p): name for name, p in model.named_parameters()}
-    split = [names[id(p)].split(".") for p in parameters]
-    return [int(words[1]) if words[0] == "sublayers" else None for words in split]
+    places: list[int | None] = []
+    for parameter in parameters:
+        first, *rest = names[id(parameter)].split(".")
+        places.append(int(rest[0]) if first == "sublayers" else None)
+    return places

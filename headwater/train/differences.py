@@ -1,4 +1,4 @@
-"""Whether two configurations describe one run, or what differs.
+"""Differences between two configurations, if they do not describe one run.
 
 A run goes on, and counts for a comparison or a study, only as what it began as; but more has come to be set since the
 first runs, some settings only say what is kept, and a text is the same wherever it lies.
@@ -18,9 +18,8 @@ FREE = frozenset(
     name for name, marks in SETTINGS.items() if marks.changes != "numbers" or marks.resumable
 )
 
-CORPUS = frozenset(
-    {"source_hash", "tokenizer_hash", "split"}
-)  # equal where two runs have seen the same tokens
+# Equal where two runs have seen the same tokens
+CORPUS = frozenset({"source_hash", "tokenizer_hash", "split"})
 # What tokens are made of, with the files.
 TEXT = frozenset(name for name in SETTINGS if name.startswith("data."))
 
@@ -28,18 +27,21 @@ TEXT = frozenset(name for name in SETTINGS if name.startswith("data."))
 def differences(
     saved: dict[str, Any], asked: dict[str, Any], free: frozenset[str] = FREE
 ) -> list[str]:
-    """The keys that change the run and are not equal, with both values, compared as JSON (where tuples are lists);
-    settings come before what follows from them. Where the tokens are known to be the same, what their text is called
-    and where it lies does not count."""
-    known = saved.get("corpus", {})
-    if known.keys() >= CORPUS and known == asked.get("corpus"):
+    """List the keys that change the run and are not equal, with both values.
+
+    They are compared as JSON (where tuples are lists). Settings come before what follows from them. Where the tokens
+    are the same, what their text is called and where it lies does not count.
+    """
+    corpus = saved.get("corpus", {})
+    if corpus.keys() >= CORPUS and corpus == asked.get("corpus"):
         free = free | TEXT
     old, new = as_compared(saved), as_compared(asked)
-    keys = [
-        key for key in old.keys() | new.keys() if key not in free and old.get(key) != new.get(key)
-    ]
-    keys.sort(key=lambda key: (key.startswith("corpus."), key))
-    return [f"{key}: {old.get(key)!r} there, {new.get(key)!r} asked for" for key in keys]
+    lines = []
+    for key in sorted(old.keys() | new.keys(), key=lambda key: (key.startswith("corpus."), key)):
+        before, after = old.get(key), new.get(key)
+        if key not in free and before != after:
+            lines.append(f"{key}: {before!r} there, {after!r} asked for")
+    return lines
 
 
 def as_compared(values: dict[str, Any]) -> dict[str, Any]:

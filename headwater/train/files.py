@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
+import importlib
 import json
 import os
 import socket
@@ -39,6 +39,7 @@ def unseal(raw: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(values, dict):
         return None
+    # The seal fits only if every byte is as it was written.
     values.pop("seal", None)
     return values if seal(values) == raw else None
 
@@ -47,42 +48,47 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing: {path.parent} does not look like a folder that headwater wrote"
-        ) from None
+        problem = f"is missing: {path.parent} does not look like a folder that headwater wrote"
     except ValueError as error:
-        raise UserError(
-            f"{path} is damaged ({error}): restore it, or start again in another folder"
-        ) from None
+        problem = f"is damaged ({error}): restore it, or start again in another folder"
+    raise UserError(f"{path} {problem}")
 
 
-LOGS = (
-    "log.txt",
-    "launch.json",
-    "nohup.out",
-)  # what may be in a folder before the work in it begins
+# What may be in a folder before the work in it begins
+LOGS = ("log.txt", "launch.json", "nohup.out")
 
 
 def others_in(folder: Path, known: Collection[str] = ()) -> list[str]:
     """List what a folder holds besides `known` names, hidden files and logs: nobody may write beside it."""
+    # A folder that is not there holds nothing.
     if not folder.is_dir():
         return []
-    kept = (*known, *LOGS)
+    expected = (*known, *LOGS)
     return sorted(
         p.name
         for p in folder.iterdir()
-        if not (p.name.startswith(".") or p.suffix == ".log" or p.name in kept)
+        if not (p.name.startswith(".") or p.suffix == ".log" or p.name in expected)
     )
 
 
 def refuse_others(folder: Path, what: str, known: Collection[str] = ()) -> None:
     """`what` begins in a folder of its own: files that are there already would be overwritten or mixed up with it."""
     if others := others_in(folder, known):
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        names = ", ".join([*others[:3], "..."] if len(others) > 3 else others)
         raise UserError(
-            f"{folder} holds something else ({', '.join(others[:3])}{more}), and {what} needs a folder of its own: "
-            f"choose another {spell('out')}"
+            f"{folder} holds something else ({names}), and {what} needs a folder of its own: choose another "
+            f"{spell('out')}"
         )
+
+
+def require(module: str, extra: str) -> Any:
+    """Import a package that only an extra of headwater installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{extra} cannot be used ({error}): pip install 'headwater[{extra}]'"
+        ) from None
 
 
 def from_here(path: Path) -> str:
@@ -91,41 +97,43 @@ def from_here(path: Path) -> str:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Never through a link: what it leads to would be emptied."""
+    """Open a lock file, but never through a link: the file that it leads to would be overwritten."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UserError(
-            f"{path} is a link, and a lock must be a file: remove it, or choose another "
-            f"{spell('out')}"
-        ) from None
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     return os.fdopen(handle, "r+", encoding="utf-8")
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One process at a time: the kernel drops the lock with its holder, however that one dies."""
-    with open_lock(folder / ".lock") as file:
+def lock_if_free(lock: Path) -> Iterator[bool]:
+    """Hold a lock inside if nobody else does, and tell. The kernel drops it with its holder, however that one dies."""
+    with open_lock(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = file.read().strip() or "it left no name"
-            raise UserError(
-                f"another process is working in {folder} ({holder}): wait for it, end it with kill, or choose another "
-                f"{spell('out')}"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
+            yield False
+            return
+        yield True
 
 
 @contextmanager
 def taking_turns(lock: Path) -> Iterator[None]:
-    """Lock as `locked` does, but let the others wait until it is their turn."""
+    """Hold a lock inside; who comes meanwhile waits for it."""
     with open_lock(lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time work in a folder, and write down which."""
+    lock = folder / ".lock"
+    # Whoever is kept out learns whom to wait for.
+    with lock_if_free(lock) as is_free:
+        if not is_free:
+            holder = lock.read_text(encoding="utf-8").strip() or "it left no name"
+            raise UserError(
+                f"another process is working in {folder} ({holder}): wait for it, end it with kill, or choose another "
+                f"{spell('out')}"
+            )
+        lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield

@@ -48,7 +48,9 @@ class Job:
     work: float = 1.0
     """Its operations."""
     keep_weights: bool = True
-    """Whether its checkpoints outlast it."""
+    """Keep the checkpoints when the run has ended."""
+    baseline: Path | None = None
+    """Folder of the run that its result is compared with."""
 
     @property
     def settings(self) -> Path:
@@ -57,7 +59,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What the run prints, attempt after attempt."""
+        """The file that the run prints to, attempt after attempt."""
         return self.folder / "log.txt"
 
     @property
@@ -81,12 +83,12 @@ class Active:
     process: subprocess.Popen[bytes]
     task: TaskID
     log_start: int
-    """Where in the log this attempt begins."""
+    """Offset in the log at which this attempt begins."""
     began: float
     """Start of the process, on the clock of files."""
 
     def seconds(self) -> float:
-        """How long the run took, once it has finished. A run that was resumed has taken longer than its process."""
+        """Seconds that the run took, once it has finished. A resumed run has taken longer than its process."""
         return max(time.time() - self.began, TrainResult.read(self.job.folder).seconds)
 
 
@@ -114,6 +116,7 @@ def run_all(
     durations: list[tuple[float, float]] = []  # work and seconds of runs that have finished
 
     def next_run() -> Job | None:
+        # Where no run may be cut off, a shorter one is taken before a longer one.
         time_left = deadline - time.monotonic()
         for job in waiting:
             if not whole or at_most(job.work, durations) < time_left:
@@ -124,12 +127,14 @@ def run_all(
         total = tasks.add("all runs", len(runs), len(runs) - len(waiting))
         try:
             while (waiting or running) and not interruption.signum and time.monotonic() < deadline:
+                # Fill the places that are free.
                 while len(running) < jobs and (job := next_run()):
                     waiting.remove(job)
                     running.append(start(job, jobs, tasks))
                 if not running:
                     break  # no run that waits would end in time
                 time.sleep(POLL_SECONDS)
+                # Look after those that run.
                 for active in list(running):
                     show(active, tasks)
                     if active.process.poll() is None:
@@ -146,8 +151,8 @@ def run_all(
             for job in runs:
                 job.clear()
         if interruption.signum:
-            done = sum(job.finished for job in runs)
-            raise interruption.error(f"{done} of {len(runs)} runs", go_on)
+            count = sum(job.finished for job in runs)
+            raise interruption.error(f"{count} of {len(runs)} runs", go_on)
     return failures
 
 
@@ -159,9 +164,9 @@ def at_most(work: float, durations: Sequence[tuple[float, float]]) -> float:
     """
     if not durations:
         return 0.0
-    sizes = [done for done, _ in durations]
-    like = min((done for done in sizes if done >= work), default=max(sizes))
-    slowest = max(s for done, s in durations if like / ALIKE < done < like * ALIKE)
+    sizes = [size for size, _ in durations]
+    like = min((size for size in sizes if size >= work), default=max(sizes))
+    slowest = max(seconds for size, seconds in durations if like / ALIKE < size < like * ALIKE)
     return slowest * max(1.0, work / like)
 
 
@@ -181,6 +186,7 @@ def launch(job: Job, jobs: int) -> subprocess.Popen[bytes]:
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     record_launch(job, jobs)
+    # Runs side by side share the cores.
     environment = {}
     if jobs > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
@@ -194,6 +200,7 @@ def launch(job: Job, jobs: int) -> subprocess.Popen[bytes]:
         if (folder := folder_of(plugin)) != os.getcwd():
             folders = (folder, os.environ.get("PYTHONPATH"))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    # What was begun goes on.
     if (job.folder / CONFIG).exists():
         flags.append("--resume")
     with job.log.open("ab") as log:
@@ -230,12 +237,15 @@ def record_launch(job: Job, jobs: int) -> None:
     The number is None if an attempt before did not say, because times of runs that shared a machine tell how busy the
     machine was.
     """
+    # An earlier attempt may have shared the machine with more runs than this one.
     begun = (job.folder / CONFIG).exists()
-    most = read_launch(job.folder).side_by_side
-    if not begun or most is not None:
-        most = max(most or 1, jobs)
+    largest_count = read_launch(job.folder).side_by_side
+    if not begun or largest_count is not None:
+        largest_count = max(largest_count or 1, jobs)
     corpus = dict(job.corpus)
-    write_json(job.folder / LAUNCH, {"side_by_side": most, "arm": job.arm, "corpus": corpus})
+    write_json(
+        job.folder / LAUNCH, {"side_by_side": largest_count, "arm": job.arm, "corpus": corpus}
+    )
 
 
 def show(active: Active, tasks: Tasks) -> None:
@@ -244,12 +254,11 @@ def show(active: Active, tasks: Tasks) -> None:
     if not (tasks.watched and path.exists()):
         return
     with path.open("rb") as file:
+        # The last line may be cut off, so it is dropped.
         file.seek(max(0, path.stat().st_size - 65536))
         lines = file.read().split(b"\n")[:-1]
-    records = (
-        read_record(line) for line in reversed(lines) if line.startswith(b'{"kind": "train"')
-    )
-    record = next(filter(None, records), None)
+    train_lines = [line for line in lines if line.startswith(b'{"kind": "train"')]
+    record = read_record(train_lines[-1]) if train_lines else None
     if record:
         loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
         note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
@@ -261,10 +270,15 @@ def conclude(active: Active, tasks: Tasks) -> dict[str, str]:
     job, code = active.job, active.process.returncode
     if code == 0:
         result = TrainResult.read(job.folder)
-        bits = f"{result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s"
-        tasks.say(f"{job.label}: {bits}")
+        text = f"{job.label}: {result.bits_per_byte:.4f} bits per byte in {result.seconds:.0f} s"
+        if job.baseline is not None and (job.baseline / SUMMARY).exists():
+            baseline = TrainResult.read(job.baseline)
+            difference = result.bits_per_byte - baseline.bits_per_byte
+            text += f", {difference:+.4f} to {baseline.residual}"
+        tasks.say(text)
         return {}
     with job.log.open("rb") as file:
+        # Earlier attempts have their words before this place.
         file.seek(active.log_start)
         text = file.read().decode(errors="replace")
     return {job.label: f"{job.label} (exit code {code}, see {job.log}): {cause(text, code)}"}
@@ -281,6 +295,7 @@ def refuse_failures(failures: Mapping[str, str], runs: int, advice: str) -> None
 
 def stop(running: list[Active]) -> None:
     """Ask every run to save and end, and wait until it has."""
+    # All are asked first, so that they save at the same time.
     for active in running:
         active.process.terminate()
     for active in running:

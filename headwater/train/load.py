@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headwater.errors import UserError, spell
-from headwater.folders import at_home
+from headwater.errors import UserError, spell, user_values
+from headwater.folders import find_model
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import pinned
 from headwater.runs.settings import Config, said_of
@@ -46,7 +46,7 @@ def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
 
     Arguments:
         folder: a run (its newest checkpoint is taken), one of its checkpoints, or what `headwater export` wrote. It
-            may have been saved by any number of ranks.
+            may have been saved by any number of ranks. "demo" is a small trained model that comes with headwater.
         device: where the weights go, as torch names it.
 
     Returns: a `LoadedRun` with `.model`, `.tokenizer` and `.config`.
@@ -56,15 +56,12 @@ def load_run(folder: str | Path, device: str = "cpu") -> LoadedRun:
         run = load_run("runs/train")
         print(run.config.optim.lr, run.model(torch.tensor([run.tokenizer.encode("def ").tolist()])).shape)
     """
-    folder = at_home(folder).resolve()
-    if not folder.is_dir():
-        raise UserError(
-            f"no checkpoint in {folder}, which is not a folder: give a run, a checkpoint or a model's folder"
-        )
+    folder = find_model(folder).resolve()
     if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
         raise UserError(
             f"{folder} is a transformers model: AutoModelForCausalLM loads it after `import headwater.hf`"
         )
+    # What follows reads every byte against its hash.
     model, tokenizer = load_model(folder, device)
     return LoadedRun(model, tokenizer, settings_of(folder))
 
@@ -77,6 +74,7 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
         compute something else.
     """
     trained, its_tokenizer, _ = load_run(folder)
+    # An embedding belongs to the tokens of its tokenizer.
     if its_tokenizer.to_json() != tokenizer.to_json():
         raise UserError(
             f"{spell('train.init_from')} {folder} was trained with another tokenizer "
@@ -86,21 +84,21 @@ def fill_from(model: Decoder, tokenizer: Tokenizer, folder: str | Path) -> None:
     weights = trained.weights()
     if pinned(trained.residual) != pinned(model.residual):
         # Another residual keeps its own start.
+        fresh = model.weights()
         weights = {key: value for key, value in weights.items() if not is_residual(key)}
-        weights |= {key: value for key, value in model.weights().items() if is_residual(key)}
-    try:
+        weights |= {key: value for key, value in fresh.items() if is_residual(key)}
+    with user_values():
         model.load_weights(weights)
-    except ValueError as error:
-        raise UserError(f"{spell('train.init_from')} {folder}: {error}") from None
-    if differing := unseen_differences(trained.config, model.config):
-        listing = "\n  ".join(
-            f"model.{name}: {there!r} there, {here!r} here"
-            for name, (there, here) in differing.items()
-        )
-        take = " ".join(spell(f"model.{name}", there) for name, (there, _) in differing.items())
+    # Weights may fit and still compute something else here.
+    lines, flags = [], []
+    for name, (there, here) in unseen_differences(trained.config, model.config).items():
+        lines.append(f"model.{name}: {there!r} there, {here!r} here")
+        flags.append(spell(f"model.{name}", there))
+    if lines:
+        listing = "\n  ".join(lines)
         raise UserError(
             f"{spell('train.init_from')} {folder} was trained with other settings, under which the same weights "
-            f"compute something else:\n  {listing}\nTake those it was trained with: {take}"
+            f"compute something else:\n  {listing}\nTake those it was trained with: {' '.join(flags)}"
         )
 
 
@@ -112,6 +110,7 @@ def unseen_differences(there: ModelConfig, here: ModelConfig) -> dict[str, tuple
     """Settings that differ and that names and shapes of weights do not show, with both values."""
     differing = {}
     for name, parts in UNSEEN.items():
+        # A setting of a sublayer that the model does not have changes nothing.
         values = getattr(there, name), getattr(here, name)
         concerned = not parts or bool(parts & set(here.kinds))
         if concerned and values[0] != values[1]:

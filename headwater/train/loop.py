@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -81,16 +81,18 @@ def train(
     out = at_home(out)
     settings = config.train
     if resume and not (out / "config.json").exists():
-        raise UserError(
-            f"there is no run at {out} to resume: check {spell('out')}, or begin one without {spell('resume')}"
-        )
-    loggers.require(config.log)
+        advice = f"check {spell('out')}, or begin one without {spell('resume')}"
+        raise UserError(f"there is no run at {out} to resume: {advice}")
+    # A package that is missing is known before anything is tokenised.
+    loggers.require_packages(config.log)
     with (
         suspected(config.model.residual),
         gathered(config.parallel, choose_device(config)) as ranks,
         locked(out) if ranks.main else nullcontext(),
     ):
+        # Everything that can be refused is refused here, before the first step.
         run = begin(config, out, resume=resume, ranks=ranks)
+        # A run that has ended is returned as it is.
         if result := finished_before(run):
             return result
         with Watch(run, progress=progress) as watch:
@@ -98,25 +100,26 @@ def train(
             steps = steps_of(run, watch.say)
             for number in range(run.step + 1, settings.steps + 1):
                 watch.next_step()
+                # On a GPU the outcomes are those of the step before.
                 outcomes = steps.take(number)
                 run.step = number
 
                 # Ranks act on what they have compared: a signal that comes later waits for the next step.
                 stop = ranks.max(watch.request())
-                due = due_after(number, config)
-                if due or stop:
+                tasks = due_after(number, config)
+                if tasks or stop:
                     outcomes += steps.wait()
                 for outcome in outcomes:
                     report_step(run, outcome, watch)
 
-                if "eval" in due:
+                if "eval" in tasks:
                     bits = evaluate(run, steps.losses)
                     watch.say(f"step {number}: validation {bits:.4f} bits per byte")
-                if "depth" in due:
+                if "depth" in tasks:
                     log_depth(run, outcomes[-1].depth)
-                if due & {"eval", "depth"}:
+                if tasks & {"eval", "depth"}:
                     watch.clock.rewind()
-                if "save" in due or stop:
+                if "save" in tasks or stop:
                     save_step(run, watch, stop=bool(stop))
                 if stop and number < settings.steps:
                     raise watch.interrupted(stop)
@@ -127,6 +130,7 @@ def finished_before(run: Run) -> TrainResult | None:
     """The result of a run that had ended, as it is."""
     if run.step < run.config.train.steps:
         return None
+    # The main rank reads for all.
     ended = run.ranks.main and (run.folder / SUMMARY).exists()
     return run.ranks.broadcast_object(TrainResult.read(run.folder) if ended else None)
 
@@ -139,6 +143,7 @@ class Watch:
         console = Console(quiet=not (progress and ranks.main))
         self.run = run
         self.line = ProgressLine("training", run.step, config.train.steps, console)
+        # One process has nobody to wait for, so it cannot hang on others.
         self.watchdog = Watchdog(0 if ranks.alone else config.parallel.hang_timeout)
         self.interruption = Interruption()
         self.clock = Clock(run)
@@ -148,6 +153,7 @@ class Watch:
         run = self.run
         if run.ranks.main:
             run.log.mirrors = loggers.start(run.config.log, run.folder, run.step, run.identity)
+        # If one of these fails to begin, those before it end.
         with ExitStack() as stack:
             stack.enter_context(closing(run.log))
             for part in (self.interruption, self.watchdog, self.line, run.saver):
@@ -169,9 +175,8 @@ class Watch:
         """The error that ends a run which a signal has stopped, and says how to go on."""
         run = self.run
         self.interruption.signum = signum
-        go_on = command(
-            "train", out=run.folder, plugin=plugins(run.config.model.residual), resume=True
-        )
+        plugin = plugins(run.config.model.residual)
+        go_on = command("train", out=run.folder, plugin=plugin, resume=True)
         after = f"step {run.step} of {run.config.train.steps}"
         return self.interruption.error(after, f"{go_on} (in Python: resume=True)")
 
@@ -186,10 +191,8 @@ def tell_beginning(run: Run, say: Callable[[str], None], *, resume: bool) -> Non
     """Say what the user may not expect of this run."""
     settings = run.config.train
     if resume and not run.step:
-        say(
-            f"no checkpoint in {run.folder / 'checkpoints'} to go on from (one is written every "
-            f"{settings.save_every} steps): the run begins anew"
-        )
+        interval = f"one is written every {settings.save_every} steps"
+        say(f"no checkpoint in {run.checkpoints} to go on from ({interval}): the run begins anew")
     if run.planned:
         say(goes_further(run))
     if warning := ends_in_warmup(settings.steps, run.config.optim):
@@ -199,12 +202,14 @@ def tell_beginning(run: Run, say: Callable[[str], None], *, resume: bool) -> Non
 def goes_further(run: Run) -> str:
     """A schedule stretched over more steps does not go on where it was: said, since it shows in the loss."""
     settings, planned = run.config, run.planned or 0
-    text = f"goes to {settings.train.steps} steps, where {planned} were planned"
-    now = f"{learning_rate(run.step, settings.train.steps, settings.optim):.3g}"
+    steps = settings.train.steps
+    text = f"goes to {steps} steps, where {planned} were planned"
+    rate = f"{learning_rate(run.step, steps, settings.optim):.3g}"
     before = f"{learning_rate(run.step, planned, settings.optim):.3g}"
-    if now == before:  # a run that had not left its warm-up
+    if rate == before:  # a run that had not left its warm-up
         return text
-    return f"{text}: from step {run.step} on the learning rate is now {now} and would have been {before}"
+    change = f"the learning rate is now {rate} and would have been {before}"
+    return f"{text}: from step {run.step} on {change}"
 
 
 def steps_of(run: Run, say: Callable[[str], None]) -> HostStep | DeviceStep:
@@ -217,17 +222,14 @@ def steps_of(run: Run, say: Callable[[str], None]) -> HostStep | DeviceStep:
         elif run.compiled != "none":
             say(f"steps: {compiled}, the host takes part in each")
         return HostStep(run)
-    graph = run.config.train.graph
-    if graph:
-        way = f"as a CUDA graph ({spell('train.graph', False)} to leave it)"
-    else:
-        way = f"kernel by kernel ({spell('train.graph', False)})"
+    graph, flag = run.config.train.graph, spell("train.graph", False)
+    way = f"as a CUDA graph ({flag} to leave it)" if graph else f"kernel by kernel ({flag})"
     say(f"steps: {way}, {compiled} ({spell('train.compile')} none, layers or model)")
     return DeviceStep(run, partial(host_windows, run), graph=graph, say=say)
 
 
 def due_after(number: int, config: Config) -> set[str]:
-    """What is to be done after a step: "eval", "depth", "save". After the last one, all."""
+    """List what is to be done after a step: "eval", "depth", "save". After the last one, all."""
     settings = config.train
     intervals = {
         "eval": settings.eval_every,
@@ -264,26 +266,24 @@ def report_step(run: Run, outcome: Outcome, watch: Watch) -> None:
     number, settings = outcome.number, run.config.train
     if outcome.reason is not None:
         leave_out(run, number, outcome.loss, outcome.grad_norm, outcome.reason, outcome.depth)
+    # The line shows every step, the log every few.
     tokens_per_second = watch.clock.tokens_per_second(number)
     watch.line.step(number, outcome.loss, tokens_per_second)
     if number == settings.steps or number % settings.log_every == 0:
         log_update(run, outcome, tokens_per_second)
         watch.clock.rewind(number)
+        # A stream that has overflowed gives zeros after its norm, and the run would go on for nothing.
         if outcome.grad_norm == 0 < outcome.loss:
             run.saver.wait()
-            raise diverged(
-                run,
-                f"the gradient is zero at step {number} (loss {outcome.loss:.4f}), so nothing is learned any more: the "
-                f"stream may have overflowed, and a norm make zeros of it. Try {gentler()}",
-            )
+            why = f"the gradient is zero at step {number} (loss {outcome.loss:.4f})"
+            give_up(run, f"{why}, so nothing is learned any more. Try {gentler()}")
 
 
 def gentler() -> str:
-    """Settings that keep a run from diverging."""
-    return (
-        f"a lower {spell('optim.lr')}, a longer {spell('optim.warmup')}, a smaller {spell('optim.clip')} or "
-        f"{spell('model.qk_norm', True)}, in another {spell('out')}"
-    )
+    """Name settings that keep a run from diverging."""
+    rates = f"a lower {spell('optim.lr')}, a longer {spell('optim.warmup')}"
+    norms = f"a smaller {spell('optim.clip')} or {spell('model.qk_norm', True)}"
+    return f"{rates}, {norms}, in another {spell('out')}"
 
 
 def accumulate(run: Run, number: int) -> float:
@@ -296,12 +296,14 @@ def accumulate(run: Run, number: int) -> float:
         run.own_loss = run.pipeline.accumulate(torch.cat(batches))
         return run.ranks.sum(run.own_loss / run.ranks.token_world)
     total = 0.0
+    # Gradients add up; ranks sum them once, with the last micro-batch.
     for micro in range(settings.accumulate):
         defer_reduction(run.model, micro < settings.accumulate - 1)
         losses = token_losses(run, run.forward, windows_of(run, number, micro))
         loss = losses.mean() / settings.accumulate
         loss.backward()
         total += loss.item()
+    # Kept for the file that tells which rank a bad step came from.
     run.own_loss = total
     return run.ranks.sum(total / run.ranks.token_world)
 
@@ -337,6 +339,7 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
     settings = run.config
     rate = learning_rate(number - 1, settings.train.steps, settings.optim)
     grad_norm = run.ranks.gradient_norm(run.model)
+    # All ranks have the same loss and norm, and so decide alike.
     reason = run.skips.judge(loss, grad_norm, settings.train)
     if reason is None:
         clip(run.model, grad_norm, settings.optim.clip)
@@ -346,6 +349,7 @@ def update(run: Run, number: int, loss: float) -> tuple[float, float]:
             optimizer.step()
     else:
         leave_out(run, number, loss, grad_norm, reason, depth_gradients(run))
+    # Routers count their loads in every step, also in one that is left out.
     run.load = balance(run.model, run.whole.config, run.ranks, taken=reason is None)
     for optimizer in run.optimizers.values():
         optimizer.zero_grad(set_to_none=True)
@@ -368,7 +372,7 @@ def save_step(run: Run, watch: Watch, *, stop: bool) -> None:
             save(run)
         except NotFinite:
             why = f"weights, or what the optimizer keeps, are not finite after step {run.step}"
-            raise diverged(run, f"{why}. {last_good(run.checkpoints)} Try {gentler()}") from None
+            give_up(run, f"{why}. {last_good(run.checkpoints)} Try {gentler()}")
         if stop:
             run.saver.wait()
 
@@ -378,36 +382,35 @@ def leave_out(
 ) -> None:
     """Record a step that is not taken; raise if there were too many in a row. Every rank comes here, or none."""
     cause = write_cause(run, number, loss, grad_norm, reason, depth)
-    run.log.write(
-        "skip",
-        number,
-        reason=reason.kind,
-        loss=loss,
-        threshold=reason.threshold,
-        grad_norm=grad_norm,
-    )
+    values = {"reason": reason.kind, "loss": loss, "threshold": reason.threshold}
+    run.log.write("skip", number, **values, grad_norm=grad_norm)
     if reason.in_a_row > reason.limit:
         run.saver.wait()  # then the last good checkpoint is the last
-        raise diverged(
+        why = f"{reason.text} at step {number} (loss {loss}, gradient norm {grad_norm})"
+        flags = f"{spell('resume')} and {spell(reason.setting, reason.in_a_row)} (or more)"
+        give_up(
             run,
-            f"{reason.text} at step {number} (loss {loss}, gradient norm {grad_norm}); the weights were left "
-            f"as they were. {last_good(run.checkpoints)} What is known of the step is in {cause}. Go on without such "
-            f"steps with {spell('resume')} and {spell(reason.setting, reason.in_a_row)} (or more), or try {gentler()}",
+            f"{why}; the weights were left as they were. {last_good(run.checkpoints)} What is known of the step is in "
+            f"{cause}. Go on without such steps with {flags}, or try {gentler()}",
         )
 
 
-def diverged(run: Run, why: str) -> UserError:
-    """The error with which a run gives up; its folder says so too, since the same settings would lead there again."""
+def give_up(run: Run, why: str) -> NoReturn:
+    """Raise the error that ends a run which diverges.
+
+    Its folder says so too, since the same settings would lead there again.
+    """
     if run.ranks.main:
         write_json(run.folder / DIVERGED, {"why": why})
     advice = how_to_test(run.config.model.residual)
-    return UserError(f"{why}. {advice}" if advice else why)
+    raise UserError(f"{why}. {advice}" if advice else why)
 
 
 def write_cause(
     run: Run, number: int, loss: float, grad_norm: float, reason: Reason, depth: list[float] | None
 ) -> Path:
     """Write a file that helps to find out which tokens, rank or depth a bad step came from."""
+    # Every rank takes part, since each knows its own loss.
     path, settings = cause_file(run.folder, reason.kind, number), run.config.train
     losses = run.ranks.all_gather_object(run.own_loss)
     # Numbers as text, since JSON has no nan and no infinity, and the difference between them is a clue.
@@ -449,12 +452,14 @@ class Clock:
         """Two steps that become known together are counted together."""
         now = time.monotonic()
         first, began = self.since if now - self.since[1] > TOGETHER else self.before
-        return (self.run.tokens_at(step) - self.run.tokens_at(first)) / max(now - began, 1e-9)
+        tokens = self.run.tokens_at(step) - self.run.tokens_at(first)
+        return tokens / max(now - began, 1e-9)
 
 
 @torch.no_grad()
 def evaluate(run: Run, losses_of: Callable[[Tensor], Tensor] | None = None) -> float:
     """Bits per byte over a fixed set of validation windows, the same for every run with this corpus and context."""
+    # A token stands for several bytes, so nats a token are divided by bytes.
     nats, tokens, num_bytes = 0.0, 0, 0
     run.model.eval()
     losses_of = losses_of or partial(validation_losses, run)
@@ -462,18 +467,20 @@ def evaluate(run: Run, losses_of: Callable[[Tensor], Tensor] | None = None) -> f
         losses = losses_of(windows)[:count]
         nats += losses.double().sum().item()
         tokens += losses.numel()
-        num_bytes += int(run.token_bytes[windows[: len(losses), 1:]].sum())
+        targets = windows[: len(losses), 1:]
+        num_bytes += int(run.token_bytes[targets].sum())
     run.model.train()
     reshard(run.model)
+    # Every rank has a share of the windows.
     sums = run.ranks.sums([nats, tokens, num_bytes])
     if not math.isfinite(sums[0]):  # the last update destroyed the weights: they are not saved
-        run.log.write("eval", run.step, tokens=run.tokens, loss=math.nan, bits_per_byte=math.nan)
+        nothing = {"loss": math.nan, "bits_per_byte": math.nan}
+        run.log.write("eval", run.step, tokens=run.tokens, **nothing)
         run.saver.wait()
-        raise diverged(
-            run,
-            f"the validation loss is not finite after step {run.step}. {last_good(run.checkpoints)} Try {gentler()}",
-        )
-    run.evaluation = {"loss": sums[0] / sums[1], "bits_per_byte": sums[0] / math.log(2) / sums[2]}
+        why = f"the validation loss is not finite after step {run.step}"
+        give_up(run, f"{why}. {last_good(run.checkpoints)} Try {gentler()}")
+    bits = sums[0] / math.log(2)
+    run.evaluation = {"loss": sums[0] / sums[1], "bits_per_byte": bits / sums[2]}
     run.log.write("eval", run.step, tokens=run.tokens, **run.evaluation)
     return run.evaluation["bits_per_byte"]
 
@@ -482,6 +489,7 @@ def validation_shares(run: Run) -> Iterator[tuple[Tensor, int]]:
     """Batches of windows for this rank, and how many of them count: several ranks take equal shares, filled up."""
     settings, ranks = run.config.train, run.ranks
     micros = 1 if run.pipeline is not None else settings.accumulate
+    # As many windows at a time as a step has.
     share = max(1, settings.batch_size // (micros * ranks.data_world))
     numbers = run.validation.spread(settings.eval_windows)
     # Every rank takes as many batches as the others, since they meet in each.
@@ -489,8 +497,10 @@ def validation_shares(run: Run) -> Iterator[tuple[Tensor, int]]:
         start = first + ranks.data_rank * share
         here = numbers[start : start + share]
         filled = here
+        # Shapes must be equal on all ranks, and for a captured step.
         if run.on_device or not ranks.alone:
-            filled = np.append(here, np.full(share - len(here), numbers[0]))
+            padding = np.full(share - len(here), numbers[0])
+            filled = np.append(here, padding)
         windows = torch.from_numpy(run.validation.take(filled))
         yield ranks.own_tokens(windows), len(here)
 
@@ -500,6 +510,7 @@ def validation_losses(run: Run, windows: Tensor) -> Tensor:
     windows = windows.to(run.device)
     if run.pipeline is None:
         return token_losses(run, run.model, windows)
+    # Only the last rank of a pipeline has logits.
     logits = run.pipeline.logits(windows)
     if logits is None:
         return windows.new_empty(0, windows.shape[1] - 1)
@@ -507,10 +518,12 @@ def validation_losses(run: Run, windows: Tensor) -> Tensor:
 
 
 def depth_gradients(run: Run) -> list[float]:
+    # One process has all gradients.
     if run.ranks.alone:
         return gradient_norms(run.whole)
     squares = [0.0] * len(run.whole.sublayers)
     for name, parameter in run.model.named_parameters():
+        # A rank has parts of some sublayers; squares add up over the ranks.
         if name.startswith("sublayers."):
             squares[int(name.split(".")[1])] += squared_norm(parameter.grad)
     return [square**0.5 for square in run.ranks.sums(squares)]
@@ -518,7 +531,8 @@ def depth_gradients(run: Run) -> list[float]:
 
 def log_depth(run: Run, gradients: list[float] | None) -> None:
     """Always the same tokens, the first validation window, so that records differ by the weights alone."""
-    window = torch.from_numpy(run.validation.take(run.validation.spread(1)))[:, :-1].to(run.device)
+    tokens = torch.from_numpy(run.validation.take(run.validation.spread(1)))
+    window = tokens[:, :-1].to(run.device)
     model = run.whole if run.ranks.alone else gather_model(run)
     if model is not None:
         # The window has another shape than a step: it is not worth a compilation.
@@ -529,6 +543,7 @@ def log_depth(run: Run, gradients: list[float] | None) -> None:
 
 def gather_model(run: Run) -> Decoder | None:
     """The whole model on the main rank, for a look at it; every rank takes part."""
+    # All ranks send; the main one builds the model from it.
     weights = gather(run.model, run.whole, run.ranks)
     if not run.ranks.main:
         return None

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from headwater._torch import adjusted_rate, newton_schulz
 from headwater.train.distributed.parts import local
 
+Group = dict[str, Any]  # parameters with their settings, as torch.optim has them
+
 
 class _WithoutHost:
     """Steps without the host: while `found_inf` is one they change nothing, and the rate may be a tensor."""
@@ -26,22 +28,22 @@ class _WithoutHost:
     found_inf: Tensor | None = None
 
     def advance(
-        self, like: Tensor, before: Tensor, gradients: Tensor, group: dict[str, Any]
+        self, like: Tensor, before: Tensor, gradients: Tensor, group: Group
     ) -> tuple[Tensor, Tensor, Any]:
         """Momenta (N, m, n) one step on, which way the parameters go, and the rate."""
         momentum = before.lerp(gradients, 1 - group["momentum"])
-        update = gradients.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = momentum
+        if group["nesterov"]:
+            update = gradients.lerp(momentum, group["momentum"])
         update = self._orthogonalise(like, update, group)
         if self.found_inf is None:
             return momentum, update, group["lr"]
+        # A bad step keeps its momentum, and its rate is zero. Times zero the update must be zero too.
         momentum = torch.where(self.found_inf > 0, before, momentum)
-        return (
-            momentum,
-            update.nan_to_num(),
-            (1.0 - self.found_inf) * group["lr"],
-        )  # times zero it must be zero
+        rate = (1.0 - self.found_inf) * group["lr"]
+        return momentum, update.nan_to_num(), rate
 
-    def _orthogonalise(self, like: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
+    def _orthogonalise(self, like: Tensor, update: Tensor, group: Group) -> Tensor:
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         if not isinstance(like, DTensor):
             return orthogonalise(update, *settings)
@@ -50,10 +52,10 @@ class _WithoutHost:
         for placement in like.placements:
             by_experts = isinstance(placement, Shard) and placement.dim == 0
             whole.append(placement if by_experts else Replicate())
-        matrices = redistribute(update, like, tuple(like.shape), like.placements, whole)
-        return redistribute(
-            orthogonalise(matrices, *settings), like, tuple(like.shape), whole, like.placements
-        )
+        size = tuple(like.shape)
+        matrices = redistribute(update, like, size, like.placements, whole)
+        matrices = orthogonalise(matrices, *settings)
+        return redistribute(matrices, like, size, whole, like.placements)
 
 
 class BatchedMuon(_WithoutHost, torch.optim.Muon):
@@ -69,22 +71,21 @@ class BatchedMuon(_WithoutHost, torch.optim.Muon):
             for parameters in by_shape.values():
                 self._step_alike(parameters, group)
 
-    def _step_alike(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _step_alike(self, parameters: list[Tensor], group: Group) -> None:
+        buffers = []
         for parameter in parameters:
-            if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        before, gradients = (
-            torch.stack(buffers),
-            torch.stack([cast(Tensor, p.grad) for p in parameters]),
-        )  # (N, m, n)
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers.append(state["momentum_buffer"])
+        before = torch.stack(buffers)  # (N, m, n)
+        gradients = torch.stack([cast(Tensor, p.grad) for p in parameters])
         momentum, update, rate = self.advance(parameters[0], before, gradients, group)
         scale = rate * adjusted_rate(1.0, group["adjust_lr_fn"], parameters[0].shape)
-        for parameter, buffer, now, direction in zip(
-            parameters, buffers, momentum, update, strict=True
-        ):
-            buffer.copy_(now)
-            parameter.mul_(1 - rate * group["weight_decay"]).sub_(scale * direction)
+        # The state keeps its tensors, which a CUDA graph reads and writes in place.
+        for i, parameter in enumerate(parameters):
+            buffers[i].copy_(momentum[i])
+            parameter.mul_(1 - rate * group["weight_decay"]).sub_(scale * update[i])
 
 
 def orthogonalise(
@@ -93,43 +94,46 @@ def orthogonalise(
     """Newton and Schulz's iteration in bf16 on matrices (N, m, n) at once: nearly orthogonal ones of the same span."""
     a, b, c = coefficients
     x = matrices.bfloat16()
+    # The Gram matrix of the shorter side is the smaller one.
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
 
 
 class StackedMuon(_WithoutHost, torch.optim.Optimizer):
-    """Muon for stacks of matrices (E, m, n), the experts of a layer: each is orthogonalised by itself. Plain tensors or
-    DTensors, which are divided by experts wherever that is possible and otherwise gathered; settings and state are
-    those of torch.optim.Muon."""
+    """Muon for stacks of matrices (E, m, n), the experts of a layer: each is orthogonalised by itself.
+
+    Parameters are plain tensors or DTensors, which are divided by experts wherever that is possible and otherwise
+    gathered. Settings and state are those of torch.optim.Muon.
+    """
 
     def __init__(self, params: Iterable[Any], **settings: Any) -> None:
-        of_a_matrix = torch.optim.Muon(
-            [torch.zeros(1, 1)], **settings
-        )  # which refuses stacks, and knows its defaults
+        # torch's own refuses stacks, but knows the defaults.
+        of_a_matrix = torch.optim.Muon([torch.zeros(1, 1)], **settings)
         super().__init__(params, of_a_matrix.defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody passes one
         for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                self._step_stack(parameter, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_stack(parameter, group)
 
-    def _step_stack(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_stack(self, parameter: Tensor, group: Group) -> None:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        part, buffer, gradient = (
-            local(x) for x in (parameter, state["momentum_buffer"], cast(Tensor, parameter.grad))
-        )
+        buffer = local(state["momentum_buffer"])
+        gradient = local(cast(Tensor, parameter.grad))
         momentum, update, rate = self.advance(parameter, buffer, gradient, group)
         buffer.copy_(momentum)
         scale = rate * adjusted_rate(1.0, group["adjust_lr_fn"], parameter.shape[1:])
-        part.mul_(1 - rate * group["weight_decay"]).sub_(scale * update)
+        local(parameter).mul_(1 - rate * group["weight_decay"]).sub_(scale * update)
 
 
 class DividedMuon(torch.optim.Muon):
@@ -138,16 +142,21 @@ class DividedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody passes one
         for group in self.param_groups:
-            for batch in batches(p for p in group["params"] if p.grad is not None):
-                updates = [self._advance(parameter, group) for parameter in batch]
-                for parameter, update in zip(batch, self._orthogonalise(batch[0], updates, group)):
-                    part, rate = parameter.to_local(), group["lr"]
-                    part.mul_(1 - rate * group["weight_decay"])
-                    part.add_(
-                        update, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], parameter.shape)
-                    )
+            matrices = [p for p in group["params"] if p.grad is not None]
+            for batch in batches(matrices):
+                self._step_batch(batch, group)
 
-    def _advance(self, parameter: DTensor, group: dict[str, Any]) -> Tensor:
+    def _step_batch(self, batch: list[DTensor], group: Group) -> None:
+        momenta = [self._advance(parameter, group) for parameter in batch]
+        updates = self._orthogonalise(batch[0], momenta, group)
+        rate = group["lr"]
+        for parameter, update in zip(batch, updates):
+            scale = adjusted_rate(rate, group["adjust_lr_fn"], parameter.shape)
+            part = parameter.to_local()
+            part.mul_(1 - rate * group["weight_decay"])
+            part.add_(update, alpha=-scale)
+
+    def _advance(self, parameter: DTensor, group: Group) -> Tensor:
         """This rank's part of the momentum, one step on."""
         gradient, state = cast(DTensor, parameter.grad), self.state[parameter]
         if "momentum_buffer" not in state:
@@ -157,18 +166,22 @@ class DividedMuon(torch.optim.Muon):
         return part.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def _orthogonalise(
-        self, like: DTensor, updates: list[Tensor], group: dict[str, Any]
+        self, like: DTensor, updates: list[Tensor], group: Group
     ) -> Iterable[Tensor]:
         """Parts of matrices that are divided as `like` is, to the same parts of their orthogonalised wholes."""
         mesh, size = like.device_mesh, (len(updates), *like.shape)
-        by_part = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
+        by_part: list[Placement] = []
+        for placement in like.placements:
+            # The stack has one axis more, before those of a matrix.
+            if isinstance(placement, Shard):
+                placement = Shard(placement.dim + 1)
+            by_part.append(placement)
         by_matrix = [Shard(0)] * mesh.ndim
         parts = torch.stack([update.bfloat16() for update in updates])  # (N, m / ranks, n)
         matrices = redistribute(parts, like, size, by_part, by_matrix)  # (N / ranks, m, n)
+        settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         for matrix in matrices:  # none, where there are fewer matrices than ranks
-            matrix.copy_(
-                newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            )
+            matrix.copy_(newton_schulz(matrix, *settings))
         return redistribute(matrices, like, size, by_matrix, by_part)
 
 
@@ -180,10 +193,10 @@ def redistribute(
     after: Sequence[Placement],
 ) -> Tensor:
     """From one division of a tensor over the ranks of `like` to another."""
+    shape = torch.Size(size)
     stride = torch.empty(size, device="meta").stride()
-    whole = DTensor.from_local(
-        part, like.device_mesh, before, run_check=False, shape=torch.Size(size), stride=stride
-    )
+    mesh = like.device_mesh
+    whole = DTensor.from_local(part, mesh, before, run_check=False, shape=shape, stride=stride)
     return whole.redistribute(placements=after).to_local()
 
 

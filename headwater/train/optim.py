@@ -22,13 +22,22 @@ from headwater.train.muon import BatchedMuon, DividedMuon, StackedMuon
 def build_optimizers(
     model: nn.Module, settings: OptimSettings, *, on_device: bool = False
 ) -> dict[str, torch.optim.Optimizer]:
-    """AdamW, or Muon beside it, with another for the experts' stacks of matrices. `on_device`: learning rates are
-    tensors on the GPU, and nothing waits for the host."""
+    """AdamW, or Muon beside it, with another for the experts' stacks of matrices.
+
+    `on_device`: learning rates are tensors on the GPU, and nothing waits for the host.
+    """
+    # Which parameters decay is the same for every trainer.
     groups = param_groups(
         model, lr=settings.lr, weight_decay=settings.weight_decay, query_lr=settings.query_lr
     )
-    matrices = [group for group in groups if group["name"] == "matrices"]
-    others = [part for group in groups if group["name"] != "matrices" for part in by_mesh(group)]
+    matrices = []
+    others = []
+    for group in groups:
+        if group["name"] == "matrices":
+            matrices.append(group)
+        else:
+            others += by_mesh(group)
+    # A fused step is one kernel for many parameters.
     on_gpu = all(parameter.is_cuda for parameter in model.parameters())
     options: dict[str, Any] = {
         "betas": (settings.beta1, settings.beta2),
@@ -40,13 +49,14 @@ def build_optimizers(
         optimizers = {"adamw": torch.optim.AdamW([*matrices, *others], **options)}
     else:
         kind: type[torch.optim.Muon] = BatchedMuon if on_device else torch.optim.Muon
-        if any(isinstance(matrix, DTensor) for group in matrices for matrix in group["params"]):
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             kind = DividedMuon
         # Scaled to the size of AdamW's updates, so that one learning rate and one decay serve both.
         muon = kind(of_axes(matrices, 2), adjust_lr_fn="match_rms_adamw")
         optimizers = {"muon": muon, "adamw": torch.optim.AdamW(others, **options)}
         if stacks := of_axes(matrices, 3):
             optimizers["muon_experts"] = StackedMuon(stacks, adjust_lr_fn="match_rms_adamw")
+    # A captured step reads its rate from the GPU.
     if on_device:
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
@@ -66,7 +76,8 @@ def of_axes(groups: list[dict[str, Any]], axes: int) -> list[dict[str, Any]]:
 
 
 def by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """One group for each set of ranks that parameters are divided over: an optimizer takes a list in one operation."""
+    """Split a group by the ranks that parameters are divided over: an optimizer takes a list in one operation."""
+    # Plain tensors make a list of their own.
     lists: dict[object, list[nn.Parameter]] = {}
     for parameter in group["params"]:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -75,9 +86,10 @@ def by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:
-    """The rate for update `step` of `steps`, counted from zero: a pure function, so that there is no state to save."""
+    """Compute the rate for update `step` of `steps`, counted from zero: there is no state to save."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
+    # From the warm-up's end the rate falls, by half a cosine or in the last steps alone.
     if settings.schedule == "cosine":
         progress = (step - settings.warmup) / max(1, steps - settings.warmup)
         share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
@@ -100,7 +112,8 @@ def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], rate: float)
     """Set the rate of each group: `rate` times the factor of the group."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
+            own_rate = rate * group["lr_factor"]
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate * group["lr_factor"])
+                group["lr"].fill_(own_rate)
             else:
-                group["lr"] = rate * group["lr_factor"]
+                group["lr"] = own_rate

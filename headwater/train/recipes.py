@@ -62,41 +62,38 @@ def read_recipe(path: Path) -> Recipe:
     prepared.cache_clear()
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no recipe at {path}") from None
     except (ValueError, OSError) as error:
         raise UserError(f"cannot read the recipe {path}: {error}") from None
     for key in values:
         if key not in KEYS:
             raise UserError(f"{path}: unknown key {key!r}; {nearest(key, KEYS)}")
+    # One table may be enough, and several may overlap.
     tables = values.get("runs")
     if not isinstance(tables, list) or not tables:
         raise UserError(f"{path}: needs at least one table [[runs]] with lists of settings")
-    jobs, keep_weights = values.get("jobs", 1), values.get("keep_weights", False)
-    if type(jobs) is not int or jobs < 1 or type(keep_weights) is not bool:
-        raise UserError(
-            f"{path}: jobs must be a whole number from 1, keep_weights true or false; got {jobs!r}, {keep_weights!r}"
-        )
-
     with said_of(f"{path}: config"):
         base = Config().over(values.get("config", {}))
     runs: dict[Config, PlannedRun] = {}
-    for table in tables:
-        for choice in products(table, f"{path}: runs"):
-            config = config_of(base, choice, f"{path}: runs")
-            # Tables may overlap, in whatever order they name their settings.
-            runs.setdefault(config, PlannedRun(words_of(choice), config))
+    with said_of(f"{path}: runs"):
+        for table in tables:
+            for choice in products(table):
+                config = config_of(base, choice)
+                # Tables may overlap, in whatever order they name their settings.
+                runs.setdefault(config, PlannedRun(words_of(choice), config))
+    # The first seed of all runs comes before the second of any.
     by_seed = sorted(runs.values(), key=lambda run: run.config.train.seed)
-    return Recipe(str(values.get("name", path.stem)), tuple(by_seed), jobs, keep_weights)
+    return Recipe(
+        name=str(values.get("name", path.stem)),
+        runs=tuple(by_seed),
+        jobs=values.get("jobs", 1),
+        keep_weights=values.get("keep_weights", False),
+    )
 
 
-def products(table: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def products(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every choice of one value from each list. A value that is no list is the same in all choices."""
     settings = flatten(dict(table))  # TOML takes a dot without quotes for a table
     lists = [value if isinstance(value, list) else [value] for value in settings.values()]
-    for key, values in zip(settings, lists, strict=True):
-        if not values:
-            raise UserError(f"{where}: the list of {key} is empty, so there is nothing to run")
     return [dict(zip(settings, values, strict=True)) for values in itertools.product(*lists)]
 
 
@@ -105,27 +102,21 @@ def words_of(choice: Mapping[str, Any]) -> str:
     return "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in choice.items())
 
 
-def config_of(base: Config, choice: Mapping[str, Any], where: str) -> Config:
+def config_of(base: Config, choice: Mapping[str, Any]) -> Config:
     """The whole configuration of one choice."""
     nested: dict[str, Any] = {}
     for key, value in choice.items():
+        # A setting is named with its section.
         section, dot, name = key.partition(".")
         if dot:
             nested.setdefault(section, {})[name] = value
         elif key != RATIO:
-            raise UserError(
-                f'{where}: {key!r} must name its section, as "optim.lr" does; or be {RATIO!r}'
-            )
-    with said_of(where):
-        config = base.over(nested)
+            nested[key] = value  # names no section, which is refused
+    config = base.over(nested)
     if RATIO not in choice:
         return config
-    if "train.steps" in choice:
-        raise UserError(f'{where}: {RATIO} sets the steps, and so does "train.steps": give one')
-    ratio = choice[RATIO]
-    if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
-        raise UserError(f"{where}: {RATIO} must be a number above zero; got {ratio!r}")
-    return replace(config, train=replace(config.train, steps=steps_for(config, ratio)))
+    steps = steps_for(config, choice[RATIO])
+    return replace(config, train=replace(config.train, steps=steps))
 
 
 def steps_for(config: Config, tokens_per_parameter: float) -> int:
@@ -134,6 +125,7 @@ def steps_for(config: Config, tokens_per_parameter: float) -> int:
     The residual's own parameters do not count, so that all residuals of a size see the same tokens.
     """
     model = model_of(config, prepared(config.data))
+    # Embedding and head grow with the vocabulary, not with the layers.
     counts = model.parameter_count()
     inner = counts["total"] - counts["embedding"] - counts["residual"]
     if not model.config.tie_embeddings:

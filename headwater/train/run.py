@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from headwater import __version__
 from headwater.errors import SettingError, UserError, spell, user_values
@@ -61,7 +61,7 @@ class Run:
     ranks: Ranks
     device: torch.device
     model: nn.Module
-    """What this rank holds of the decoder: all of it when it is alone."""
+    """The part of the decoder that this rank holds: all of it when it is alone."""
     whole: Decoder
     """The decoder's shape, without weights where there are several ranks."""
     forward: Callable[[Tensor], Tensor]
@@ -71,14 +71,14 @@ class Run:
     on_device: bool
     """Alone on a GPU: a step never waits for the host."""
     compiled: str
-    """What is compiled: none, layers or model."""
+    """The compiled part: none, layers or model."""
     pipeline: Pipeline | None
     optimizers: dict[str, torch.optim.Optimizer]
     train: Windows
     validation: Windows
     token_bytes: Tensor
     identity: dict[str, Any]
-    """What a checkpoint must agree with to continue this run."""
+    """Facts that a checkpoint must agree with to continue this run."""
     log: MetricsLog | NoLog
     saver: Saver
     step: int
@@ -92,7 +92,7 @@ class Run:
     own_loss: float = 0.0
     """This rank's share of the last step's loss."""
     load: Load | None = None
-    """How uneven the last step's loads of experts were, where there are some."""
+    """Unevenness of the last step's loads of experts, where there are some."""
     began: float = field(default_factory=time.monotonic)
     code: str = field(default_factory=code_of)
 
@@ -129,8 +129,11 @@ class NoLog:
 
 def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None) -> Run:
     """Everything in place for the next step: the one after the newest checkpoint when resuming, else the first."""
+    # One rank decides for all: on a network file system they may see different things.
     ranks = ranks or Ranks()
     resume = admit(out, resume, ranks)
+
+    # The main rank tokenises; the others find its cache. Only then is the vocabulary known.
     with ranks.main_first():
         data = prepare(kept_tokenizer(config.data, out) if resume else config.data)
     model_config = resolve_model(config.model, data)
@@ -139,20 +142,23 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
     if not ranks.alone:
         refuse_unequal(what_counts(identity))
     train, validation = (data.windows(split, model_config.context) for split in SPLITS)
+
+    # A checkpoint must be whole, and of this run.
     root, planned = out / "checkpoints", config.train.steps
     if ranks.main:
         checkpoint.sweep(root)
-    latest = ranks.broadcast_object(checkpoint.newest(root) if ranks.main and resume else None)
+    latest = ranks.broadcast_object(checkpoint.newest(root) if resume else None)
     if latest:
         checkpoint.verify(latest, ranks)
         planned = planned_steps(latest, config)
-        checkpoint.refuse_other(
-            latest, {**identity, "train": {**identity["train"], "steps": planned}}
-        )
+        as_planned = {**identity["train"], "steps": planned}
+        checkpoint.refuse_other(latest, {**identity, "train": as_planned})
+
+    # Weights are drawn on the main rank, then moved or divided, then filled from a checkpoint.
     device = choose_device(config)
     whole = build_model(model_config, config.train.seed, meta=not ranks.main)
     if config.train.init_from and not latest:
-        begin_with(whole, data.tokenizer, config.train.init_from, ranks)
+        ranks.on_main(lambda: fill_from(whole, data.tokenizer, config.train.init_from))
     model: Decoder | Parts
     if ranks.alone:
         model, pipeline = whole.to(device), None
@@ -162,23 +168,22 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         forward, hidden = model, whole.hidden
     on_device = ranks.alone and device.type == "cuda"
     optimizers = build_optimizers(model, config.optim, on_device=on_device)
-    saved = replace(model_config, residual=pinned(whole.residual))
     state = checkpoint.load(latest, model, optimizers, ranks) if latest else dict(FRESH)
+
     ranks.barrier()  # until everyone has looked, nothing in the folder changes
     if ranks.main and state["step"] < config.train.steps:  # a finished run stays as it is
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "config.json", resolved)
-        data.tokenizer.save(out)
-        for ended in (SUMMARY, DIVERGED):  # of a run that had ended and is to go further
-            (out / ended).unlink(missing_ok=True)
-        drop_causes(out, after=state["step"])
+        write_beginning(out, resolved, data.tokenizer, state["step"])
+    saved_config = replace(model_config, residual=pinned(whole.residual))
+    shape = whole
+    if not ranks.alone:
+        shape = build_model(model_config, config.train.seed, meta=True)
     run = Run(
         config=config,
         folder=out,
         ranks=ranks,
         device=device,
         model=model,
-        whole=whole if ranks.alone else build_model(model_config, config.train.seed, meta=True),
+        whole=shape,
         forward=forward,
         hidden=hidden,
         on_device=on_device,
@@ -190,7 +195,7 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         token_bytes=torch.from_numpy(data.tokenizer.token_bytes),
         identity=identity,
         log=open_log(out, state) if ranks.main else NoLog(),
-        saver=Saver(root, model, optimizers, saved, ranks),
+        saver=Saver(root, model, optimizers, saved_config, ranks),
         step=state["step"],
         seconds=state["seconds"],
         peak_memory=state["peak_memory"],
@@ -198,11 +203,20 @@ def begin(config: Config, out: Path, *, resume: bool, ranks: Ranks | None = None
         skips=Skips(**state["skips"]),
     )
     if planned != config.train.steps:
-        run.log.write(
-            "extend", run.step, tokens=run.tokens, planned=planned, steps=config.train.steps
-        )
+        steps = config.train.steps
+        run.log.write("extend", run.step, tokens=run.tokens, planned=planned, steps=steps)
         run.planned = planned
     return run
+
+
+def write_beginning(out: Path, settings: dict[str, Any], tokenizer: Tokenizer, step: int) -> None:
+    """Write what a run is, and remove what it came to if it had ended before and is to go further."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "config.json", settings)
+    tokenizer.save(out)
+    for result in (SUMMARY, DIVERGED):
+        (out / result).unlink(missing_ok=True)
+    drop_causes(out, after=step)
 
 
 def what_counts(identity: dict[str, Any]) -> dict[str, Any]:
@@ -210,6 +224,7 @@ def what_counts(identity: dict[str, Any]) -> dict[str, Any]:
 
     Where a rank finds the text, which device it has and what it logs to are its own affair.
     """
+    # Settings and hashes of text by dotted name.
     values = {
         key: value
         for key, value in flatten(identity).items()
@@ -226,23 +241,9 @@ def planned_steps(latest: Path, config: Config) -> int:
     """Read how many steps the run of this checkpoint was to take. The run may now be asked for more, or for fewer."""
     state = checkpoint.read_state(latest)
     if config.train.steps < state["step"]:
-        raise UserError(
-            f"{latest} is of step {state['step']}: {spell('train.steps')} must be at least that, "
-            f"got {config.train.steps}"
-        )
+        must = f"must be at least {state['step']}, the step of {latest}"
+        raise SettingError("train.steps", must, config.train.steps)
     return state["config"]["train"]["steps"]
-
-
-def begin_with(model: Decoder, tokenizer: Tokenizer, folder: str, ranks: Ranks) -> None:
-    """Weights of a trained model for the main rank's, from which the others have theirs."""
-    problem = None
-    try:
-        if ranks.main:
-            fill_from(model, tokenizer, folder)
-    except UserError as error:
-        problem = str(error)
-    if problem := ranks.broadcast_object(problem):
-        raise UserError(problem)
 
 
 def admit(out: Path, resume: bool, ranks: Ranks) -> bool:
@@ -250,38 +251,37 @@ def admit(out: Path, resume: bool, ranks: Ranks) -> bool:
 
     Raises: `UserError` on all ranks for a folder that holds something else.
     """
-    launch = attempts.launch() if ranks.main else ""
-    goes_on = ranks.broadcast_object(resume or attempts.began(out, launch))
-    problem = ranks.broadcast_object(obstacle(out, goes_on) if ranks.main else None)
-    if problem:
-        raise UserError(problem)
-    if ranks.main:
+
+    def decide() -> bool:
+        launch = attempts.launch()
+        goes_on = resume or attempts.began(out, launch)
+        problem = obstacle(out, goes_on)
+        if problem:
+            raise UserError(f"{problem}, or choose another {spell('out')}")
         attempts.claim(out, launch)
-    return goes_on
+        return goes_on
+
+    return ranks.on_main(decide)
 
 
-def obstacle(out: Path, goes_on: bool) -> str | None:
-    """Why no run may begin, or go on, in this folder."""
-    try:
-        if not (out / "config.json").exists():
-            if not goes_on:
-                refuse_others(out, "a run")
-            return None
-        settings = read_json(out / "config.json")
-    except UserError as error:
-        return str(error)
+def obstacle(out: Path, goes_on: bool) -> str:
+    """Say why no run may begin, or go on, in this folder, and what to do; empty if one may."""
+    if not (out / "config.json").exists():
+        if not goes_on:
+            refuse_others(out, "a run")
+        return ""
+    # A folder with another program's config.json is not ours to write to.
+    settings = read_json(out / "config.json")
     if not (isinstance(settings, dict) and {"model", "train"} <= settings.keys()):
-        return f"{out} holds something else (its config.json is not a run's): choose another {spell('out')}"
+        return f"{out} holds something else (its config.json is not a run's): move it"
     if (out / SUMMARY).exists() and not checkpoint.checkpoints(out / "checkpoints"):
+        # Taken further, the run would lose its result and its metrics.
         return (
-            f"{out} holds a finished run without its weights, as a study leaves it unless its file says keep_weights = "
-            f"true, and cannot go on: its result is in summary.json; choose another {spell('out')}"
+            f"{out} holds a finished run without its weights, which cannot go on: read summary.json"
         )
-    return (
-        None
-        if goes_on
-        else f"{out} already holds a run: continue it with {spell('resume')}, or choose another {spell('out')}"
-    )
+    if not goes_on:
+        return f"{out} already holds a run: continue it with {spell('resume')}"
+    return ""
 
 
 def resolve_model(model: ModelConfig, data: Dataset) -> ModelConfig:
@@ -302,6 +302,7 @@ def with_vocabulary(model: ModelConfig, words: int) -> ModelConfig:
 
 def build_model(config: ModelConfig, seed: int, *, meta: bool = False) -> Decoder:
     """The decoder at its start; on the meta device its shape alone."""
+    # Weights are a function of the seed alone, on any number of ranks.
     torch.manual_seed(seed)
     with user_values(), torch.device("meta") if meta else nullcontext():
         return Decoder(config)
@@ -309,21 +310,21 @@ def build_model(config: ModelConfig, seed: int, *, meta: bool = False) -> Decode
 
 def choose_device(config: Config) -> torch.device:
     name = config.train.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    # A device is tried out before any work: it may be named and not be there.
     try:
-        device = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-        )
-        if (
-            device == torch.device("cuda") and "LOCAL_RANK" in os.environ
-        ):  # set by torchrun: one GPU each
+        device = torch.device(name)
+        # Set by torchrun: one GPU each
+        if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if device.index is not None and device.type == "cuda":
             torch.cuda.set_device(device)  # where kernels are launched and streams are made
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device {name!r} cannot be used here: {str(error).splitlines()[0]}"
-        ) from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"device {name!r} cannot be used here: {reason}") from None
+    # Sums in another order would give other bits: resuming is bitwise because of this.
     if device.type == "cuda" and config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -338,20 +339,17 @@ def distribute(
     pipeline = None
     model: Decoder | Parts
     windows = windows_per_micro(config, ranks.data_world)
+    recompute = config.train.checkpoint_activations
     if ranks.tensor > 1:
         refuse_undivided(whole.config, ranks.tensor, ranks.shards)
     if config.parallel.pipeline == 1:
+        # In torchtitan's order: tensor parallelism, recomputation, compilation, FSDP2.
         with torch.device("meta"):
             model = Decoder(whole.config)
         if ranks.tensor > 1:
             parallelize(model, cast(DeviceMesh, ranks.mesh)["tensor"])
         prepare_part(model, config)
-        shard(
-            model,
-            cast(list[Sublayer], model.sublayers),
-            ranks,
-            recompute=config.train.checkpoint_activations,
-        )
+        shard(model, cast(list[Sublayer], model.sublayers), ranks, recompute=recompute)
         model.to_empty(device=device)
     else:
         model, pipeline = assemble(
@@ -361,9 +359,10 @@ def distribute(
             device,
             micros=config.train.accumulate,
             windows=windows,
-            recompute=config.train.checkpoint_activations,
+            recompute=recompute,
             prepare=lambda part: prepare_part(part, config),
         )
+    # Only now do weights arrive, each rank's part of them.
     fill(model, whole if ranks.main else None)
     return model, pipeline
 
@@ -372,8 +371,10 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def wrap(model: Decoder, config: Config, device: torch.device) -> tuple[Forward, Forward]:
-    """Recomputation and compilation are applied from outside, in this order; the model knows of neither. Returns the
-    model, and the model without its head."""
+    """Apply recomputation and compilation from outside, in this order; the model knows of neither.
+
+    Returns the model, and the model without its head.
+    """
     recompute_activations(model, config)
     mode = compile_mode(config, model, device)
     if mode == "layers":
@@ -384,8 +385,11 @@ def wrap(model: Decoder, config: Config, device: torch.device) -> tuple[Forward,
 
 
 def prepare_part(model: Decoder, config: Config) -> None:
-    """Among ranks each attention and MLP is compiled by itself, before FSDP2 wraps it: a graph over all of them would
-    break at the hooks that fetch weights, and at every hop of a pipeline."""
+    """Apply both among ranks, before FSDP2 wraps the bodies.
+
+    Each attention and MLP is compiled by itself: a graph over all of them would break at the hooks that fetch weights,
+    and at every hop of a pipeline.
+    """
     recompute_activations(model, config)
     if compile_mode(config, model, None) != "none":
         for body in bodies(model):
@@ -394,14 +398,18 @@ def prepare_part(model: Decoder, config: Config) -> None:
 
 def recompute_activations(model: Decoder, config: Config) -> None:
     if config.train.checkpoint_activations:  # nothing in a decoder draws random numbers
-        model.around = functools.partial(recompute, use_reentrant=False, preserve_rng_state=False)
+        model.around = functools.partial(
+            checkpoint_activations, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def compile_mode(config: Config, model: Decoder, device: torch.device | None) -> str:
     """none, layers or model; `device` is None among ranks."""
+    # Whoever names a mode gets it.
     mode = config.train.compile
     if mode != "auto":
         return mode
+    # Compiling the model pays where a residual has no kernels and the run is long.
     if device is None or device.type != "cuda":
         return "none"
     return "layers" if model.residual.fused or config.train.steps < LONG else "model"
@@ -410,6 +418,7 @@ def compile_mode(config: Config, model: Decoder, device: torch.device | None) ->
 def save(run: Run) -> Path:
     """A checkpoint of this step; the metrics that it vouches for reach the disk first."""
     run.peak_memory = max(run.peak_memory, peak_memory(run.device))
+    # All that a run needs to go on as if nothing had been.
     state = {
         "config": run.identity,
         "tokens": run.tokens,
@@ -427,7 +436,10 @@ def save(run: Run) -> Path:
 
 def finish(run: Run) -> TrainResult:
     """Write and return what the run came to; its last checkpoint is already in place."""
+    # Numbers of the whole model, which no rank may hold.
     parameters = run.whole.parameter_count()
+    on_gpu = run.device.type == "cuda"
+    corpus = run.identity["corpus"]
     result = TrainResult(
         folder=run.folder,
         residual=run.whole.config.residual,
@@ -441,15 +453,14 @@ def finish(run: Run) -> TrainResult:
         seconds=run.elapsed(),
         peak_memory_bytes=run.ranks.max(max(run.peak_memory, peak_memory(run.device))),
         **run.evaluation,
-        device=torch.cuda.get_device_name(run.device)
-        if run.device.type == "cuda"
-        else run.device.type,
+        device=torch.cuda.get_device_name(run.device) if on_gpu else run.device.type,
         torch=str(torch.__version__),
         headwater=__version__,
         code=run.code,
-        source_hash=run.identity["corpus"]["source_hash"],
-        tokenizer_hash=run.identity["corpus"]["tokenizer_hash"],
+        source_hash=corpus["source_hash"],
+        tokenizer_hash=corpus["tokenizer_hash"],
     )
+    # This file says that the run has ended.
     if run.ranks.main:
         write_json(run.folder / SUMMARY, result.summary())
     return result

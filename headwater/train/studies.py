@@ -18,17 +18,17 @@ from typing import Any
 
 from rich.console import Console
 
-from headwater.errors import UserError, command, dotted, spelling
+from headwater.errors import SettingError, UserError, command, dotted, spelling
 from headwater.folders import at_home
 from headwater.models.config import ModelConfig
 from headwater.residuals.parameter_groups import sort_parameters
 from headwater.residuals.registry import suspected
 from headwater.runs.files import read_object
 from headwater.runs.identity import HASHES, digits_of, folder_of, identity, slug
-from headwater.runs.launch import LAUNCH
 from headwater.runs.record import COMPARISON, CONFIG, SUMMARY
 from headwater.runs.results import DIVERGED, TrainResult
 from headwater.runs.settings import Config, flatten
+from headwater.runs.tables import printable
 from headwater.train.data.dataset import Dataset
 from headwater.train.differences import FREE, OUTER, TEXT, differences
 from headwater.train.files import locked, refuse_others, write_json
@@ -41,7 +41,7 @@ TABLE = "table.json"
 
 @dataclass(frozen=True)
 class StudyResult:
-    """How a study stands: `finished` runs by the name of their folder, and those that `diverged` or are `left`.
+    """The standing of a study: `finished` runs by the name of their folder, and those that `diverged` or are `left`.
 
     `seconds` is an estimate for what is left, None before any run has finished.
     """
@@ -87,18 +87,19 @@ def study(
         study("studies/noise/recipe.toml", minutes=20)
     """
     began = time.monotonic()
-    if not minutes >= 0:
-        raise UserError(f"minutes must be 0, to start nothing, or positive; got {minutes:g}")
     # Names and messages may have [brackets], which rich would take for markup.
     console = Console(quiet=not progress, markup=False, highlight=False)
+    # Messages name settings as recipes do.
     with spelling(dotted):
         plan = read_recipe(at_home(recipe))
         go_on = command("study", recipe, out=out, plugin=plugins_of(plan.runs))
         folder = Path("runs") / slug(plan.name) if out is None else at_home(out)
-        if (folder / COMPARISON).exists() or not any((folder / "runs").glob(f"*/{CONFIG}")):
+        begun = any((folder / "runs").glob(f"*/{CONFIG}"))
+        if (folder / COMPARISON).exists() or not begun:
             refuse_others(folder, "a study", known=("settings", "runs", TABLE))
         with locked(folder):
-            jobs = place(plan.runs, folder, keep_weights=plan.keep_weights)
+            placed = place(plan.runs, folder, keep_weights=plan.keep_weights)
+            jobs = list(dict.fromkeys(placed))  # of settings that nothing feels, one run is enough
             result = standing(folder, jobs, plan.jobs)
             say_how_it_stands(console, result, jobs)
             failures = carry_out(
@@ -111,12 +112,15 @@ def study(
                 whole=whole,
                 table=lambda: standing(folder, jobs, plan.jobs).table(),
             )
+            # The table is written; say again how it stands if that has changed.
             before, result = result, standing(folder, jobs, plan.jobs)
+        # A run that diverged is a result of the study, and no failure.
         for job in jobs:
             if job.diverged and job.label in failures:
-                console.print(failures.pop(job.label), soft_wrap=True)
+                console.print(printable(failures.pop(job.label)), soft_wrap=True)
         if describe(result) != describe(before):
-            console.print(describe(result), soft_wrap=True)
+            console.print(printable(describe(result)), soft_wrap=True)
+        # Whoever set a limit of minutes is told how to go on.
         if result.left and not failures and 0 < minutes < math.inf:
             why = "would end in" if whole else "is begun after"
             words = f"no other run {why} the {minutes:g} minutes; go on with: {go_on}"
@@ -128,39 +132,42 @@ def study(
 
 def plugins_of(runs: Iterable[PlannedRun]) -> list[str]:
     """Modules that the processes of these runs import for their residuals."""
+    # Each module once, in the order of runs.
     modules = [plugin_for(run.config.model.residual) for run in runs]
     return list(dict.fromkeys(module for module in modules if module))
 
 
 def place(runs: Sequence[PlannedRun], out: Path, *, keep_weights: bool) -> list[Job]:
-    """The job of each run, in its folder; writes the files of their settings.
+    """The job of each run, in its folder; writes the files of their settings. Runs that compute the same share one.
 
     Raises UserError before anything runs: for a model or a text that does not fit, and for a folder whose run is not
     what its name says.
     """
     jobs: dict[str, Job] = {}
+    placed = []
     for run in runs:
         data = prepared_for(run)
         unfelt = unfelt_settings(run.config, data)
+        # The folder's name says what the run computes.
         digits = identity_of(resolved(run.config, data), data.identity, unfelt)
-        if digits in jobs:
-            refuse_same_run(jobs[digits], run, unfelt)
-            continue
-        jobs[digits] = Job(
-            label=run.label,
-            folder=folder_of(out / "runs", run.label, digits),
-            config=run.config,
-            arm=run.arm,
-            corpus=data.identity,
-            work=operations(run.config, data),
-            keep_weights=keep_weights,
-        )
+        if digits not in jobs:
+            jobs[digits] = Job(
+                label=run.label,
+                folder=folder_of(out / "runs", run.label, digits),
+                config=run.config,
+                arm=run.arm,
+                corpus=data.identity,
+                work=operations(run.config, data),
+                keep_weights=keep_weights,
+            )
+        placed.append(jobs[digits])
+    # Nothing is written before all of this is known to be right.
     refuse_changed(jobs.values())
     for job in jobs.values():
         (out / "settings").mkdir(exist_ok=True, parents=True)
         write_json(job.settings, asdict(job.config))
         retry_with_other_limits(job)
-    return list(jobs.values())
+    return placed
 
 
 def prepared_for(run: PlannedRun) -> Dataset:
@@ -196,33 +203,25 @@ def identity_of(
 
     Settings at their defaults are left out, so that a setting which a later version adds gives no run another name.
     """
+    # The text counts by its hash, not by its name or place.
     ignored = FREE | TEXT | unfelt
     counted = {}
     for key, value in flatten(dict(settings)).items():
-        if key not in ignored and (key not in DEFAULTS or DEFAULTS[key] != value):
+        is_default = key in DEFAULTS and DEFAULTS[key] == value
+        if key not in ignored and not is_default:
             counted[key] = value
     return identity(counted, corpus)
 
 
 def _defaults() -> dict[str, Any]:
     """Default of every setting by its dotted name, as far as it has one."""
-    values = {f"model.{each.name}": each.default for each in fields(ModelConfig)}
-    sections = {name: values for name, values in asdict(Config()).items() if name != "model"}
+    values = {f"model.{declared.name}": declared.default for declared in fields(ModelConfig)}
+    sections = asdict(Config())
+    del sections["model"]
     return values | flatten(sections)
 
 
 DEFAULTS = _defaults()
-
-
-def refuse_same_run(first: Job, other: PlannedRun, unfelt: frozenset[str]) -> None:
-    """Two runs of a recipe have one folder: fine if they are equal, and else no question that a study answers."""
-    listing = differences(asdict(first.config), asdict(other.config), unfelt | TEXT)
-    if listing:
-        details = "\n  ".join(listing)
-        raise UserError(
-            f"runs {first.label} and {other.label} compute the same, and differ only in:\n  {details}\nLeave one out, "
-            "or use another study for each"
-        )
 
 
 def refuse_changed(jobs: Iterable[Job]) -> None:
@@ -241,6 +240,7 @@ def refuse_changed(jobs: Iterable[Job]) -> None:
 
 
 def is_what_its_name_says(job: Job) -> bool:
+    # What the run has seen is in its summary, which it wrote at its end.
     summary = read_object(job.folder / SUMMARY)
     corpus = {name: summary.get(name) or job.corpus.get(name) for name in HASHES}
     data = prepared(job.config.data)
@@ -253,10 +253,11 @@ def retry_with_other_limits(job: Job) -> None:
     """A run that diverged is tried again if settings changed that its hash leaves out, such as steps to leave out."""
     if not job.diverged or not (job.folder / CONFIG).exists():
         return
+    # The folder's name is the same: other settings would have given it another.
     data = prepared(job.config.data)
-    saved, asked = read_object(job.folder / CONFIG), resolved(job.config, data)
+    before, after = read_object(job.folder / CONFIG), resolved(job.config, data)
     free = OUTER | TEXT | unfelt_settings(job.config, data)
-    if differences(saved, asked, free):
+    if differences(before, after, free):
         (job.folder / DIVERGED).unlink()
 
 
@@ -272,10 +273,13 @@ def carry_out(
     whole: bool = False,
 ) -> dict[str, str]:
     """Make the runs that are missing and write table.json, also after Ctrl-C; returns what failed, by label."""
+    if processes < 1:
+        raise SettingError("jobs", "must be at least 1", processes)
+    # What runs say goes to their logs; what concerns all is said here once.
     waiting = [job for job in jobs if not job.finished]
     warnings = [ends_in_warmup(job.config.train.steps, job.config.optim) for job in waiting]
     for warning in dict.fromkeys(filter(None, warnings)):
-        console.print(warning, soft_wrap=True)
+        console.print(printable(warning), soft_wrap=True)
     try:
         return run_all(jobs, processes, console, go_on=go_on, seconds=seconds, whole=whole)
     finally:
@@ -284,47 +288,40 @@ def carry_out(
 
 
 def standing(out: Path, jobs: Sequence[Job], processes: int) -> StudyResult:
-    """How the runs stand, with an estimate of the time for those that are left."""
+    """Count the runs, with an estimate of the time for those that are left."""
+    # Without a finished run nothing is known of the time.
     finished = {job: TrainResult.read(job.folder) for job in jobs if job.finished}
-    left = [job for job in jobs if not (job.finished or job.diverged)]
+    waiting = [job for job in jobs if not (job.finished or job.diverged)]
     seconds = None
     if finished:
-        total = sum(seconds_for(job, finished) for job in left)
-        seconds = total / min(processes, len(left) or 1)
+        total = sum(seconds_for(job, finished) for job in waiting)
+        seconds = total / min(processes, len(waiting) or 1)
     return StudyResult(
-        out,
-        {job.folder.name: result for job, result in finished.items()},
-        tuple(job.folder.name for job in left),
-        seconds,
-        tuple(job.folder.name for job in jobs if job.diverged),
+        folder=out,
+        finished={job.folder.name: result for job, result in finished.items()},
+        left=tuple(job.folder.name for job in waiting),
+        seconds=seconds,
+        diverged=tuple(job.folder.name for job in jobs if job.diverged),
     )
 
 
 def seconds_for(job: Job, finished: Mapping[Job, TrainResult]) -> float:
-    """Estimate a run's time from finished runs: how long their processes took to start, and then each operation.
+    """Estimate a run's time from finished runs, by what each operation took them.
 
     Runs that differ in the seed alone tell most; else those of the same residual; else all.
     """
+    # The runs that are most like it, as far as there are some.
     residual, settings = job.config.model.residual, seedless(job.config)
-    kin = [other for other in finished if other.config.model.residual == residual]
-    twins = [other for other in kin if seedless(other.config) == settings]
+    same_residual = [other for other in finished if other.config.model.residual == residual]
+    other_seeds = [other for other in same_residual if seedless(other.config) == settings]
     times = []
-    for other in twins or kin or finished:
-        times.append(start_of(other.folder) + finished[other].seconds * job.work / other.work)
+    for other in other_seeds or same_residual or finished:
+        times.append(finished[other].seconds * job.work / other.work)
     return statistics.median(times)
 
 
 def seedless(config: Config) -> Config:
     return replace(config, train=replace(config.train, seed=0))
-
-
-def start_of(folder: Path) -> float:
-    """Seconds from the launch of a run's last process to its first step, which the summary does not count.
-
-    They are told by when files were written.
-    """
-    launched, began = folder / LAUNCH, folder / CONFIG
-    return max(0.0, began.stat().st_mtime - launched.stat().st_mtime) if launched.exists() else 0.0
 
 
 def operations(config: Config, data: Dataset) -> float:
@@ -336,27 +333,26 @@ def operations(config: Config, data: Dataset) -> float:
 
 def say_how_it_stands(console: Console, result: StudyResult, jobs: Sequence[Job]) -> None:
     """Print what is done and left, and which folders belong to no run: reports and fits would take them too."""
-    console.print(describe(result), soft_wrap=True)
-    ours = {job.folder.name for job in jobs}
+    console.print(printable(describe(result)), soft_wrap=True)
     runs = result.folder / "runs"
-    others = sorted({path.parent.name for path in runs.glob(f"*/{CONFIG}")} - ours)
-    if others:
-        console.print(f"of no run of this file: {', '.join(others)}, in {runs}", soft_wrap=True)
+    names = {path.parent.name for path in runs.glob(f"*/{CONFIG}")}
+    strangers = sorted(names - {job.folder.name for job in jobs})
+    if strangers:
+        words = f"of no run of this file: {', '.join(strangers)}, in {runs}"
+        console.print(printable(words), soft_wrap=True)
 
 
 def describe(result: StudyResult) -> str:
     """Say in a line how many runs are done, and how long the others will take."""
-    done, left, bad = len(result.finished), len(result.left), len(result.diverged)
-    text = f"{result.folder}: {done} of {done + left + bad} runs finished"
+    complete, remaining, bad = len(result.finished), len(result.left), len(result.diverged)
+    text = f"{result.folder}: {complete} of {complete + remaining + bad} runs finished"
     if bad:
         names = ", ".join(result.diverged)
-        text += f", {bad} diverged ({names}; not run again unless settings change or the folder is removed)"
-    if not left:
+        text += f", {bad} diverged ({names}; run again if settings change or the folder is removed)"
+    if not remaining:
         return text
     if result.seconds is None:
         return f"{text}; how long the others take is known when one is done"
-    minutes = round(result.seconds / 60)
-    duration = f"about {minutes} minute{'s' * (minutes > 1)}"
-    if result.seconds < 60:
-        duration = "less than a minute"
-    return f"{text}; {duration} for the {'one that is' if left == 1 else f'{left} that are'} left"
+    minutes = result.seconds / 60
+    duration = f"about {minutes:.0f} min" if minutes >= 1 else "less than a minute"
+    return f"{text}; {duration} for the {remaining} left"

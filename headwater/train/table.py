@@ -21,10 +21,12 @@ def tabulate(
 
     `side_by_side`: the most runs made at a time with the runs of a residual.
     """
+    # Runs by residual and seed; runs of one seed are compared in pairs.
     results: dict[str, dict[int, TrainResult]] = {residual: {} for residual in residuals}
     for (residual, seed), result in finished.items():
         results[residual][seed] = result
 
+    # Verdicts are by pairs of seeds, for all residuals at once.
     bits: dict[str, dict[int, float]] = {}
     for residual, by_seed in results.items():
         bits[residual] = {seed: run.bits_per_byte for seed, run in by_seed.items()}
@@ -77,6 +79,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 def table_of(rows: Sequence[CompareRow], steps: int) -> Table:
     """The table that `headwater compare` prints."""
+    # Residuals may have different numbers of finished runs.
     seeds = max((len(row.seeds) for row in rows), default=0)
     tokens = max((row.tokens for row in rows), default=0)
     over = "one seed" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
@@ -104,16 +107,17 @@ def _caption(rows: Sequence[CompareRow]) -> str:
     if judged:
         words += ", ± its 95 % interval"
     if judged > 1:
-        words += f" ({judged} residuals at once, Bonferroni)"
+        words += f" (corrected for {judged} residuals at once, Bonferroni)"
 
     # Seconds of runs that shared the machine say how busy it was.
     counts = [row.side_by_side for row in rows]
-    most = max((count for count in counts if count is not None), default=1)
+    largest = max((count for count in counts if count is not None), default=1)
     if None in counts:
         words += "; seconds are not comparable: how many runs were made side by side is unknown"
-    elif most > 1:
-        words += f"; seconds are not comparable: up to {most} runs were made at a time"
+    elif largest > 1:
+        words += f"; seconds are not comparable: up to {largest} runs were made at a time"
 
+    # With few seeds only a large difference can be told from chance.
     rivals = [row for row in rows if row.verdict not in (None, BASELINE)]
     if rivals:
         fewest = min(row.pairs for row in rivals)
@@ -127,8 +131,11 @@ def _difference(row: CompareRow) -> str:
     mean = Stat(row.difference.mean, None, 1).text(sign="+")
     if row.interval is None:
         return f"{mean} {row.verdict}"
+    # The interval is symmetric about its mean.
     low, high = row.interval
-    return f"{mean} ± {(high - low) / 2:.4f}\n{row.verdict}"
+    # The longer verdict takes two lines, so that the table fits into 80 columns.
+    verdict = (row.verdict or "").replace(" difference", "\ndifference")
+    return f"{mean} ± {(high - low) / 2:.4f}\n{verdict}"
 
 
 def _plus_minus(value: Spread, form: str) -> str:

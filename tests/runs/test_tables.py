@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from headwater.runs.tables import Cell, Table, html, markdown, plain, print_table
+from headwater.runs.tables import Cell, Table, html, markdown, plain, print_table, printable
 
 TABLE = Table(
     ["name", Cell("loss", sortable=False)],
@@ -43,3 +43,13 @@ def test_a_terminal_that_is_too_narrow_has_values_below_each_other():
     assert any(line.split() == ["a|b", "1.5"] for line in wide.splitlines())
     assert "[c]" in wide, "brackets are no markup"
     assert any(line.split() == ["loss", "1.5"] for line in narrow.splitlines())
+
+
+def test_a_terminal_obeys_no_name():
+    """Escape codes would move the cursor; marks of direction turn the line around."""
+    assert printable("a\tb\nc é") == "a\tb\nc é"
+    hostile = Table(["name", "loss"], [["a\x1b[2J\r\u202eb", "\x9b1m"]])
+    file = io.StringIO()
+    print_table(hostile, Console(file=file, width=80))
+    assert r"a\x1b[2J\r\u202eb" in file.getvalue()
+    assert r"\x9b1m" in file.getvalue()

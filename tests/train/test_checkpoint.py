@@ -1,7 +1,6 @@
 """A checkpoint is whole or absent; damage is named; a failed save takes nothing away."""
 
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tinyrun import flags, tiny
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,36 +67,26 @@ def test_layout_and_what_is_kept(run_folder):
 
 def test_one_planner_serves_many_saves(tmp_path, monkeypatch):
     """Plans are made once for the same names, shapes and types, and again when there is more to save."""
-    made, real = [], DefaultSavePlanner.create_local_plan
-    monkeypatch.setattr(
-        DefaultSavePlanner, "create_local_plan", lambda planner: made.append(1) or real(planner)
-    )
-    planner, model = shards.Planner(), ModelConfig.named("tiny", vocab_size=8)
-    tensors = {"model/weight": torch.zeros(3, 2)}
-    for step, (change, expected) in enumerate(
-        [({}, 1), ({}, 1), ({"optimizer/adamw/weight/step": torch.ones(())}, 2)]
-    ):
-        tensors |= change
-        tensors["model/weight"] = torch.full((3, 2), float(step))
-        folder = checkpoint.save(tmp_path, step, tensors, {}, config=model, keep=1, planner=planner)
-        assert len(made) == expected
+    plans, real = [], DefaultSavePlanner.create_local_plan
+
+    def create_local_plan(planner):
+        plans.append(planner)
+        return real(planner)
+
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", create_local_plan)
+    planner, tensors = shards.Planner(), {}
+    more = {"optimizer/adamw/weight/step": torch.ones(())}
+    for step, (change, expected) in enumerate([({}, 1), ({}, 1), (more, 2)]):
+        tensors |= {**change, "model/weight": torch.full((3, 2), float(step))}
+        folder = checkpoint.save(tmp_path, step, tensors, {}, config=MODEL, keep=1, planner=planner)
+        assert len(plans) == expected
         assert checkpoint.damage(folder) is None
-        files = {
-            kind: load_file(path)
-            for kind in ("model", "optimizer")
-            if (path := folder / f"{kind}.safetensors").exists()
-        }
-        found = {
-            f"{kind}/{name}": value
-            for kind, values in files.items()
-            for name, value in values.items()
-        }
-        assert (
-            found.keys()
-            == tensors.keys()
-            == shards.Reader(folder).metadata.state_dict_metadata.keys()
-        )
-        assert all(torch.equal(found[name], value) for name, value in tensors.items())
+        values = {f"model/{k}": v for k, v in load_file(folder / "model.safetensors").items()}
+        if change:
+            slots = load_file(folder / "optimizer.safetensors")
+            values |= {f"optimizer/{name}": value for name, value in slots.items()}
+        assert values.keys() == tensors.keys()
+        assert all(torch.equal(values[name], value) for name, value in tensors.items())
 
 
 def events_of_a_save(root: Path, step: int, monkeypatch, **options) -> list[str]:
@@ -219,81 +208,6 @@ def test_damage_is_named_and_nothing_is_used_in_silence(run_folder, name, harm):
     assert train(config(run_folder), run_folder / "run", resume=True).steps == 12
 
 
-def vouch(folder: Path, *names: str, without: str = "") -> None:
-    """A manifest of whoever has changed these files, sealed like any other."""
-    hashes = json.loads((folder / "manifest.json").read_text())["sha256"]
-    hashes |= {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-    hashes.pop(without, None)
-    (folder / "manifest.json").write_bytes(checkpoint.seal({"step": 12, "sha256": hashes}))
-
-
-@pytest.mark.parametrize("place", ["..", "sub", "absolute"])
-def test_a_manifest_with_files_elsewhere_is_refused(run_folder, place):
-    newest = run_folder / "run" / "checkpoints" / "step-00000012"
-    (newest / "sub").mkdir()
-    name = str(run_folder / "file.json") if place == "absolute" else f"{place}/file.json"
-    (newest / name).write_text("{}")
-    vouch(newest, name)
-    with pytest.raises(UserError, match=r"manifest.json names '.*', outside of its folder"):
-        checkpoint.load_model(newest)
-
-
-@pytest.mark.parametrize("name", ["state.json", "config.json", "index.json"])
-def test_a_manifest_must_vouch_for_every_text(run_folder, name):
-    newest = run_folder / "run" / "checkpoints" / "step-00000012"
-    vouch(newest, without=name)
-    with pytest.raises(UserError, match=f"manifest.json has no hash of {name}"):
-        checkpoint.load_model(newest)
-    (newest / name).unlink()  # nor is it then taken for a model that was saved by itself
-    with pytest.raises(UserError, match=f"manifest.json has no hash of {name}"):
-        checkpoint.load_model(newest)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("index.json", {}, "does not describe a checkpoint"),
-        (
-            "index.json",
-            {"tensors": {"model/x": {"dtype": "F32", "shape": [-1], "pieces": []}}},
-            "list of counts",
-        ),
-        (
-            "index.json",
-            {"tensors": {"model/x": {"dtype": "F1", "shape": [], "pieces": []}}},
-            "make up its shape",
-        ),
-        ("index.json", {"tensors": {}}, "weights do not fit the model: missing"),
-        ("config.json", {"dim": "wide"}, "does not describe a model"),
-        ("state.json", [], "is not the state of a run"),
-        ("state.json", {"step": 12}, "is not the state of a run"),
-    ],
-)
-def test_texts_that_are_vouched_for_and_make_no_sense_are_refused(
-    run_folder, name, content, message
-):
-    newest = run_folder / "run" / "checkpoints" / "step-00000012"
-    (newest / name).write_text(json.dumps(content))
-    vouch(newest, name)
-    resume = functools.partial(train, config(run_folder), run_folder / "run", resume=True)
-    load = functools.partial(checkpoint.load_model, newest)
-    with pytest.raises(UserError, match=message):
-        (resume if name == "state.json" else load)()
-
-
-def test_a_file_with_other_tensors_than_the_index_says_is_refused(run_folder):
-    newest = run_folder / "run" / "checkpoints" / "step-00000012"
-    weights = load_file(newest / "model.safetensors")
-    for change in ({"norm.weight": weights["norm.weight"][:1]}, {"norm.weight": None}):
-        tensors = {
-            name: tensor for name, tensor in (weights | change).items() if tensor is not None
-        }
-        save_file(tensors, newest / "model.safetensors")
-        vouch(newest, "model.safetensors")
-        with pytest.raises(UserError, match=r"model.safetensors .*norm.weight.*it is not read"):
-            checkpoint.load_model(newest)
-
-
 def test_every_file_is_hashed_once(run_folder, monkeypatch):
     newest = run_folder / "run" / "checkpoints" / "step-00000012"
     read, real = [], hashlib.file_digest
@@ -315,22 +229,6 @@ def test_every_file_is_hashed_once(run_folder, monkeypatch):
         checkpoint.load_model(run_folder / "run")
     older = [path for path in read if path.parent != newest]
     assert len(older) == len(set(older)) == len(files)
-
-
-def test_no_file_is_read_that_the_manifest_does_not_vouch_for(run_folder):
-    """Not even if the index says so, and the manifest vouches for the index."""
-    newest = run_folder / "run" / "checkpoints" / "step-00000012"
-    shutil.copy(newest / "model.safetensors", newest / "other.safetensors")
-    index = (
-        (newest / "index.json").read_bytes().replace(b'"model.safetensors"', b'"other.safetensors"')
-    )
-    (newest / "index.json").write_bytes(index)
-    vouch(newest, "index.json")
-    assert checkpoint.damage(newest) is None
-    with pytest.raises(
-        UserError, match=r"names other\.safetensors, of which manifest\.json has no hash"
-    ):
-        checkpoint.load_model(newest)
 
 
 def test_only_numbered_folders_are_checkpoints_in_the_order_of_numbers(run_folder):
@@ -413,11 +311,8 @@ def test_another_text_is_refused_with_the_setting_before_what_follows_from_it(ru
     (run_folder / "other.txt").write_text("one two three four\n" * 2000)
     asked = config(run_folder)
     asked = replace(asked, data=replace(asked.data, source=(str(run_folder / "other.txt"),)))
-    with pytest.raises(
-        UserError,
-        match=r"other text:\n  data.source: .* asked for\n  corpus.source_hash: .*\n(.*\n)*"
-        r"Leave data.source out, or name with it the text that it began with, whose files are called as they were",
-    ):
+    keys = r"data.source: .* asked for\n  corpus.source_hash: "
+    with pytest.raises(UserError, match=rf"other text:\n  {keys}"):
         train(asked, run_folder / "run", resume=True)
 
 

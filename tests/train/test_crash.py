@@ -81,9 +81,8 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
     }
     config = tiny(tmp_path, **sizes, async_save=async_save)
     run = Processes(replace(config, parallel=ParallelSettings(hang_timeout=60)), world)
-    prepare(
-        config.data
-    )  # which else the first run would do, and take longer than those that are killed
+    # Which else the first run would do, and take longer than those that are killed
+    prepare(config.data)
     began = time.monotonic()
     run.start(tmp_path / "whole", resume=False)
     run.finish()
@@ -96,9 +95,8 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
         out = tmp_path / f"killed{kill}"
         while True:
             run.start(out, resume=False)
-            delay = (
-                choose.uniform(kill, kill + 1) / kills * 0.95 * length
-            )  # one in each part of the run
+            # One in each part of the run
+            delay = choose.uniform(kill, kill + 1) / kills * 0.95 * length
             if run.kill(delay, choose):
                 break
             length *= 0.95  # the machine became faster: this run had ended already, so another one is killed earlier
@@ -109,9 +107,8 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
         # The step that was being saved is lost; beside the next step, also that one.
         assert last_logged(out) - reached[-1] <= 1 + async_save, f"killed after {delay:.3f} s"
         cut += bool(list((out / "checkpoints").glob(".tmp-*")))
-        run.start(
-            out, resume=(out / "config.json").exists()
-        )  # else it was killed before there was anything to resume
+        # Else it was killed before there was anything to resume
+        run.start(out, resume=(out / "config.json").exists())
         run.finish()
         assert fingerprint(out) == expected, f"killed after {delay:.3f} s at step {reached[-1]}"
         shutil.rmtree(out)

@@ -48,15 +48,10 @@ def numbers(out: Path) -> dict[tuple[str, int], float]:
 
 @pytest.mark.parametrize("extra", ["wandb", "tensorboard"])
 def test_a_missing_package_is_named_before_any_work(tmp_path, monkeypatch, extra):
-    monkeypatch.setitem(
-        sys.modules, "wandb" if extra == "wandb" else "torch.utils.tensorboard", None
-    )
-    config = settings(
-        tmp_path, **{"wandb": "rivers"} if extra == "wandb" else {"tensorboard": True}
-    )
-    with pytest.raises(
-        UserError, match=rf"--{extra} cannot be used .*pip install 'headwater\[{extra}\]'"
-    ):
+    module = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[extra]
+    monkeypatch.setitem(sys.modules, module, None)
+    config = settings(tmp_path, **{extra: "rivers" if extra == "wandb" else True})
+    with pytest.raises(UserError, match=rf"{extra} .*pip install 'headwater\[{extra}\]'"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

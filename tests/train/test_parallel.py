@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,23 +16,16 @@ from safetensors.torch import load_file, save_file
 from tinyrun import tiny
 
 from headwater.models import Decoder, ModelConfig
-from headwater.residuals import names
 from headwater.runs.settings import Config, ParallelSettings
+from headwater.stages import States
 from headwater.train.checkpoint.folder import load_model
 from headwater.train.distributed import pipeline
 from headwater.train.distributed.fsdp import clip, fetched_together, gather
 from headwater.train.distributed.ranks import Ranks, join
-from headwater.train.distributed.stages import States
 from headwater.train.loop import accumulate, depth_gradients, evaluate, update
 from headwater.train.run import Run, begin, save
 
-RESIDUALS = (
-    "standard",
-    "attnres-full",
-    "attnres-block:block=3",
-    "hyper-connections",
-    "denseformer",
-)
+BLOCK = "attnres-block:block=3"
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "shard": {},
@@ -43,11 +35,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "interleaved": {"pipeline": 2, "chunks": 2},
         "interleaved-4": {"pipeline": 2, "chunks": 4},
         "looped": {"pipeline": 2, "chunks": 2, "pipeline_schedule": "gpipe"},
-        "uneven": {
-            "pipeline": 2,
-            "chunks": 2,
-            "cuts": (1, 4, 7),
-        },  # no cut falls between two blocks of three
+        # No cut falls between two blocks of three
+        "uneven": {"pipeline": 2, "chunks": 2, "cuts": (1, 4, 7)},
         "tensor": {"tensor": 2},
     },
     4: {
@@ -60,30 +49,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor-pipeline": {"tensor": 2, "pipeline": 2, "chunks": 2},
     },
 }
-# Every residual for 20 steps under every layout takes many minutes on two cores; a choice of them stands for the rest.
-# test_stages.py has every residual under uneven cuts, in one process.
-EVERYTHING = bool(os.environ.get("HEADWATER_ALL_LAYOUTS"))
-STEPS = 20 if EVERYTHING else 8
-PLAIN = (
-    "attnres-block:block=3",
-    "hyper-connections",
-)  # without the cache: a state of sources, and of streams
-OTHERS = (
-    "ddl",
-    "mhc",
-    "muddformer",
-)  # a state per value channel, of several streams, of all sources with three reads
-SHORT = {2: ("shard", "tensor"), 4: ()}  # for the other residuals, one step
-# What others show: tensor-shard and pipeline-replicate, each for its part; and the cases of Muon, whose embeddings and
-# norms have AdamW.
-TWICE = {"tensor-replicate", "replicate-shard", "tensor-shard"}
-
-MUON = {
-    "fp32": ((2, "tensor"), (4, "replicate-shard"), (4, "interleaved-shard"), (4, "tensor-shard")),
-    "bf16": ((2, "shard"),),
-}
-if EVERYTHING:
-    MUON = {"fp32": ((2, "shard"), *MUON["fp32"]), "bf16": (*MUON["bf16"], (4, "tensor-shard"))}
+STEPS = 8  # of the layouts in LONG; the others take one
+LONG = ("shard", "pipeline", "interleaved", "tensor")
 
 
 @dataclass(frozen=True)
@@ -104,76 +71,51 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Muon gets three: three or six matrices of each shape, which four ranks do not share evenly. Where nothing is
-        pipelined, two show what four do, in half the time: beside a pipeline, shards and tensor parallelism have four.
+        """Muon gets three: three or six matrices of each shape, which four ranks do not share evenly.
+
+        Where nothing is pipelined, two layers show what four do, in half the time.
         """
         if self.muon:
             return 3
-        return 4 if EVERYTHING or "pipeline" in LAYOUTS[self.world][self.layout] else 2
+        return 4 if "pipeline" in LAYOUTS[self.world][self.layout] else 2
 
     @property
     def steps(self) -> int:
-        if self.muon:
-            return 3 if self.muon == "fp32" else 1
-        chosen = self.residual == RESIDUALS[2] and self.layout in (
-            "shard",
-            "pipeline",
-            "interleaved",
-            "tensor",
-        )
-        return (
-            STEPS
-            if (chosen and not self.compile and not self.recompute)
-            or (EVERYTHING and self.residual in RESIDUALS)
-            else 1
-        )
+        if self.muon == "fp32":
+            return 3
+        plain = not (self.muon or self.compile or self.recompute)
+        return STEPS if plain and self.residual == BLOCK and self.layout in LONG else 1
 
 
-def cases() -> list[Case]:
-    found = []
-    for world, layouts in LAYOUTS.items():
-        for residual in RESIDUALS:
-            whole = EVERYTHING or residual == RESIDUALS[2]
-            chosen = [layout for layout in layouts if EVERYTHING or layout not in TWICE]
-            found += [
-                Case(world, residual, layout)
-                for layout in chosen
-                if whole or layout in SHORT[world]
-            ]
-    found += [
-        Case(2, residual, "uneven", cache=False)
-        for residual in RESIDUALS
-        if EVERYTHING or residual in PLAIN
-    ]
-    found += [Case(4, RESIDUALS[2], "interleaved-wide", cache=False)]
-    others = [name for name in names() if name not in RESIDUALS and (EVERYTHING or name in OTHERS)]
-    found += [Case(2, "hyper-connections", "uneven")]
-    found += [
-        Case(2, name, layout)
-        for layout in ("uneven", "tensor")
-        for name in others
-        if EVERYTHING or layout == "tensor"
-    ]
-    found += [
-        Case(2, RESIDUALS[2], layout, compile=True, recompute=True)
-        for layout in ("uneven", "tensor")
-    ]
-    found += [Case(2, "hyper-connections", "shard", recompute=True)]
-    for muon, pairs in MUON.items():
-        found += [Case(world, RESIDUALS[2], layout, muon=muon) for world, layout in pairs]
-    if EVERYTHING:
-        found += [Case(4, "hyper-connections", "interleaved-shard")]
-        deep = ((2, "shard"), (4, "tensor-shard"), (4, "tensor-pipeline"))
-        found += [
-            Case(world, RESIDUALS[2], layout, compile=True, recompute=True)
-            for world, layout in deep
-        ]
-        found += [
-            Case(4, RESIDUALS[2], layout, compile=True)
-            for layout in ("tensor-shard", "tensor-pipeline")
-        ]
-        found += [Case(2, RESIDUALS[2], "shard", compile=True)]
-    return list(dict.fromkeys(found))
+# Every layout once, every kind of state once under a layout that divides it, and every option under two layouts.
+# test_stages.py has every residual under uneven cuts, in one process. Cases of Muon show what AdamW does too, since
+# embeddings and norms have AdamW.
+CASES = [
+    *(Case(2, BLOCK, layout) for layout in LAYOUTS[2]),
+    *(Case(4, BLOCK, layout) for layout in ("interleaved-wide", "interleaved-shard")),
+    *(Case(4, BLOCK, layout) for layout in ("pipeline-replicate", "tensor-pipeline")),
+    Case(4, BLOCK, "tensor-replicate", muon="fp32"),
+    Case(4, BLOCK, "replicate-shard", muon="fp32"),
+    Case(4, BLOCK, "interleaved-shard", muon="fp32"),
+    Case(4, BLOCK, "tensor-shard", muon="fp32"),
+    Case(2, BLOCK, "shard", muon="bf16"),
+    Case(2, BLOCK, "uneven", cache=False),
+    Case(4, BLOCK, "interleaved-wide", cache=False),
+    Case(2, BLOCK, "uneven", compile=True, recompute=True),
+    Case(2, BLOCK, "tensor", compile=True, recompute=True),
+    Case(2, "standard", "shard"),
+    Case(2, "standard", "tensor"),
+    Case(2, "attnres-full", "tensor"),
+    Case(2, "hyper-connections", "uneven"),
+    Case(2, "hyper-connections", "uneven", cache=False),
+    Case(2, "hyper-connections", "shard", recompute=True),
+    Case(2, "denseformer", "shard"),
+    Case(2, "ddl", "tensor"),
+    Case(2, "mhc", "tensor"),
+    Case(2, "muddformer", "tensor"),
+]
+OF_MUON = [case for case in CASES if case.muon]
+OF_TENSOR = [case for case in CASES if "tensor" in case.layout and case.residual == BLOCK]
 
 
 def settings(folder: Path, residual: str, **changes: Any) -> Config:
@@ -184,10 +126,9 @@ def settings(folder: Path, residual: str, **changes: Any) -> Config:
 
 
 def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = None) -> Config:
-    """Two micro-batches show what four do, in half the time, where nothing is pipelined and where a pipeline of two
-    ranks is beside something else: by itself it has four."""
+    """Two micro-batches show what four do, in half the time, but for a pipeline by itself."""
     parallel = parallel or config.parallel
-    micros = config.train.accumulate if parallel.pipeline == case.world or EVERYTHING else 2
+    micros = config.train.accumulate if parallel.pipeline == case.world else 2
     return replace(
         config,
         model=replace(config.model, residual=case.residual, layers=case.layers),
@@ -229,14 +170,13 @@ def one_case(config: Config, out: Path, steps: int) -> None:
         counted = [(s.stage_index, s.forward_bytes, s.backward_bytes) for s in run.pipeline.stages]
         everyone = ranks.all_gather_object(counted if ranks.data_rank == 0 else [])
         found["bytes"] = [hop for one in everyone for hop in one]
-        cache = run.pipeline.stages[0].submod.cache
+        cache = run.pipeline.stages[0].submod.port.cache
         found["left"] = sum(ranks.all_gather_object(len(cache.tensors) + len(cache.deposits)))
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     found |= follow(run, steps)
-    if config.model.residual == RESIDUALS[2] and (
-        ranks.tensor > 1 or config.optim.optimizer == "muon"
-    ):
+    with_weights = ranks.tensor > 1 or config.optim.optimizer == "muon"
+    if config.model.residual == BLOCK and with_weights:
         weights = gather(run.model, run.whole, ranks)
         save(run)
         if ranks.main:
@@ -248,22 +188,16 @@ def one_case(config: Config, out: Path, steps: int) -> None:
 
 
 def work(jobs: list[tuple[Case, Config, Path]]) -> None:
-    torch._dynamo.config.fail_on_recompile_limit_hit = (
-        True  # every layer shares the graphs of the first
-    )
+    # Every layer shares the graphs of the first.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     compiled = torch.nn.Module.compile
     pipeline.trace_states = trace_once(pipeline.trace_states)
     for case, config, out in jobs:
         torch.compiler.reset()  # each is a run of its own
-        if (
-            not EVERYTHING
-        ):  # the same graphs, of which inductor would take a minute to make machine code
-            backend = (
-                "aot_eager" if "tensor" in case.layout else "eager"
-            )  # the backward is traced beside collectives
-            torch.nn.Module.compile = functools.partialmethod(
-                compiled, backend=backend, fullgraph=True
-            )
+        # The same graphs, of which inductor would take a minute to make machine code. Beside collectives the backward
+        # is traced too.
+        backend = "aot_eager" if "tensor" in case.layout else "eager"
+        torch.nn.Module.compile = functools.partialmethod(compiled, backend=backend, fullgraph=True)
         with precise() if case.muon == "fp32" else nullcontext():
             one_case(config, out, case.steps)
 
@@ -293,12 +227,12 @@ def folder(tmp_path_factory) -> Path:
     config = settings(folder, "standard")
     for world, layouts in LAYOUTS.items():
         jobs = []
-        for case in (case for case in cases() if case.world == world):
-            parallel = ParallelSettings(
-                **layouts[case.layout], block_cache=case.cache, hang_timeout=60
-            )
-            jobs.append((case, settings_of(case, config, parallel), folder / str(case)))
-        spawn(world, work, jobs, minutes=60 if EVERYTHING else 5)
+        for case in CASES:
+            if case.world == world:
+                options = {**layouts[case.layout], "block_cache": case.cache, "hang_timeout": 60}
+                parallel = ParallelSettings(**options)
+                jobs.append((case, settings_of(case, config, parallel), folder / str(case)))
+        spawn(world, work, jobs)
     return folder
 
 
@@ -327,7 +261,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in cases() if case.muon != "bf16"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.muon != "bf16"], ids=str)
 def test_many_processes_do_what_one_does(folder, alone, case):
     found = json.loads((folder / str(case) / "found.json").read_text())
     gradients, expected = alone(case)
@@ -352,7 +286,7 @@ def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in cases() if case.muon], ids=str)
+@pytest.mark.parametrize("case", OF_MUON, ids=str)
 def test_muon_orthogonalises_whole_matrices(folder, alone, case):
     """In fp32 the weights are those of one process; in bf16 they are as close to what fp32 gives as its weights are."""
     weights, expected = (
@@ -372,9 +306,7 @@ def test_muon_orthogonalises_whole_matrices(folder, alone, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [c for c in cases() if "tensor" in c.layout and c.residual == RESIDUALS[2]], ids=str
-)
+@pytest.mark.parametrize("case", OF_TENSOR, ids=str)
 def test_what_tensor_parallel_ranks_save_is_the_whole_model(folder, case):
     weights = load_file(folder / str(case) / "weights.safetensors")
     model, _ = load_model(folder / str(case))
@@ -405,7 +337,7 @@ CACHED = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [c for c in cases() if c.residual == RESIDUALS[2] and c.layout in CACHED and not c.muon],
+    [c for c in CASES if c.residual == BLOCK and c.layout in CACHED and not c.muon],
     ids=str,
 )
 def test_bytes_are_those_of_the_derivation(folder, case):
@@ -432,6 +364,5 @@ def test_bytes_are_those_of_the_derivation(folder, case):
         sent[s] = sources * (16 // data) * 8 * 16 * 4  # windows, tokens, channels, bytes
     found = json.loads((folder / str(case) / "found.json").read_text())["bytes"]
     assert {s + 1: forward for s, forward, _ in found if s + 1 < stages} == sent
-    assert {
-        s: backward for s, _, backward in found if s
-    } == sent  # gradients travel the same way back
+    # Gradients travel the same way back
+    assert {s: backward for s, _, backward in found if s} == sent

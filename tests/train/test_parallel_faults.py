@@ -88,9 +88,8 @@ def faults_on_one_rank(config: Config, folder: Path) -> None:
 
     def highest(ranks, value):
         found = compare(ranks, value)
-        if (
-            sys._getframe(1).f_code.co_name == "train"
-        ):  # the loop asks for signals; others wait for all ranks with it
+        # The loop asks for signals; others wait for all ranks with it
+        if sys._getframe(1).f_code.co_name == "train":
             asked.append(value)
             if ranks.main and len(asked) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -263,9 +262,8 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     code, messages = under_torchrun(settings(tmp_path, steps=8), out, act, "--max-restarts", "1")
     assert code == 0, messages
     assert out.with_suffix(".killed").exists()
-    assert (
-        "failed (exitcode: " in messages
-    )  # torchrun's word on the first attempt: -9, or 1 of the rank left alone
+    # torchrun's word on the first attempt: -9, or 1 of the rank left alone
+    assert "failed (exitcode: " in messages
     assert json.loads((out / "summary.json").read_text())["steps"] == 8
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
@@ -273,9 +271,8 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
     code, messages = under_torchrun(settings(tmp_path, steps=8), out, "pass", "--max-restarts", "1")
     assert code == 1
-    assert (
-        "already holds a run" in messages
-    )  # and again after the restart, which would else have ended well
+    # And again after the restart, which would else have ended well
+    assert "already holds a run" in messages
     assert {
         path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"
     } == before

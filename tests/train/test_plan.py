@@ -19,6 +19,14 @@ from headwater.train.distributed.stages import prune
 from headwater.train.loop import accumulate, update
 from headwater.train.run import begin
 
+SHAPE = {"vocab_size": 64, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 32}
+SHAPE["context"] = 8
+
+
+def plan_of(model: ModelConfig, world: int, train: TrainSettings | None = None, **parallel):
+    settings = Config(train=train or TrainSettings(), parallel=ParallelSettings(**parallel))
+    return make_plan(settings, model, world, half=False, fused=False)
+
 
 class Live(TorchDispatchMode):
     """Bytes of all storages that operations inside have made and nobody has freed, and the most there ever were."""
@@ -62,21 +70,11 @@ def test_the_peak_of_a_real_step_is_within_a_tenth(tmp_path, residual, checkpoin
 
 
 def test_bytes_and_bubble_of_a_grid(monkeypatch):
-    monkeypatch.setattr(
-        attention, "WORTH_TWO_PHASES", 0
-    )  # sources alone are sent, however a stage reads them
-    model = ModelConfig(
-        vocab_size=64,
-        dim=16,
-        layers=8,
-        heads=2,
-        mlp_dim=32,
-        context=8,
-        residual="attnres-block:block=2",
-    )
+    # Sources alone are sent, however a stage reads them
+    monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
+    model = ModelConfig(**SHAPE | {"layers": 8, "residual": "attnres-block:block=2"})
     train = TrainSettings(batch_size=32, accumulate=8)
-    parallel = ParallelSettings(pipeline=4, chunks=2)
-    plan = make_plan(Config(train=train, parallel=parallel), model, 8, half=False, fused=False)
+    plan = plan_of(model, 8, train, pipeline=4, chunks=2)
     unit = 2 * 8 * 16 * 4  # windows of a micro-batch, tokens, channels, bytes
     assert [size // unit for size in plan.hops] == [2, 3, 4, 3, 3, 3, 3]
     assert [size // unit for size in plan.hops_without_cache] == [2, 3, 4, 5, 6, 7, 8]
@@ -85,53 +83,32 @@ def test_bytes_and_bubble_of_a_grid(monkeypatch):
     assert len(plan.ranks) == 4
     for world in (6, 0, -8):
         with pytest.raises(UserError, match="must be a multiple"):
-            make_plan(Config(train=train, parallel=parallel), model, world, half=False, fused=False)
+            plan_of(model, world, train, pipeline=4, chunks=2)
     with pytest.raises(UserError, match=r"parallel.shard \(3\) must divide the 2 ranks"):
-        make_plan(
-            Config(train=train, parallel=replace(parallel, shard=3)),
-            model,
-            8,
-            half=False,
-            fused=False,
-        )
+        plan_of(model, 8, train, pipeline=4, chunks=2, shard=3)
 
 
 def test_without_a_row_of_ranks_a_plan_has_neither_chunks_nor_cuts():
     """As a run has it, such as one that was begun in a pipeline and goes on in one process."""
-    model = ModelConfig(vocab_size=64, dim=16, layers=4, heads=2, mlp_dim=32, context=8)
-    parallel = ParallelSettings(chunks=2, cuts=(3,))
-    layouts = (parallel, ParallelSettings())
-    made, plain = (
-        make_plan(Config(parallel=p), model, 1, half=False, fused=False) for p in layouts
-    )
-    assert made == plain
-    assert "every rank fits" in describe(made, 80, False)
+    model = ModelConfig(**SHAPE)
+    plan = plan_of(model, 1, chunks=2, cuts=(3,))
+    assert plan == plan_of(model, 1)
+    assert "every rank fits" in describe(plan, 80, False)
 
 
 def test_tensor_parallelism_divides_what_it_should():
     """States by N; weights of bodies by N, of the rest not; a gather and a scatter of (B, T, D) in every sublayer."""
-    shape = {
-        "vocab_size": 64,
-        "dim": 16,
-        "layers": 4,
-        "heads": 4,
-        "kv_heads": 2,
-        "mlp_dim": 32,
-        "context": 8,
-    }
-    model = ModelConfig(**shape, residual="attnres-block:block=2")
+    model = ModelConfig(**SHAPE, residual="attnres-block:block=2")
     train = TrainSettings(batch_size=4)
-    alone, divided = (Config(train=train, parallel=ParallelSettings(tensor=n)) for n in (1, 2))
-    one = make_plan(alone, model, 1, half=False, fused=False).ranks[0]
-    two = make_plan(divided, model, 2, half=False, fused=False).ranks[0]
+    one = plan_of(model, 1, train).ranks[0]
+    two = plan_of(model, 2, train, tensor=2).ranks[0]
     bodies = 4 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32)
     assert one.parameters - two.parameters == bodies / 2
     assert two.checkpointed == one.checkpointed / 2
     assert one.activations / 2 < two.activations < one.activations  # the gathered inputs are whole
     assert (one.exchanges, two.exchanges) == (0, 2 * (4 * 8 * 16 * 4) / 2)
-    assert two.head == pytest.approx(
-        one.head / 2, rel=0.01
-    )  # each rank has the logits of its tokens
+    # Each rank has the logits of its tokens
+    assert two.head == pytest.approx(one.head / 2, rel=0.01)
     for changes, message in (
         ({"context": 9}, "must divide model.context, 9"),
         ({"kv_heads": 1}, "must divide model.kv_heads, 1"),
@@ -140,46 +117,24 @@ def test_tensor_parallelism_divides_what_it_should():
     ):
         refused = replace(model, **changes)
         with pytest.raises(UserError, match=message):
-            make_plan(divided, refused, 2, half=False, fused=False)
+            plan_of(refused, 2, train, tensor=2)
 
 
 def test_sharding_divides_the_weights_and_gathers_a_layer_at_a_time():
     """16 bytes a parameter over the shards; then the bodies of a layer, and all the rest with gradients, are whole."""
-    shape = {
-        "vocab_size": 64,
-        "dim": 16,
-        "layers": 4,
-        "heads": 4,
-        "kv_heads": 2,
-        "mlp_dim": 32,
-        "context": 8,
-    }
     layer, rest = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32, 2 * 64 * 16 + 9 * 16
     for world, settings, micros, static, late in (
         (1, {}, 1, 16 * (4 * layer + rest), 4 * (4 * layer + rest)),
-        (
-            1,
-            {},
-            2,
-            16 * (4 * layer + rest),
-            0,
-        ),  # the second micro-batch finds the gradients of the first
+        # The second micro-batch finds the gradients of the first
+        (1, {}, 2, 16 * (4 * layer + rest), 0),
         (2, {"shard": 1}, 1, 16 * (4 * layer + rest), 4 * (4 * layer + rest)),
         (2, {}, 1, 8 * (4 * layer + rest) + 4 * layer + 8 * rest, 2 * (4 * layer + rest)),
         (4, {"shard": 2}, 1, 8 * (4 * layer + rest) + 4 * layer + 8 * rest, 2 * (4 * layer + rest)),
-        (
-            2,
-            {"tensor": 2},
-            1,
-            8 * (4 * layer + rest) + 8 * rest,
-            2 * (4 * layer + rest),
-        ),  # bodies stay as they are
+        # Bodies stay as they are
+        (2, {"tensor": 2}, 1, 8 * (4 * layer + rest) + 8 * rest, 2 * (4 * layer + rest)),
     ):
-        config = Config(
-            train=TrainSettings(batch_size=8, accumulate=micros),
-            parallel=ParallelSettings(**settings),
-        )
-        plan = make_plan(config, ModelConfig(**shape), world, half=False, fused=False).ranks[0]
+        train = TrainSettings(batch_size=8, accumulate=micros)
+        plan = plan_of(ModelConfig(**SHAPE), world, train, **settings).ranks[0]
         assert (plan.static, plan.late) == (static, late), (world, settings)
 
 
@@ -198,15 +153,10 @@ def test_parameters_of_a_residual_in_parts_are_counted_where_they_are(residual):
 
 def test_activations_are_those_of_the_passes_in_flight():
     """Four ranks with equal layers: the first waits for four backwards, the last for one."""
-    model = ModelConfig(vocab_size=64, dim=16, layers=8, heads=2, mlp_dim=32, context=8)
+    model = ModelConfig(**SHAPE | {"layers": 8})
     train = TrainSettings(batch_size=16, accumulate=8)
-    plans = [
-        make_plan(Config(train=train, parallel=parallel), model, 4, half=False, fused=False).ranks
-        for parallel in (
-            ParallelSettings(pipeline=4),
-            ParallelSettings(pipeline=4, pipeline_schedule="gpipe"),
-        )
-    ]
+    schedules = ("1f1b", "gpipe")
+    plans = [plan_of(model, 4, train, pipeline=4, pipeline_schedule=s).ranks for s in schedules]
     for ranks, flights in zip(plans, ((4, 3, 2, 1), (8, 8, 8, 8)), strict=True):
         for kept in ("activations", "checkpointed"):
             each = [
@@ -229,23 +179,8 @@ def test_the_command_warns_before_a_run_that_will_not_fit(tmp_path, capsys):
     file.write_text(
         '[model]\nsize = "nano"\nresidual = "attnres-block"\n[train]\nbatch_size = 64\naccumulate = 8\n'
     )
-    assert (
-        main(
-            [
-                "plan",
-                str(file),
-                "--world",
-                "4",
-                "--pipeline",
-                "2",
-                "--chunks",
-                "2",
-                "--memory",
-                "0.001",
-            ]
-        )
-        == 0
-    )
+    layout = "--world 4 --pipeline 2 --chunks 2 --memory 0.001"
+    assert main(["plan", str(file), *layout.split()]) == 0
     out = capsys.readouterr().out
     assert "bubble 5.9%" in out
     assert "WARNING: ranks 0, 1 need more than" in out

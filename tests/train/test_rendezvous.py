@@ -31,9 +31,8 @@ def test_ranks_meet_where_no_earlier_attempt_was():
 
 
 def launched(monkeypatch, store: dist.Store) -> None:
-    monkeypatch.setenv(
-        "TORCHELASTIC_RUN_ID", "none"
-    )  # torchrun's default on several machines: no name to go by
+    # torchrun's default on several machines: no name to go by
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(store, 0, 1)]))
 
 
@@ -42,9 +41,8 @@ def test_a_restart_goes_on_with_its_own_run_and_refuses_any_other(tmp_path, monk
     config, out = tiny(tmp_path), tmp_path / "run"
     store = dist.HashStore()
     launched(monkeypatch, store)
-    for at in range(
-        2
-    ):  # the first attempt dies before it has saved anything: the second finds its folder
+    # The first attempt dies before it has saved anything: the second finds its folder
+    for at in range(2):
         run = begin(config, out, resume=False)
         assert run.step == 0, at
     update(run, 1, accumulate(run, 1))

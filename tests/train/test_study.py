@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import shlex
 import shutil
-import signal
 import time
 from dataclasses import replace
 
@@ -15,8 +13,9 @@ from processes import Forked
 from tinyrun import tiny, write_corpus
 
 from headwater.cli import main
-from headwater.errors import Interrupted, UserError
+from headwater.errors import UserError
 from headwater.residuals import StandardResidual, register
+from headwater.runs.files import with_hash
 from headwater.train import StudyResult, load_file, study
 from headwater.train.data.dataset import prepare
 from headwater.train.files import read_json, write_json
@@ -135,13 +134,6 @@ def test_a_recipe_is_the_product_of_its_lists(recipe):
     assert (plan.jobs, plan.keep_weights) == (2, False)
 
 
-def test_all_residuals_of_a_size_see_the_same_tokens(recipe):
-    table = '"model.residual" = ["standard", "mhc"]\ntokens_per_parameter = 20\n'
-    append(recipe, f"\n[[runs]]\n{table}")
-    runs = read_recipe(recipe).runs
-    assert len({run.config.train.steps for run in runs if "tokens_per" in run.label}) == 1
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_steps_for_tokens_a_parameter_leave_embedding_and_head_out(tmp_path, tied):
     config = tiny(tmp_path, residual="standard", batch_size=2)
@@ -169,14 +161,10 @@ def test_a_run_that_two_tables_describe_is_one(recipe):
         ("nmae = 1", "unknown key 'nmae'; did you mean 'name'"),
         ("name = 'x'", r"needs at least one table \[\[runs\]\]"),
         ("[runs]\n'optim.lr' = 1.0", r"needs at least one table \[\[runs\]\]"),
-        ("[[runs]]\nlr = [1.0]", "'lr' must name its section, as"),
-        ("[[runs]]\n'optim.lr' = []", "the list of optim.lr is empty"),
+        ("[[runs]]\nlr = [1.0]", r"unknown section 'lr'; it stands under \[optim\]"),
         ("[[runs]]\n'optim.lr' = ['fast']", "optim.lr must be a finite number; got 'fast'"),
         ("[[runs]]\n'optim.rate' = [1.0]", "rate"),
         ("[[runs]]\n'data.source' = ['a', 'b']", "source"),
-        ("[[runs]]\ntokens_per_parameter = [-1]", "must be a number above zero; got -1"),
-        ("[[runs]]\ntokens_per_parameter = 2\n'train.steps' = [3]", "give one$"),
-        ("jobs = 0\n[[runs]]\n'optim.lr' = 1.0", "jobs must be a whole number from 1"),
         ("[[runs]", "cannot read the recipe"),
     ],
 )
@@ -256,10 +244,8 @@ def test_a_run_with_other_settings_is_another_run(recipe, out, capsys, old, new)
     [
         ("[config.train]", "[config.train]\nlog_every = 3"),  # what is recorded
         ("[config.train]", "[config.train]\naccumulate = 2"),  # rounding
-        (
-            "[config.train]",
-            "[config.train]\nskip_nonfinite = 2",
-        ),  # a bad step, which it had none of
+        # A bad step, which it had none of
+        ("[config.train]", "[config.train]\nskip_nonfinite = 2"),
         ('"train.seed" = [0]', '"train.seed" = [1, 0]\n"optim.lr" = [1e-2, 3e-3]'),  # the lists
     ],
 )
@@ -280,12 +266,9 @@ def test_the_factor_of_queries_counts_where_there_are_some(recipe, out, residual
     assert [*look(recipe, out).finished] == ([folder.name] if residual == "standard" else [])
 
 
-def test_runs_that_compute_the_same_are_one_or_refused(recipe, out):
-    append(recipe, '"optim.query_lr" = [0.1, 0.2]\n')
+def test_runs_that_compute_the_same_are_one(recipe, out):
+    append(recipe, '"optim.query_lr" = [0.1, 0.2]\n"train.log_every" = [10, 20]\n')
     assert len(look(recipe, out).left) == 3, "the plain residual has no queries"
-    append(recipe, '"train.log_every" = [10, 20]\n')
-    with pytest.raises(UserError, match=r"compute the same, .*\n  train.log_every: 10 there, 20"):
-        look(recipe, out)
 
 
 def test_another_text_is_another_run_wherever_it_lies(recipe, out, tmp_path):
@@ -401,20 +384,6 @@ def test_a_study_whose_minutes_are_over_says_how_it_goes_on(recipe, out, engine,
     study(recipe, out, minutes=0)
     study(recipe, out)
     assert "no other run" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="minutes must be 0, to start nothing, or positive"):
-        study(recipe, out, minutes=math.nan)
-
-
-def test_an_interrupted_study_has_a_table_of_what_is_done(recipe, out, engine):
-    def interrupted(jobs, **_):
-        train(jobs[0].config, jobs[0].folder, progress=False)
-        raise Interrupted("stopped by SIGINT", signal.SIGINT)
-
-    engine.append(interrupted)
-    with pytest.raises(Interrupted):
-        study(recipe, out)
-    (row,) = read_json(out / "table.json")
-    assert row["run"].startswith(PLAIN)
 
 
 def test_failures_are_told_in_the_words_of_recipes(recipe, out, engine):
@@ -455,45 +424,12 @@ def test_a_run_that_diverged_is_a_result_and_is_not_repeated(recipe, out, engine
     assert len(started[-1]) == 3, "it may go on without the step"
 
 
-def test_a_study_names_each_warm_up_that_is_not_finished_once(recipe, out, engine, capsys):
-    append(recipe, '\n[[runs]]\n"train.steps" = [4, 12, 20]\n')
-    study(recipe, out)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "warm-up" in line]
-    assert [line.partition(" of a")[0] for line in lines] == [
-        "the run ends at step 4",
-        "the run ends at step 12",
-    ]
-
-
-def test_a_study_with_nothing_to_do_says_so_once(recipe, out, capsys):
-    change(recipe, ', "attnres-block:block=2"', "")
-    begin_by_hand(recipe, out, PLAIN)
-    study(recipe, out)
-    assert capsys.readouterr().out == f"{out}: 1 of 1 runs finished\n"
-
-
 def test_what_is_left_is_never_said_to_take_no_time(tmp_path):
     def words(seconds, *left):
         return describe(StudyResult(tmp_path, {}, left, seconds)).partition("; ")[2]
 
-    assert words(20.0, "a", "b") == "less than a minute for the 2 that are left"
-    assert words(200.0, "a", "b") == "about 3 minutes for the 2 that are left"
-    assert words(80.0, "a") == "about 1 minute for the one that is left"
-
-
-def test_the_time_that_is_left_counts_the_starts_of_processes(recipe, out):
-    change(recipe, "[0]", "[0, 1, 2]")
-    change(recipe, "jobs = 2", "jobs = 4")
-    folder = begin_by_hand(recipe, out, PLAIN)
-    (folder / "launch.json").unlink(missing_ok=True)
-    write_json(folder / "summary.json", {**read_json(folder / "summary.json"), "seconds": 10.0})
-    work = work_of(recipe)
-    total = sum(work.values()) / work[PLAIN] - 1
-    assert look(recipe, out).seconds == pytest.approx(10 * total / 4)
-    (folder / "launch.json").write_text("{}")
-    launched = (folder / "config.json").stat().st_mtime - 30
-    os.utime(folder / "launch.json", (launched, launched))
-    assert look(recipe, out).seconds == pytest.approx((5 * 30 + 10 * total) / 4)
+    assert words(20.0, "a", "b") == "less than a minute for the 2 left"
+    assert words(200.0, "a") == "about 3 min for the 1 left"
 
 
 def work_of(recipe):
@@ -510,7 +446,7 @@ def test_the_time_that_is_left_goes_by_the_arms_own_runs(recipe, out):
     def finish(label, rate):
         folder = begin_by_hand(recipe, out, label)
         summary = read_json(folder / "summary.json")
-        write_json(folder / "summary.json", {**summary, "seconds": rate * work[label]})
+        write_json(folder / "summary.json", with_hash({**summary, "seconds": rate * work[label]}))
 
     def left(rates):
         result = look(recipe, out)

@@ -1,7 +1,5 @@
 """Every text survives a round trip, and the bytes of its tokens add up to the bytes of the text."""
 
-import builtins
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ TEXTS = ["", "plain text", "naïve — 深さ 🌊\r\n\ttabs", "a <|endoftext|> 
 
 
 def bpe() -> BPETokenizer:
-    pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
     return BPETokenizer.train(["the river and the headwater of the river"] * 3, vocab_size=280)
 
 
@@ -49,22 +46,8 @@ def test_bytes_decode_drops_end_of_text_and_marks_unknown_ids():
     assert ByteTokenizer().decode([104, 256, 105, 300]) == "hi\ufffd"
 
 
-def test_bpe_without_the_extra_names_it(monkeypatch):
-    real = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name == "tokenizers":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(UserError, match=r"headwater\[bpe\]"):
-        BPETokenizer.train(["text"], vocab_size=300)
-
-
 def test_missing_and_broken_tokenizer_files_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"no tokenizer at .*tokenizer\.json"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="not a tokenizer file"):
-        load_tokenizer(tmp_path)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"cannot read the tokenizer .*tokenizer\.json"):
+            load_tokenizer(tmp_path)
+        (tmp_path / "tokenizer.json").write_text("{")

@@ -5,7 +5,6 @@ import gc
 import itertools
 import json
 import math
-import re
 import shutil
 import threading
 import time
@@ -19,8 +18,7 @@ import pytest
 import torch
 from tinyrun import STEPS, fingerprint, read_all, tiny, write_corpus
 
-from headwater.analyze import write_report
-from headwater.errors import UserError, as_flag, spelling
+from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import names, pinned
 from headwater.residuals import record as record_of
@@ -59,31 +57,52 @@ def cut_power(monkeypatch, at_step: int) -> None:
     monkeypatch.setattr(loop, "log_update", log_update)
 
 
-@pytest.mark.parametrize(
-    ("residual", "optimizer", "options"),
-    [
-        ("standard", "adamw", {}),
-        ("attnres-block:block=2", "muon", {}),
-        ("attnres-full", "adamw", {"accumulate": 2, "checkpoint_activations": True}),
-        ("attnres-full", "muon", {"async_save": True, "save_every": 2}),
-        ("attnres-full", "adamw", {"query_lr": 0.1}),
-    ],
-)
+def cut_off(config, out: Path, monkeypatch, at_step: int) -> None:
+    """Leave a run as a power cut does."""
+    with monkeypatch.context() as patch:
+        cut_power(patch, at_step)
+        with pytest.raises(PowerCut):
+            train(config, out)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    """The folder of a tiny run, beside its text."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(tiny(folder), folder / "run")
+    return folder
+
+
+@pytest.fixture
+def run_folder(finished, tmp_path) -> Path:
+    """A copy of a finished run."""
+    return Path(shutil.copytree(finished / "run", tmp_path / "run"))
+
+
+def more_steps(folder: Path, steps: int):
+    """The settings of a run, but for its length."""
+    config = read_settings(folder)
+    return replace(config, train=replace(config.train, steps=steps))
+
+
+RESUMED = [
+    ("standard", "adamw", {"accumulate": 2, "checkpoint_activations": True}),
+    ("attnres-block:block=2", "muon", {}),
+    ("attnres-full", "muon", {"async_save": True, "save_every": 2}),
+]
+
+
+@pytest.mark.parametrize(("residual", "optimizer", "options"), RESUMED)
 def test_resume_is_bitwise(tmp_path, monkeypatch, residual, optimizer, options):
-    query_lr = options.get("query_lr", 1.0)
-    options = {key: value for key, value in options.items() if key != "query_lr"}
     config = tiny(tmp_path, residual=residual, optimizer=optimizer, **options)
-    config = replace(config, optim=replace(config.optim, query_lr=query_lr))
     summary = train(config, tmp_path / "whole")
     assert summary.steps == STEPS
     for cut in (3, 8):  # before the first checkpoint, and after it
-        with monkeypatch.context() as patch:
-            cut_power(patch, at_step=cut)
-            with pytest.raises(PowerCut):
-                train(config, tmp_path / f"cut{cut}")
-        assert not (tmp_path / f"cut{cut}" / "summary.json").exists()
-        again = train(config, tmp_path / f"cut{cut}", resume=True)
-        assert fingerprint(tmp_path / f"cut{cut}") == fingerprint(tmp_path / "whole")
+        out = tmp_path / f"cut{cut}"
+        cut_off(config, out, monkeypatch, at_step=cut)
+        assert not (out / "summary.json").exists()
+        again = train(config, out, resume=True)
+        assert fingerprint(out) == fingerprint(tmp_path / "whole")
         assert (again.loss, again.tokens) == (summary.loss, summary.tokens)
 
 
@@ -101,9 +120,8 @@ def test_every_residual_trains_logs_and_resumes(tmp_path, residual):
     train(config, out, resume=True)
     assert fingerprint(out) == whole
     model, _ = load_model(out)
-    assert model.config.residual == pinned(
-        model.residual
-    )  # options that follow from the network are written out
+    # Options that follow from the network are written out
+    assert model.config.residual == pinned(model.residual)
 
 
 @pytest.mark.gpu
@@ -113,27 +131,22 @@ def test_resume_is_bitwise_on_a_gpu(tmp_path, monkeypatch, async_save):
     """In bf16 and with deterministic kernels; steps beyond the cut repeat those of the undisturbed run."""
     config = tiny(tmp_path, device="cuda", async_save=async_save)
     train(config, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        cut_power(patch, at_step=8)
-        with pytest.raises(PowerCut):
-            train(config, tmp_path / "cut")
+    cut_off(config, tmp_path / "cut", monkeypatch, at_step=8)
     train(config, tmp_path / "cut", resume=True)
     assert fingerprint(tmp_path / "cut") == fingerprint(tmp_path / "whole")
 
 
-def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(tmp_path):
-    config = tiny(tmp_path)
-    summary = train(config, tmp_path / "run")
-    before = (tmp_path / "run" / "summary.json").stat().st_mtime_ns
-    assert train(config, tmp_path / "run", resume=True) == summary
-    assert (tmp_path / "run" / "summary.json").stat().st_mtime_ns == before
+def test_a_finished_run_is_left_alone_and_a_taken_folder_is_refused(run_folder):
+    config, summary = read_settings(run_folder), TrainResult.read(run_folder)
+    before = (run_folder / "summary.json").stat().st_mtime_ns
+    assert train(config, run_folder, resume=True) == summary
+    assert (run_folder / "summary.json").stat().st_mtime_ns == before
     with pytest.raises(UserError, match="already holds a run: continue it with resume"):
-        train(config, tmp_path / "run")
+        train(config, run_folder)
 
-    (
-        tmp_path / "run" / "summary.json"
-    ).unlink()  # killed between the last checkpoint and the summary
-    assert train(config, tmp_path / "run", resume=True).loss == summary.loss
+    # Killed between the last checkpoint and the summary
+    (run_folder / "summary.json").unlink()
+    assert train(config, run_folder, resume=True).loss == summary.loss
 
 
 def test_a_run_that_ends_in_its_warm_up_says_so(tmp_path, capsys):
@@ -144,40 +157,24 @@ def test_a_run_that_ends_in_its_warm_up_says_so(tmp_path, capsys):
         assert (said in capsys.readouterr().out) == shown
 
 
-def test_a_finished_run_without_its_weights_is_not_begun_anew(tmp_path):
+def test_a_finished_run_without_its_weights_is_not_begun_anew(run_folder):
     """A study drops them: taken further, its run would lose its result and its metrics."""
-    config = tiny(tmp_path)
-    train(config, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
-    longer = replace(config, train=replace(config.train, steps=2 * STEPS))
-    for asked, resume in (
-        (longer, True),
-        (config, True),
-        (longer, False),
-    ):  # nor told to --resume, which is refused
-        with pytest.raises(
-            UserError, match=r"a finished run without its weights, .*its result is in summary\.json"
-        ):
-            train(asked, tmp_path / "run", resume=resume)
+    shutil.rmtree(run_folder / "checkpoints")
+    before = {path: path.read_bytes() for path in run_folder.iterdir()}
+    longer = more_steps(run_folder, 2 * STEPS)
+    for config, resume in ((longer, True), (more_steps(run_folder, STEPS), True), (longer, False)):
+        with pytest.raises(UserError, match="a finished run without its weights"):
+            train(config, run_folder, resume=resume)
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(tmp_path, monkeypatch, capsys):
-    config, out = tiny(tmp_path, save_every=4), tmp_path / "run"
-    with monkeypatch.context() as patch:
-        cut_power(patch, at_step=6)
-        with pytest.raises(PowerCut):
-            train(config, out)
-    shutil.copytree(out, tmp_path / "gone", ignore=shutil.ignore_patterns("step-*"))
-    said = "to go on from (one is written every 4 steps): the run begins anew"
-    capsys.readouterr()
-    train(config, tmp_path / "gone", resume=True)
-    assert (
-        f"no checkpoint in {tmp_path / 'gone' / 'checkpoints'} {said}\n" in capsys.readouterr().out
-    )
-    train(config, out, resume=True)
-    assert "anew" not in capsys.readouterr().out
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(run_folder, capsys):
+    config = read_settings(run_folder)
+    (run_folder / "summary.json").unlink()
+    shutil.rmtree(run_folder / "checkpoints")
+    train(config, run_folder, resume=True)
+    message = "to go on from (one is written every 5 steps): the run begins anew\n"
+    assert f"no checkpoint in {run_folder / 'checkpoints'} {message}" in capsys.readouterr().out
 
 
 def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
@@ -195,10 +192,6 @@ def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
         "goes to 24 steps, where 12 were planned: from step 12 on the learning rate is now"
         in capsys.readouterr().out
     )
-    warm = SimpleNamespace(
-        config=replace(longer, optim=replace(longer.optim, warmup=20)), planned=12, step=12
-    )
-    assert loop.goes_further(warm) == "goes to 24 steps, where 12 were planned"  # at the same rate
     found, expected = fingerprint(grown), fingerprint(whole)
     assert found["files"] == expected["files"]
     assert json.loads((grown / "config.json").read_text())["train"]["steps"] == 24
@@ -209,24 +202,19 @@ def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
     assert "planned for 12 steps, and for 24 from step 12 on" in " ".join(read_run(grown).notes)
     assert train(longer, grown, resume=True).steps == 24
     assert fingerprint(grown) == found
-    with pytest.raises(
-        UserError, match=r"is of step 24: train.steps must be at least that, got 12"
-    ):
+    with pytest.raises(UserError, match=r"train.steps must be at least 24"):
         train(config, grown, resume=True)
 
 
-def test_a_run_that_is_taken_further_is_unfinished_until_it_gets_there(tmp_path, monkeypatch):
-    config, out = tiny(tmp_path), tmp_path / "run"
-    train(config, out)
-    longer = replace(config, train=replace(config.train, steps=24))
-    monkeypatch.setattr(loop, "finish", stop)
-    with pytest.raises(RuntimeError, match="stopped"):
-        train(longer, out, resume=True)
-    assert not (out / "summary.json").exists()
-
-
-def stop(run):
-    raise RuntimeError("stopped")
+def test_a_run_that_is_taken_further_is_unfinished_until_it_gets_there(run_folder):
+    for step in (12, 13):
+        (run_folder / f"spike-step-{step}.json").touch()
+    (run_folder / "my-step-13.json").touch()
+    begin(more_steps(run_folder, 24), run_folder, resume=True).log.close()
+    assert not (run_folder / "summary.json").exists()
+    # What was known of a bad step goes when the step is taken again.
+    steps = {path.name for path in run_folder.glob("*-step-*")}
+    assert steps == {"spike-step-12.json", "my-step-13.json"}
 
 
 def test_a_run_begins_with_the_weights_of_another(tmp_path):
@@ -251,7 +239,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
             dict(fresh.named_parameters())[key] if key.startswith("residual.") else trained[key]
         )
         assert torch.equal(parameter, expected), key
-    with pytest.raises(UserError, match=r"train.init_from .*first: weights do not fit the model"):
+    with pytest.raises(UserError, match="weights do not fit the model"):
         begin(replace(begun, model=replace(begun.model, layers=3)), tmp_path / "deep", resume=False)
     with pytest.raises(UserError, match=r"no checkpoint in .*absent"):
         begin(
@@ -264,6 +252,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
         begin(letters, tmp_path / "letters", resume=False)
 
 
+WIDTHS = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32, "kda_heads": 2, "kda_head_dim": 8}
 OTHER = {  # of every setting of a model another value: those of a shape, and those that no shape shows
     "vocab_size": 64, "dim": 32, "layers": 6, "mlp_dim": 48, "residual": "highway", "value_residual": True,
     "qk_norm": True, "kda_heads": 4, "kda_head_dim": 4, "kda_conv": 3, "mla_latent": 8, "mla_head_dim": 4,
@@ -277,31 +266,16 @@ OTHER = {  # of every setting of a model another value: those of a shape, and th
 @pytest.mark.parametrize("name", [f.name for f in fields(ModelConfig)])
 def test_weights_that_fit_and_would_compute_something_else_are_refused(name, monkeypatch):
     """Whatever a new setting changes: what is loaded computes the same, or is not loaded."""
-    widths = {
-        "dim": 16,
-        "heads": 2,
-        "kv_heads": 2,
-        "mlp_dim": 32,
-        "expert_dim": 8,
-        "kda_heads": 2,
-        "kda_head_dim": 8,
-    }
-    widths |= {"mla_head_dim": 8, "mla_value_dim": 8, "mla_shared_dim": 4, "mla_latent": 16}
-    base = {
-        "layers": 3,
-        "pattern": "kda:shortswa:attention",
-        "shortswa": 2,
-        "experts": 4,
-        "context": 16,
-    } | widths
+    base = WIDTHS | {"layers": 3, "pattern": "kda:shortswa:attention", "shortswa": 2}
+    base |= {"experts": 4, "expert_dim": 8, "context": 16}
+    base |= {"mla_head_dim": 8, "mla_value_dim": 8, "mla_shared_dim": 4, "mla_latent": 16}
     if name.startswith("mla"):
         base["pattern"] = "mla"
     there = Decoder(ModelConfig(vocab_size=32, **base)).eval()
     for parameter in there.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    with_it = (
-        {"kv_heads": OTHER["heads"]} if name == "heads" else {}
-    )  # alone it would show in the shapes of keys
+    # Alone it would show in the shapes of keys
+    with_it = {"kv_heads": OTHER["heads"]} if name == "heads" else {}
     here = Decoder(ModelConfig(**{"vocab_size": 32, **base, name: OTHER[name], **with_it})).eval()
     tokenizer = ByteTokenizer()
     monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(there, tokenizer, None))
@@ -311,11 +285,10 @@ def test_weights_that_fit_and_would_compute_something_else_are_refused(name, mon
         fill_from(here, tokenizer, "there")
     except UserError as error:
         refused = str(error)
-    told = rf"something else:\n  model\.{name}: .* there, .* here\n(.*\n)*Take .*: model\.{name} = "
     if not refused:
         torch.testing.assert_close(here(tokens), there(tokens))
     else:
-        assert "weights do not fit the model" in refused or re.search(told, refused)
+        assert "weights do not fit the model" in refused or f"model.{name} = " in refused
 
 
 @pytest.mark.parametrize(
@@ -337,18 +310,8 @@ def test_weights_that_fit_and_would_compute_something_else_are_refused(name, mon
 def test_weights_begin_a_model_whose_settings_differ_in_nothing_that_it_has(
     there, here, monkeypatch
 ):
-    widths = {
-        "dim": 16,
-        "heads": 2,
-        "kv_heads": 2,
-        "mlp_dim": 32,
-        "kda_heads": 2,
-        "kda_head_dim": 8,
-    }
-    made = [
-        Decoder(ModelConfig(vocab_size=32, layers=2, **widths | more)).eval()
-        for more in (there, here)
-    ]
+    settings = {"vocab_size": 32, "layers": 2, **WIDTHS}
+    made = [Decoder(ModelConfig(**settings | more)).eval() for more in (there, here)]
     tokenizer = ByteTokenizer()
     monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(made[0], tokenizer, None))
     fill_from(made[1], tokenizer, "there")
@@ -356,44 +319,19 @@ def test_weights_begin_a_model_whose_settings_differ_in_nothing_that_it_has(
     torch.testing.assert_close(made[1](tokens), made[0](tokens))
 
 
-def test_the_pattern_to_take_is_told_as_a_shell_takes_it(monkeypatch):
-    """In zsh a bare star that is no file's name ends in an error."""
-    widths = {"dim": 16, "heads": 2, "kv_heads": 2, "mlp_dim": 32}
-    # Alike in their weights: a short window has those of attention.
-    there, here = (
-        Decoder(ModelConfig(vocab_size=32, layers=2, pattern=pattern, shortswa=2, **widths))
-        for pattern in ("shortswa*2", "shortswa:attention")
-    )
-    tokenizer = ByteTokenizer()
-    monkeypatch.setattr(load, "load_run", lambda folder: LoadedRun(there, tokenizer, None))
-    with spelling(as_flag), pytest.raises(UserError, match=r"--pattern 'shortswa\*2'"):
-        fill_from(here, tokenizer, "there")
-
-
-def test_a_tilde_leads_home_from_python_too(tmp_path, monkeypatch):
+def test_a_tilde_leads_home_from_python_too(run_folder, tmp_path, monkeypatch):
     """Else a folder of that name is made where one stands."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    config = tiny(tmp_path, steps=2)
-    assert train(config, "~/run").folder == tmp_path / "run"
-    model, tokenizer, _ = load_run("~/run")
-    fill_from(model, tokenizer, "~/run")
-    assert (
-        read_settings("~/run")
-        == read_settings("~/run/config.json")
-        == read_settings(tmp_path / "run")
-    )
-    assert TrainResult.read("~/run").folder == tmp_path / "run"
-    assert write_report(["~/run"], "~/page.html") == tmp_path / "page.html"
+    config = read_settings("~/run")
+    assert train(config, "~/run", resume=True).folder == run_folder
+    assert load_run("~/run").config == config
+    assert TrainResult.read("~/run").folder == run_folder
     with pytest.raises(UserError, match=f"no comparison at {tmp_path}/pair to resume"):
         compare(config, "~/pair", residuals=["standard"], seeds=[0], resume=True)
-    with pytest.raises(UserError, match=f"no recipe at {tmp_path}/recipe.toml"):
+    with pytest.raises(UserError, match=f"cannot read the recipe {tmp_path}/recipe.toml"):
         study("~/recipe.toml")
-    model.save("~/saved")
-    assert pinned(Decoder.load("~/saved").residual) == pinned(model.residual)
     assert not (tmp_path / "~").exists()
-    (tmp_path / "saved").rename("~nobodys")
-    assert Decoder.load("./~nobodys").config == model.config, "a shell would leave it as it is, too"
 
 
 def test_a_longer_context_may_bring_another_rope_base(monkeypatch):
@@ -417,7 +355,6 @@ def test_a_longer_context_may_bring_another_rope_base(monkeypatch):
 
 def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
     """On another text, of which a BPE of its own would be another; and it goes on when the other run is gone."""
-    pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
     config, first, second = tiny(tmp_path), tmp_path / "first", tmp_path / "second"
     config = replace(config, data=replace(config.data, tokenizer="bpe", bpe_vocab=300))
     train(config, first)
@@ -434,9 +371,7 @@ def test_a_run_with_the_tokenizer_of_another_begins_with_its_weights(tmp_path):
     longer = replace(again, train=replace(again.train, steps=again.train.steps + 2))
     assert train(longer, second, resume=True).steps == config.train.steps + 2
     assert read_settings(second).data == again.data
-    with pytest.raises(
-        UserError, match=rf"no tokenizer at {first}: .*; a run that took it before keeps it"
-    ):
+    with pytest.raises(UserError, match=rf"no tokenizer at {first}"):
         train(replace(again, train=config.train), tmp_path / "third")
     third = replace(again, data=replace(again.data, tokenizer=str(second)), train=config.train)
     assert begin(third, tmp_path / "third", resume=False).identity["corpus"]["tokenizer_hash"]
@@ -472,18 +407,15 @@ def test_what_saves_memory_does_not_change_the_result(tmp_path, change):
 def test_clipping_lowers_what_is_too_large_and_nothing_else(size):
     """As torch does; a norm below the limit stays."""
     torch.manual_seed(0)
-    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    for mine, its in zip(one.parameters(), other.parameters()):
-        mine.grad = size * torch.randn_like(mine)
-        its.grad = mine.grad.clone()
-    before = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()]).item()
-    clip(one, before, 1.5)
-    torch.nn.utils.clip_grad_norm_(other.parameters(), 1.5)
-    for mine, its in zip(one.parameters(), other.parameters()):
-        torch.testing.assert_close(mine.grad, its.grad)
-    after = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()]).item()
-    assert after == pytest.approx(min(before, 1.5))
-    assert (before < 1.5) == (size < 1)
+    layer, expected = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    for parameter, other in zip(layer.parameters(), expected.parameters()):
+        parameter.grad = size * torch.randn_like(parameter)
+        other.grad = parameter.grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.5).item()
+    clip(layer, norm, 1.5)
+    for parameter, other in zip(layer.parameters(), expected.parameters()):
+        torch.testing.assert_close(parameter.grad, other.grad)
+    assert (norm < 1.5) == (size < 1)
 
 
 def test_every_update_has_the_rate_of_its_number_and_is_clipped_at_the_limit(tmp_path, monkeypatch):
@@ -541,44 +473,28 @@ def test_compiled_training_gives_the_same_losses(tmp_path, monkeypatch):
 
 def test_what_is_compiled_unless_one_says(tmp_path):
     """The whole model, where a residual has no kernels and the run is long enough; nothing on a CPU or among ranks."""
-    gpu, short = torch.device("cuda"), TrainSettings(steps=1999)
-    fused = ("standard", "attnres-block", "attnres-full", "mhc", "muddformer", "denseformer")
-    others = (
-        "attnres-full:weights=sigmoid",
-        "vertical-attention",
-        "denseformer:backend=reference",
-        "mhc:backend=reference",
-        "hyper-connections:streams=9",
-    )
-    specs = fused + others
-    models = {
-        spec: Decoder(
-            ModelConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, residual=spec)
-        )
-        for spec in specs
-    }
-    for settings, whole in ((short, ()), (replace(short, steps=2000), others)):
-        config = replace(tiny(tmp_path), train=settings)
-        modes = {spec: compile_mode(config, model, gpu) for spec, model in models.items()}
-        assert modes == {spec: "model" if spec in whole else "layers" for spec in specs}
-        assert {compile_mode(config, model, None) for model in models.values()} == {"none"}
-        assert {compile_mode(config, model, torch.device("cpu")) for model in models.values()} == {
-            "none"
-        }
-        for asked, mode in {
-            "none": "none",
-            "layers": "layers",
-            "model": "model",
-        }.items():
-            asking = replace(config, train=replace(settings, compile=asked))
-            assert compile_mode(asking, models["mhc"], None) == mode
+    gpu, settings = torch.device("cuda"), TrainSettings(steps=2000)
+    shape = {"vocab_size": 8, "dim": 8, "layers": 1, "heads": 1, "kv_heads": 1}
+    for fused, specs in {
+        True: ("standard", "attnres-block", "attnres-full", "mhc", "muddformer", "denseformer"),
+        False: ("attnres-full:weights=sigmoid", "vertical-attention", "mhc:backend=reference"),
+    }.items():
+        for spec in specs:
+            model = Decoder(ModelConfig(**shape, residual=spec))
+            config = replace(tiny(tmp_path), train=settings)
+            assert compile_mode(config, model, gpu) == ("layers" if fused else "model"), spec
+            short = replace(config, train=replace(settings, steps=1999))
+            assert compile_mode(short, model, gpu) == "layers"
+            for device in (None, torch.device("cpu")):
+                assert compile_mode(config, model, device) == "none"
+            for mode in ("none", "layers", "model"):
+                asking = replace(config, train=replace(settings, compile=mode))
+                assert compile_mode(asking, model, None) == mode
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path, tokenizer):
     """With every logit zero each token costs log2(vocab) bits, however many bytes it stands for."""
-    if tokenizer == "bpe":
-        pytest.importorskip("tokenizers", reason="the extra headwater[bpe] is not installed")
     config = tiny(tmp_path)
     config = replace(config, data=replace(config.data, tokenizer=tokenizer, bpe_vocab=300))
     run = begin(config, tmp_path / "run", resume=False)
@@ -614,15 +530,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing_bad(tmp_path,
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_one_rank_writes_that_a_run_diverged(tmp_path):
-    for main in (False, True):
-        run = SimpleNamespace(
-            folder=tmp_path, config=tiny(tmp_path), ranks=SimpleNamespace(main=main)
-        )
-        assert str(loop.diverged(run, "why")) == "why"  # raised by all of them
-        assert (tmp_path / "diverged.json").exists() == main
-
-
 def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_path, monkeypatch):
     spikes(monkeypatch, 8, factor=math.nan)
     with pytest.raises(
@@ -642,39 +549,14 @@ def test_a_run_that_one_bad_batch_has_stopped_goes_on_as_its_message_says(tmp_pa
     assert train(replace(config, train=more), tmp_path / "spikes", resume=True).skipped_steps == 2
 
 
-def test_what_is_known_of_a_bad_step_goes_when_the_step_is_taken_again(tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    spikes(monkeypatch, 3, 8, 9, factor=math.nan)
-    with pytest.raises(UserError, match=r"not finite at step 9"):
-        train(tiny(tmp_path, skip_nonfinite=1), run)
-    assert {path.name for path in run.glob("*-step-*")} == {
-        f"nonfinite-step-{step}.json" for step in (3, 8, 9)
-    }
-    (run / "my-step-9.json").touch()
-    spikes(monkeypatch)
-    train(tiny(tmp_path, skip_nonfinite=1), run, resume=True)  # from step 5
-    assert {path.name for path in run.glob("*-step-*")} == {
-        "nonfinite-step-3.json",
-        "my-step-9.json",
-    }
-
-
-def test_a_result_tells_by_which_code_it_was_made_and_on_which_text(tmp_path):
+def test_the_hash_of_the_code_is_of_its_python_files(tmp_path):
     """Runs of one release may be by two versions of its files."""
-    config = tiny(tmp_path, steps=1)
-    result = train(config, tmp_path / "run")
-    assert result == TrainResult.read(tmp_path / "run")
-    assert (result.code, result.source_hash) == (
-        code_of(),
-        prepare(config.data).identity["source_hash"],
-    )
-    package = tmp_path / "package"
-    (package / "part").mkdir(parents=True)
+    (tmp_path / "part").mkdir(parents=True)
     hashes = []
     for name, text in (("a.py", "1"), ("part/b.py", "2"), ("part/b.py", "3"), ("notes.txt", "4")):
-        (package / name).write_text(text)
+        (tmp_path / name).write_text(text)
         code_of.cache_clear()
-        hashes.append(code_of(package))
+        hashes.append(code_of(tmp_path))
     code_of.cache_clear()
     assert len({*hashes[:3]}) == 3
     assert hashes[3] == hashes[2]
@@ -708,36 +590,22 @@ def test_a_run_that_no_longer_learns_stops_unless_it_has_learned_all_there_is(
 
 def test_each_kind_of_bad_step_has_its_own_count():
     settings = TrainSettings(skip_nonfinite=2, skip_spikes=2, spike_window=2)
+    # After equal losses a small rise is no spike.
+    threshold = Skips(losses=[2.0] * 2).judge(2.1, 1.0, settings).threshold
+    assert threshold == pytest.approx(2.0 + 6 * 0.002)
     skips = Skips(losses=[1.0, 1.1])
-    counted = []
-    for loss, norm in (
-        (99.0, 1.0),
-        (99.0, 1.0),
-        (math.nan, 1.0),
-        (1.0, math.inf),
-        (99.0, 1.0),
-        (1.0, 1.0),
-    ):
-        reason = skips.judge(loss, norm, settings)
-        counted.append((reason and reason.kind, skips.in_a_row))
-    steps = [
-        ("spike", 1),
-        ("spike", 2),
-        ("nonfinite", 1),
-        ("nonfinite", 2),
-        ("spike", 1),
-        (None, 0),
-    ]
-    assert counted == steps
-    assert skips.total == 5
-
-
-def test_after_equal_losses_a_small_rise_is_no_spike():
-    settings = TrainSettings(skip_spikes=1, spike_window=3)
-    assert Skips(losses=[2.0] * 3).judge(2.001, 1.0, settings) is None
-    assert Skips(losses=[2.0] * 3).judge(2.1, 1.0, settings).threshold == pytest.approx(
-        2.0 + 6 * 0.002
+    steps = (
+        (99.0, 1.0, "spike", 1),
+        (99.0, 1.0, "spike", 2),
+        (math.nan, 1.0, "nonfinite", 1),
+        (1.0, math.inf, "nonfinite", 2),
+        (99.0, 1.0, "spike", 1),
+        (1.0, 1.0, None, 0),
     )
+    for loss, norm, kind, count in steps:
+        reason = skips.judge(loss, norm, settings)
+        assert (reason and reason.kind, skips.in_a_row) == (kind, count)
+    assert skips.total == 5
 
 
 def spikes(monkeypatch, *numbers: int, factor: float = 100, real=loop.accumulate) -> None:
@@ -814,22 +682,19 @@ def test_a_run_whose_folder_goes_away_ends_at_its_next_save(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("harm", ["gone", "zeros", "foreign"])
-def test_a_log_that_is_not_what_was_written_is_told_on_resume(tmp_path, capfd, harm):
-    out, longer = tmp_path / "run", tiny(tmp_path, steps=14)
-    train(tiny(tmp_path), out)
-    log = out / "metrics.jsonl"
+def test_a_log_that_is_not_what_was_written_is_told_on_resume(run_folder, capfd, harm):
+    log = run_folder / "metrics.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
-    capfd.readouterr()
     if harm == "gone":
         log.unlink()
     elif harm == "zeros":
         log.write_bytes(b"".join([*lines[:3], b"\0" * 40, b"\n", *lines[4:]]))
     else:
         log.write_bytes(b"".join(lines[:3]) + lines[3].replace(b"loss", b"lass") + lines[4])
-    train(longer, out, resume=True)
-    left = {"gone": 0, "zeros": len(lines) - 1, "foreign": 5}[harm]
-    assert f"not what was written until step 12: {left} records" in capfd.readouterr().err
-    train(replace(longer, train=replace(longer.train, steps=16)), out, resume=True)
+    train(more_steps(run_folder, 14), run_folder, resume=True)
+    count = {"gone": 0, "zeros": len(lines) - 1, "foreign": 5}[harm]
+    assert f"not what was written until step 12: {count} records" in capfd.readouterr().err
+    train(more_steps(run_folder, 16), run_folder, resume=True)
     assert not capfd.readouterr().err
 
 
@@ -855,22 +720,9 @@ def test_a_loss_spike_is_left_out_and_a_resumed_run_decides_alike(tmp_path, monk
     assert cause["batch"] == {"seed": 0, "step": 6, "size": 4}
 
     for cut in (5, 7):  # with a window half filled, and between two spikes
-        with monkeypatch.context() as patch:
-            cut_power(patch, at_step=cut + 1)
-            with pytest.raises(PowerCut):
-                train(config, tmp_path / f"cut{cut}")
+        cut_off(config, tmp_path / f"cut{cut}", monkeypatch, at_step=cut + 1)
         train(config, tmp_path / f"cut{cut}", resume=True)
         assert fingerprint(tmp_path / f"cut{cut}") == whole
-
-
-def test_too_many_spikes_in_a_row_stop_the_run_wherever_it_was_resumed(tmp_path, monkeypatch):
-    config = tiny(tmp_path, save_every=1, keep=99, skip_spikes=2, spike_window=4)
-    spikes(monkeypatch, 7, 8, 9)
-    for resume in (False, True):  # while steps are left out nothing is saved
-        with pytest.raises(
-            UserError, match=r"the loss is above .* at step 9 .*step-00000006.*spike-step-9"
-        ):
-            train(config, tmp_path / "run", resume=resume)
 
 
 def slow_writes(monkeypatch, seconds: float = 0.0, failing: int | None = None) -> list[int]:
@@ -921,9 +773,8 @@ def test_copies_for_the_background_keep_their_place(tmp_path):
     assert torch.equal(first, torch.arange(6.0))
     assert buffers.take({"weight": weight})["weight"].data_ptr() == first.data_ptr()
     assert torch.equal(first, weight)
-    more = buffers.take(
-        {"weight": weight, "later": weight}
-    )  # an optimizer has state after its first step
+    # An optimizer has state after its first step
+    more = buffers.take({"weight": weight, "later": weight})
     assert all(torch.equal(copy, weight) for copy in more.values())
 
 
@@ -940,11 +791,8 @@ def test_copies_for_the_background_are_written_in_few_pieces(monkeypatch):
     copies = HostBuffers().take(tensors)
     parts = list(shards.encode(copies))
     assert b"".join(parts) == b"".join(shards.encode(tensors))
-    assert [len(part) for part in parts[1:]] == [
-        24 + 24 + 20,
-        160,
-        6,
-    ]  # count, a and b; large, by itself; half
+    # Count, a and b; large, by itself; half
+    assert [len(part) for part in parts[1:]] == [24 + 24 + 20, 160, 6]
     assert len(list(shards.encode(tensors))) == 6
     assert (
         copies["half"].untyped_storage().data_ptr() == copies["count"].untyped_storage().data_ptr()
@@ -1058,21 +906,11 @@ def test_depth_records(tmp_path):
         assert records[-1]["read_norm"] == pytest.approx(sizes, rel=1e-4)
         for record in records:
             assert record["sublayers"] == ["attention", "mlp"] * 2
-            assert [
-                len(record[key]) for key in ("output_norm", "gradient_norm", "read_norm", "entropy")
-            ] == [
-                4,
-                4,
-                5,
-                5,
-            ]
+            for key, count in (("output_norm", 4), ("gradient_norm", 4), ("read_norm", 5)):
+                assert len(record[key]) == count
+                assert min(record[key]) > 0
             mixing = np.array(record["mixing"])
             assert np.allclose(mixing, np.tril(mixing))
-            assert all(
-                value > 0
-                for key in ("output_norm", "gradient_norm", "read_norm")
-                for value in record[key]
-            )
             if residual == "standard":
                 assert np.allclose(mixing, np.tril(np.ones((5, 5))), atol=1e-4)
                 assert record["entropy"] == pytest.approx(
@@ -1098,32 +936,20 @@ def test_gradients_by_depth_are_those_before_clipping(tmp_path):
     assert 0.1 < math.hypot(*taken[1e3].depth) < taken[1e3].grad_norm == taken[1e-3].grad_norm
 
 
-def test_summary_and_resolved_configuration(tmp_path):
-    summary = train(tiny(tmp_path), tmp_path / "run")
+def test_summary_and_resolved_configuration(run_folder):
     keys = "residual seed parameters residual_parameters flops_per_token tokens steps seconds peak_memory_bytes loss"
-    saved = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert set(saved) == {
-        *keys.split(),
-        "skipped_steps",
-        "bits_per_byte",
-        "device",
-        "torch",
-        "headwater",
-        "code",
-        "source_hash",
-        "tokenizer_hash",
-    }
-    assert (
-        {**saved, "folder": tmp_path / "run"}
-        == asdict(summary)
-        == asdict(TrainResult.read(tmp_path / "run"))
-    )
+    others = "skipped_steps bits_per_byte device torch headwater code source_hash tokenizer_hash"
+    saved = read_json(run_folder / "summary.json")
+    assert saved.pop("hash")
+    assert set(saved) == {*keys.split(), *others.split()}
+    summary = TrainResult.read(run_folder)
+    assert {**saved, "folder": run_folder} == asdict(summary)
     assert summary.tokens == STEPS * 4 * 32
     assert summary.peak_memory_bytes > 50 * 2**20
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert ModelConfig.from_dict(config["model"]).residual == "attnres-block:block=2"
-    assert config["model"]["vocab_size"] == 320
-    assert (tmp_path / "run" / "tokenizer.json").exists()
+    assert summary.code == code_of()
+    config = read_settings(run_folder)
+    assert summary.source_hash == prepare(config.data).identity["source_hash"]
+    assert (config.model.residual, config.model.vocab_size) == ("attnres-block:block=2", 320)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -1206,30 +1032,6 @@ def test_the_factor_of_the_queries_is_on_every_rate_of_the_schedule(optimizer):
         assert rates == {"matrices": rate, "rest": rate, "queries": rate * 0.1}
 
 
-def test_the_factor_of_the_queries_acts_on_queries_alone(tmp_path):
-    """A first step of AdamW is as long as its rate, whatever the gradient: the factor shows in full, and only there."""
-    moved = {}
-    for factor in (1.0, 0.25):
-        config = tiny(tmp_path, residual="attnres-full", steps=1)
-        run = begin(
-            replace(config, optim=replace(config.optim, query_lr=factor)),
-            tmp_path / str(factor),
-            resume=False,
-        )
-        before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
-        update(run, 1, accumulate(run, 1))
-        run.log.close()
-        moved[factor] = {
-            name: value.detach() - before[name] for name, value in run.model.named_parameters()
-        }
-    assert all(
-        change.abs().max() > 0 for name, change in moved[1.0].items() if name.endswith(".query")
-    )
-    for name, change in moved[1.0].items():
-        expected = change * 0.25 if name.endswith(".query") else change
-        torch.testing.assert_close(moved[0.25][name], expected, rtol=1e-5, atol=1e-9, msg=name)
-
-
 def test_schedules():
     cosine = OptimSettings(lr=1.0, warmup=10, final_lr=0.1)
     assert [learning_rate(s, 100, cosine) for s in (0, 4, 9, 10)] == pytest.approx(
@@ -1243,26 +1045,14 @@ def test_schedules():
     )
 
 
-def test_a_second_process_is_kept_out_of_a_run_folder(tmp_path):
-    from headwater.train.files import locked
-
-    with locked(tmp_path / "run"), pytest.raises(UserError, match="another process is working in"):
-        train(tiny(tmp_path), tmp_path / "run")
-
-
 def test_a_run_goes_on_where_its_text_lies_now(tmp_path, monkeypatch):
     """It is another machine, or another folder: the tokens are the same, to the last."""
     config = tiny(tmp_path)
     whole = train(config, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        cut_power(patch, at_step=8)
-        with pytest.raises(PowerCut):
-            train(config, tmp_path / "run")
+    cut_off(config, tmp_path / "run", monkeypatch, at_step=8)
     (tmp_path / "corpus").rename(tmp_path / "moved")
-    moved = replace(
-        config,
-        data=replace(config.data, source=(str(tmp_path / "moved"),), cache=str(tmp_path / "other")),
-    )
+    data = replace(config.data, source=(str(tmp_path / "moved"),), cache=str(tmp_path / "other"))
+    moved = replace(config, data=data)
     assert train(moved, tmp_path / "run", resume=True).loss == whole.loss
     assert fingerprint(tmp_path / "run")["files"] == fingerprint(tmp_path / "whole")["files"]
     assert read_json(tmp_path / "run" / "config.json")["data"]["source"] == [
@@ -1272,13 +1062,10 @@ def test_a_run_goes_on_where_its_text_lies_now(tmp_path, monkeypatch):
 
 def test_a_corpus_that_changed_is_not_continued(tmp_path, monkeypatch):
     config = tiny(tmp_path)
-    with monkeypatch.context() as patch:
-        cut_power(patch, at_step=8)
-        with pytest.raises(PowerCut):
-            train(config, tmp_path / "run")
+    cut_off(config, tmp_path / "run", monkeypatch, at_step=8)
     (write_corpus(tmp_path) / "more.txt").write_text("a text that was not there before " * 20)
     with pytest.raises(
         UserError,
-        match=r"(?s)on other text:\n  corpus.source_hash.*Put back the text.*train.init_from .*step-",
+        match=r"(?s)on other text:\n  corpus.source_hash.*Name with data.source the text.*train.init_from .*step-",
     ):
         train(config, tmp_path / "run", resume=True)

@@ -7,7 +7,6 @@ nothing is pickled.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -34,7 +33,6 @@ STEP_FOLDER = re.compile(r"step-(\d+)")
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 CONFIG, STATE = "config.json", "state.json"
-STATE_KEYS = ("step", "config", "seconds", "peak_memory", "evaluation", "skips", "log")
 
 
 def save(
@@ -72,12 +70,14 @@ def save(
         for old in checkpoints(root)[:-keep]:
             _remove(old)
 
+    # Alone, a process writes files without a number.
     writer = shards.Writer(scratch, "" if ranks.alone else f"-{ranks.rank:05d}", prepare, commit)
     values = values or {name: local(tensor) for name, tensor in tensors.items()}
     try:
         shards.write(
             tensors, values, writer, planner or shards.Planner(), alone=ranks.alone, group=group
         )
+    # What was there before is untouched: the old checkpoint goes after the new one has its name.
     except OSError as error:
         if ranks.main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -101,12 +101,12 @@ def step_of(folder: Path) -> int | None:
 
 def _commit(scratch: Path, final: Path, step: int, texts: dict[str, Any], hashes: Hashes) -> None:
     """The manifest is written last and the rename follows it: a checkpoint has both, or it is none."""
-    hashes = hashes | {
-        name: shards.write_file(
-            scratch / name, [encode_json(text, indent=None if name == shards.INDEX else 1)]
-        )
-        for name, text in texts.items()
-    }
+    for name, text in texts.items():
+        # The index may have thousands of entries.
+        indent = None if name == shards.INDEX else 1
+        content = encode_json(text, indent)
+        hashes = {**hashes, name: shards.write_file(scratch / name, [content])}
+    # With its seal, a manifest vouches for itself.
     shards.write_file(scratch / MANIFEST, [seal({"step": step, "sha256": hashes})])
     sync(scratch)
     _put_in_place(scratch, final)
@@ -117,7 +117,8 @@ def load(
 ) -> dict[str, Any]:
     """Fill model and optimizers from a checkpoint that has passed `verify`, whatever the layout it was saved under;
     returns its state.json. Each rank reads what it holds."""
-    fill(_reader(folder), model, optimizers, alone=ranks is None or ranks.alone)
+    alone = ranks is None or ranks.alone
+    fill(shards.Reader(folder), model, optimizers, alone=alone)
     return read_state(folder)
 
 
@@ -125,10 +126,12 @@ def _instead(folder: Path) -> str:
     """Guess what a folder without a checkpoint was given for."""
     if (folder / "adapter_config.json").is_file():
         return "it holds an adapter of PEFT; load it on its model, and save what merge_and_unload() gives"
+    # A study or a comparison holds runs; one of them may be meant.
     runs = [run for run in sorted(folder.glob("runs/*")) if newest(run / "checkpoints")]
     if runs:
         return f"it holds {len(runs)} runs; give one of them, such as {runs[0]}"
-    if any((run / "summary.json").is_file() for run in (folder, *folder.glob("runs/*"))):
+    ended = [folder / "summary.json", *folder.glob("runs/*/summary.json")]
+    if any(path.is_file() for path in ended):
         return (
             "what has ended here has lost its weights, as the runs of a study do; with keep_weights = true in its "
             f"recipe, and another {spell('out')}, it keeps them"
@@ -138,6 +141,7 @@ def _instead(folder: Path) -> str:
 
 def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     """The model of a run (its newest checkpoint), of one checkpoint, or of a folder that `Decoder.save` wrote."""
+    # A checkpoint, else a model that was saved by itself, else a run.
     if (folder / STATE).is_file() or (folder / MANIFEST).is_file():
         return _load_checkpoint(folder, device)
     if (folder / MODEL).is_file():
@@ -155,13 +159,12 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
 
 def _load_checkpoint(folder: Path, device: str) -> tuple[Decoder, Tokenizer]:
     verify(folder)
-    state, settings = read_state(folder), read_json(folder / CONFIG)
-    try:
-        model = Decoder(ModelConfig.from_dict(settings))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{folder / CONFIG} does not describe a model: {error}") from None
-    fill_model(_reader(folder), model)
+    state = read_state(folder)
+    with user_values():  # a residual of a module that is not imported
+        model = Decoder(ModelConfig.from_dict(read_json(folder / CONFIG)))
+    fill_model(shards.Reader(folder), model)
     run = folder.parent.parent
+    # The tokenizer lies in the run's folder, where a file may have been exchanged.
     tokenizer = load_tokenizer(run)
     if hash_of(tokenizer) != state["config"]["corpus"]["tokenizer_hash"]:
         raise UserError(
@@ -171,50 +174,24 @@ def _load_checkpoint(folder: Path, device: str) -> tuple[Decoder, Tokenizer]:
     return model.to(device), tokenizer
 
 
-def _reader(folder: Path) -> shards.Reader:
-    """The tensors of a verified checkpoint; none of them in a file that the manifest does not vouch for."""
-    reader = shards.Reader(folder)
-    hashed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-    if unknown := set(reader.metadata.storage_data.values()) - set(hashed):
-        raise UserError(
-            f"{folder / shards.INDEX} names {sorted(unknown)[0]}, of which {MANIFEST} has no hash"
-        )
-    return reader
-
-
 def read_state(folder: Path) -> dict[str, Any]:
-    state = read_json(folder / STATE)
-    if not isinstance(state, dict) or any(key not in state for key in STATE_KEYS):
-        raise UserError(
-            f"{folder / STATE} is not the state of a run, which has {', '.join(STATE_KEYS)}"
-        )
-    return state
+    return read_json(folder / STATE)
 
 
 def refuse_other(folder: Path, asked: dict[str, Any]) -> None:
     """A run continues only under the configuration, and on the tokens, that it began with."""
     differing = differences(read_state(folder)["config"], asked)
-    if differing:
-        if all(
-            line.startswith("corpus.") for line in differing
-        ):  # a file that has changed keeps its name
-            other, cure = "was trained on other text", "Put back the text that it began with"
-        elif all(line.startswith(("corpus.", "data.source:")) for line in differing):
-            other = "was trained on other text"
-            cure = (
-                f"Leave {spell('data.source')} out, or name with it the text that it began with, "
-                "whose files are called as they were "
-                "(by its name a file is held out or not)"
-            )
-        else:
-            other = "belongs to another configuration"
-            cure = "Resume with the settings it was made with (leave the flags out)"
-        listing = "\n  ".join(differing)
-        raise UserError(
-            f"the checkpoint {folder} {other}:\n  {listing}\n{cure}, or start a new run in "
-            f"another {spell('out')}, with its "
-            f"weights by {spell('train.init_from')} {quote(str(folder))}"
-        )
+    if not differing:
+        return
+    listing = "\n  ".join(differing)
+    other, cure = "belongs to another configuration", "Resume with the settings it was made with"
+    # A file may have changed under its name, or lie under another name, by which it is held out or not.
+    if all(line.startswith(("corpus.", "data.source:")) for line in differing):
+        other = "was trained on other text"
+        cure = f"Name with {spell('data.source')} the text that it began with, in files of the same names"
+    anew = f"start a new run in another {spell('out')}"
+    weights = f"with its weights by {spell('train.init_from')} {quote(str(folder))}"
+    raise UserError(f"the checkpoint {folder} {other}:\n  {listing}\n{cure}, or {anew}, {weights}")
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -243,11 +220,8 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
         return f"{MANIFEST} is not what was written"
     if step_of(folder) not in (None, manifest.get("step")):
         return f"{MANIFEST} is of step {manifest.get('step')}, and the folder is called otherwise"
+    # Ranks divide these files among them.
     hashes: dict[str, str] = manifest["sha256"]
-    if elsewhere := [name for name in hashes if Path(name).name != name]:
-        return f"{MANIFEST} names {elsewhere[0]!r}, outside of its folder"
-    if missing := {shards.INDEX, CONFIG, STATE} - set(hashes):
-        return f"{MANIFEST} has no hash of {sorted(missing)[0]}"
     for name, expected in list(hashes.items())[share]:
         try:
             intact = hash_file(folder / name) == expected
@@ -261,15 +235,17 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
 def verify(folder: Path, ranks: Ranks | None = None) -> None:
     """Every byte is checked before one is used; several ranks divide the files among them and agree."""
     ranks = ranks or Ranks()
+    # Each rank hashes its share of the files.
     problems = ranks.all_gather_object(damage(folder, slice(ranks.rank, None, ranks.world)))
     problem = next(filter(None, problems), None)
-    if problem:
-        intact = ranks.broadcast_object(good(folder.parent) if ranks.main else None)
-        advice = f"Start again in another {spell('out')}"
-        if intact:
-            remove = f"rm -r {quote(str(folder))}"
-            advice = f"To go on from there, delete the damaged folder ({remove}) and go on with {spell('resume')}"
-        raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(intact)} {advice}")
+    if not problem:
+        return
+    intact = ranks.broadcast_object(good(folder.parent) if ranks.main else None)
+    advice = f"Start again in another {spell('out')}"
+    if intact:
+        remove = f"delete the damaged folder (rm -r {quote(str(folder))})"
+        advice = f"To go on from there, {remove} and go on with {spell('resume')}"
+    raise UserError(f"the checkpoint {folder} is damaged: {problem}. {_named(intact)} {advice}")
 
 
 def sweep(root: Path) -> None:
@@ -280,7 +256,11 @@ def sweep(root: Path) -> None:
 
 def good(root: Path) -> Path | None:
     """The newest checkpoint that is whole."""
-    return next((path for path in reversed(checkpoints(root)) if damage(path) is None), None)
+    # Newest first, since the newest good one is what can be gone on from.
+    for path in reversed(checkpoints(root)):
+        if damage(path) is None:
+            return path
+    return None
 
 
 def last_good(root: Path) -> str:

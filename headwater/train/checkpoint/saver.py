@@ -37,9 +37,11 @@ def all_finite(tensors: Tensors) -> bool:
     """Look at this rank's part of every tensor; a GPU is waited for once."""
     parts = [local(tensor) for tensor in tensors.values()]
     answers = [part.isfinite().all() for part in parts if part.is_floating_point()]
-    return not answers or bool(
-        torch.stack([answer.to(answers[0].device) for answer in answers]).all()
-    )
+    if not answers:
+        return True
+    # Counters of steps are on the host.
+    device = answers[0].device
+    return bool(torch.stack([answer.to(device) for answer in answers]).all())
 
 
 class Saver:
@@ -54,13 +56,8 @@ class Saver:
         config: ModelConfig,
         ranks: Ranks,
     ) -> None:
-        self.root, self.model, self.optimizers, self.config, self.ranks = (
-            root,
-            model,
-            optimizers,
-            config,
-            ranks,
-        )
+        self.root, self.config, self.ranks = root, config, ranks
+        self.model, self.optimizers = model, optimizers
         self.buffers, self.planner = HostBuffers(), Planner()
         self.group: Any = None
         self.thread: BackgroundSave | None = None
@@ -79,6 +76,7 @@ class Saver:
         Raises: `NotFinite` on every rank if a number on one of them is not; what was saved before stays.
         """
         self.wait()
+        # Tensors that are not finite on one rank are saved on none.
         tensors = contents(self.model, self.optimizers)
         if self.ranks.max(int(not all_finite(tensors))):
             raise NotFinite
@@ -86,6 +84,7 @@ class Saver:
         options |= {"ranks": self.ranks, "planner": self.planner}
         if not background:
             return checkpoint.save(self.root, step, tensors, state, **options)
+        # Training goes on while a thread writes these copies.
         options |= {"values": self.buffers.take(tensors), "group": self._connect()}
         arrived = self.buffers.copied
 
@@ -100,6 +99,7 @@ class Saver:
 
     def _connect(self) -> Any:
         """Ranks talk about a save over gloo, apart from the collectives of the steps that run meanwhile."""
+        # The group is made when the first save needs it, by all ranks together.
         if self.group is None and not self.ranks.alone:
             self.group = dist.new_group(backend="gloo", timeout=SLOWEST)
         return self.group
@@ -121,6 +121,7 @@ class Saver:
         if thread is None:
             return
         thread.join()
+        # All ranks stop if one could not write.
         failed = self.ranks.max(int(thread.error is not None))
         if thread.error is not None:
             raise thread.error
@@ -172,11 +173,13 @@ class HostBuffers:
     def take(self, tensors: Tensors) -> Tensors:
         here = {name: local(tensor) for name, tensor in tensors.items()}
         on_gpu = [tensor.device for tensor in here.values() if tensor.is_cuda]
+        # Buffers serve every save until there is more to save, as after the first step.
         if _layout(here) != _layout(self.buffers):
             self.buffers = self._rooms(here, pinned=bool(on_gpu))
         if on_gpu:
             self.device = on_gpu[0]
             self.stream = self.stream or torch.cuda.Stream(self.device)
+            # The copy begins when the step is done, and runs beside the next one.
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             for name, tensor in here.items():
@@ -189,23 +192,22 @@ class HostBuffers:
     def _rooms(self, tensors: Tensors, *, pinned: bool) -> dict[str, Tensor]:
         self.buffers = {}  # not beside the new ones
         remaining = sum(tensor.nbytes for tensor in tensors.values() if tensor.nbytes < self.BLOCK)
-        rooms, shared, used = {}, torch.empty(0, dtype=torch.uint8), 0
+        rooms, block, used = {}, torch.empty(0, dtype=torch.uint8), 0
         for name, tensor in in_file_order(tensors):
             size = tensor.nbytes
             if size >= self.BLOCK:
-                room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                room = _bytes(size, pinned)
             else:
-                if used + size > len(shared):
-                    shared, used = (
-                        torch.empty(
-                            min(self.BLOCK, remaining), dtype=torch.uint8, pin_memory=pinned
-                        ),
-                        0,
-                    )
-                room = shared[used : used + size]
+                if used + size > len(block):
+                    block, used = _bytes(min(self.BLOCK, remaining), pinned), 0
+                room = block[used : used + size]
                 used, remaining = used + size, remaining - size
             rooms[name] = room.view(tensor.dtype).view(tensor.shape)
         return rooms
+
+
+def _bytes(size: int, pinned: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _layout(tensors: Tensors) -> dict[str, Any]:

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -37,8 +36,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from headwater.errors import UserError
 from headwater.folders import write_file
+from headwater.train.files import read_json
 
 INDEX = "index.json"
 DTYPES = {
@@ -82,6 +81,7 @@ class Planner(DefaultSavePlanner):
 
     def bring(self, tensors: Tensors, values: Tensors) -> None:
         self.tensors, self.values = tensors, values
+        # A plan depends on names, shapes, types and division, not on data.
         layout = {name: _division(tensor) for name, tensor in tensors.items()}
         if layout != self.layout:
             self.layout, self.own, self.of_all = layout, None, None
@@ -97,17 +97,18 @@ class Planner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """A rank that holds no rows of a small tensor has nothing to write."""
+        # A plan of an earlier save serves as long as the layout does.
         if self.own is None:
             plan = super().create_local_plan()
-            items = [
-                item
-                for item in plan.items
-                if item.tensor_data and math.prod(item.tensor_data.chunk.sizes)
-            ]
+            items = []
+            for item in plan.items:
+                if item.tensor_data and item.tensor_data.chunk.sizes.numel():
+                    items.append(item)
             self.own = dataclasses.replace(plan, items=items)
         return self.own
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # The main rank's plan for all ranks, with what they asked for.
         if self.of_all is None or self.of_all[0] != all_plans:
             self.of_all = all_plans, super().create_global_plan(all_plans)
         return self.of_all[1]
@@ -162,25 +163,27 @@ class Writer(dcp.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
+        # One file of the model's tensors, and one of the optimizer's.
         for kind, items in groupby(plan.items, key=lambda item: item.index.fqn.partition("/")[0]):
-            chosen, file = list(items), f"{kind}{self.suffix}.safetensors"
-            tensors = {
-                item.index.fqn.partition("/")[2]: cast(Tensor, planner.resolve_data(item))
-                for item in chosen
-            }
+            file = f"{kind}{self.suffix}.safetensors"
+            sizes, tensors = {}, {}
+            for item in items:
+                sizes[item.index] = item.tensor_storage_size() or 0
+                name = item.index.fqn.partition("/")[2]
+                tensors[name] = cast(Tensor, planner.resolve_data(item))
             piece = Piece(file, write_file(self.scratch / file, encode(tensors)))
-            results += [
-                WriteResult(item.index, item.tensor_storage_size() or 0, piece) for item in chosen
-            ]
+            results += [WriteResult(index, size, piece) for index, size in sizes.items()]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pieces = {result.index: result.storage_data for rank in results for result in rank}
-        self.commit(
-            to_json(metadata, pieces), {piece.file: piece.sha256 for piece in pieces.values()}
-        )
+        # What all ranks have written, by tensor and corner.
+        pieces: dict[MetadataIndex, Piece] = {}
+        for rank in results:
+            pieces |= {result.index: result.storage_data for result in rank}
+        hashes = {piece.file: piece.sha256 for piece in pieces.values()}
+        self.commit(to_json(metadata, pieces), hashes)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -192,12 +195,7 @@ class Reader(dcp.StorageReader):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            self.metadata = from_json(json.loads((folder / INDEX).read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{folder / INDEX} does not describe a checkpoint ({error}): it is not read"
-            ) from None
+        self.metadata = from_json(read_json(folder / INDEX))
         self.opened: dict[str, Any] = {}
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
@@ -226,33 +224,24 @@ class Reader(dcp.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            file, name = (
-                self.metadata.storage_data[item.storage_index],
-                item.storage_index.fqn.partition("/")[2],
-            )
+            file = self.metadata.storage_data[item.storage_index]
+            name = item.storage_index.fqn.partition("/")[2]
+            # The part of this file that this rank needs, into the place where it goes.
             target = planner.resolve_tensor(item)
-            part = self._read(file, name, item.storage_offsets, item.lengths)
-            if part.shape != target.shape:  # copy_ would stretch it
-                raise UserError(
-                    f"{self.folder / file} has less of {name} than {INDEX} says: it is not read"
-                )
-            target.copy_(part)
+            target.copy_(self._read(file, name, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _read(self, file: str, name: str, corner: Iterable[int], shape: Iterable[int]) -> Tensor:
-        part = tuple(slice(at, at + length) for at, length in zip(corner, shape))
-        try:
-            if file not in self.opened:
-                self.opened[file] = safe_open(self.folder / file, "pt")
-            tensors = self.opened[file]
-            return tensors.get_slice(name)[part] if part else tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise UserError(
-                f"{self.folder / file} is not a safetensors file with {name} ({error}): it is not read"
-            ) from None
+        # A file is opened once, and mapped rather than read.
+        if file not in self.opened:
+            self.opened[file] = safe_open(self.folder / file, "pt")
+        tensors = self.opened[file]
+        part = tuple(slice(first, first + length) for first, length in zip(corner, shape))
+        # A tensor without axes has no slices.
+        return tensors.get_slice(name)[part] if part else tensors.get_tensor(name)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -260,18 +249,14 @@ class Reader(dcp.StorageReader):
 
 
 def to_json(metadata: Metadata, pieces: Mapping[MetadataIndex, Piece]) -> dict[str, Any]:
-    """DCP's metadata: of each tensor its type, its shape, and the file of each piece with its corner and its shape."""
+    """DCP's metadata: type and shape of each tensor, and the file, corner and shape of each of its pieces."""
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), name
-        places = [
-            [
-                pieces[MetadataIndex(name, chunk.offsets)].file,
-                list(chunk.offsets),
-                list(chunk.sizes),
-            ]
-            for chunk in entry.chunks
-        ]
+        places = []
+        for chunk in entry.chunks:
+            file = pieces[MetadataIndex(name, chunk.offsets)].file
+            places.append([file, list(chunk.offsets), list(chunk.sizes)])
         tensors[name] = {
             "dtype": DTYPES[entry.properties.dtype],
             "shape": list(entry.size),
@@ -281,58 +266,19 @@ def to_json(metadata: Metadata, pieces: Mapping[MetadataIndex, Piece]) -> dict[s
 
 
 def from_json(index: dict[str, Any]) -> Metadata:
-    """The metadata again. Pieces must make up their tensor and lie in this folder: the file may be anybody's."""
+    """Read what `to_json` wrote."""
     dtypes = {text: dtype for dtype, text in DTYPES.items()}
+    # DCP looks pieces up by name and corner.
     entries, files = {}, {}
     for name, entry in index["tensors"].items():
-        size, chunks = counts(entry["shape"]), []
+        chunks = []
         for file, corner, shape in entry["pieces"]:
-            if Path(file).name != file:
-                raise ValueError(f"{INDEX} puts {name} into {file!r}, outside of its folder")
-            chunks.append(ChunkStorageMetadata(counts(corner), counts(shape)))
+            chunks.append(ChunkStorageMetadata(torch.Size(corner), torch.Size(shape)))
             files[MetadataIndex(name, corner)] = file
-        if not make_up(size, chunks):
-            raise ValueError(
-                f"{INDEX} has pieces of {name} that do not make up its shape {tuple(size)}"
-            )
         properties = TensorProperties(dtype=dtypes[entry["dtype"]])
+        size = torch.Size(entry["shape"])
         entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
     return Metadata(cast(Any, entries), storage_data=files)
-
-
-def counts(values: Any) -> torch.Size:
-    if not isinstance(values, list) or not all(
-        type(value) is int and 0 <= value < 2**63 for value in values
-    ):
-        raise ValueError(f"{INDEX} has {values!r} where a list of counts should be")
-    return torch.Size(values)
-
-
-def make_up(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Inside of the tensor, apart from one another and as many elements as it has, pieces leave nothing out."""
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-            return False
-        if not all(n > 0 and at + n <= end for at, n, end in zip(chunk.offsets, chunk.sizes, size)):
-            return False
-    return sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size) and not overlap(
-        chunks
-    )
-
-
-def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Tell whether two pieces share an element.
-
-    In the order of first rows, a piece can only meet those that begin before it ends.
-    """
-    boxes = sorted((chunk.offsets, chunk.sizes) for chunk in chunks)
-    for i, (one, lengths) in enumerate(boxes):
-        for other, others in islice(boxes, i + 1, None):
-            if one and other[0] >= one[0] + lengths[0]:
-                break
-            if all(a < b + n and b < a + m for a, m, b, n in zip(one, lengths, other, others)):
-                return True
-    return False
 
 
 def write(
@@ -371,12 +317,18 @@ def unwrapped() -> Iterator[None]:
 
 def in_file_order(tensors: Tensors) -> list[tuple[str, Tensor]]:
     """Wide types come first, which keeps every tensor of a file aligned."""
-    return sorted(tensors.items(), key=lambda entry: (-entry[1].dtype.itemsize, entry[0]))
+
+    def place(entry: tuple[str, Tensor]) -> tuple[int, str]:
+        name, tensor = entry
+        return -tensor.dtype.itemsize, name
+
+    return sorted(tensors.items(), key=place)
 
 
 def encode(tensors: Tensors) -> Iterator[bytes | memoryview]:
     """A safetensors file piece by piece, so that no second copy of the model is made."""
     ordered = dict(in_file_order(tensors))
+    # The header says where each tensor's bytes lie, and is filled up to a multiple of eight.
     header, end = {}, 0
     for name, tensor in ordered.items():
         start, end = end, end + tensor.numel() * tensor.dtype.itemsize
@@ -386,6 +338,7 @@ def encode(tensors: Tensors) -> Iterator[bytes | memoryview]:
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    # safetensors wants data to begin at a multiple of eight.
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     yield from neighbours_joined(ordered.values())
@@ -393,6 +346,7 @@ def encode(tensors: Tensors) -> Iterator[bytes | memoryview]:
 
 def neighbours_joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """The bytes of tensors in a row; of those that follow one another in one piece of host memory, as one."""
+    # One write for neighbours in memory: thousands of small ones take the interpreter.
     region: Tensor | None = None
     for tensor in tensors:
         if region is not None:
@@ -401,13 +355,14 @@ def neighbours_joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
                 continue
             yield region.numpy().data
             region = None  # before another copy is made
+        # Bytes of the tensor, copied only if it is not on the host or not in one piece.
         region = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     if region is not None:
         yield region.numpy().data
 
 
 def follows(tensor: Tensor, region: Tensor) -> bool:
+    """Tell whether a tensor's bytes begin where a region of the same memory ends."""
     together = tensor.untyped_storage().data_ptr() == region.untyped_storage().data_ptr()
-    return together and tensor.storage_offset() * tensor.itemsize == region.storage_offset() + len(
-        region
-    )
+    first_byte = tensor.storage_offset() * tensor.itemsize
+    return together and first_byte == region.storage_offset() + len(region)

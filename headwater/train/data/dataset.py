@@ -28,14 +28,7 @@ import numpy as np
 from headwater.errors import UserError, spell
 from headwater.folders import at_home, sync, write_file
 from headwater.runs.settings import TOKENIZERS, DataSettings
-from headwater.train.data.corpus import (
-    Document,
-    TextFile,
-    documents,
-    find_files,
-    is_compressed,
-    left_out,
-)
+from headwater.train.data.corpus import Document, TextFile, documents, find_files, left_out
 from headwater.train.data.tokenizer import FILE as TOKENIZER
 from headwater.train.data.tokenizer import (
     BPETokenizer,
@@ -46,7 +39,7 @@ from headwater.train.data.tokenizer import (
     load_tokenizer,
 )
 from headwater.train.differences import CORPUS
-from headwater.train.files import seal, taking_turns, unseal, write_json
+from headwater.train.files import lock_if_free, seal, taking_turns, unseal, write_json
 
 FORMAT = 6  # raised when the same files would be read as other text, or be kept in another way
 MANIFEST = "manifest.json"  # what was written, and the sha256 of every file and of itself
@@ -56,8 +49,7 @@ SAMPLE = 4  # blocks that every start looks at: bits may turn on a disk without 
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 1 << 27
 PORTION = 1 << 20  # tokens that are brought into their type at once
-LARGE = 16e6  # bytes of text; BPE takes a second for each megabyte
-PACKED = 4  # times its bytes is the text of a compressed file, about
+LARGE = 16e6  # bytes of files; BPE takes a second for each megabyte
 Divide = Callable[[Document], Iterable[tuple[str, str]]]
 COPIES = 0.01  # share of held-out text which, trained on too, is worth a word: modules of one line are often alike
 BPE_DOCUMENTS = 100_000  # enough to learn merges from; a longer corpus only costs time
@@ -70,8 +62,11 @@ def prepare(settings: DataSettings) -> Dataset:
     few blocks of it, drawn at random, whenever it is opened.
     A source that is itself a folder of such tokens, brought from another machine, is opened as it is.
     """
-    if any((at_home(source) / MANIFEST).is_file() for source in settings.source):
-        return _tokens_of(settings)
+    if len(settings.source) == 1:
+        folder = at_home(settings.source[0])
+        if (folder / MANIFEST).is_file():
+            return _tokens_of(settings, folder)
+    # The cache of a text is known by what its files look like, without reading them.
     files = find_files(settings.source, settings.text_field)
     folder = cache_folder(settings) / _cache_key(settings, files)
     if not _is_checked(folder) or damage(folder, SAMPLE):
@@ -82,13 +77,9 @@ def prepare(settings: DataSettings) -> Dataset:
     return Dataset(folder)
 
 
-def _tokens_of(settings: DataSettings) -> Dataset:
+def _tokens_of(settings: DataSettings, folder: Path) -> Dataset:
     """Tokens that were made before; what made them is in their manifest, and the other settings have no say."""
-    if len(settings.source) > 1:
-        raise UserError(
-            f"a folder of tokens must be the only source, got {', '.join(settings.source)}"
-        )
-    folder = at_home(settings.source[0])
+    # Tokens from elsewhere are checked whole when they are new here, else in samples.
     checked = _is_checked(folder)
     if problem := damage(folder, SAMPLE if checked else None):
         raise UserError(f"the tokens in {folder} are damaged ({problem}): bring them again")
@@ -96,6 +87,7 @@ def _tokens_of(settings: DataSettings) -> Dataset:
         with suppress(OSError):  # a folder that may only be read is checked each time
             write_json(folder / CHECKED, _stats(folder))
     data = Dataset(folder)
+    # Whoever names a tokenizer must get it.
     if settings.tokenizer == "bytes":  # the default, which says nothing
         fits = True
     elif settings.tokenizer == "bpe":
@@ -144,12 +136,14 @@ class Windows:
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str, context: int) -> None:
-        shards = manifest[split]["shards"]
         self.context = context
-        self.shards = [
-            np.memmap(folder / shard["file"], dtype=manifest["dtype"], mode="r") for shard in shards
-        ]
-        self.ends = np.cumsum([(len(shard) - 1) // context for shard in self.shards])
+        self.shards = []
+        for shard in manifest[split]["shards"]:
+            path = folder / shard["file"]
+            self.shards.append(np.memmap(path, dtype=manifest["dtype"], mode="r"))
+        # The number of windows up to the end of each shard.
+        counts = [(len(shard) - 1) // context for shard in self.shards]
+        self.ends = np.cumsum(counts)
         if len(self) == 0:
             change = "raise" if split == "validation" else "lower"
             raise UserError(
@@ -164,9 +158,11 @@ class Windows:
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Windows by number, as int64."""
         out = np.empty((len(indices), self.context + 1), dtype=np.int64)  # (B, T + 1)
+        # The shard of each window, and its place there.
         which = np.searchsorted(self.ends, indices, side="right")
         for row, (index, shard) in enumerate(zip(indices, which)):
-            start = (index - (self.ends[shard - 1] if shard else 0)) * self.context
+            windows_before = self.ends[shard - 1] if shard else 0
+            start = (index - windows_before) * self.context
             out[row] = self.shards[shard][start : start + self.context + 1]
         return out
 
@@ -186,19 +182,20 @@ class Windows:
         rank: int = 0,
         world: int = 1,
     ) -> np.ndarray:
-        """This rank's share of micro-batch `micro` of the global batch that (seed, step) stands for."""
-        if size % (micros * world):
-            raise UserError(
-                f"a batch of {size} windows does not divide into {micros} micro-batches on {world} ranks"
-            )
+        """This rank's share of micro-batch `micro` of the global batch that (seed, step) stands for.
+
+        `size` must be a multiple of `micros` times `world`.
+        """
         share = size // (micros * world)
         first = step * size + (micro * world + rank) * share
         places = np.arange(first, first + share)
+        # A batch may end one epoch and begin the next, and each epoch has an order of its own.
         epochs = places // len(self)
         indices = np.empty_like(places)
         for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            indices[chosen] = permute(places[chosen] % len(self), len(self), key=(seed, int(epoch)))
+            inside = epochs == epoch
+            in_order = places[inside] % len(self)
+            indices[inside] = permute(in_order, len(self), key=(seed, int(epoch)))
         return self.take(indices)
 
 
@@ -208,8 +205,11 @@ def permute(places: np.ndarray, total: int, *, key: tuple[int, int]) -> np.ndarr
     A Feistel network permutes the next even power of two; images outside the range are sent through again until they
     fall inside.
     """
-    half = np.uint64(max(1, ((total - 1).bit_length() + 1) // 2))
+    # Numbers are cut into two halves of so many bits.
+    bits = ((total - 1).bit_length() + 1) // 2
+    half = np.uint64(max(1, bits))
     mask = np.uint64((1 << int(half)) - 1)
+    # Each round mixes one half into the other, with a constant that the key gives.
     digest = hashlib.sha256(f"{key[0]}/{key[1]}".encode()).digest()
     rounds = np.frombuffer(digest, dtype="<u8")
     out = places.astype(np.uint64)
@@ -231,20 +231,22 @@ def _scramble(x: np.ndarray) -> np.ndarray:
 
 
 def _cache_key(settings: DataSettings, files: list[TextFile]) -> str:
-    """Names the result without reading the corpus: paths, sizes and times stand in for contents. An edit that keeps
-    size and time of modification still changes the time of change, which nobody can set. Of a tokenizer that is taken
-    as it is, it matters what it is, not where."""
-    stats = [(file.name, file.path.stat()) for file in files]
-    parts = {
-        key: value for key, value in asdict(settings).items() if key not in ("cache", "source")
-    }
-    parts["files"] = [
-        (name, str(file.path), s.st_size, s.st_mtime_ns, s.st_ctime_ns)
-        for (name, s), file in zip(stats, files)
-    ]
+    """Name the result without reading the corpus: paths, sizes and times stand in for contents.
+
+    An edit that keeps size and time of modification still changes the time of change, which nobody can set.
+    """
+    parts = asdict(settings)
+    del parts["cache"], parts["source"]
+    parts["files"] = []
+    for file in files:
+        stat = file.path.stat()
+        times = (stat.st_mtime_ns, stat.st_ctime_ns)
+        parts["files"].append((file.name, str(file.path), stat.st_size, *times))
+    # A tokenizer from elsewhere counts by its contents, not by its place.
     if settings.tokenizer not in TOKENIZERS:
         parts |= {"tokenizer": hash_of(find_tokenizer(settings.tokenizer)), "bpe_vocab": None}
-    return hashlib.sha256(json.dumps([FORMAT, parts]).encode()).hexdigest()[:20]
+    text = json.dumps([FORMAT, parts])
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def _repair(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
@@ -268,6 +270,7 @@ def damage(folder: Path, sample: int | None = None) -> str | None:
         return f"{MANIFEST} is missing"
     if manifest is None or not isinstance(manifest.get("sha256"), dict):
         return f"{MANIFEST} is not what was written"
+    # Files that are gone or have another size need no hash.
     blocks = []
     for name, hashes in manifest["sha256"].items():
         path = folder / name
@@ -276,6 +279,7 @@ def damage(folder: Path, sample: int | None = None) -> str | None:
         if len(hashes) != -(-path.stat().st_size // BLOCK):
             return f"{name} is not what was written"
         blocks += [(path, number, expected) for number, expected in enumerate(hashes)]
+    # Then the contents, block by block.
     if sample is not None and sample < len(blocks):
         blocks = random.sample(blocks, sample)
     for path, number, expected in blocks:
@@ -307,22 +311,19 @@ def _stats(folder: Path) -> dict[str, list[int]]:
 def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
     """Tokenise into a temporary folder and put it in place by one rename, so that a cache is whole or absent."""
     scratch = folder.with_name(f".tmp-{folder.name}")
+    remove_unfinished(folder.parent)
     for stale in (scratch, folder):  # a build that was killed, a cache that lost a file
-        if stale.exists():
-            shutil.rmtree(stale)
+        shutil.rmtree(stale, ignore_errors=True)
     scratch.mkdir(parents=True)
-    for line in left_out(settings.source):
-        print(line, file=sys.stderr)
-    on_disk = text = 0
-    for file in files:
-        size = file.path.stat().st_size
-        on_disk += size
-        text += size * (PACKED if is_compressed(file.path) else 1)
-    if text > LARGE:
+    if warning := left_out(settings.source):
+        print(warning, file=sys.stderr)
+    size = sum(file.path.stat().st_size for file in files)
+    if size > LARGE:
         print(
-            f"tokenising files of {on_disk / 1e6:.0f} MB, whose tokens are kept in {folder} for later",
+            f"tokenising files of {size / 1e6:.0f} MB, whose tokens are kept in {folder} for later",
             file=sys.stderr,
         )
+    # Nothing half done is left, whatever happens.
     try:
         manifest = _tokenise(settings, files, scratch)
         write_file(scratch / MANIFEST, [seal(manifest)])
@@ -332,6 +333,14 @@ def _build(settings: DataSettings, files: list[TextFile], folder: Path) -> None:
         print(_summary(settings, files, manifest), file=sys.stderr)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_unfinished(cache: Path) -> None:
+    """Remove what killed processes left half written. Whoever still writes holds the lock of that name."""
+    for scratch in cache.glob(".tmp-*"):
+        with lock_if_free(cache / scratch.name.replace(".tmp-", ".lock-", 1)) as is_free:
+            if is_free:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _summary(settings: DataSettings, files: list[TextFile], manifest: dict[str, Any]) -> str:
@@ -350,33 +359,29 @@ def _summary(settings: DataSettings, files: list[TextFile], manifest: dict[str, 
 
 
 def _tokenise(settings: DataSettings, files: list[TextFile], scratch: Path) -> dict[str, Any]:
+    # The text is read up to three times: for the split, for BPE, for the tokens.
     split, divide = _choose_split(files, settings.validation)
+
+    def pieces() -> Iterator[tuple[str, str]]:
+        """Every text with its split."""
+        for document in documents(files):
+            yield from divide(document)
+
     if settings.tokenizer == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()
     elif settings.tokenizer == "bpe":
-        texts = (
-            text
-            for document in documents(files)
-            for name, text in divide(document)
-            if name == "train"
-        )
+        texts = (text for name, text in pieces() if name == "train")
         tokenizer = BPETokenizer.train(islice(texts, BPE_DOCUMENTS), settings.bpe_vocab)
     else:
         tokenizer = find_tokenizer(settings.tokenizer)
-    pieces = (piece for document in documents(files) for piece in divide(document))
-    taken = settings.tokenizer if settings.tokenizer not in TOKENIZERS else ""
-    manifest = _write_shards(pieces, tokenizer, scratch, taken)
+    manifest = _write_shards(pieces(), tokenizer, scratch)
     if not all(manifest[name]["documents"] for name in SPLITS):
         raise UserError(
-            f"the corpus {', '.join(settings.source)} is empty or too short to hold out a validation split: "
-            f"{sum(manifest[name]['documents'] for name in SPLITS)} pieces of text were found in {len(files)} files"
+            f"the corpus {', '.join(settings.source)} is empty or too short to hold out a validation split; it has "
+            f"{len(files)} files"
         )
-    return {
-        **manifest,
-        "source": list(settings.source),
-        "tokenizer": settings.tokenizer,
-        "split": split,
-    }
+    origin = {"source": list(settings.source), "tokenizer": settings.tokenizer}
+    return {**manifest, **origin, "split": split}
 
 
 def _choose_split(files: list[TextFile], share: float) -> tuple[str, Divide]:
@@ -389,18 +394,22 @@ def _choose_split(files: list[TextFile], share: float) -> tuple[str, Divide]:
     weighed = ((_place(document), len(document.text.encode())) for document in documents(files))
     columns = np.fromiter(weighed, dtype=[("place", "f8"), ("bytes", "f8")])
     places, sizes = columns["place"], columns["bytes"]
+
+    # Bytes that are held out, by the number of documents below the cut-off.
     order = np.argsort(places, kind="stable")
-    held_out = np.append(0, np.cumsum(sizes[order]))  # by the number of documents below the cut-off
-    nearest = np.argmin(np.abs(held_out - share * sizes.sum()))
+    bytes_below = np.append(0, np.cumsum(sizes[order]))
+    nearest = np.argmin(np.abs(bytes_below - share * sizes.sum()))
     for cutoff in (share, np.append(places[order], 1.0)[nearest]):
-        held = sizes[places < cutoff].sum() / max(1, sizes.sum())
-        if share / 2 <= held <= min(2 * share, (1 + share) / 2):
+        part = sizes[places < cutoff].sum() / max(1, sizes.sum())
+        if share / 2 <= part <= min(2 * share, (1 + share) / 2):
             return "by_document", partial(_by_document, cutoff=float(cutoff))
     return "by_cutting", partial(_by_cutting, share=share)
 
 
 def _place(document: Document) -> float:
-    return int.from_bytes(hashlib.sha256(document.key.encode()).digest()[:8], "big") / 2**64
+    """A number from 0 to 1 that a document's name draws."""
+    digest = hashlib.sha256(document.key.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _by_document(document: Document, cutoff: float) -> Iterator[tuple[str, str]]:
@@ -409,33 +418,28 @@ def _by_document(document: Document, cutoff: float) -> Iterator[tuple[str, str]]
 
 def _by_cutting(document: Document, share: float) -> Iterator[tuple[str, str]]:
     cut = int(len(document.text) * (1 - share))
-    yield from (
-        pair
-        for pair in (("train", document.text[:cut]), ("validation", document.text[cut:]))
-        if pair[1]
-    )
+    parts = {"train": document.text[:cut], "validation": document.text[cut:]}
+    for name, text in parts.items():
+        if text:
+            yield name, text
 
 
 def _write_shards(
-    pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scratch: Path, taken: str
+    pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer, scratch: Path
 ) -> dict[str, Any]:
-    """`taken`: where the tokenizer is from, if it is one that others may have made."""
+    """Write the tokens of all texts; returns the manifest."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: _ShardWriter(scratch, name, dtype) for name in SPLITS}
+    # The hash of the text counts where one text ends and which split it is in.
     content = hashlib.sha256()
     for name, text in pieces:
         raw = text.encode()
         content.update(f"{name}/{len(raw)}/".encode())
         content.update(raw)
-        ids = tokenizer.encode(text)
-        if taken and tokenizer.token_bytes[ids].sum() != len(raw):
-            raise UserError(
-                f"{taken} is a tokenizer that changes text: {spell('data.tokenizer')} takes one that headwater made"
-            )
-        writers[name].add(ids, tokenizer.end_of_text, raw)
+        writers[name].add(tokenizer.encode(text), tokenizer.end_of_text, raw)
     _tell_copies(writers["train"], writers["validation"])
     tokenizer.save(scratch)
-    tokenizer_hash = hash_of(tokenizer)
+    # Shards are hashed as they are closed.
     splits = {name: writer.close() for name, writer in writers.items()}
     hashes = {TOKENIZER: hash_blocks(scratch / TOKENIZER)}
     for writer in writers.values():
@@ -443,7 +447,7 @@ def _write_shards(
     return {
         "format": FORMAT,
         "source_hash": content.hexdigest(),
-        "tokenizer_hash": tokenizer_hash,
+        "tokenizer_hash": hash_of(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "dtype": dtype.str,
         **splits,
@@ -452,9 +456,10 @@ def _write_shards(
 
 
 def _tell_copies(train: _ShardWriter, held_out: _ShardWriter) -> None:
-    """Documents are held out by name, so that one that joins moves none: of two that are equal, one may be."""
+    """Warn if much of the held-out text is trained on too: copies have two names, and the split goes by name."""
     both = np.isin(held_out.keys, train.keys)
-    share = np.asarray(held_out.sizes)[both].sum() / max(1, held_out.bytes)
+    copied = np.asarray(held_out.sizes)[both].sum()
+    share = copied / max(1, held_out.bytes)
     if share >= COPIES:
         print(
             f"headwater: copies of {both.sum()} of the {held_out.documents} held-out documents, {100 * share:.0f} % of "
@@ -484,14 +489,17 @@ class _ShardWriter:
 
     def add(self, ids: np.ndarray, end_of_text: int, text: bytes) -> None:
         """Append a document. Its tokens are written as they are: copies of a long one fill the memory."""
+        # A document is never divided between shards.
         if not self.shards or self.shards[-1]["tokens"] >= SHARD_TOKENS:
             self._end_shard()
-            self.shards.append({"file": f"{self.split}-{len(self.shards):05d}.bin", "tokens": 0})
-            self.file = (self.folder / self.shards[-1]["file"]).open("wb")
+            name = f"{self.split}-{len(self.shards):05d}.bin"
+            self.shards.append({"file": name, "tokens": 0})
+            self.file = (self.folder / name).open("wb")
         for start in range(0, len(ids), PORTION):
             self.file.write(ids[start : start + PORTION].astype(self.dtype).data)
         self.file.write(np.array([end_of_text], dtype=self.dtype).data)
         self.shards[-1]["tokens"] += len(ids) + 1
+        # Equal documents have equal keys, by which copies are found.
         self.keys.append(hash(text))
         self.sizes.append(len(text))
         self.bytes += len(text)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: raw bytes, or byte-level BPE trained on the corpus (the extra `headwater[bpe]`).
+"""Text to token ids and back: raw bytes, or byte-level BPE trained on the corpus.
 
 Both save themselves as one `tokenizer.json`; the BPE file is the `tokenizers` package's own format. Nothing is pickled.
 `token_bytes` holds how many bytes of text each token stands for, so that a loss per token becomes bits per byte.
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headwater.errors import UserError, spell
-from headwater.folders import at_home, replace_file
+from headwater.folders import at_home, find_model, replace_file
 from headwater.runs.settings import TOKENIZERS, DataSettings
 from headwater.train.files import from_here
 
@@ -64,8 +64,8 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Bytes that are not UTF-8, and ids that a padded vocabulary adds, become U+FFFD; end-of-text is dropped."""
-        kept = (int(i) for i in ids if int(i) != self.end_of_text)
-        return bytes(i if i < 256 else 0xFF for i in kept).decode(errors="replace")
+        numbers = (int(i) for i in ids if int(i) != self.end_of_text)
+        return bytes(i if i < 256 else 0xFF for i in numbers).decode(errors="replace")
 
     def to_json(self) -> str:
         return json.dumps(
@@ -86,12 +86,10 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-        tokenizers = _tokenizers()
+        import tokenizers
+
         byte_level = tokenizers.pre_tokenizers.ByteLevel
-        if vocab_size < 257:
-            raise UserError(
-                f"a BPE vocabulary holds 256 bytes and end-of-text, at least 257 entries; got {vocab_size}"
-            )
+        # All 256 bytes are in the vocabulary from the beginning, so that nothing is unknown.
         inner = tokenizers.Tokenizer(tokenizers.models.BPE())
         inner.pre_tokenizer = byte_level(add_prefix_space=False)
         inner.decoder = tokenizers.decoders.ByteLevel()
@@ -115,14 +113,14 @@ class BPETokenizer(Tokenizer):
     @cached_property
     def token_bytes(self) -> np.ndarray:
         # The byte-level alphabet writes each byte as one character, so a token's length is its number of bytes.
-        lengths = np.array(
-            [len(self.inner.id_to_token(i)) for i in range(self.vocab_size)], dtype=np.int64
-        )
+        words = [self.inner.id_to_token(i) for i in range(self.vocab_size)]
+        lengths = np.array([len(word) for word in words], dtype=np.int64)
         lengths[self.end_of_text] = 0
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self.inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        ids = self.inner.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -142,22 +140,21 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def find_tokenizer(place: str) -> Tokenizer:
     """Read the tokenizer of a run, a checkpoint, an exported model or a file, for another text."""
-    path = at_home(place)
+    path = find_model(place)
+    # A checkpoint has none of its own, its run has.
     if path.is_dir() and path.resolve().parent.name == "checkpoints":
         path = path.resolve().parent.parent
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise UserError(
-            f"no tokenizer at {from_here(path)}: {spell('data.tokenizer')} takes "
-            f"{' or '.join(TOKENIZERS)}, or a run, one of its "
-            f"checkpoints, what headwater export wrote, or a {FILE}; a run that took it before keeps it"
+            f"no tokenizer at {from_here(path)}: {spell('data.tokenizer')} takes {' or '.join(TOKENIZERS)}, or a run, "
+            f"one of its checkpoints, what headwater export wrote, or a {FILE}"
         )
     tokenizer = _read(file)
     if not _is_exact(tokenizer):
         raise UserError(
-            f"{file} is a tokenizer that changes text, or has no {END_OF_TEXT}: "
-            f"{spell('data.tokenizer')} takes one that headwater "
-            "made"
+            f"{file} is a tokenizer that changes text, or has no {END_OF_TEXT}: {spell('data.tokenizer')} takes one "
+            "that headwater made"
         )
     return tokenizer
 
@@ -165,11 +162,9 @@ def find_tokenizer(place: str) -> Tokenizer:
 def kept_tokenizer(settings: DataSettings, folder: Path) -> DataSettings:
     """A run or a comparison keeps the tokenizer that it took: in its folder, where the other place may be gone."""
     is_gone = settings.tokenizer not in TOKENIZERS and not at_home(settings.tokenizer).exists()
-    return (
-        replace(settings, tokenizer=str(folder))
-        if is_gone and (folder / FILE).is_file()
-        else settings
-    )
+    if is_gone and (folder / FILE).is_file():
+        return replace(settings, tokenizer=str(folder))
+    return settings
 
 
 def expected_vocabulary(settings: DataSettings) -> int:
@@ -181,42 +176,20 @@ def expected_vocabulary(settings: DataSettings) -> int:
 def _is_exact(tokenizer: Tokenizer) -> bool:
     if tokenizer.end_of_text is None:  # one that another program has made
         return False
+    # Its tokens must give back the text, and account for every byte of it.
     ids = tokenizer.encode(SAMPLE)
-    return tokenizer.decode(ids) == SAMPLE and tokenizer.token_bytes[ids].sum() == len(
-        SAMPLE.encode()
-    )
+    num_bytes = tokenizer.token_bytes[ids].sum()
+    return tokenizer.decode(ids) == SAMPLE and num_bytes == len(SAMPLE.encode())
 
 
 def _read(path: Path) -> Tokenizer:
+    # A missing, a torn and a foreign file are all named in the same way.
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text)
-    except FileNotFoundError:
-        raise UserError(
-            f"no tokenizer at {path}: give the folder of a run, which holds {FILE}"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not a tokenizer file ({error}); restore it or build the run again"
-        ) from None
-    if isinstance(values, dict) and values.get("type") == "bytes":
-        return ByteTokenizer()
-    read = _tokenizers().Tokenizer.from_str
-    try:
-        return BPETokenizer(read(text))
+        if json.loads(text).get("type") == "bytes":
+            return ByteTokenizer()
+        from tokenizers import Tokenizer as Inner
+
+        return BPETokenizer(Inner.from_str(text))
     except Exception as error:  # the package raises nothing narrower
-        raise UserError(
-            f"{path} is not a tokenizer file ({error}); restore it or build the run again"
-        ) from None
-
-
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(
-            "BPE needs the package `tokenizers`: pip install 'headwater[bpe]'"
-        ) from None
-    return tokenizers
+        raise UserError(f"cannot read the tokenizer {path}: {error}") from None

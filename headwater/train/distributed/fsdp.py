@@ -38,6 +38,7 @@ def shard(
     gradients are averaged over them.
     """
     assert ranks.mesh is not None
+    # Bodies are cast by FSDP2, the rest by autocast.
     half = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -45,14 +46,14 @@ def shard(
     # FSDP warns that a body returns a view, which an in-place operation would break; the decoder has none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = sharded_over(ranks, ranks.mesh, "shard")
+    # Inside first: what computes in fp32 is fetched by itself.
     groups = fetched_together(sublayers, recompute)
-    for bodies in groups:
-        for body in bodies:
-            for part in body.modules():
-                if computes_in_fp32(part):
-                    fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    for bodies in groups:
-        fully_shard(bodies, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
+    bodies = chain.from_iterable(groups)
+    for part in chain.from_iterable(body.modules() for body in bodies):
+        if computes_in_fp32(part):
+            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    for group in groups:
+        fully_shard(group, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
     fully_shard(
         module, mesh=mesh if ranks.tensor == 1 else sharded_over(ranks, ranks.tokens_mesh, "tokens")
     )
@@ -75,6 +76,7 @@ def fetched_together(sublayers: Iterable[Sublayer], recompute: bool) -> list[lis
     longer in 2.13) a group that is left half done so passes for the root of the next forward, whose first weights
     would be fetched without waiting for the optimizer.
     """
+    # A layer ends with its feed-forward.
     groups: list[list[nn.Module]] = [[]]
     for sublayer in sublayers:
         groups[-1].append(sublayer.body)
@@ -97,9 +99,8 @@ def defer_reduction(module: nn.Module, deferred: bool) -> None:
 
 def clip(model: nn.Module, norm: float, limit: float) -> None:
     """Scale gradients of a known norm down to `limit`, as torch.nn.utils.clip_grad_norm_ does."""
-    scale = (
-        (torch.tensor(limit) / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()
-    )  # in fp32, as there
+    # In fp32, as there
+    scale = (torch.tensor(limit) / (torch.tensor(norm) + 1e-6)).clamp(max=1.0).item()
     scale_all_([local(p.grad) for p in model.parameters() if p.grad is not None], scale)
 
 
@@ -112,18 +113,21 @@ def reshard(module: nn.Module) -> None:
 
 def fill(model: nn.Module, source: Decoder | None) -> None:
     """Parameters and buffers of a sharded, so far empty model, from the whole one that the main rank holds."""
+    # A pipeline rank may hold a parameter of the whole in several stages.
     targets: dict[str, list[Tensor]] = defaultdict(list)
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         targets[name].append(value)
-    names: list[Any] = [None]
+    # Every rank learns what comes, then takes its part of one tensor after the other.
+    entries: list[Any] = [None]
     if source is not None:
         whole = {**dict(source.named_parameters()), **dict(source.named_buffers())}
-        names = [[(name, tuple(value.shape), value.dtype) for name, value in whole.items()]]
-    dist.broadcast_object_list(names, 0)
-    for name, shape, dtype in names[0]:
-        value = (
-            torch.empty(shape, dtype=dtype) if source is None else whole[name].detach().contiguous()
-        )
+        entries = [[(name, tuple(value.shape), value.dtype) for name, value in whole.items()]]
+    dist.broadcast_object_list(entries, 0)
+    for name, shape, dtype in entries[0]:
+        if source is None:
+            value = torch.empty(shape, dtype=dtype)
+        else:
+            value = whole[name].detach().contiguous()
         dist.broadcast(value, 0)
         for target in targets[name]:
             local(target.data).copy_(part_of(value, target))
@@ -133,16 +137,21 @@ def gather(
     model: nn.Module, like: Decoder, ranks: Ranks, *, gradients: bool = False
 ) -> dict[str, Tensor]:
     """Whole fp32 parameters, or their gradients, on the CPU of the main rank, one after the other; nothing elsewhere.
-    All ranks call it; `like` has the shapes."""
+
+    All ranks call it; `like` has the shapes.
+    """
+    parts: dict[str, Tensor | None]
     if gradients:
         parts = {name: p.grad for name, p in model.named_parameters()}
+        shapes = {name: p.shape for name, p in like.named_parameters()}
     else:
         parts = {name: tensor.detach() for name, tensor in saved_parts(model).items()}
+        shapes = {name: tensor.shape for name, tensor in saved_tensors(like).items()}
     skipped = counted_elsewhere(model)
     whole = {}
-    names = dict(like.named_parameters()) if gradients else saved_tensors(like)
-    for name, tensor in names.items():
-        value, part = torch.zeros(tensor.shape), parts.get(name)
+    for name, shape in shapes.items():
+        # Parts lie in zeros, so that their sum is the whole. Of equal parts one rank's counts.
+        value, part = torch.zeros(shape), parts.get(name)
         if part is not None and here_alone(part, ranks) and name not in skipped:
             part_of(value, part).copy_(local(part))
         dist.reduce(value, 0)

@@ -61,6 +61,7 @@ class TensorParallelEngine(Engine):
 
     def __init__(self, model: Decoder, mesh: DeviceMesh) -> None:
         super().__init__(model)
+        # Each rank keeps its part of the matrices, and forgets the rest.
         size, rank = mesh.size(), mesh.get_local_rank()
         refuse_undivided(model.config, size, 1)
 
@@ -78,6 +79,7 @@ class TensorParallelEngine(Engine):
     def reader(
         self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool
     ) -> Reader:
+        # Without a cache every rank reads everything again.
         reader = Reader(self.model, rows)
         if use_cache:
             reader = SharedReader(self.model, rows, new, chunk, self.exchange, self.group)
@@ -100,6 +102,7 @@ def divided_run(
     if place == torch.device("cuda"):
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
+    # Every rank reads the whole model; dividing drops what is not its own.
     run = load_run(folder)
     with gathered(ParallelSettings(tensor=tensor), place) as ranks:
         assert ranks.mesh is not None
@@ -120,6 +123,7 @@ class AgreedReader(Reader):
 
     def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
         for new in self.reader.tokens(draw, drawn, count):
+            # Logits may differ in their last bits, and then so would the tokens.
             tokens = torch.tensor(new, device=self.device)
             dist.broadcast(tokens, group=self.group, group_src=0)
             yield tokens.tolist()
@@ -143,10 +147,10 @@ class SharedReader(CachedReader):
     def free_bytes(self) -> int | None:
         """Bytes of the rank that has least: portions must be the same on all, and so must a
         refusal."""
-        mine = free_bytes(self.device)
-        if mine is None:
+        free = free_bytes(self.device)
+        if free is None:
             return None
-        least = torch.tensor(mine, device=self.device)
+        least = torch.tensor(free, device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
         return int(least)
 

@@ -1,8 +1,7 @@
-"""Parts of tensors and models that this rank holds."""
+"""Parts of tensors and models that a rank holds, under the names of the whole."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ class Parts(nn.Module):
         self, stages: Iterable[nn.Module], decoders: Iterable[Decoder], shared: frozenset[str]
     ) -> None:
         super().__init__()
+        # What FSDP2 has wrapped are the stages; names are those of the decoders inside.
         self.stages = nn.ModuleList(stages)
         self.decoders = tuple(decoders)
         self.shared = shared
@@ -46,17 +46,17 @@ def decoders_of(model: nn.Module) -> tuple[Decoder, ...]:
 
 def saved_parts(model: nn.Module) -> dict[str, Tensor]:
     """Collect what a checkpoint keeps of the part of a model that is here, by the names of the whole."""
-    return {
-        name: value
-        for decoder in decoders_of(model)
-        for name, value in saved_tensors(decoder).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for decoder in decoders_of(model):
+        tensors |= saved_tensors(decoder)
+    return tensors
 
 
 def routers_of(model: nn.Module) -> dict[str, Router]:
-    return {
-        name: router for decoder in decoders_of(model) for name, router in routers(decoder).items()
-    }
+    here: dict[str, Router] = {}
+    for decoder in decoders_of(model):
+        here |= routers(decoder)
+    return here
 
 
 def counted_elsewhere(model: nn.Module) -> frozenset[str]:
@@ -74,13 +74,15 @@ def copies(value: Tensor) -> tuple[int, bool]:
     """Count the ranks of its stage that hold the same part of a tensor, and tell whether this one is the first."""
     if not isinstance(value, DTensor):
         return 1, True
-    place = zip(
-        value.placements,
-        value.device_mesh.shape,
-        cast(list[int], value.device_mesh.get_coordinate()),
-    )
-    same = [(size, at) for placement, size, at in place if isinstance(placement, Replicate)]
-    return math.prod(size for size, _ in same), not any(at for _, at in same)
+    # Along an axis of the mesh that does not divide the tensor, all ranks hold the same.
+    mesh = value.device_mesh
+    coordinate = cast(list[int], mesh.get_coordinate())
+    count, first = 1, True
+    for axis, placement in enumerate(value.placements):
+        if isinstance(placement, Replicate):
+            count *= mesh.shape[axis]
+            first = first and coordinate[axis] == 0
+    return count, first
 
 
 def local(value: Tensor) -> Tensor:
@@ -91,5 +93,6 @@ def squared_norm(gradient: Tensor | None) -> float:
     """This rank's share of a squared norm: over all ranks of a stage the shares add up."""
     if gradient is None:
         return 0.0
+    # Copies share one square among them.
     total = local(gradient).double().square().sum().item()
     return total / copies(gradient)[0]

@@ -9,7 +9,6 @@ upstream. docs/explanation/pipeline-cache.md derives the bytes.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -27,10 +26,11 @@ from torch.distributed.pipelining import (
 from headwater.models import Decoder, ModelConfig
 from headwater.models.sublayer import Sublayer
 from headwater.runs.settings import ParallelSettings
+from headwater.stages import BlockCache, Hop, StagePort, hops
 from headwater.train.distributed.fsdp import shard
 from headwater.train.distributed.parts import Parts, local
 from headwater.train.distributed.ranks import Ranks
-from headwater.train.distributed.stages import Hop, cut, hops, prune, trace_states
+from headwater.train.distributed.stages import cut, prune, trace_states
 from headwater.train.distributed.tensor_parallel import parallelize
 from headwater.train.losses import half_precision, nats_per_token
 
@@ -40,58 +40,6 @@ SCHEDULES: dict[tuple[str, bool], Callable[..., Any]] = {
     ("1f1b", True): ScheduleInterleaved1F1B,
     ("gpipe", True): ScheduleLoopedBFS,
 }
-
-
-class BlockCache:
-    """The tensors that a rank has seen of each micro-batch, and the gradients its stages owe to one another."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        self.deposits: dict[int, dict[int, Tensor]] = defaultdict(dict)
-
-    def keep(self, micro: int, key: int, tensor: Tensor) -> None:
-        self.tensors[micro][key] = tensor.detach()
-
-    def borrow(self, micro: int, key: int) -> Tensor:
-        """A leaf over the kept tensor, whose gradient becomes a deposit."""
-        tensor = self.tensors[micro][key].detach()
-        if torch.is_grad_enabled():
-            tensor.requires_grad_()
-            tensor.register_post_accumulate_grad_hook(lambda leaf: self.deposit(micro, key, leaf))
-        return tensor
-
-    def deposit(self, micro: int, key: int, leaf: Tensor) -> None:
-        gradient, leaf.grad = cast(Tensor, leaf.grad), None
-        owed = self.deposits[micro]
-        owed[key] = owed[key] + gradient if key in owed else gradient
-
-    def withdraw(self, micro: int, key: int, gradient: Tensor) -> Tensor:
-        """The gradient of a tensor with what later stages of this rank have deposited for it."""
-        deposit = self.deposits[micro].pop(key, None)
-        if not self.deposits[micro]:
-            del self.deposits[micro]
-        return gradient if deposit is None else gradient + deposit
-
-    def forget(self, micro: int) -> None:
-        """After the rank's last stage has borrowed, the graph alone decides how long a tensor lives."""
-        self.tensors.pop(micro, None)
-
-
-class Settle(torch.autograd.Function):
-    """The identity, whose backward adds the deposits. All tensors at once: one that this stage does not use
-    then gets zeros. Alone it would get None: nothing would fetch its deposit, and torch 2.10 refuses to send it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, cache: BlockCache, micro: int, keys: tuple[int, ...], *tensors: Tensor
-    ) -> Any:
-        ctx.cache, ctx.micro, ctx.keys = cache, micro, keys
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        settled = (ctx.cache.withdraw(ctx.micro, key, g) for key, g in zip(ctx.keys, gradients))
-        return None, None, None, *settled
 
 
 class Stage(nn.Module):
@@ -109,48 +57,23 @@ class Stage(nn.Module):
         super().__init__()
         self.model = model
         self.start, self.stop = span
-        self.context, self.hop, self.following, self.cache = context, hop, following, cache
+        self.context = context
+        self.port = StagePort(hop, following, cache)
 
     def forward(self, *arrived: Tensor, micro: Tensor) -> Tensor | tuple[Tensor, ...]:
         model, number = self.model, int(micro)
         with half_precision(arrived[0].device):
+            # The first stage embeds tokens, the others take up a state.
             if self.start:
-                state = model.adopt(self._assemble(arrived, number), self.start)
+                state = model.adopt(self.port.receive(arrived, number), self.start)
             else:
                 state = model.begin(arrived[0])
             state = model.run(state, self.start, self.stop, model.rotary(0, self.context))
-            if self.following is None:
+            if self.port.following is None:
                 return model.finish(state)
+            # The next stage expects sources alone.
             state = model.settle(state, self.stop)
-        return self._send(state, number)
-
-    def _assemble(self, arrived: tuple[Tensor, ...], micro: int) -> tuple[Tensor, ...]:
-        """The whole state, from what arrived and what the rank has seen."""
-        slots, hop = self.hop.state, self.hop
-        keys = tuple(slots[j].key for j in hop.arrives)
-        tensors = dict(zip(hop.arrives, self._share(keys, arrived, micro)))
-        tensors |= {j: self.cache.borrow(micro, slots[j].key) for j in hop.borrows}
-        if hop.ends:
-            self.cache.forget(micro)
-        return tuple(tensors[j] for j in range(len(slots)))
-
-    def _send(self, state: tuple[Tensor, ...], micro: int) -> tuple[Tensor, ...]:
-        assert self.following is not None
-        slots = self.following.state
-        keys = tuple(slots[j].key for j in self.following.arrives)
-        tensors = tuple(state[j].contiguous() for j in self.following.arrives)
-        return self._share(keys, tensors, micro)
-
-    def _share(
-        self, keys: tuple[int, ...], tensors: tuple[Tensor, ...], micro: int
-    ) -> tuple[Tensor, ...]:
-        """Leave in the cache what this stage has first and a later one needs."""
-        for key, tensor in zip(keys, tensors):
-            if key in self.hop.keeps:
-                self.cache.keep(micro, key, tensor)
-        return (
-            Settle.apply(self.cache, micro, keys, *tensors) if torch.is_grad_enabled() else tensors
-        )
+        return self.port.send(state, number)
 
 
 class CountedStage(PipelineStage):
@@ -178,21 +101,22 @@ class Pipeline:
     ) -> None:
         self.stages, self.micros, self.tied = stages, micros, tied
         self.first, self.last = stages[0].is_first, stages[-1].is_last
-        kind = SCHEDULES[schedule, len(stages) > 1]
-        one_or_all = stages if len(stages) > 1 else stages[0]
+        several = len(stages) > 1
+        kind = SCHEDULES[schedule, several]
         self.schedule = kind(
-            one_or_all, n_microbatches=micros, loss_fn=lambda x, y: nats_per_token(x, y).mean()
+            stages if several else stages[0], n_microbatches=micros, loss_fn=mean_loss
         )
-        self.numbers = torch.arange(
-            micros
-        )  # split like a batch, it tells each stage which micro-batch it sees
+        # Split like a batch, it tells each stage which micro-batch it sees
+        self.numbers = torch.arange(micros)
 
     def accumulate(self, windows: Tensor) -> float:
         """Gradients of the mean loss over the windows (B, T + 1); the loss on the last rank, 0 on the others."""
+        # The first stage has the tokens, the last one their targets.
         inputs = (windows[:, :-1],) if self.first else ()
         losses: list[Tensor] = []
         options = {"target": windows[:, 1:], "losses": losses} if self.last else {}
         self.schedule.step(*inputs, micro=self.numbers, return_outputs=False, **options)
+        # A tied embedding has gradients on two ranks.
         if self.tied is not None:
             self._sum_tied(local(cast(Tensor, self.tied.grad)))
         return torch.stack(losses).mean().item() if self.last else 0.0
@@ -201,13 +125,13 @@ class Pipeline:
         """First and last rank each hold the tied embedding and step it alike, with the sum of both gradients."""
         group = cast(dist.ProcessGroup, self.stages[0].group)
         members = dist.get_process_group_ranks(group)
-        other, received = members[-1] if self.first else members[0], torch.empty_like(gradient)
-        ops = [
-            dist.P2POp(dist.isend, gradient, other, group),
-            dist.P2POp(dist.irecv, received, other, group),
-        ]
-        for work in dist.batch_isend_irecv(ops):
+        other = members[-1] if self.first else members[0]
+        received = torch.empty_like(gradient)
+        send = dist.P2POp(dist.isend, gradient, other, group)
+        receive = dist.P2POp(dist.irecv, received, other, group)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
+        # Both ranks add in the same order, so that they get the same bits.
         gradient.copy_(gradient + received if self.first else received + gradient)
 
     def logits(self, windows: Tensor) -> Tensor | None:
@@ -217,6 +141,10 @@ class Pipeline:
             *inputs, micro=self.numbers, target=windows[:, 1:] if self.last else None
         )
         return out if self.last else None
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return nats_per_token(logits, targets).mean()
 
 
 def assemble(
@@ -230,13 +158,18 @@ def assemble(
     recompute: bool,
     prepare: Callable[[Decoder], object],
 ) -> tuple[Parts, Pipeline]:
-    """This rank's stages, still without weights. A micro-batch has `windows` windows; `prepare` wraps a decoder, and
-    lets the backward repeat forwards if `recompute`."""
+    """This rank's stages, still without weights.
+
+    A micro-batch has `windows` windows. `prepare` wraps a decoder, and lets the backward repeat forwards if
+    `recompute`.
+    """
     assert ranks.mesh is not None
     count, tied = settings.pipeline * settings.chunks, config.tie_embeddings
-    context = (
-        config.context // ranks.tensor
-    )  # tokens of a window that one rank has between sublayers
+    first, last = ranks.pipeline_rank == 0, ranks.pipeline_rank == settings.pipeline - 1
+    # Tokens of a window that one rank has between sublayers
+    context = config.context // ranks.tensor
+
+    # What crosses each cut, and where the first and the last stage begin and end.
     with torch.device("meta"):
         blank = Decoder(config)
     bounds = cut(blank.residual, count, settings.cuts)
@@ -245,40 +178,44 @@ def assemble(
     tokens = torch.empty(windows, context, dtype=torch.long, device="meta")
     logits_type = torch.bfloat16 if device.type == "cuda" else torch.float32
     logits = torch.empty(windows, context, config.vocab_size, dtype=logits_type, device="meta")
+
+    # Each stage is pruned, divided, wrapped and sharded by itself.
     cache, stages, counted = BlockCache(), [], []
     for s in range(ranks.pipeline_rank, count, settings.pipeline):
+        span = start, stop = bounds[s], bounds[s + 1]
+        # What arrives here, and what leaves for the next stage.
         hop, following = cast(Hop, plan[s]), plan[s + 1]
-        model = prune(copy.deepcopy(blank), bounds[s], bounds[s + 1])
+        model = prune(copy.deepcopy(blank), start, stop)
         if ranks.tensor > 1:
             parallelize(model, ranks.mesh["tensor"])
         prepare(model)
-        stage = Stage(model, (bounds[s], bounds[s + 1]), context, hop, following, cache)
+        stage = Stage(model, span, context, hop, following, cache)
         if ranks.token_world > 1:
-            sublayers = [
-                cast(Sublayer, model.sublayers[i]) for i in range(bounds[s], bounds[s + 1])
-            ]
+            sublayers = [cast(Sublayer, model.sublayers[i]) for i in range(start, stop)]
             shard(stage, sublayers, ranks, recompute=recompute)
         stage.to_empty(device=device)
-        if (
-            tied and following is None and ranks.token_world == 1
-        ):  # FSDP2 keeps the tie, to_empty alone does not
+        # FSDP2 keeps the tie, to_empty alone does not
+        if tied and following is None and ranks.token_world == 1:
             model.head.weight = model.embedding.weight
         inputs = travellers(hop) if s else (tokens,)
         outputs = travellers(following) if following else (logits.requires_grad_(),)
         group = ranks.mesh["pipeline"].get_group()
         counted.append(CountedStage(stage, s, count, device, inputs, outputs, group=group))
         stages.append(stage)
-    first, last = ranks.pipeline_rank == 0, ranks.pipeline_rank == settings.pipeline - 1
+
+    # The first and the last rank both hold a tied embedding; the first accounts for it.
     shared = frozenset({"embedding.weight"} if tied and last else ())
     parts = Parts(stages, [stage.model for stage in stages], shared)
-    ends = dict(parts.named_parameters())["embedding.weight"] if tied and (first or last) else None
-    return parts, Pipeline(counted, settings.pipeline_schedule, micros, ends)
+    embedding = None
+    if tied and (first or last):
+        embedding = dict(parts.named_parameters())["embedding.weight"]
+    return parts, Pipeline(counted, settings.pipeline_schedule, micros, embedding)
 
 
 def travellers(hop: Hop) -> tuple[Tensor, ...]:
     """The tensors that a hop carries, without data."""
-    slots = [hop.state[j] for j in hop.arrives]
-    return tuple(
-        torch.empty(slot.shape, dtype=slot.dtype, device="meta", requires_grad=True)
-        for slot in slots
-    )
+    tensors = []
+    for j in hop.arrives:
+        slot = hop.state[j]
+        tensors.append(torch.empty(slot.shape, dtype=slot.dtype, device="meta", requires_grad=True))
+    return tuple(tensors)

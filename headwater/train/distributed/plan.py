@@ -25,15 +25,9 @@ from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
 from headwater.residuals.base import sublayer_of
 from headwater.runs.settings import Config
+from headwater.stages import States, hops, name_states
 from headwater.train.distributed.ranks import shards_of
-from headwater.train.distributed.stages import (
-    States,
-    cut,
-    hops,
-    name_states,
-    one_pass,
-    windows_per_micro,
-)
+from headwater.train.distributed.stages import cut, one_pass, windows_per_micro
 from headwater.train.distributed.tensor_parallel import (
     Exchange,
     bodies,
@@ -54,12 +48,12 @@ class Footprint:
 
     states: States
     held: tuple[Kept, ...]
-    """What the state before each sublayer is held in; last the one after all."""
+    """Storages that hold the state before each sublayer; last the state after all of them."""
     kept: tuple[Kept, ...]
     parameters: tuple[int, ...]
-    """Of each sublayer with its part of the residual; then of norm and head."""
+    """Parameters of each sublayer with its part of the residual; then of norm and head."""
     bodies: tuple[int, ...]
-    """Of these, the ones of attention or MLP that one rank of tensor parallelism has; last none."""
+    """Parameters of attention or MLP that one rank of tensor parallelism has; last none."""
     embedding: int
     tokens: int
     exchanged: tuple[int, ...]
@@ -85,10 +79,17 @@ class Pretended(Exchange):
 def footprint(
     config: ModelConfig, batch: int, *, half: bool, fused: bool, tensor: int = 1
 ) -> Footprint:
-    """`half`: bf16 as on a GPU. `fused`: reads over depth keep no tensors of their own, as with the kernels; else they
-    are made as a step on a CPU makes them. `tensor`: ranks that share a window, of which one is traced."""
+    """Trace a micro-batch of `batch` windows through the depth, without data.
+
+    Arguments:
+        half: bf16 as on a GPU.
+        fused: reads over depth keep no tensors of their own, as with the kernels; else they are made as a step on a
+            CPU makes them.
+        tensor: ranks that share a window, of which one is traced.
+    """
     with without_data(), torch.autocast("cpu", torch.bfloat16, enabled=half):
         model = Decoder(one_pass(config) if fused else config)
+        # Bodies are divided as on real ranks, and exchange with nobody.
         exchange = Pretended(tensor)
         if tensor > 1:
             divide_parameters(
@@ -97,28 +98,36 @@ def footprint(
             route(model, exchange)
         owned = {storage_key(p) for p in model.parameters()}
         tokens = torch.zeros(batch, config.context // tensor, dtype=torch.long)
-        rotary, kept = model.rotary(0, tokens.shape[1]), []
+        rotary = model.rotary(0, tokens.shape[1])
+        storages_kept: list[Kept] = []
         sent: list[int] = []
         states = [model.begin(tokens)]
         for i in range(len(model.sublayers)):
-            with (
-                keeping(owned) as found,
-                watched(model.residual, FusedReads()) if fused else nullcontext(),
-            ):
+            # The kernels keep nothing of a read.
+            reads = watched(model.residual, FusedReads()) if fused else nullcontext()
+            with keeping(owned) as storages, reads:
                 states.append(model.run(states[-1], i, i + 1, rotary))
-            kept.append(found)
+            storages_kept.append(storages)
             sent.append(exchange.sent - sum(sent))
-        with keeping(owned) as found:
+        with keeping(owned) as storages:
             loss = nats_per_token(model.finish(states[-1]), tokens).mean()
-        kept.append(found)
+        storages_kept.append(storages)
         counts = _parameters(model)
         del loss
-        held = tuple(
-            {storage_key(t): t.untyped_storage().nbytes() for t in state} for state in states
-        )
-        inside = (*(sum(p.numel() for p in body.parameters()) for body in bodies(model)), 0)
-    sizes = model.embedding.weight.numel(), tokens.numel()
-    return Footprint(name_states(states), held, tuple(kept), counts, inside, *sizes, tuple(sent))
+        storages_held = []
+        for state in states:
+            storages_held.append({storage_key(t): t.untyped_storage().nbytes() for t in state})
+        inside = [sum(p.numel() for p in body.parameters()) for body in bodies(model)]
+    return Footprint(
+        states=name_states(states),
+        held=tuple(storages_held),
+        kept=tuple(storages_kept),
+        parameters=counts,
+        bodies=(*inside, 0),
+        embedding=model.embedding.weight.numel(),
+        tokens=tokens.numel(),
+        exchanged=tuple(sent),
+    )
 
 
 @contextmanager
@@ -152,6 +161,7 @@ def _parameters(model: Decoder) -> tuple[int, ...]:
     """
     sizes = [sum(p.numel() for p in sublayer.parameters()) for sublayer in model.sublayers]
     sizes.append(model.norm.weight.numel() + model.head.weight.numel())
+    # A residual's parameters are named after the sublayer that reads with them.
     for name, parameter in model.residual.named_parameters():
         sizes[sublayer_of(name) or 0] += parameter.numel()
     return tuple(sizes)
@@ -164,14 +174,14 @@ class RankPlan:
     static: int
     """Bytes of weights, gradients and optimizer."""
     late: int
-    """Of these, gradients that do not exist yet when the first backward begins."""
+    """Bytes of gradients that do not exist yet when the first backward begins; part of static."""
     activations: int
     checkpointed: int
     """Bytes of activations under activation checkpointing: the states between sublayers."""
     sublayer: int
-    """What recomputing the largest sublayer brings back, and the gradient of the state it read."""
+    """Bytes that recomputing the largest sublayer brings back, and the gradient of the state it read."""
     head: int
-    """What the head and the loss take, on the last rank."""
+    """Bytes that the head and the loss take, on the last rank."""
     sends: int
     """Bytes this rank sends forward in a step; gradients take as many back."""
     exchanges: int
@@ -179,12 +189,8 @@ class RankPlan:
 
     def peak(self, checkpointing: bool) -> int:
         """At the head, or, where activations are recomputed, in a sublayer's backward if that is more."""
-        at_head = (
-            self.static
-            - self.late
-            + (self.checkpointed if checkpointing else self.activations)
-            + self.head
-        )
+        activations = self.checkpointed if checkpointing else self.activations
+        at_head = self.static - self.late + activations + self.head
         in_sublayer = self.static + self.sublayer + self.checkpointed * checkpointing
         return max(at_head, in_sublayer)
 
@@ -202,21 +208,23 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     """The ranks of one pipeline row: the others do the same."""
     settings, micros = config.parallel, config.train.accumulate
     pipeline, tensor = settings.pipeline, settings.tensor
-    chunks, cuts = (
-        (settings.chunks, settings.cuts) if pipeline > 1 else (1, ())
-    )  # as a run without a row has it
+    # As a run without a row has it
+    chunks, cuts = (settings.chunks, settings.cuts) if pipeline > 1 else (1, ())
+    # Ranks that are neither in a row nor share a window see other windows.
     data, rest = divmod(world, pipeline * tensor)
     if rest or data < 1:
         raise UserError(
             f"the number of ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor "
             f"({tensor}), 1 or more; got {spell('world')} {world}"
         )
+    # What the run itself would refuse is refused here.
     windows = windows_per_micro(config, data)
     shards = shards_of(settings, data)
     if tensor > 1:
         refuse_undivided(model, tensor, shards)
     trace = partial(footprint, batch=windows, half=half, fused=fused, tensor=tensor)
     whole = trace(model)
+    # Between stages travel sources alone, also where a stage reads in two phases.
     crossing = whole.states if pipeline == 1 or fused else trace(one_pass(model)).states
     with torch.device("meta"):
         residual = build(model.residual, model.dim, model.sublayers, model.kinds)
@@ -225,17 +233,27 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     ranks = []
     for rank in range(pipeline):
         stages = range(rank, pipeline * chunks, pipeline)
-        places = [i for s in stages for i in range(bounds[s], bounds[s + 1])]
+        places: list[int] = []
+        for s in stages:
+            places += range(bounds[s], bounds[s + 1])
         ends = (rank == 0, rank == pipeline - 1)
+        # A rank sends from each of its stages to the next.
         sends = micros * sum(plan[s + 1].bytes for s in stages if s + 1 < len(plan))
+        # A rank keeps activations of every pass that waits for its backward.
         flight = in_flight(settings.pipeline_schedule, pipeline, chunks, micros, rank) / chunks
         repeated = micros > 1 or chunks > 1  # a backward finds the gradients of another one
         ranks.append(
             _rank_plan(whole, model, rank, places, ends, (shards, tensor), flight, sends, repeated)
         )
+    # The part of the time in which a rank waits for others.
     bubble = 0.0 if pipeline == 1 else (pipeline - 1) / (micros * chunks + pipeline - 1)
     naive = hops(crossing, bounds, pipeline, cache=False)
-    return Plan(tuple(ranks), bubble, *(tuple(h.bytes for h in p[1:]) for p in (plan, naive)))
+    return Plan(
+        ranks=tuple(ranks),
+        bubble=bubble,
+        hops=tuple(hop.bytes for hop in plan[1:]),
+        hops_without_cache=tuple(hop.bytes for hop in naive[1:]),
+    )
 
 
 def in_flight(schedule: str, pipeline: int, chunks: int, micros: int, rank: int) -> int:
@@ -250,39 +268,51 @@ def in_flight(schedule: str, pipeline: int, chunks: int, micros: int, rank: int)
 
 
 def _rank_plan(
-    found: Footprint, model: ModelConfig, rank: int, places: list[int], ends: tuple[bool, bool],
+    trace: Footprint, model: ModelConfig, rank: int, places: list[int], ends: tuple[bool, bool],
     divided: tuple[int, int], flight: float, sends: int, repeated: bool,
 ) -> RankPlan:  # fmt: skip
     (first, last), (shards, tensor) = ends, divided
-    parameters = sum(found.parameters[i] for i in places) + first * found.embedding
-    parameters += last * (found.parameters[-1] - (first and model.tie_embeddings) * found.embedding)
-    state = {key: size for i in places for key, size in found.held[i].items()}
-    kept = {key: size for i in places for key, size in found.kept[i].items()}
-    head = sum(found.kept[-1].values()) if last else 0
+
+    # Parameters; a tied embedding stands on the first and on the last rank.
+    parameters = sum(trace.parameters[i] for i in places)
+    if first:
+        parameters += trace.embedding
+    if last:
+        parameters += trace.parameters[-1]
+    if first and last and model.tie_embeddings:
+        parameters -= trace.embedding
+
+    # Activations. A storage that several sublayers keep counts once.
+    state: Kept = {}
+    storages_kept: Kept = {}
+    for i in places:
+        state |= trace.held[i]
+        storages_kept |= trace.kept[i]
+    head = sum(trace.kept[-1].values()) if last else 0
+    logits = 4 * trace.tokens * model.vocab_size
     # What is kept of the state is there already; its gradient, which is not, takes as much.
-    largest = max(sum((found.kept[i] | found.held[i]).values()) for i in places)
-    logits = 4 * found.tokens * model.vocab_size
-    inside = sum(found.bodies[i] for i in places)
-    outside = (
-        parameters - inside
-    )  # embedding, norms, residual, head: divided over all ranks with other tokens
-    held = inside / shards + outside / (shards * tensor)
+    largest = max(sum((trace.kept[i] | trace.held[i]).values()) for i in places)
+
+    # Embedding, norms, residual and head are divided over all ranks with other tokens.
+    inside = sum(trace.bodies[i] for i in places)
+    outside = parameters - inside
+    share_of_rank = inside / shards + outside / (shards * tensor)
     # While a pass runs, what is sharded becomes whole: at most a layer at a time, and the outside, with gradients.
     layers = Counter[int]()
     for i in places:
-        layers[model.layer_of[i]] += found.bodies[i]
+        layers[model.layer_of[i]] += trace.bodies[i]
     whole = 4 * max(layers.values()) * (shards > 1) + 8 * outside * (shards * tensor > 1)
     return RankPlan(
         rank=rank,
         parameters=parameters,
-        static=int(held * BYTES_PER_PARAMETER) + whole,
-        late=0 if repeated else int(held * 4),
-        activations=int(flight * sum(kept.values())),
+        static=int(share_of_rank * BYTES_PER_PARAMETER) + whole,
+        late=0 if repeated else int(share_of_rank * 4),
+        activations=int(flight * sum(storages_kept.values())),
         checkpointed=int(flight * sum(state.values())),
         sublayer=largest,
         head=head + (2 * logits if last else 0),
         sends=sends,
-        exchanges=max(found.exchanged[i] for i in places),
+        exchanges=max(trace.exchanged[i] for i in places),
     )
 
 

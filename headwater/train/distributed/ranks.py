@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -46,10 +46,11 @@ class Ranks:
             place, grid = cast(list[int], mesh.get_coordinate()), mesh.shape
         self.pipeline_rank, replica, part, self.tensor_rank = place
         _, self.replicas, self.shards, self.tensor = grid
-        self.data_rank, self.data_world = replica * self.shards + part, self.replicas * self.shards
-        self.token_world = (
-            self.data_world * self.tensor
-        )  # ranks of one stage, each with tokens of its own
+        # Ranks that see other windows of the batch
+        self.data_rank = replica * self.shards + part
+        self.data_world = self.replicas * self.shards
+        # Ranks of one stage, each with tokens of its own
+        self.token_world = self.data_world * self.tensor
 
     @property
     def alone(self) -> bool:
@@ -71,6 +72,7 @@ class Ranks:
     def sums(self, values: list[float]) -> list[float]:
         if self.alone:
             return values
+        # On the host: the numbers are few, and the GPU is not waited for.
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
@@ -98,6 +100,19 @@ class Ranks:
         """The value of the main rank: two ranks may see different things in one folder of a network file system."""
         return self.all_gather_object(value)[0]
 
+    def on_main(self, action: Callable[[], Any]) -> Any:
+        """Run an action on the main rank alone. All ranks get its value, or raise its UserError."""
+        value, problem = None, ""
+        if self.main:
+            try:
+                value = action()
+            except UserError as error:
+                problem = str(error)
+        value, problem = self.broadcast_object((value, problem))
+        if problem:
+            raise UserError(problem)
+        return value
+
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """The main rank goes through the body alone; the others follow and find its work done."""
@@ -114,33 +129,27 @@ class Ranks:
 
     def gradient_norm(self, model: nn.Module) -> float:
         """Over the whole model, the same bits on every rank."""
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if self.alone:
-            return torch.nn.utils.get_total_norm(
-                [p.grad for p in model.parameters() if p.grad is not None]
-            ).item()
-        skipped = counted_elsewhere(model)
-        gradients = [
-            p.grad
-            for name, p in model.named_parameters()
-            if name not in skipped and p.grad is not None
-        ]
-        held = [
-            (local(g), copies(g)[0]) for g in gradients if local(g).numel()
-        ]  # of a small one, a rank may have none
-        if not held:
-            return self.sum(0.0) ** 0.5
-        norms = (
-            torch.stack(norms_of([part for part, _ in held])).double().cpu()
-        )  # one wait for the GPU
-        return (
-            self.sum((norms.square() / torch.tensor([count for _, count in held])).sum().item())
-            ** 0.5
-        )
+            return torch.nn.utils.get_total_norm(list(gradients.values())).item()
+        parts, counts = [], []
+        for name, gradient in gradients.items():
+            part = local(gradient)
+            # A rank may hold nothing of a small gradient, and another rank accounts for what is shared.
+            if part.numel() and name not in counted_elsewhere(model):
+                parts.append(part)
+                counts.append(copies(gradient)[0])
+        square = 0.0
+        if parts:
+            norms = torch.stack(norms_of(parts)).double().cpu()  # the only wait for the GPU
+            square = (norms.square() / torch.tensor(counts)).sum().item()
+        return self.sum(square) ** 0.5
 
 
 @contextmanager
 def gathered(settings: ParallelSettings, device: torch.device) -> Iterator[Ranks]:
     """The ranks for the length of a run; connections that were made for it end with it."""
+    # Whoever has connected the processes before keeps the connection.
     already = dist.is_initialized()
     ranks = join(settings, device)
     try:
@@ -151,16 +160,19 @@ def gathered(settings: ParallelSettings, device: torch.device) -> Iterator[Ranks
 
 
 def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True) -> Ranks:
-    """The grid that torchrun's environment and the settings describe. One process is `alone`, unless a grid of one is
-    asked for, to see what the wrapping costs by itself."""
+    """Join the grid that torchrun's environment and the settings describe.
+
+    One process is `alone`, unless a grid of one is asked for, to see what the wrapping costs by itself.
+    """
+    # torchrun says how many processes there are.
     world = int(os.environ.get("WORLD_SIZE", "1"))
     row = settings.pipeline * settings.tensor
     if world % row:
+        alone_settings = f"{spell('parallel.pipeline')} 1 {spell('parallel.tensor')} 1"
         raise UserError(
             f"parallel.pipeline ({settings.pipeline}) times parallel.tensor ({settings.tensor}) must divide the number "
             f"of processes, {world}. Start them with: torchrun --nproc-per-node {row} -m headwater.cli train ... "
-            f"A run resumed by one process needs {spell('parallel.pipeline')} 1 "
-            f"{spell('parallel.tensor')} 1"
+            f"A run resumed by one process needs {alone_settings}"
         )
     if world == 1 and alone:
         return Ranks()
@@ -168,8 +180,10 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     shards = shards_of(settings, data)
     if not dist.is_initialized():
         connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    # Ranks that disagree on the grid would wait for one another for ever.
     refuse_unequal({f"parallel.{name}": value for name, value in asdict(settings).items()})
     outer, inner = (settings.pipeline, data // shards), (shards, settings.tensor)
+    # Neighbours in the numbering share a window: they exchange most.
     mesh = init_device_mesh(device.type, (*outer, *inner), mesh_dim_names=GRID)
     if settings.tensor == 1:
         return Ranks(mesh)
@@ -185,12 +199,13 @@ def refuse_unequal(values: dict[str, Any]) -> None:
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, values)
+    first = everyone[0]
     lines = []
     for rank, others in enumerate(everyone):
-        for key in sorted(others.keys() | everyone[0].keys()):
-            first, other = everyone[0].get(key), others.get(key)
-            if first != other:
-                lines.append(f"{key}: {first!r} on rank 0, {other!r} on rank {rank}")
+        for key in sorted(others.keys() | first.keys()):
+            here, there = first.get(key), others.get(key)
+            if here != there:
+                lines.append(f"{key}: {here!r} on rank 0, {there!r} on rank {rank}")
     if lines:
         listing = "\n  ".join(lines[:DIFFERENCES])
         raise UserError(
@@ -214,6 +229,7 @@ def connect(backend: str) -> None:
 
     Ranks wait for days: the main one may tokenise for hours. A step that hangs is ended by the watchdog.
     """
+    # torchrun's store outlives the workers; a corner of it is this attempt's.
     store, rank, world = next(dist.rendezvous("env://"))
     store = attempts.rendezvous(store, rank, world)
     dist.init_process_group(

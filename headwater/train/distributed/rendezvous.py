@@ -24,17 +24,17 @@ def launch() -> str:
     if not dist.is_torchelastic_launched():
         return ""
     store, _, _ = next(dist.rendezvous("env://"))
-    return dist.PrefixStore("headwater", store).compare_set("launch", "", uuid.uuid4().hex).decode()
+    names = dist.PrefixStore("headwater", store)
+    # The first attempt writes the name, the later ones read it.
+    return names.compare_set("launch", "", uuid.uuid4().hex).decode()
 
 
 def began(out: Path, launch: str) -> bool:
     """Tell whether an earlier attempt of this launch began the run in this folder."""
     mark = out / MARK
-    return (
-        bool(launch)
-        and mark.is_file()
-        and mark.read_text(encoding="ascii", errors="replace") == launch
-    )
+    if not launch or not mark.is_file():
+        return False
+    return mark.read_text(encoding="ascii", errors="replace") == launch
 
 
 def claim(out: Path, launch: str) -> None:
@@ -52,6 +52,7 @@ def rendezvous(store: dist.Store, rank: int, world: int, patience: float = PATIE
     """
     store = dist.PrefixStore("headwater", store)
     number = store.add("numbers", 1)
+    # Other ranks wait for an answer to their number.
     if rank:
         corner = store.get(f"corner-for-{number}").decode()  # waits for it
         store.add(f"came-to-{corner}", 1)
@@ -62,6 +63,7 @@ def rendezvous(store: dist.Store, rank: int, world: int, patience: float = PATIE
             raise UserError(
                 f"only {came + 1} of {world} ranks came within {patience:g} seconds: look at the others"
             )
+        # Answer whoever has drawn a number since the last look.
         last_number = store.add("numbers", 0)
         for other in range(answered + 1, last_number + 1):
             store.set(f"corner-for-{other}", corner)

@@ -38,32 +38,27 @@ from headwater.residuals import build
 
 # Linear layers divide their outputs among the ranks, but:
 ROW_DIVIDED = frozenset({"output"})  # the layer that ends a body divides its inputs,
-WHOLE = frozenset(
-    {"down", "decay_down", "gate_down", "router"}
-)  # all heads and experts share these,
-SLICED = frozenset(
-    {"query_conv", "key_conv", "value_conv"}
-)  # a rank uses its heads' part of these.
+# All heads and experts share these,
+WHOLE = frozenset({"down", "decay_down", "gate_down", "router"})
+# A rank uses its heads' part of these.
+SLICED = frozenset({"query_conv", "key_conv", "value_conv"})
 
 
 def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
     """Tensor parallelism over `size` ranks needs widths that divide, and residuals that look at one token at a time."""
     divided, beside = widths(config)
-    for name, width in divided.items():
-        if width % size:
-            raise UserError(
-                f"parallel.tensor is {size}, which must divide model.{name}, {width} "
-                f"(and model.{', '.join(list(divided)[:-1])} and {list(divided)[-1]} all)"
-            )
-    for name, width in beside.items():
-        if width % shards:
-            raise UserError(
-                f"beside parallel.tensor, parallel.shard ({shards}) must divide model.{name}, {width}"
-            )
+    for names, ranks, setting in ((divided, size, "tensor"), (beside, shards, "shard")):
+        for name, width in names.items():
+            if width % ranks:
+                together = ", ".join(f"model.{other}" for other in names)
+                raise UserError(
+                    f"parallel.{setting} divides {together} among {ranks} ranks: it must divide model.{name}, {width}"
+                )
     if config.value_residual:
         raise UserError(
             "model.value_residual shares values between layers, which parallel.tensor does not divide yet"
         )
+    # A residual that looks at earlier tokens would need those of other ranks.
     with torch.device("meta"):
         residual = build(config.residual, config.dim, config.sublayers, config.kinds)
     if not residual.token_local:
@@ -75,17 +70,17 @@ def refuse_undivided(config: ModelConfig, size: int, shards: int) -> None:
 
 def widths(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
     """The widths that tensor parallelism divides, and those that FSDP2 cuts beside it, by the names of settings."""
+    # Heads, channels, experts and tokens are divided among the ranks.
     divided = {name: getattr(config, name) for name in ("heads", "kv_heads", "mlp_dim", "context")}
     beside, kinds = {"dim": config.dim}, set(config.kinds)
     if "kda" in kinds:
-        divided["kda_heads"], beside["kda_head_dim"] = (
-            config.kda_heads or config.heads,
-            config.kda_width,
-        )
+        divided["kda_heads"] = config.kda_heads or config.heads
+        beside["kda_head_dim"] = config.kda_width
     if "mla" in kinds:
         beside["mla_latent"] = config.mla_latent or 4 * config.head_dim
     if "moe" in kinds:
-        divided["experts"], beside["expert_dim"] = config.experts, config.expert_width
+        divided["experts"] = config.experts
+        beside["expert_dim"] = config.expert_width
         if config.shared_experts:
             divided["expert_dim"] = config.shared_experts * config.expert_width
     return divided, beside
@@ -160,6 +155,7 @@ class Divided(OnRank):
     exchange: Exchange
 
     def forward(self, x: Any, *others: Any) -> Any:
+        # Some residuals give queries, keys and values each an input.
         whole = tuple(map(self._enter, x)) if isinstance(x, tuple) else self._enter(x)
         y = super().forward(whole, *others)
         if isinstance(y, tuple):
@@ -245,7 +241,8 @@ INSIDE: dict[type[nn.Module], type[nn.Module]] = {
 def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
     """Divide the bodies of a decoder (or of a stage of one) that has no weights yet, before anything else wraps it."""
     divide_parameters(model, lambda parameter, placement: _divided(parameter, mesh, placement))
-    route(model, Exchange(mesh.size(), group_name(mesh.get_group()), mesh.get_local_rank()))
+    exchange = Exchange(mesh.size(), group_name(mesh.get_group()), mesh.get_local_rank())
+    route(model, exchange)
 
 
 def divide_parameters(model: Decoder, part: Callable[[Tensor, Placement], Tensor]) -> None:
@@ -253,8 +250,8 @@ def divide_parameters(model: Decoder, part: Callable[[Tensor, Placement], Tensor
     for body in bodies(model):
         for name, parameter in list(body.named_parameters()):
             owner, _, own_name = name.rpartition(".")
-            held = nn.Parameter(part(parameter.detach(), placement_of(name, parameter)))
-            body.get_submodule(owner).register_parameter(own_name, held)
+            parameter_here = nn.Parameter(part(parameter.detach(), placement_of(name, parameter)))
+            body.get_submodule(owner).register_parameter(own_name, parameter_here)
 
 
 def placement_of(name: str, parameter: Tensor) -> Placement:
@@ -286,12 +283,15 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
 
 
 def route(model: Decoder, exchange: Exchange) -> None:
-    """Let each body gather, work on its share with the weights it has here, and scatter. Modules change their class, as
-    FSDP2 does it too: names stay, and the compiler meets the same code in every layer."""
+    """Let each body gather, work on its share with the weights it has here, and scatter.
+
+    Modules change their class, as FSDP2 does it too: names stay, and the compiler meets the same code in every layer.
+    """
     _divide(model.rotary, exchange)
     for body in bodies(model):
         _divide(body, exchange)
         for part in body.modules():
+            # A rank has a part of the heads and of the experts.
             if isinstance(part, Attention):
                 part.kv_heads //= exchange.size
             if isinstance(part, Attention | KDA | MLA | DecayGate):

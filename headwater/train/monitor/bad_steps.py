@@ -32,14 +32,15 @@ class Reason:
 @dataclass
 class Skips:
     losses: list[float] = field(default_factory=list)
-    """Of the last steps that were taken."""
+    """Losses of the last steps that were taken."""
     in_a_row: int = 0
-    """Of one kind: each has its own limit."""
+    """Number of bad steps of one kind in a row: each kind has its own limit."""
     kind: str = ""
     total: int = 0
 
     def judge(self, loss: float, grad_norm: float, settings: TrainSettings) -> Reason | None:
-        """None, and the step is to be taken; or the reason why not."""
+        """Decide whether a step is taken: None if it is, else the reason why not."""
+        # A loss that is not finite is no spike, and would spoil the median.
         kind, threshold = "", math.inf
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             kind = "nonfinite"
@@ -52,33 +53,40 @@ class Skips:
         self, loss: float, kind: str, threshold: float, settings: TrainSettings
     ) -> Reason | None:
         """Count a step of this kind: "nonfinite", "spike", or "" for one that is taken."""
+        # Each kind has its own count, which another kind or a good step ends.
         if kind:
             self.in_a_row = self.in_a_row + 1 if kind == self.kind else 1
             self.kind = kind
             self.total += 1
         if kind == "nonfinite":
-            text = "the loss or gradient is not finite"
             return Reason(
-                "nonfinite",
-                text,
-                None,
-                settings.skip_nonfinite,
-                "train.skip_nonfinite",
-                self.in_a_row,
+                kind=kind,
+                text="the loss or gradient is not finite",
+                threshold=None,
+                limit=settings.skip_nonfinite,
+                setting="train.skip_nonfinite",
+                in_a_row=self.in_a_row,
             )
         if kind == "spike":
-            text = f"the loss is above {threshold:.6g}"
             return Reason(
-                "spike", text, threshold, settings.skip_spikes, "train.skip_spikes", self.in_a_row
+                kind=kind,
+                text=f"the loss is above {threshold:.6g}",
+                threshold=threshold,
+                limit=settings.skip_spikes,
+                setting="train.skip_spikes",
+                in_a_row=self.in_a_row,
             )
+        # A step that is taken enters the window that spikes are measured against.
         self.in_a_row, self.kind = 0, ""
         self.losses = [*self.losses, loss][-settings.spike_window :]
         return None
 
     def _threshold(self, sigmas: float) -> float:
-        """Median and median deviation: one spike that was taken, early on, does not hide the next one. For losses that
-        are spread normally, 1.4826 times that deviation is the standard deviation. Equal losses have none: at least a
-        thousandth of the median is taken, or any rise would be a spike."""
+        """Median and median deviation: one spike that was taken, early on, does not hide the next one.
+
+        For losses that are spread normally, 1.4826 times that deviation is the standard deviation. Equal losses have
+        none: at least a thousandth of the median is taken, or any rise would be a spike.
+        """
         middle = median(self.losses)
         deviation = 1.4826 * median(abs(loss - middle) for loss in self.losses)
         return middle + sigmas * max(deviation, abs(middle) / 1000)
@@ -92,6 +100,7 @@ def cause_file(folder: Path, kind: str, step: int) -> Path:
 def drop_causes(folder: Path, after: int) -> None:
     """Remove the files of later steps, which will be taken again: as with records, what then happens counts."""
     for path in folder.glob("*-step-*.json"):
+        # Other files of such names are the user's.
         match = re.fullmatch(r"(nonfinite|spike)-step-(\d+)", path.stem)
         if match and int(match[2]) > after:
             path.unlink()

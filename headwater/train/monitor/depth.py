@@ -31,14 +31,15 @@ def depth_record(model: Decoder, tokens: Tensor) -> dict[str, Any]:
     tokens = tokens[:1, :DEPTH_TOKENS]
     with torch.no_grad(), record(model.residual) as trace, routed(model) as loads:
         model(tokens)
+    # How much of each source each read takes, token by token.
     matrix = mixing(model.residual, trace.sources).flatten(2)  # (L + 1, L + 1, tokens)
     return {
         "sublayers": list(model.sublayer_kinds),
         "output_norm": [_rms(y) for y in trace.sources[1:]],
-        "read_norm": [_rms(torch.stack(x) if isinstance(x, tuple) else x) for x in trace.reads],
-        "mixing": [[round(value, 6) for value in row] for row in matrix.mean(-1).tolist()],
+        "read_norm": [_rms_of_read(x) for x in trace.reads],
+        "mixing": [_rounded(row, 6) for row in matrix.mean(-1)],
         "entropy": entropy(matrix).mean(-1).tolist(),  # (L + 1,)
-        **(expert_loads(loads) if any(load is not None for load in loads) else {}),
+        **expert_loads(loads),
     }
 
 
@@ -63,15 +64,26 @@ def routed(model: Decoder) -> Iterator[list[Tensor | None]]:
 
 
 def expert_loads(loads: list[Tensor | None]) -> dict[str, Any]:
-    """`expert_load`, of each expert in means of its layer, and `expert_load_cv`, their coefficient of variation."""
-    return {
-        "expert_load": [
-            None if load is None else [round(x, 5) for x in load.tolist()] for load in loads
-        ],
-        "expert_load_cv": [
-            None if load is None else load.std(correction=0).item() for load in loads
-        ],
-    }
+    """`expert_load`, of each expert in means of its layer, and `expert_load_cv`, their coefficient of variation.
+
+    Nothing for a model without experts.
+    """
+    if not any(load is not None for load in loads):
+        return {}
+    values: dict[str, list[Any]] = {"expert_load": [], "expert_load_cv": []}
+    for load in loads:
+        values["expert_load"].append(None if load is None else _rounded(load, 5))
+        values["expert_load_cv"].append(None if load is None else load.std(correction=0).item())
+    return values
+
+
+def _rounded(values: Tensor, digits: int) -> list[float]:
+    return [round(value, digits) for value in values.tolist()]
+
+
+def _rms_of_read(read: Any) -> float:
+    """A read may give queries, keys and values each an input."""
+    return _rms(torch.stack(read) if isinstance(read, tuple) else read)
 
 
 def _rms(x: Tensor) -> float:

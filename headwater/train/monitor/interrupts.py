@@ -37,15 +37,15 @@ class Interruption:
         self._signum = value
 
     def __enter__(self) -> Interruption:
-        on_main = (
-            threading.current_thread() is threading.main_thread()
-        )  # elsewhere Python refuses handlers
+        # Elsewhere Python refuses handlers
+        on_main = threading.current_thread() is threading.main_thread()
         signals = [signal.SIGINT, signal.SIGTERM]
-        if (
-            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        ):  # nohup asks to outlive the terminal
+        # Nohup asks to outlive the terminal
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             signals.append(signal.SIGHUP)
-        self.before = {s: signal.signal(s, self._ask) for s in signals} if on_main else {}
+        self.before = {}
+        if on_main:
+            self.before = {signum: signal.signal(signum, self._ask) for signum in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,6 +53,7 @@ class Interruption:
             signal.signal(signum, handler)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
+        # The next signal finds the old handlers, and ends at once.
         self._signum = signum
         self.__exit__()
 

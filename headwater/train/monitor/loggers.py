@@ -6,7 +6,6 @@ that hangs is left behind. Nothing that they do reaches the training loop.
 
 from __future__ import annotations
 
-import importlib
 import json
 import queue
 import sys
@@ -18,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from headwater.errors import UserError
 from headwater.runs.settings import LogSettings, flatten
+from headwater.train.files import require
 
 CAPACITY = 1000  # records
 PATIENCE = 5.0  # seconds to finish in, at the end of a run
@@ -27,23 +26,17 @@ Record = dict[str, Any]
 Sink = tuple[Callable[[Record], None], Callable[[], None]]  # write, close
 
 
-def require(settings: LogSettings) -> None:
+def require_packages(settings: LogSettings) -> None:
     """Import what was asked for, before any work; in the main thread, since imports and threads do not mix."""
-    for setting, module, extra in (
-        (settings.wandb, "wandb", "wandb"),
-        (settings.tensorboard, "torch.utils.tensorboard", "tensorboard"),
-    ):
-        if setting:
-            try:
-                importlib.import_module(module)
-            except ImportError as error:
-                raise UserError(
-                    f"--{extra} cannot be used ({error}): pip install 'headwater[{extra}]'"
-                ) from None
+    if settings.wandb:
+        require("wandb", "wandb")
+    if settings.tensorboard:
+        require("torch.utils.tensorboard", "tensorboard")
 
 
 def start(settings: LogSettings, folder: Path, step: int, config: dict[str, Any]) -> list[Logger]:
     """The loggers of a run that goes on after `step`."""
+    # Each opens its files in its own thread.
     started = []
     if settings.wandb:
         started.append(Logger("W&B", lambda: open_wandb(settings.wandb, folder, config)))
@@ -63,6 +56,7 @@ class Logger(threading.Thread):
         self.start()
 
     def put(self, record: Record | None) -> None:
+        # The training loop goes on whatever happens here.
         try:
             self.queue.put_nowait(record)
         except queue.Full:
@@ -83,17 +77,15 @@ class Logger(threading.Thread):
 
     def close(self) -> None:
         """Give it a moment to write what is left."""
+        # None ends the thread, after all that came before it.
         self.put(None)
         self.join(PATIENCE)
         if self.is_alive():
             self.warn("did not finish in time and is left behind")
 
     def warn(self, text: str) -> None:
-        print(
-            f"headwater: {self.label} {text}; metrics.jsonl has everything",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"headwater: {self.label} {text}; metrics.jsonl has everything"
+        print(line, file=sys.stderr, flush=True)
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
@@ -101,16 +93,20 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if name in ("kind", "step"):
             continue
-        entries = enumerate(value) if isinstance(value, list) else ((None, value),)
-        for i, entry in entries:
-            if isinstance(entry, int | float):
-                yield f"{record['kind']}/{name}" + ("" if i is None else f"/{i:02d}"), float(entry)
+        label = f"{record['kind']}/{name}"
+        if isinstance(value, int | float):
+            yield label, float(value)
+        elif isinstance(value, list):
+            for i, entry in enumerate(value):
+                if isinstance(entry, int | float):
+                    yield f"{label}/{i:02d}", float(entry)
 
 
 def open_wandb(project: str, folder: Path, config: dict[str, Any]) -> Sink:
     """A run that is resumed goes on under the name it was given first."""
     import wandb
 
+    # A run that is resumed goes on under its first name.
     name_file = folder / "wandb-id"
     if not name_file.exists():
         name_file.write_text(uuid.uuid4().hex[:8], encoding="ascii")
@@ -123,6 +119,7 @@ def open_tensorboard(folder: Path, step: int, config: dict[str, Any]) -> Sink:
     """Write events; those of an earlier process about steps that are taken again are hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
+    # Events after this step are of steps that will be taken again.
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10)
 
     rows = [f"| {key} | `{json.dumps(value)}` |" for key, value in flatten(config).items()]
@@ -132,25 +129,22 @@ def open_tensorboard(folder: Path, step: int, config: dict[str, Any]) -> Sink:
         for name, value in scalars(record):
             writer.add_scalar(name, value, record["step"])
         if record.get("mixing"):
-            writer.add_image(
-                "depth/mixing", picture(record["mixing"]), record["step"], dataformats="HWC"
-            )
+            pixels = picture(record["mixing"])
+            writer.add_image("depth/mixing", pixels, record["step"], dataformats="HWC")
 
     return write, writer.close
 
 
 def picture(mixing: list[list[float]], cell: int = 12) -> np.ndarray:
-    """A depth-mixing map as pixels (reads * cell, sources * cell, 3): white is nothing, blue a row's largest weight,
-    red the same below zero."""
-    matrix = np.nan_to_num(
-        np.array(mixing, dtype=float)
-    )  # a number that is not finite was recorded as null
-    shares = matrix / np.maximum(np.abs(matrix).max(-1, keepdims=True), 1e-12)
-    white, blue, red = (
-        np.array([255.0, 255, 255]),
-        np.array([8.0, 69, 148]),
-        np.array([165.0, 15, 21]),
-    )
-    ends = np.where(shares[..., None] < 0, red, blue)
-    pixels = (white + np.abs(shares)[..., None] * (ends - white)).round().astype(np.uint8)
+    """A depth-mixing map as pixels (reads * cell, sources * cell, 3).
+
+    White is nothing, blue is a row's largest weight, red the same below zero.
+    """
+    # A number that is not finite was recorded as null
+    matrix = np.nan_to_num(np.array(mixing, dtype=float))
+    largest = np.abs(matrix).max(-1, keepdims=True)
+    shares = (matrix / np.maximum(largest, 1e-12))[..., None]
+    white, blue, red = np.array([[255.0, 255, 255], [8.0, 69, 148], [165.0, 15, 21]])
+    ends = np.where(shares < 0, red, blue)
+    pixels = (white + np.abs(shares) * (ends - white)).round().astype(np.uint8)
     return pixels.repeat(cell, 0).repeat(cell, 1)

@@ -24,6 +24,7 @@ def read_record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    # A record knows its step: by it one decides what to keep.
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
@@ -46,6 +47,7 @@ class MetricsLog:
         records up to the step stay, and the run says so.
         """
         written = path.read_bytes() if path.exists() else b""
+        # The checkpoint vouches for these bytes.
         content = written[: saved["bytes"]]
         if hashlib.sha256(content).hexdigest() != saved["sha256"]:
             content = b"".join(records_until(written, step))
@@ -54,6 +56,7 @@ class MetricsLog:
                 f"{content.count(NEWLINE)} records are left of that time",
                 file=sys.stderr,
             )
+        # What is wrong or too late leaves the file before anything is added.
         replace_file(path, content)
         self.path, self.size, self.digest = path, len(content), hashlib.sha256(content)
         self.file = path.open("ab")
@@ -65,6 +68,7 @@ class MetricsLog:
         self.file.flush()
         self.size += len(line)
         self.digest.update(line)
+        # Loggers come after the file, which is the record of the run.
         for mirror in self.mirrors:
             mirror.put(record)
 
@@ -77,6 +81,7 @@ class MetricsLog:
 
         Raises: `UserError` if the file is no longer in its place, and so neither is the folder of the run.
         """
+        # The file that is open must be the file of that name.
         here = os.fstat(self.file.fileno())
         if not (self.path.exists() and os.path.samestat(here, self.path.stat())):
             raise UserError(

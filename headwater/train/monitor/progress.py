@@ -8,13 +8,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from headwater.runs.tables import printable
+
 PLAIN_SECONDS = 5.0
 NOTEBOOK_SECONDS = 0.5
 
 
 class Tasks:
-    """Tasks with a note each: bars on a terminal; in a notebook, where rich's bars would need ipywidgets, one text in
-    the output of the cell; anywhere else, and on a quiet console, nothing."""
+    """Tasks with a note each: bars on a terminal, one text in the output of a notebook's cell, elsewhere nothing.
+
+    In a notebook rich's own bars would need ipywidgets.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -24,6 +28,7 @@ class Tasks:
             TextColumn("{task.completed}/{task.total}"),
         )
         note = TextColumn("{task.fields[note]}"), TimeRemainingColumn()
+        # rich draws on a terminal alone.
         self.live = Progress(*columns, *note, console=console, disable=not console.is_terminal)
         self.in_notebook = console.is_jupyter and not console.quiet
         self.renewed = 0.0
@@ -54,14 +59,15 @@ class Tasks:
         self.live.remove_task(task)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def _renew(self) -> None:
-        lines = [
-            f"{t.description} {t.completed:.0f}/{t.total:.0f}  {t.fields['note']}"
-            for t in self.live.tasks
-        ]
+        lines = []
+        for task in self.live.tasks:
+            count = f"{task.completed:.0f}/{task.total:.0f}"
+            lines.append(f"{task.description} {count}  {task.fields['note']}")
         content = {"text/plain": "\n".join(lines)}
+        # The first time an output is made, later it is replaced.
         if self.output is None:
             from IPython.display import display  # there, since this is a notebook
 
@@ -82,8 +88,11 @@ class ProgressLine(Tasks):
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         note, now = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", time.monotonic()
-        remaining = f"{(now - self.began) / (step - self.first) * (self.steps - step):.0f} s left"
+        seconds_a_step = (now - self.began) / (step - self.first)
+        remaining = f"{seconds_a_step * (self.steps - step):.0f} s left"
         self.update(self.task, step, f"{note}  {remaining}" if self.in_notebook else note)
-        if not self.watched and (now - self.printed >= PLAIN_SECONDS or step == self.steps):
+        # A log file gets a line every few seconds.
+        is_due = now - self.printed >= PLAIN_SECONDS or step == self.steps
+        if is_due and not self.watched:
             self.say(f"step {step}/{self.steps}  {note}  {remaining}")
             self.printed = now

@@ -18,6 +18,7 @@ class Watchdog:
         self.seconds = seconds
 
     def reset(self) -> None:
+        # A limit of zero is none.
         if self.seconds:
             faulthandler.dump_traceback_later(self.seconds, exit=True)
 
