@@ -14,7 +14,8 @@ from headwater.hf.formats.delta import load_delta, reset, save_delta
 from headwater.hf.formats.export import export
 from headwater.hf.formats.fla import read_fla
 from headwater.hf.formats.kimi import load_kimi, save_kimi
-from headwater.hf.formats.released import FLA, KIMI_K3, from_release, load_released, to_release
+from headwater.hf.formats.names import FLA, KIMI_K3, from_release, to_release
+from headwater.hf.formats.released import load_released
 from headwater.hf.formats.run import export_run
 
 from .verify import Verification, verify

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.errors import UserError
 
-KEPT = ("results", "groups", "n-shot", "n-samples", "higher_is_better", "versions")
+FIELDS = ("results", "groups", "n-shot", "n-samples", "higher_is_better", "versions")
 
 
 def evaluate(
@@ -43,12 +43,14 @@ def evaluate(
 
     Raises: `UserError` for tasks that lm-eval does not have, that run code unasked, or whose data cannot be had.
 
-        results = evaluate(*headwater.hf.export_run("runs/first"), ["hellaswag"], limit=100)
+        model, tokenizer = headwater.hf.export_run(headwater.train.load_run("runs/first"))
+        results = evaluate(model, tokenizer, ["hellaswag"], limit=100)
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     model.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps nn.Module.to without its types
+    # lm-eval's own wrapper runs the model.
     harness = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
     options = {
         "task_manager": _task_manager(tasks, include_path),
@@ -72,7 +74,8 @@ def evaluate(
             f"If that is what you want, best in a container, pass --unsafe-code ({error})"
         ) from None
     assert results is not None  # None on ranks other than the first, and there is one
-    chosen = {name: results[name] for name in KEPT if name in results}
+    chosen = {name: results[name] for name in FIELDS if name in results}
+    # Types of numpy and NaN become what a file can hold.
     text = json.dumps(chosen, default=float)
     return json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
 

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import UserError
-from headwater.evaluation import evaluating
-from headwater.hf.convert.check import decoded, pad_left, parts_of, whole
-from headwater.hf.convert.install import Conversion, conversion_of
+from headwater.hf.convert.install import find_conversion
 from headwater.hf.formats.decoder import DecoderForCausalLM
+from headwater.hf.same_function import (
+    ONE_PASS,
+    divergence,
+    is_half,
+    one_pass,
+    pad_left,
+    results_by_kind,
+)
 
 KL_LIMIT = 1e-6  # nats per token, fp32
 HALF_LIMIT = 2.0  # in half precision: times the plain model's own distance from its fp32 forward
@@ -24,7 +30,7 @@ FROM_FP32 = (
 
 @dataclass(frozen=True)
 class Distance:
-    """From the reference's logits in fp32, over tokens that are not padding."""
+    """The distance of a model from the reference's logits in fp32, over tokens that are not padding."""
 
     kl: float  # nats per token, the mean
     kl_median: float
@@ -39,18 +45,21 @@ class Distance:
         return (self.kl_median if self.half else self.kl) <= self.limit
 
     def __str__(self) -> str:
-        judged = f"median {self.kl_median:.2e}" if self.half else f"worst {self.kl_worst:.2e}"
+        beside = f"median {self.kl_median:.2e}" if self.half else f"worst {self.kl_worst:.2e}"
         return (
-            f"KL {self.kl:.2e} nats per token ({judged}, limit {self.limit:.1e}), largest logit difference "
+            f"KL {self.kl:.2e} nats per token ({beside}, limit {self.limit:.1e}), largest logit difference "
             f"{self.logit_difference:.2e} over {self.tokens} tokens"
         )
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The batch in one pass; and by kind of token, of the same batch with padding in every other row and its last
-    tokens decoded from a cache. `decoding` is empty where there is no cache: a head without logits per token, a
-    residual that looks back along the tokens, or headwater's own decoder."""
+    """The distance of a whole batch in one pass, and of its kinds of token.
+
+    `decoding` has the kinds of the same batch with padding in every other row and its last tokens
+    decoded from a cache. It is empty where there is no cache: a head without logits per token, a
+    residual that looks back along the tokens, or headwater's own decoder.
+    """
 
     whole: Distance
     decoding: dict[str, Distance]
@@ -71,17 +80,16 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "equal" if self.equal else "NOT equal"
-        what = (
-            f"residual '{self.residual}' at {len(self.sites)} sites"
-            if self.residual
-            else "not converted"
-        )
-        cached = [f"  {name}: {distance}" for name, distance in self.decoding.items()]
-        lines = [
-            f"{verdict}: {self.whole}; {what}",
-            *(cached or ["  decoding from a cache: not tried"]),
-        ]
-        return "\n".join([*lines, FROM_FP32] if self.whole.half else lines)
+        subject = "not converted"
+        if self.residual is not None:
+            subject = f"residual '{self.residual}' at {len(self.sites)} sites"
+        lines = [f"{verdict}: {self.whole}; {subject}"]
+        lines += [f"  {name}: {distance}" for name, distance in self.decoding.items()]
+        if not self.decoding:
+            lines.append("  decoding from a cache: not tried")
+        if self.whole.half:
+            lines.append(FROM_FP32)
+        return "\n".join(lines)
 
 
 def verify(
@@ -106,42 +114,29 @@ def verify(
         result = headwater.verify(model, plain, tokenizer(text, return_tensors="pt"))
         assert result.equal, str(result)
     """
-    for argument in (model, reference):
-        if not isinstance(argument, nn.Module):
-            raise UserError(
-                f"verify takes two loaded models and a batch; got a {type(argument).__name__}"
-            )
-    if isinstance(batch, str):
-        raise UserError(
-            "a batch is token ids, and this is a text: give tokenizer(text, return_tensors='pt')"
-        )
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-    dtype, conversion = dtype_of(model), _conversion(model)
-    has_cache = "input_ids" in inputs and (
-        conversion is None or conversion.depth.residual.token_local
-    )
+    conversion, _ = find_conversion(model) or (None, None)
+    # Decoding is compared where both models can decode from a cache.
+    has_cache = "input_ids" in inputs and inputs["input_ids"].shape[1] > 1
+    if conversion is not None:
+        has_cache &= conversion.depth.residual.token_local
     has_cache &= not any(isinstance(one, DecoderForCausalLM) for one in (model, reference))
-    half = dtype.itemsize < torch.float32.itemsize
-    ours = _passes(model, inputs, has_cache)
-    plain = _passes(cast(reference, dtype), inputs, has_cache) if half else {}
-    truth = _passes(cast(reference, torch.float32), inputs, has_cache)
-    rounding = [_kl(plain[name], truth[name]) for name in plain]
-    distances = {
-        name: _distance(ours[name], truth[name], rounding) for name in truth if name in ours
-    }
+    dtype = dtype_of(model)
+    logits = _logits_by_kind(model, inputs, has_cache)
+    truth = _logits_by_kind(cast(reference, torch.float32), inputs, has_cache)
+    rounding: list[Tensor] = []
+    # In half precision the plain model's own rounding is the measure.
+    if is_half(dtype):
+        plain = _logits_by_kind(cast(reference, dtype), inputs, has_cache)
+        rounding = [divergence(plain[kind], truth[kind]) for kind in plain]
+    kinds = [kind for kind in truth if kind in logits]
+    distances = {kind: _distance(logits[kind], truth[kind], rounding) for kind in kinds}
     return Verification(
-        whole=distances.pop("whole"),
+        whole=distances.pop(ONE_PASS),
         decoding=distances,
         residual=None if conversion is None else conversion.report.residual,
         sites=() if conversion is None else conversion.report.sites,
     )
-
-
-def _conversion(model: nn.Module) -> Conversion | None:
-    try:
-        return conversion_of(model)[0]
-    except UserError:
-        return None
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -158,6 +153,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             f"half precision is judged against the fp32 forward of the reference, and a {type(model).__name__} that is "
             "offloaded or quantised has none here: load the reference in fp32, without a device map"
         )
+    # Only what a checkpoint holds: buffers such as rotary frequencies stay as they are.
     copied = copy.deepcopy(model)
     for tensor in copied.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
@@ -165,50 +161,52 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copied
 
 
-def _passes(model: nn.Module, inputs: Mapping[str, Any], has_cache: bool) -> dict[str, Tensor]:
-    """Logits by kind of token, (tokens, V), in fp64 on the CPU."""
+def _logits_by_kind(
+    model: nn.Module, inputs: Mapping[str, Any], has_cache: bool
+) -> dict[str, Tensor]:
+    """Logits by kind of token, (tokens, V), in fp64 on the CPU; ONE_PASS are those of the whole batch."""
     device = next(model.parameters()).device
-    device = (
-        torch.device("cpu") if device.type == "meta" else device
-    )  # offloaded: a hook takes it from there
-    moved = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
-    with evaluating(model), torch.no_grad():
-        logits, mask = whole(model, moved), moved.get("attention_mask")
-        logits_by_kind = {
-            "whole": logits[mask.bool()]
-            if mask is not None and mask.shape == logits.shape[:2]
-            else logits
-        }
-        if has_cache and moved["input_ids"].shape[1] > 1:
-            padded = pad_left({name: value for name, value in moved.items() if name != "labels"})
-            cached = decoded(model, padded)
-            parts = {} if cached is None else parts_of(padded["attention_mask"])
-            parts.pop("in one pass", None)  # that is `whole`
-            logits_by_kind |= {
-                name: cached[kept]
-                for name, kept in parts.items()
-                if cached is not None and kept.any()
-            }
-    return {name: logits.double().cpu().flatten(0, -2) for name, logits in logits_by_kind.items()}
+    # Offloaded: a hook takes it from there.
+    device = torch.device("cpu") if device.type == "meta" else device
+    moved = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            moved[name] = value.to(device)
+    logits = one_pass(model, moved)
+    mask = moved.get("attention_mask")
+    # What is padding has no right answer.
+    if mask is not None and mask.shape == logits.shape[:2]:
+        logits = logits[mask.bool()]
+    by_kind: dict[str, Tensor] = {}
+    # Labels would ask for a loss of every piece.
+    if has_cache:
+        moved.pop("labels", None)
+        by_kind = results_by_kind(model, pad_left(moved))
+    by_kind[ONE_PASS] = logits
+    rows: dict[str, Tensor] = {}
+    for kind, results in by_kind.items():
+        if results.numel():
+            rows[kind] = results.double().cpu().flatten(0, -2)
+    return rows
 
 
-def _distance(ours: Tensor, truth: Tensor, rounding: list[Tensor]) -> Distance:
+def _distance(logits: Tensor, truth: Tensor, rounding: list[Tensor]) -> Distance:
     """`rounding`: how far the plain model in half precision is from fp32, by kind; empty in fp32."""
-    if ours.shape != truth.shape:
-        raise UserError(
-            f"the models do not compare: logits {tuple(ours.shape)} and {tuple(truth.shape)}"
-        )
-    kl = _kl(ours, truth)
+    if logits.shape != truth.shape:
+        shapes = f"logits {tuple(logits.shape)} and {tuple(truth.shape)}"
+        raise UserError(f"the models do not compare: {shapes}")
+    kl = divergence(logits, truth)
+    # Without rounding to compare with, the limit is a number.
+    limit = KL_LIMIT
+    if rounding:
+        limit = max(KL_LIMIT, HALF_LIMIT * _typical(rounding, len(kl)))
     return Distance(
         kl=float(kl.mean()),
         kl_median=float(kl.median()),
         kl_worst=float(kl.max()),
-        logit_difference=float((ours - truth).abs().max()),
+        logit_difference=float((logits - truth).abs().max()),
         tokens=len(kl),
-        limit=max(KL_LIMIT, HALF_LIMIT * _typical(rounding, len(kl))) if rounding else KL_LIMIT,
+        limit=limit,
         half=bool(rounding),
     )
 
@@ -216,10 +214,7 @@ def _distance(ours: Tensor, truth: Tensor, rounding: list[Tensor]) -> Distance:
 def _typical(rounding: list[Tensor], tokens: int) -> float:
     """The median of the kind that is farthest; or of that many tokens, if they are few, what their median may be by
     chance: 1.6 standard errors of its rank up. Of 8 tokens a median twice the true one is nothing rare."""
-    by_chance = torch.cat(rounding).quantile(min(1.0, 0.5 + 0.8 * tokens**-0.5))
-    return float(torch.stack([by_chance, *(kl.median() for kl in rounding)]).max())
-
-
-def _kl(logits: Tensor, truth: Tensor) -> Tensor:
-    log_p, log_q = truth.log_softmax(-1), logits.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    # Few tokens have a median that varies.
+    rank = min(1.0, 0.5 + 0.8 * tokens**-0.5)
+    medians = [float(kl.median()) for kl in rounding]
+    return max(float(torch.cat(rounding).quantile(rank)), *medians)

@@ -15,7 +15,6 @@ from outside import without_plugins, write_package
 from tinyhf import tiny_model
 from tinyrun import tiny
 
-from headwater.cli import main
 from headwater.hf.evaluate import evaluate
 from headwater.residuals import import_plugins
 from headwater.train.checkpoint.folder import load_model
@@ -31,9 +30,26 @@ QUESTIONS = [
 ]
 
 
+PERPLEXITY = {
+    "output_type": "loglikelihood",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "perplexity"}],
+}
+TASKS = {  # a choice of two answers, the perplexity of the right one, and one whose data nobody has
+    "rivers": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{[answer, wrong]}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    },
+    "rivers_perplexity": PERPLEXITY,
+    "absent": {**PERPLEXITY, "dataset_path": "nobody/nothing", "dataset_kwargs": None},
+}
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder with two tasks on one local file: a choice of two answers, and the perplexity of the right one."""
+    """A folder with tasks on one local file."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "rivers.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
@@ -44,27 +60,8 @@ def tasks(tmp_path_factory):
         "doc_to_text": "{{text}}",
         "target_delimiter": "",
     }
-    choice = {
-        "task": "rivers",
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{[answer, wrong]}}",
-        "doc_to_target": 0,
-        "metric_list": [{"metric": "acc"}],
-    }
-    perplexity = {
-        "task": "rivers_perplexity",
-        "output_type": "loglikelihood",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "perplexity"}],
-    }
-    absent = {
-        **perplexity,
-        "task": "absent",
-        "dataset_path": "nobody/nothing",
-        "dataset_kwargs": None,
-    }
-    for task in (choice, perplexity, absent):
-        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**common, **task}))
+    for name, task in TASKS.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**common, **task, "task": name}))
     return folder
 
 
@@ -83,73 +80,34 @@ def run(tmp_path_factory):
 
 
 @torch.no_grad()
-def log_likelihood(model, tokenizer, text, answer):
-    """By hand, with headwater's own decoder and tokenizer."""
-    prompt, rest = tokenizer.encode(text).tolist(), tokenizer.encode(answer).tolist()
-    room = model.config.context + 1  # the last token is only predicted
-    row = (prompt + rest)[-room:]
-    scores = model(torch.tensor([row[:-1]]))[0].float().log_softmax(-1)
-    return sum(float(scores[len(row) - 1 - len(rest) + i, token]) for i, token in enumerate(rest))
+def log_likelihoods(model, tokenizer, answers):
+    """Score by hand, with headwater's own decoder and tokenizer."""
+    sums = []
+    for question in QUESTIONS:
+        prompt = tokenizer.encode(question["text"]).tolist()
+        rest = tokenizer.encode(question[answers]).tolist()
+        room = model.config.context + 1  # the last token is only predicted
+        row = (prompt + rest)[-room:]
+        scores = model(torch.tensor([row[:-1]]))[0].float().log_softmax(-1)[-len(rest) :]
+        sums.append(sum(float(score[token]) for score, token in zip(scores, rest, strict=True)))
+    return sums
 
 
-def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(
-    run, tasks, tmp_path, capsys
-):
-    model, tokenizer = load_model(run)
-    right = [log_likelihood(model, tokenizer, row["text"], row["answer"]) for row in QUESTIONS]
-    wrong = [log_likelihood(model, tokenizer, row["text"], row["wrong"]) for row in QUESTIONS]
-    accuracy = sum(one > other for one, other in zip(right, wrong, strict=True)) / len(QUESTIONS)
-    perplexity = math.exp(-sum(right) / len(right))
-    checkpoint = sorted((run / "checkpoints").iterdir())[-1]
-    assert main(["convert", str(run), "--out", str(tmp_path / "exported")]) == 0
-    capsys.readouterr()
-    words = ["convert", str(run), "--residual", "mhc", "--out", str(tmp_path / "other")]
-    assert main(words) == 1
-    assert "was trained with 'attnres-block:block=2'" in capsys.readouterr().err
-    for folder in (run, checkpoint, tmp_path / "exported"):
-        out = tmp_path / f"{folder.name}.json"
-        command = [
-            "eval",
-            str(folder),
-            "--tasks",
-            "rivers,rivers_perplexity",
-            "--include-path",
-            str(tasks),
-        ]
-        assert main([*command, "--out", str(out), "--batch-size", "2"]) == 0
-        assert "|rivers" in capsys.readouterr().out
-        written = json.loads(out.read_text())
-        assert written["residual"] == "attnres-block:block=2"
-        assert written["results"]["rivers"]["acc,none"] == accuracy
-        assert written["results"]["rivers_perplexity"]["perplexity,none"] == pytest.approx(
-            perplexity, rel=1e-4
-        )
-        assert written["n-samples"]["rivers"]["effective"] == len(QUESTIONS)
+@pytest.fixture
+def score(tasks, tmp_path, command):
+    """Scores a checkpoint, and returns what was written."""
+
+    def run(folder, names, *flags, code=0):
+        out = tmp_path / "eval.json"
+        words = ["eval", folder, "--tasks", names, "--include-path", tasks, "--out", out, *flags]
+        printed = command(*words, code=code)
+        return printed if code else json.loads(out.read_text())
+
+    return run
 
 
-def test_options_reach_the_harness(tasks, monkeypatch):
-    given, made = {}, {}
-
-    def scored(model, **options):
-        given.update(options)
-        return {"results": {}}
-
-    monkeypatch.setattr(lm_eval, "simple_evaluate", scored)
-    monkeypatch.setattr(lm_eval.models.huggingface, "HFLM", lambda **options: made.update(options))
-    model = tiny_model("llama")
-    evaluate(model, "tokenizer", ["rivers"], include_path=tasks, fewshot=2, limit=7, batch_size=3)
-    assert {
-        name: given[name] for name in ("tasks", "num_fewshot", "limit", "confirm_run_unsafe_code")
-    } == {
-        "tasks": ["rivers"],
-        "num_fewshot": 2,
-        "limit": 7,
-        "confirm_run_unsafe_code": False,
-    }
-    assert (made["pretrained"], made["tokenizer"], made["batch_size"]) == (model, "tokenizer", 3)
-
-
-def own_tasks_only(monkeypatch):
+@pytest.fixture
+def tasks_alone(monkeypatch):
     """Reading lm-eval's own thousands of tasks takes many seconds, and none of them is wanted here."""
     import lm_eval.tasks
 
@@ -159,80 +117,88 @@ def own_tasks_only(monkeypatch):
     )
 
 
-def test_an_arm_with_short_attention_is_exported_and_scored(tasks, tmp_path, capsys, monkeypatch):
+def test_runs_checkpoints_and_converted_folders_score_what_the_decoder_says(
+    run, score, tmp_path, command
+):
+    model, tokenizer = load_model(run)
+    right, wrong = (log_likelihoods(model, tokenizer, name) for name in ("answer", "wrong"))
+    accuracy = sum(one > other for one, other in zip(right, wrong, strict=True)) / len(QUESTIONS)
+    perplexity = math.exp(-sum(right) / len(right))
+    checkpoint = sorted((run / "checkpoints").iterdir())[-1]
+    exported, other = tmp_path / "exported", tmp_path / "other"
+    command("convert", run, "--out", exported)
+    error = command("convert", run, "--residual", "mhc", "--out", other, code=1)
+    assert "was trained with 'attnres-block:block=2'" in error
+    for folder in (run, checkpoint, exported):
+        written = score(folder, "rivers,rivers_perplexity", "--batch-size", "2")
+        results = written["results"]
+        assert written["residual"] == "attnres-block:block=2"
+        assert results["rivers"]["acc,none"] == accuracy
+        measured = results["rivers_perplexity"]["perplexity,none"]
+        assert measured == pytest.approx(perplexity, rel=1e-4)
+        assert written["n-samples"]["rivers"]["effective"] == len(QUESTIONS)
+
+
+def test_options_reach_the_harness(tasks, monkeypatch):
+    options, harness = {}, {}
+
+    def scored(model, **given):
+        options.update(given)
+        return {"results": {}}
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", scored)
+    monkeypatch.setattr(lm_eval.models.huggingface, "HFLM", lambda **given: harness.update(given))
+    model = tiny_model("llama")
+    evaluate(model, "tokenizer", ["rivers"], include_path=tasks, fewshot=2, limit=7, batch_size=3)
+    expected = {"tasks": ["rivers"], "num_fewshot": 2, "limit": 7, "confirm_run_unsafe_code": False}
+    assert {name: options[name] for name in expected} == expected
+    expected = {"pretrained": model, "tokenizer": "tokenizer", "batch_size": 3}
+    assert {name: harness[name] for name in expected} == expected
+
+
+@pytest.mark.usefixtures("tasks_alone")
+def test_an_arm_with_short_attention_is_exported_and_scored(score, tmp_path, command):
     """transformers has no such model, so the decoder itself is what it loads."""
-    own_tasks_only(monkeypatch)
+    run, exported = tmp_path / "run", tmp_path / "exported"
     config = tiny(tmp_path, residual="ddl", steps=1)
-    train(replace(config, model=replace(config.model, shortswa=4)), tmp_path / "run")
-    model, tokenizer = load_model(tmp_path / "run")
-    right = [log_likelihood(model, tokenizer, row["text"], row["answer"]) for row in QUESTIONS]
-    assert main(["convert", str(tmp_path / "run"), "--out", str(tmp_path / "exported")]) == 0
-    for folder in ("run", "exported"):
-        out = tmp_path / "eval.json"
-        command = [
-            "eval",
-            str(tmp_path / folder),
-            "--tasks",
-            "rivers_perplexity",
-            "--include-path",
-            str(tasks),
-        ]
-        assert main([*command, "--out", str(out), "--batch-size", "2"]) == 0
-        written = json.loads(out.read_text())
+    train(replace(config, model=replace(config.model, shortswa=4)), run)
+    right = log_likelihoods(*load_model(run), "answer")
+    command("convert", run, "--out", exported)
+    for folder in (run, exported):
+        written = score(folder, "rivers_perplexity", "--batch-size", "2")
         assert written["residual"] == "ddl"
         perplexity = written["results"]["rivers_perplexity"]["perplexity,none"]
         assert perplexity == pytest.approx(math.exp(-sum(right) / len(right)), rel=1e-4)
 
 
-def test_a_residual_of_one_s_own_is_converted_and_scored(tasks, tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("tasks_alone")
+def test_a_residual_of_one_s_own_is_converted_and_scored(score, tmp_path, command, monkeypatch):
     """From a package outside of the repository: a run, and a model of transformers; saved, it names its module."""
-    own_tasks_only(monkeypatch)
     monkeypatch.chdir(write_package(tmp_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     plugin = ("--plugin", "brook")
-    (tmp_path / "run").mkdir()
-    score = [
-        "--tasks",
-        "rivers",
-        "--include-path",
-        str(tasks),
-        "--out",
-        str(tmp_path / "eval.json"),
-    ]
+    trained = tmp_path / "run" / "out"
+    trained.parent.mkdir()
+
+    def alone(call, *words, **options):
+        with without_plugins():
+            return call(*words, **options)
+
     with without_plugins():
         import_plugins(["brook"])
-        trained = tmp_path / "run" / "out"
-        train(tiny(tmp_path / "run", residual="leaky:start=0.5", steps=1), trained)
-    for words in (["convert", str(trained), "--out", "exported"], ["eval", str(trained), *score]):
-        with without_plugins():
-            assert main([*words, *plugin]) == 0
-    for words in (
-        ["eval", "exported", *score, *plugin],
-        ["generate", str(trained), "--max-new-tokens", "1", *plugin],
-    ):
-        with without_plugins():
-            assert main(words) == 0
-    assert (
-        json.loads((tmp_path / "eval.json").read_text())["residual"]
-        == "leaky@brook.leaky:start=0.5"
-    )
-    plain = tiny_model("llama")
-    plain.save_pretrained("plain")
+        train(tiny(trained.parent, residual="leaky:start=0.5", steps=1), trained)
+    alone(command, "convert", trained, "--out", "exported", *plugin)
+    alone(command, "generate", trained, "--max-new-tokens", "1", *plugin)
+    for folder in (trained, "exported"):
+        written = alone(score, folder, "rivers", *plugin)
+        assert written["residual"] == "leaky@brook.leaky:start=0.5"
+    tiny_model("llama").save_pretrained("plain")
+    words = ["convert", "plain", "--residual", "leaky:start=1.0", "--out", "converted", *plugin]
     with without_plugins():
-        assert (
-            main(
-                ["convert", "plain", "--residual", "leaky:start=1.0", "--out", "converted", *plugin]
-            )
-            == 0
-        )
-        assert main(["verify", "plain", "converted"]) == 0
-    capsys.readouterr()
-    with without_plugins():
-        assert main(["verify", "plain", "converted"]) == 1
-    assert (
-        "registered by the module 'brook.leaky', which is not imported: add --plugin"
-        in capsys.readouterr().err
-    )
+        command(*words)
+        command("verify", "plain", "converted")
+    error = alone(command, "verify", "plain", "converted", code=1)
+    assert "registered by the module 'brook.leaky', which is not imported" in error
 
 
 CODE = """
@@ -243,52 +209,37 @@ def ran(doc, results):
 """
 
 
-def test_code_that_a_model_writes_is_run_only_when_asked(run, tmp_path, capsys, monkeypatch, tasks):
+@pytest.mark.usefixtures("tasks_alone")
+def test_code_that_a_model_writes_is_run_only_when_asked(
+    run, tmp_path, command, monkeypatch, tasks
+):
     monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
     text = (tasks / "rivers.yaml").read_text()
     unsafe = "unsafe_code: true\nprocess_results: !function check.ran\ntag: risky\n"
     (tmp_path / "unsafe.yaml").write_text(text.replace("task: rivers", "task: unsafe") + unsafe)
     (tmp_path / "group.yaml").write_text("group: both\ntask:\n- unsafe\n")
     (tmp_path / "check.py").write_text(CODE)
-    own_tasks_only(monkeypatch)
-    command = [
-        "eval",
-        str(run),
-        "--include-path",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "eval.json"),
-        "--tasks",
-    ]
+    out = tmp_path / "eval.json"
+    words = ["eval", run, "--include-path", tmp_path, "--out", out, "--tasks"]
     for name in ("unsafe", "both", "risky"):
-        assert main([*command, name]) == 1
-        message = capsys.readouterr().err
-        assert "scored by running the code that the model writes" in message
-        assert "--unsafe-code" in message
-    assert main([*command, "unsafe", "--unsafe-code"]) == 0
-    assert json.loads((tmp_path / "eval.json").read_text())["results"]["unsafe"]["acc,none"] == 1.0
+        assert "--unsafe-code" in command(*words, name, code=1)
+    command(*words, "unsafe", "--unsafe-code")
+    assert json.loads(out.read_text())["results"]["unsafe"]["acc,none"] == 1.0
     assert "HF_ALLOW_CODE_EVAL" not in os.environ
 
 
-def test_what_cannot_be_scored_is_refused_in_one_message(run, tasks, tmp_path, capsys, monkeypatch):
-    def refused(*words):
-        assert main(["eval", *map(str, words)]) == 1
-        return capsys.readouterr().err
-
-    own_tasks_only(monkeypatch)
-    monkeypatch.setattr(
-        huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda _: None)
-    )  # between attempts
-    include = ("--include-path", tasks)
-    assert "lm-eval has no task riverz" in refused(run, "--tasks", "riverz", *include)
-    assert "no checkpoint in" in refused(tmp_path, "--tasks", "rivers", *include)
-    assert "the data of absent cannot be fetched" in refused(run, "--tasks", "absent", *include)
-    assert "none, which is not a folder" in refused(
-        tmp_path / "none", "--tasks", "rivers", *include
-    )
-    assert "names no task" in refused(run, "--tasks", ",")
-    assert "--device must be a device" in refused(run, "--tasks", "rivers", "--device", "tpu")
+@pytest.mark.usefixtures("tasks_alone")
+def test_what_cannot_be_scored_is_refused_in_one_message(run, score, tmp_path, monkeypatch):
+    # Between attempts
+    monkeypatch.setattr(huggingface_hub.utils._http, "time", SimpleNamespace(sleep=lambda _: None))
     tiny_model("llama").save_pretrained(tmp_path / "bare")
-    assert "holds no tokenizer" in refused(tmp_path / "bare", "--tasks", "rivers", *include)
+    for folder, names, message in (
+        (run, "riverz", "lm-eval has no task riverz"),
+        (run, "absent", "the data of absent cannot be fetched"),
+        (run, ",", "names no task"),
+        (tmp_path, "rivers", "no checkpoint in"),
+        (tmp_path / "bare", "rivers", "holds no tokenizer"),
+    ):
+        assert message in score(folder, names, code=1)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert "pip install 'headwater[eval]'" in refused(run, "--tasks", "rivers")
+    assert "pip install 'headwater[eval]'" in score(run, "rivers", code=1)

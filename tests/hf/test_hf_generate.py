@@ -10,6 +10,7 @@ from headwater import cli
 from headwater.errors import UserError
 from headwater.hf.formats.decoder import export_decoder
 from headwater.hf.formats.folder import fast_tokenizer, write_model
+from headwater.runs.tables import printable
 
 BYTES = fast_tokenizer('{"type": "bytes"}', 64)
 NEW = 6
@@ -41,11 +42,11 @@ def shown(capsys, folder, *flags):
 def test_greedy_texts_of_one_prompt_and_several(converted, capsys):
     model, folder = converted
     one, other = (continuation(model, prompt) for prompt in ("def ", "class A"))
-    assert shown(capsys, folder, "--temperature", "0").out == f"def {one}\n"
+    assert shown(capsys, folder, "--temperature", "0").out == printable(f"def {one}\n")
     both = shown(capsys, folder, "--prompt", "def ", "class A", "--temperature", "0")
-    assert both.out == f"[def ] {one}\n[class A] {other}\n"
+    assert both.out == printable(f"[def ] {one}\n[class A] {other}\n")
     assert "12 tokens in " in both.err
-    assert shown(capsys, folder, "--temperature", "0", "--stream").out == f"def {one}\n"
+    assert shown(capsys, folder, "--temperature", "0", "--stream").out == printable(f"def {one}\n")
 
 
 def test_flags_reach_the_draw(converted, capsys):
@@ -54,23 +55,27 @@ def test_flags_reach_the_draw(converted, capsys):
     torch.manual_seed(3)
     text = continuation(model, "def ", **draws, repetition_penalty=1.5)
     words = "--temperature 2 --top-k 9 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.5 --seed 3"
-    assert shown(capsys, folder, *words.split(), "--prefill-chunk", "2").out == f"def {text}\n"
+    assert shown(capsys, folder, *words.split(), "--prefill-chunk", "2").out == printable(
+        f"def {text}\n"
+    )
 
 
 def test_a_stop_word_ends_the_text_and_is_not_shown(converted, capsys):
     model, folder = converted
     text = continuation(model, "def ")
     cut = text.partition(text[2])[0]
-    assert shown(capsys, folder, "--temperature", "0", "--stop", text[2]).out == f"def {cut}\n"
+    assert shown(capsys, folder, "--temperature", "0", "--stop", text[2]).out == printable(
+        f"def {cut}\n"
+    )
 
 
 def test_an_exported_decoder_reads_everything_again(tmp_path, capsys):
     decoder = model_of("attnres-block", scatter=True, vocab_size=257)
-    model = export_decoder(decoder.config.to_dict(), decoder.weights(), None)
+    model = export_decoder(decoder.config, decoder.weights(), None)
     write_model(model, BYTES, tmp_path / "folder")
     (row,) = headwater.generate(decoder, [BYTES("def ")["input_ids"]], NEW, temperature=0.0)
     text = BYTES.decode(row, skip_special_tokens=True)
-    assert shown(capsys, tmp_path / "folder", "--temperature", "0").out == f"{text}\n"
+    assert shown(capsys, tmp_path / "folder", "--temperature", "0").out == printable(f"{text}\n")
 
 
 def test_ranks_divide_runs_only(converted):

@@ -4,18 +4,15 @@ import json
 
 import pytest
 import torch
-from tinyhf import stir, tiny_model, tokens
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tinyhf import agree, converted, load, logits, same, stir, tiny_model, tokens
+from transformers import AutoTokenizer
 
-import headwater
-from headwater.cli import main
 from headwater.errors import UserError
 from headwater.generation.generate import generate
 from headwater.hf import (
     FLA,
     KIMI_K3,
     Layout,
-    convert,
     export,
     export_run,
     from_release,
@@ -24,24 +21,28 @@ from headwater.hf import (
 )
 from headwater.hf.formats.folder import fast_tokenizer, write_model
 from headwater.models import Decoder, ModelConfig
+from headwater.train import load_run
 from headwater.train.data.tokenizer import ByteTokenizer
 
 naive_attnres = pytest.importorskip(
     "fla.ops.attnres.naive", reason="the oracle is fla-core's reference"
 ).naive_attnres
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def released(release):
     """A small random checkpoint in a release's layout, on the body of a tiny Llama."""
-    model = tiny_model("llama")
-    convert(model, "attnres-block", exact=False, block=2)
-    stir(model)
+    model = converted("attnres-block:block=2", exact=False)
     weights = to_release(model.state_dict(), release)
     torch.manual_seed(3)
-    for name in weights:  # the pair of the first read, on which nothing depends
-        if f"layers.0.{release.attention}_" in name:
-            weights[name] = torch.randn_like(weights[name])
+    for name in first_pair(release):
+        weights[name] = torch.randn_like(weights[name])
     return weights
+
+
+def first_pair(release):
+    """The parameters of the first read, on which nothing depends."""
+    return [f"model.layers.0.{release.attention}_{part}.weight" for part in ("proj", "norm")]
 
 
 @torch.no_grad()
@@ -83,11 +84,8 @@ CASES = [  # config of the release, and where blocks open by its own rule
         {"attn_res_block_size": 2, "rms_norm_eps": 1e-5},
         lambda i: i % 2 == 0 and (i // 2) % 2 == 0,
     ),
-    (
-        KIMI_K3,
-        {"attn_res_block_size": 12, "rms_norm_eps": 0.4},
-        lambda i: i == 0,
-    ),  # one partial block
+    # One partial block
+    (KIMI_K3, {"attn_res_block_size": 12, "rms_norm_eps": 0.4}, lambda i: i == 0),
 ]
 
 
@@ -97,8 +95,7 @@ def test_a_released_checkpoint_computes_what_its_own_rule_says(release, config, 
     expected = oracle(weights, release, boundary, release.eps(config))
     model = tiny_model("llama", seed=5)
     load_released(model, weights, config)
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("release", [FLA, KIMI_K3])
@@ -108,27 +105,22 @@ def test_names_map_both_ways(release):
     assert back.keys() == weights.keys()
     for name, tensor in weights.items():
         assert back[name].shape == tensor.shape
-        if f"layers.0.{release.attention}_" not in name:
-            assert torch.equal(back[name], tensor), name
+        assert name in first_pair(release) or torch.equal(back[name], tensor), name
 
 
-def test_block_sizes_count_sublayers_in_fla_and_decoder_layers_in_k3():
-    assert FLA.block({"attnres_block_size": 8}) == 8
-    assert KIMI_K3.block({"attn_res_block_size": 12}) == 24
-
-
-def test_a_release_without_its_final_read_is_refused_and_the_model_untouched():
-    weights = released(KIMI_K3)
-    del weights["model.output_attn_res_proj.weight"]
-    model = tiny_model("llama")
-    with pytest.raises(UserError, match="without the final read"):
-        load_released(model, weights, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5})
-    del (weights := released(KIMI_K3))["model.norm.weight"]
-    with pytest.raises(UserError, match="missing"):
-        load_released(model, weights, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5})
+def test_a_release_without_all_its_weights_is_refused_and_the_model_untouched():
+    model, config = tiny_model("llama"), {"attn_res_block_size": 2, "rms_norm_eps": 1e-5}
+    for name, message in (
+        ("model.output_attn_res_proj.weight", "without all its reads"),
+        ("model.norm.weight", "missing"),
+    ):
+        weights = released(KIMI_K3)
+        del weights[name]
+        with pytest.raises(UserError, match=message):
+            load_released(model, weights, config)
     assert type(model).__name__ == "LlamaForCausalLM"
     with pytest.raises(UserError, match="neither 'attnres_block_size'"):
-        load_released(model, weights, {})
+        load_released(model, released(KIMI_K3), {})
 
 
 @pytest.mark.parametrize(
@@ -147,11 +139,10 @@ def test_a_decoder_of_headwater_train_exports(settings, tmp_path):
     stir(decoder, 0.1)
     model = export(config.to_dict(), decoder.weights(), end_of_text=256)
     write_model(model, fast_tokenizer(ByteTokenizer().to_json(), config.context), tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(load(tmp_path / "out")), decoder(tokens()), **NEAR)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_an_exported_model_has_every_setting_of_the_decoder(qk_norm):
     """Each away from its default, and norms away from one."""
@@ -159,98 +150,66 @@ def test_an_exported_model_has_every_setting_of_the_decoder(qk_norm):
     shape = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_dim": 40, "context": 16}
     config = ModelConfig(vocab_size=80, **shape, norm_eps=0.3, rope_theta=30.0, qk_norm=qk_norm)
     decoder = Decoder(config).eval()
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-        model = export(config.to_dict(), decoder.weights())
-        torch.testing.assert_close(model(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4)
+    for parameter in decoder.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    model = export(config.to_dict(), decoder.weights())
+    torch.testing.assert_close(logits(model), decoder(tokens()), **NEAR)
     assert model.config.max_position_embeddings == 16
 
 
-def test_a_saved_model_of_headwater_is_exported_with_its_tokenizer(tmp_path):
+@torch.no_grad()
+def test_a_saved_model_of_headwater_is_exported_with_its_tokenizer(tmp_path, command):
     torch.manual_seed(0)
-    decoder = Decoder(
-        ModelConfig.named("nano", vocab_size=257, residual="attnres-block:block=3")
-    ).eval()
+    run, out, half = (tmp_path / name for name in ("run", "out", "half"))
+    config = ModelConfig.named("nano", vocab_size=257, residual="attnres-block:block=3")
+    decoder = Decoder(config).eval()
     stir(decoder, 0.1)
-    decoder.save(tmp_path / "run")
-    ByteTokenizer().save(tmp_path / "run")
-    model, tokenizer = export_run(tmp_path / "run", out=tmp_path / "out")
-    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
-        with torch.no_grad():
-            torch.testing.assert_close(
-                each(tokens()).logits, decoder(tokens()), rtol=1e-4, atol=1e-4
-            )
-    assert (
-        tokenizer.encode("def ")
-        == AutoTokenizer.from_pretrained(tmp_path / "out").encode("def ")
-        == [*b"def "]
-    )
+    decoder.save(run)
+    ByteTokenizer().save(run)
+    model, tokenizer = export_run(load_run(run), out=out)
+    for exported in (model, load(out)):
+        torch.testing.assert_close(logits(exported), decoder(tokens()), **NEAR)
+    for encoder in (tokenizer, AutoTokenizer.from_pretrained(out)):
+        assert encoder.encode("def ") == [*b"def "]
     with pytest.raises(UserError, match="not an empty folder"):
-        export_run(tmp_path / "run", out=tmp_path / "out")
-    with pytest.raises(UserError, match="is a transformers model"):
-        export_run(tmp_path / "out")
-    assert (
-        main(
-            [
-                "convert",
-                str(tmp_path / "run"),
-                "--dtype",
-                "bfloat16",
-                "--out",
-                str(tmp_path / "half"),
-            ]
-        )
-        == 0
-    )
-    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    assert all(
-        torch.equal(a, b.bfloat16())
-        for a, b in zip(half.parameters(), model.parameters(), strict=True)
-    )
+        export_run(load_run(run), out=out)
+    command("convert", run, "--dtype", "bfloat16", "--out", half)
+    pairs = zip(load(half).parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(rounded, exact.bfloat16()) for rounded, exact in pairs)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "residual", ["standard", "mhc-lite:streams=2"]
-)  # the latter has a table besides positions
+# The latter has a table besides positions.
+@pytest.mark.parametrize("residual", ["standard", "mhc-lite:streams=2"])
 def test_what_has_no_counterpart_is_exported_as_headwater_s_own_decoder(
-    tmp_path, capsys, residual, tied
+    tmp_path, command, residual, tied
 ):
-    shape = {
-        "vocab_size": 257,
-        "shortswa": 4,
-        "value_residual": True,
-        "tie_embeddings": tied,
-        "residual": residual,
-    }
-    decoder = Decoder(ModelConfig.named("nano", **shape))
-    for (
-        parameter
-    ) in decoder.parameters():  # a start that any other decoder would have too shows nothing
+    parts = {"shortswa": 4, "value_residual": True, "tie_embeddings": tied, "residual": residual}
+    decoder = Decoder(ModelConfig.named("nano", vocab_size=257, **parts))
+    # A start that any other decoder would have too shows nothing.
+    for parameter in decoder.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape))
     export(decoder.config.to_dict(), decoder.weights(), 256).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load(tmp_path)
     assert model.config.model_type == "headwater-decoder"
     assert model.config.headwater == {"residual": residual}
-    assert torch.equal(model(tokens()).logits, decoder(tokens()))
+    assert torch.equal(logits(model), decoder(tokens()))
     assert (model.decoder.head.weight is model.decoder.embedding.weight) == tied
     prompt = tokens()[:1, :5]
     written = model.generate(prompt, max_new_tokens=6, do_sample=False)
     assert torch.equal(written, generate(decoder, prompt, 6, temperature=0.0, stop=256))
-    rest = torch.nn.functional.cross_entropy(
-        model(tokens()).logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()
-    )
-    torch.testing.assert_close(model(tokens(), labels=tokens()).loss, rest)
+    targets = tokens()[:, 1:].flatten()
+    loss = torch.nn.functional.cross_entropy(logits(model)[:, :-1].flatten(0, 1), targets)
+    torch.testing.assert_close(model(tokens(), labels=tokens()).loss, loss)
     padded = torch.ones_like(prompt)
     padded[0, 0] = 0
     with pytest.raises(ValueError, match="no padding on the left"):
         model(prompt, attention_mask=padded)
-    assert headwater.verify(model, model, tokens()).equal  # which pads rows where there is a cache
+    assert agree(model, model)  # which pads rows where there is a cache
     for words in (["convert"], ["convert", "--remote-code"], ["revert"]):
-        assert main([*words, str(tmp_path), "--out", str(tmp_path / "out")]) == 1
-        assert f"{tmp_path} is headwater's own decoder with the residual" in capsys.readouterr().err
+        error = command(*words, tmp_path, "--out", tmp_path / "out", code=1)
+        assert f"{tmp_path} is headwater's own decoder with the residual" in error
 
 
 def test_the_byte_tokenizer_encodes_the_same_in_transformers(tmp_path):
@@ -267,11 +226,10 @@ def test_the_byte_tokenizer_encodes_the_same_in_transformers(tmp_path):
 @pytest.mark.parametrize("layout", [None, Layout()])
 def test_a_release_on_the_body_of_kimi_linear(layout):
     """Linear attention, latent attention and experts under the names of Kimi K3."""
-    model, plain = tiny_model("kimi_linear"), tiny_model("kimi_linear", seed=5)
-    convert(model, "attnres-block", exact=False, block=4, eps=1e-5)
-    stir(model)
+    plain = tiny_model("kimi_linear", seed=5)
+    model = converted("attnres-block:block=4,eps=1e-5", "kimi_linear", exact=False)
     weights = to_release(model.state_dict(), KIMI_K3)
     assert "model.layers.1.self_attention_res_proj.weight" in weights
     report = load_released(plain, weights, {"attn_res_block_size": 2, "rms_norm_eps": 1e-5}, layout)
     assert report.residual == "attnres-block:block=4,eps=1e-05"
-    assert torch.equal(plain(tokens()).logits, model(tokens()).logits)
+    assert same(plain, model)

@@ -1,4 +1,4 @@
-"""A converted model in use: generation, checkpointing, compilation, adapters, the Trainer, saving and loading."""
+"""A converted model in use: generation, checkpointing, compilation, the Trainer, copies, saving and loading."""
 
 import copy
 import pickle
@@ -6,17 +6,28 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from tinyhf import stir, tiny_config, tiny_model, tokens
+from tinyhf import (
+    agree,
+    converted,
+    greedy,
+    load,
+    logits,
+    same,
+    stir,
+    tiny_config,
+    tiny_model,
+    tokens,
+    training,
+)
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 import headwater
@@ -24,13 +35,16 @@ from headwater.errors import UserError
 from headwater.hf import convert, load_delta, reset, revert, save_delta, verify
 from headwater.hf.convert.norms import foldable
 
+GPU = torch.cuda.is_available()
+interpreted = pytest.mark.skipif(
+    GPU, reason="the interpreter is off where there is a GPU: test_hf_gpu.py"
+)
+FAMILY = ["attnres-block", "muddformer", "hyper-connections"]
+
 
 @pytest.fixture
 def model():
-    made = tiny_model("llama")
-    convert(made, "attnres-block", block=3)
-    stir(made)
-    return made
+    return converted()
 
 
 def padded():
@@ -41,121 +55,93 @@ def padded():
     return {"input_ids": rows, "attention_mask": mask}
 
 
-def generate(model, inputs, count=64, **options):
-    return model.generate(
-        **inputs, do_sample=False, max_new_tokens=count, min_new_tokens=count, **options
-    )
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
-def test_greedy_generation_is_the_same_with_and_without_a_cache(model_type):
-    model = tiny_model(model_type)
-    convert(model, "attnres-block", block=3)
-    stir(model)
-    with_cache = generate(
-        model, padded(), count=24, use_cache=True
-    )  # a window of eight is long full
-    assert torch.equal(with_cache, generate(model, padded(), count=24, use_cache=False))
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_neox"])
+def test_greedy_generation_is_the_same_with_and_without_a_cache(kind):
+    """A window of eight is long full."""
+    model = converted(kind=kind)
+    assert torch.equal(*(greedy(model, padded(), 24, use_cache=use) for use in (True, False)))
 
 
 def test_static_cache_beams_and_padding(model):
-    rows = generate(model, padded())
-    assert torch.equal(
-        rows, generate(model, padded(), cache_implementation="static", disable_compile=True)
-    )
-    alone = generate(model, {"input_ids": padded()["input_ids"][1:2, 4:]})
-    assert torch.equal(rows[1:2, 4:], alone)
-    short = {"do_sample": False, "num_beams": 3, "max_new_tokens": 12}
-    with_cache, without = (
-        model.generate(**padded(), **short, use_cache=use) for use in (True, False)
-    )
-    assert torch.equal(with_cache, without)
+    rows = greedy(model, padded(), 24)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(rows, greedy(model, padded(), 24, **static))
+    assert torch.equal(rows[1:2, 4:], greedy(model, padded()["input_ids"][1:2, 4:], 24))
+    beams = [greedy(model, padded(), num_beams=3, use_cache=use) for use in (True, False)]
+    assert torch.equal(*beams)
 
 
-@pytest.mark.parametrize(
-    "residual", ["attnres-block:block=3", "attnres-full", "muddformer", "hyper-connections"]
-)
+@pytest.mark.parametrize("residual", ["attnres-block:block=3", "attnres-full", *FAMILY[1:]])
 def test_drafts_that_leave_after_a_few_layers(residual):
     """Assisted decoding by the model's own first layers: the head sees what the next layer would have read."""
-    model = tiny_model("llama")
-    convert(model, residual)
-    stir(model)
-    prompt = {"input_ids": tokens(1)}
-    alone = generate(model, prompt, count=12)
-    assert torch.equal(alone, generate(model, prompt, count=12, assistant_early_exit=2))
-    seen = model(tokens(), output_hidden_states=True).hidden_states[2]
+    model = converted(residual)
+    assert torch.equal(greedy(model, tokens(1)), greedy(model, tokens(1), assistant_early_exit=2))
+    hidden = model(tokens(), output_hidden_states=True).hidden_states[2]
     model.config.num_hidden_layers = 2
-    torch.testing.assert_close(model(tokens()).logits, model.lm_head(model.model.norm(seen)))
+    torch.testing.assert_close(model(tokens()).logits, model.lm_head(model.model.norm(hidden)))
 
 
 def test_a_residual_that_looks_back_along_tokens_refuses_a_cache():
-    model = tiny_model("llama")
-    convert(model, "ddl:width=2,compress=token,expand=token")
+    model = converted("ddl:width=2,compress=token,expand=token")
     assert not model.config.use_cache
-    assert model.generate(tokens(1), do_sample=False, max_new_tokens=3, use_cache=False).shape == (
-        1,
-        15,
-    )
-    with pytest.raises(ValueError, match="looks back along the tokens"):
-        model.generate(tokens(1), do_sample=False, max_new_tokens=3, use_cache=True)
+    assert greedy(model, tokens(1), 3, use_cache=False).shape == (1, 15)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        greedy(model, tokens(1), 3, use_cache=True)
 
 
-@pytest.mark.parametrize("residual", ["attnres-block", "muddformer", "hyper-connections"])
+@pytest.mark.parametrize("residual", FAMILY)
 def test_gradient_checkpointing_of_both_kinds(residual):
-    model = tiny_model("llama")
-    convert(model, residual)
-    stir(model, 0.1)
-    model.train()
-
-    def gradients():
-        model.zero_grad()
-        model(tokens(), labels=tokens()).loss.backward()
-        return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
-
-    plain = gradients()
+    model = converted(residual, amount=0.1).train()
+    plain = training(model)
     for reentrant in (True, False):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        assert torch.cosine_similarity(plain, gradients(), dim=0) > 0.999999
-        torch.testing.assert_close(plain, gradients(), rtol=1e-4, atol=1e-7)
+        gradients = training(model)
+        assert torch.cosine_similarity(plain, gradients, dim=0) > 0.999999
+        torch.testing.assert_close(plain, gradients, rtol=1e-4, atol=1e-7)
         model.gradient_checkpointing_disable()
+
+
+RECORDS = {"output_depth_weights": True, "output_hidden_states": True}
 
 
 def test_depth_weights_and_hidden_states(model):
     model.set_attn_implementation("eager")  # the others return no attention weights
-    out = model(
-        tokens(), output_depth_weights=True, output_hidden_states=True, output_attentions=True
-    )
+    out = model(tokens(), **RECORDS, output_attentions=True)
     assert [len(weights) for weights in out.depth_weights] == [1, 2, 2, 2, 3, 3, 3, 4, 4]
     for weights in out.depth_weights:
         torch.testing.assert_close(weights.sum(0), torch.ones_like(weights[0]))
-    assert len(out.hidden_states) == 5
-    assert len(out.attentions) == 4
+    assert (len(out.hidden_states), len(out.attentions)) == (5, 4)
     assert "depth_weights" not in model(tokens())
     assert torch.equal(out.logits, model(tokens()).logits)
-    plain = tiny_model("llama")
-    fresh = tiny_model("llama")
-    convert(fresh)
-    ours, theirs = (m(tokens(), output_hidden_states=True).hidden_states for m in (fresh, plain))
-    for one, other in zip(ours, theirs, strict=True):
+    models = tiny_model("llama"), converted(amount=0.0)
+    states = [m(tokens(), output_hidden_states=True).hidden_states for m in models]
+    for one, other in zip(*states, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    again = model(tokens(), labels=tokens(), output_depth_weights=True)
+    again.loss.backward()
+    for one, other in zip(again.depth_weights, out.depth_weights, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("config", [True, False])
 def test_hidden_states_in_a_tuple(model, config):
-    """Of the model inside: of a whole one transformers asks it for names."""
+    """The model inside is asked: a whole one asks it for names."""
     expected = model.model(tokens(), output_hidden_states=True).hidden_states
     model.config.return_dict = config
-    found = model.model(tokens(), output_hidden_states=True, return_dict=False if config else None)
-    assert isinstance(found, tuple)
-    assert all(torch.equal(one, other) for one, other in zip(found[-1], expected, strict=True))
+    outputs = model.model(
+        tokens(), output_hidden_states=True, return_dict=False if config else None
+    )
+    assert isinstance(outputs, tuple)
+    assert all(torch.equal(one, other) for one, other in zip(outputs[-1], expected, strict=True))
 
 
 def test_passes_at_the_same_time_keep_their_records_apart(model):
     """Three threads meet inside a layer and again before the head; two record, and the first runs two passes more from
     within its own."""
     rows = [tokens(2, 12, seed=seed) for seed in (1, 2, 3)]
-    expected = [model(row, output_depth_weights=True, output_hidden_states=True) for row in rows]
-    barrier, met, inside, found = threading.Barrier(3, timeout=60), set(), [], {}
+    expected = [model(row, **RECORDS) for row in rows]
+    barrier, met, inside, outputs = threading.Barrier(3, timeout=60), set(), [], {}
 
     def meet(module, *_):
         place = threading.current_thread().name, module
@@ -168,7 +154,7 @@ def test_passes_at_the_same_time_keep_their_records_apart(model):
     def run(i):
         watched = {"output_depth_weights": True, "output_hidden_states": i == 1} if i < 2 else {}
         with torch.no_grad():
-            found[i] = model(rows[i], **watched)
+            outputs[i] = model(rows[i], **watched)
 
     for module in (model.model.layers[2].mlp, model.lm_head):
         module.register_forward_pre_hook(meet)
@@ -177,80 +163,56 @@ def test_passes_at_the_same_time_keep_their_records_apart(model):
         thread.start()
     for thread in threads:
         thread.join()
-    assert "depth_weights" not in found[2]
+    assert "depth_weights" not in outputs[2]
     assert "depth_weights" not in inside[1]
-    for out, i in ((found[0], 0), (found[1], 1), (inside[0], 2)):
-        for one, other in zip(out.depth_weights, expected[i].depth_weights, strict=True):
-            assert torch.equal(one, other)
-    assert all(map(torch.equal, found[1].hidden_states, expected[1].hidden_states))
-    assert all(torch.equal(found[i].logits, expected[i].logits) for i in range(3))
+    for out, i in ((outputs[0], 0), (outputs[1], 1), (inside[0], 2)):
+        assert all(map(torch.equal, out.depth_weights, expected[i].depth_weights))
+    assert all(map(torch.equal, outputs[1].hidden_states, expected[1].hidden_states))
+    assert all(torch.equal(outputs[i].logits, expected[i].logits) for i in range(3))
 
 
-def test_depth_weights_under_gradient_checkpointing(model):
-    expected = model(tokens(), output_depth_weights=True).depth_weights
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    out = model(tokens(), labels=tokens(), output_depth_weights=True)
-    out.loss.backward()
-    for one, other in zip(out.depth_weights, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_a_folded_norm_is_the_norm_of_the_scaled_input(model_type):
-    """Of an input so small that eps shows: a kernel takes weight and eps, and knows of no scale."""
-    norm = tiny_model(model_type).model.norm
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_folded_norm_is_the_norm_of_the_scaled_input(kind):
+    """The input is so small that eps shows: a kernel takes weight and eps, and knows of no scale."""
+    norm = tiny_model(kind).model.norm
     folded, x = foldable(norm, 3.0), 1e-3 * torch.randn(4, 32)
-    expected = norm(3.0 * x)
-    torch.testing.assert_close(
-        torch.nn.functional.rms_norm(x, (32,), folded.weight, folded.eps), expected
-    )
-    torch.testing.assert_close(folded(x), expected)
+    for y in (folded(x), torch.nn.functional.rms_norm(x, (32,), folded.weight, folded.eps)):
+        torch.testing.assert_close(y, norm(3.0 * x))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_the_kernels_fold_scale_and_norm_into_the_read(model_type):
+@interpreted
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_the_kernels_fold_scale_and_norm_into_the_read(kind):
     """On a GPU they are the default; here they run under the interpreter. Gemma's norm multiplies by 1 + weight."""
-    if torch.cuda.is_available():
-        pytest.skip(
-            "the interpreter is off where there is a GPU; tests/ops/test_kernels_gpu.py covers the kernels there"
-        )
-    fused, plain = (tiny_model(model_type, num_hidden_layers=2) for _ in range(2))
-    convert(
-        fused, "attnres-block", block=3, backend="triton", check=False
-    )  # `verify` does, on fewer tokens
-    called = []
-    norms = [
-        layer.input_layernorm for layer in fused.model.layers[1:]
-    ]  # the first may read the embedding as it is
+    fused = converted("attnres-block:block=3,backend=triton", kind, 0.0, num_hidden_layers=2)
+    plain = tiny_model(kind, num_hidden_layers=2)
+    calls, hooked = [], []
+    # The first may read the embedding as it is.
+    norms = [layer.input_layernorm for layer in fused.model.layers[1:]]
     for norm in norms:
-        norm.forward = lambda x, forward=norm.forward: called.append(1) or forward(x)
+        norm.forward = lambda x, forward=norm.forward: calls.append(1) or forward(x)
     assert verify(fused, plain, tokens(1, 4)).equal
     convert(plain, "attnres-block", block=3)
     stir(fused)
     stir(plain)
     assert verify(fused, plain, tokens(1, 4)).equal
-    assert not called  # the norms ran inside the kernels
-    seen = []
+    assert not calls  # the norms ran inside the kernels
     for norm in norms:
-        norm.register_forward_hook(lambda *_: seen.append(1))
+        norm.register_forward_hook(lambda *_: hooked.append(1))
     assert verify(fused, plain, tokens(1, 4)).equal
-    assert len(seen) == len(called) > 0  # with hooks they do not
+    assert len(hooked) == len(calls) > 0  # with hooks they do not
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/hf/test_hf_gpu.py has it for a GPU")
+@interpreted
 def test_depth_weights_and_hidden_states_of_the_kernels_with_gradients():
     """A layer that is watched reads twice from one state: the kernels' gradients must still add up."""
     from headwater.ops.triton.launch import launches
 
     results = []
     for backend in ("reference", "triton"):
-        model = tiny_model("llama", num_hidden_layers=2)
-        convert(model, "attnres-block", block=2, backend=backend, check=False)
-        stir(model)
+        model = converted("attnres-block:block=2", backend=backend, num_hidden_layers=2)
         launches.clear()
-        out = model(
-            tokens(1, 4), labels=tokens(1, 4), output_depth_weights=True, output_hidden_states=True
-        )
+        out = model(tokens(1, 4), labels=tokens(1, 4), **RECORDS)
         (out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)).backward()
         assert (launches["mix"] > 0) == (backend == "triton")
         results.append((out.depth_weights, [parameter.grad for parameter in model.parameters()]))
@@ -258,16 +220,10 @@ def test_depth_weights_and_hidden_states_of_the_kernels_with_gradients():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=interpreted)])
 def test_compiles_to_one_graph(backend):
     """Also without gradients, where dynamo treats the kernels' functions in another way."""
-    if backend == "triton" and torch.cuda.is_available():
-        pytest.skip(
-            "the interpreter is off where there is a GPU; tests/hf/test_hf_gpu.py compiles there"
-        )
-    model = tiny_model("llama", num_hidden_layers=1)
-    convert(model, "attnres-block", block=2, backend=backend, check=False)
-    stir(model)
+    model = converted("attnres-block:block=2", backend=backend, num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for gradients in (True, False) if backend == "triton" else (True,):
         with torch.set_grad_enabled(gradients):
@@ -283,27 +239,13 @@ def test_the_residual_can_be_recorded(model):
     torch.testing.assert_close(reads, torch.stack(trace.reads), rtol=1e-4, atol=1e-5)
 
 
-def test_heads_other_than_the_language_model_convert_in_place():
-    classifier = AutoModelForSequenceClassification.from_config(tiny_config("qwen3")).eval()
-    plain = copy.deepcopy(classifier)
-    convert(classifier)
-    torch.testing.assert_close(classifier(tokens()).logits, plain(tokens()).logits)
-
-
 def test_bf16_is_as_near_to_fp32_as_the_plain_model_s():
     """Trained off the start: at most twice the plain model's distance, in the root mean square of logits."""
     distances = []
-    for converted in (False, True):
-        model = tiny_model("llama")
-        if converted:
-            convert(model)
-            stir(model, 0.1)
-        half = copy.deepcopy(model).bfloat16()
-        with torch.no_grad():
-            logits = half(tokens()).logits
-            expected = model(tokens()).logits
-        assert logits.dtype == torch.bfloat16
-        distances.append((logits.float() - expected).norm() / expected.norm())
+    for model in (tiny_model("llama"), converted("attnres-block", amount=0.1)):
+        half = logits(copy.deepcopy(model).bfloat16())
+        assert half.dtype == torch.bfloat16
+        distances.append((half.float() - logits(model)).norm() / logits(model).norm())
     assert distances[1] <= 2 * distances[0]
 
 
@@ -312,7 +254,7 @@ def test_what_is_added_has_the_dtype_of_the_model(residual):
     half = tiny_model("llama").bfloat16()
     convert(half, residual)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    assert half(tokens()).logits.dtype == torch.bfloat16
+    assert logits(half).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("residual", ["attnres-block", "muddformer"])
@@ -322,31 +264,22 @@ def test_what_is_added_has_the_dtype_of_the_model(residual):
     ids=["copy", "pickle"],
 )
 def test_a_copied_or_pickled_model_is_a_model_of_its_own(residual, again):
-    model, plain = tiny_model("llama"), tiny_model("llama")
-    convert(model, residual)
-    stir(model, 0.1)
-    other = again(model)
-    assert type(other) is type(model)
-    assert type(other.config) is type(model.config)
-    assert torch.equal(other(tokens()).logits, model(tokens()).logits)
-    before = model(tokens()).logits
+    model, plain = converted(residual, amount=0.1), tiny_model("llama")
+    other, before = again(model), logits(model)
+    assert (type(other), type(other.config)) == (type(model), type(model.config))
+    assert torch.equal(logits(other), before)
     stir(other)
-    assert torch.equal(model(tokens()).logits, before)
     revert(other)
     assert type(other) is type(plain)
-    assert verify(other, plain, tokens()).equal
-    assert torch.equal(model(tokens()).logits, before)
+    assert agree(other, plain)
+    assert torch.equal(logits(model), before)
 
 
 def test_an_8b_shape_converts_on_the_meta_device_in_seconds():
-    shape = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "vocab_size": 128256,
-    }
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
-        big = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=32, num_key_value_heads=8))
+        big = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     begin = time.perf_counter()
     report = convert(big)
     assert time.perf_counter() - begin < 5
@@ -360,64 +293,54 @@ def test_a_plain_checkpoint_loads_into_a_model_converted_on_the_meta_device(tmp_
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny_config("llama"))
     report = convert(model)
-    assert verify(type(model).from_pretrained(tmp_path, config=model.config), plain, tokens()).equal
+    assert agree(type(model).from_pretrained(tmp_path, config=model.config), plain)
     model.to_empty(device="cpu")
     missing, surplus = model.load_state_dict(plain.state_dict(), strict=False)
-    assert set(missing) == set(report.added)
-    assert not surplus
+    assert (set(missing), surplus) == (set(report.added), [])
     model.model.rotary_emb = plain.model.rotary_emb  # buffers that no checkpoint holds
     reset(model)
-    assert verify(model, plain, tokens()).equal
+    assert agree(model, plain)
 
 
-def test_a_plain_checkpoint_folder_loads_into_the_converted_class(model, tmp_path):
+def test_a_plain_checkpoint_folder_loads_into_the_converted_class(tmp_path):
     plain = tiny_model("qwen3_moe")  # whose experts are stored one by one and held as one tensor
     plain.save_pretrained(tmp_path)
-    converted = copy.deepcopy(plain)
-    report = convert(converted, "mhc-lite")  # which has a buffer that is not saved
-    loaded, info = type(converted).from_pretrained(
-        tmp_path, config=converted.config, output_loading_info=True
+    model = copy.deepcopy(plain)
+    report = convert(model, "mhc-lite")  # which has a buffer that is not saved
+    loaded, info = type(model).from_pretrained(
+        tmp_path, config=model.config, output_loading_info=True
     )
     assert set(info["missing_keys"]) == set(report.added)
     assert not info["unexpected_keys"]
-    assert verify(loaded, plain, tokens()).equal
+    assert agree(loaded, plain)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "olmo2", "gpt_neox", "qwen3_moe", "gemma3_text"])
-def test_saved_and_loaded_is_bit_equal(model_type, tmp_path):
-    model = tiny_model(model_type)
-    convert(model, "attnres-block", block=2)
-    stir(model)
+@pytest.mark.parametrize("kind", ["llama", "olmo2", "gpt_neox", "qwen3_moe", "gemma3_text"])
+def test_saved_and_loaded_is_bit_equal(kind, tmp_path):
+    model = converted("attnres-block:block=2", kind)
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded, body = load(tmp_path), AutoModel.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
-    assert loaded.config.model_type == f"headwater-{model_type}"
-    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
-    body = AutoModel.from_pretrained(tmp_path)
+    assert loaded.config.model_type == f"headwater-{kind}"
+    assert same(loaded, model)
     expected = model.base_model(tokens()).last_hidden_state
     assert torch.equal(body(tokens()).last_hidden_state, expected)
     revert(loaded)
-    assert loaded.config.model_type == model_type
+    assert loaded.config.model_type == kind
     assert type(loaded).__module__.startswith("transformers.")
 
 
 def test_what_is_saved_keeps_its_block_where_the_default_changes(tmp_path, monkeypatch):
-    model = tiny_model("llama")
-    assert convert(model).residual == "attnres-block:block=2"
-    stir(model)
+    model = converted("attnres-block")
+    assert model.config.headwater["residual"] == "attnres-block:block=2"
     model.save_pretrained(tmp_path)
     save_delta(model, tmp_path / "delta.safetensors")
-    older = copy.deepcopy(model.config)
-    older.headwater["residual"] = (
-        "attnres-block"  # as nothing is saved any more: today's default is written down
-    )
-    assert type(model)(older).config.headwater == model.config.headwater
     monkeypatch.setattr("headwater.residuals.attention.default_block", lambda sublayers: 4)
-    loaded, other = AutoModelForCausalLM.from_pretrained(tmp_path), tiny_model("llama")
+    loaded, other = load(tmp_path), tiny_model("llama")
     load_delta(other, tmp_path / "delta.safetensors")
-    for each in (loaded, other):
-        assert each.model.residual.block == 2
-        assert torch.equal(each(tokens()).logits, model(tokens()).logits)
+    for again in (loaded, other):
+        assert again.model.residual.block == 2
+        assert same(again, model)
 
 
 LOAD = """
@@ -453,131 +376,65 @@ def test_a_new_process_without_a_network_loads_it_bit_equal(model, tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(tokens(), tmp_path / "tokens.pt")
     torch.save(model, tmp_path / "whole.pt")  # the whole model, pickled
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path), *WAYS], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    words = [sys.executable, "-c", LOAD, str(tmp_path), *WAYS]
+    process = subprocess.run(words, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     for number in range(len(WAYS)):
-        assert torch.equal(torch.load(tmp_path / f"logits{number}.pt"), model(tokens()).logits)
-
-
-def test_a_model_loaded_from_a_plain_folder_converts_and_saves_under_the_new_type(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "plain")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-    convert(model)
-    model.save_pretrained(tmp_path / "converted")
-    assert '"model_type": "headwater-llama"' in (tmp_path / "converted" / "config.json").read_text()
+        assert torch.equal(torch.load(tmp_path / f"logits{number}.pt"), logits(model))
 
 
 def test_the_delta_file_holds_the_added_parameters_alone(model, tmp_path):
     path = tmp_path / "delta.safetensors"
-    save_delta(model, path)
+    save_delta(model.requires_grad_(False), path)
     other = tiny_model("llama")
     load_delta(other, path)
-    assert torch.equal(other(tokens()).logits, model(tokens()).logits)
+    assert same(other, model)
     added = sum(p.numel() for name, p in model.named_parameters() if "residual." in name)
     assert path.stat().st_size < 4 * added + 4096
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    save_delta(frozen, tmp_path / "frozen.safetensors")
-    again = tiny_model("llama")
-    load_delta(again, tmp_path / "frozen.safetensors")
-    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
-    wrong = tiny_model("qwen3")
-    with pytest.raises(UserError, match="made for the architecture 'llama'"):
-        load_delta(wrong, path)
-    with pytest.raises(
-        UserError, match=r"'attnres-block.*made for 8 sublayers, .* To change the number"
+    for wrong, message in (
+        (tiny_model("qwen3"), "made for the architecture 'llama'"),
+        (tiny_model("llama", num_hidden_layers=2), "made for 8 sublayers"),
     ):
-        load_delta(tiny_model("llama", num_hidden_layers=2), path)
-    assert type(wrong).__name__ == "Qwen3ForCausalLM"
-
-
-def test_hooks_of_accelerate_from_before_the_conversion(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    model, plain = tiny_model("llama"), tiny_model("llama")
-    places = {f"model.layers.{i}": "cpu" for i in range(4)} | {"model.layers.1": "disk"}
-    places |= dict.fromkeys(
-        ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu"
-    )
-    accelerate.dispatch_model(
-        model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True
-    )
-    convert(model)
-    stir(model)
-    reference = copy.deepcopy(plain)
-    convert(reference)
-    stir(reference)
-    assert verify(model, reference, tokens()).equal
-    revert(model)
-    assert verify(model, plain, tokens()).equal
+        before = type(wrong)
+        with pytest.raises(UserError, match=message):
+            load_delta(wrong, path)
+        assert type(wrong) is before
 
 
 def test_the_trainer_trains_saves_and_resumes_the_format(tmp_path):
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    model = tiny_model("llama")
-    convert(model)
-    start = {
-        name: p.detach().clone() for name, p in model.named_parameters() if name.endswith("query")
-    }
+    model = converted("attnres-block", amount=0.0)
+    queries = {name: p for name, p in model.named_parameters() if name.endswith("query")}
+    start = {name: parameter.detach().clone() for name, parameter in queries.items()}
     settings = TrainingArguments(
         str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, gradient_checkpointing=True,
         save_steps=3, report_to=[], disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    Trainer(
-        model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in tokens(16)]
-    ).train()
-    assert all(
-        not torch.equal(p, start[name]) for name, p in model.named_parameters() if name in start
-    )
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
-    assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
+    data = [{"input_ids": row, "labels": row} for row in tokens(16)]
+    Trainer(model, settings, train_dataset=data).train()
+    assert all(not torch.equal(parameter, start[name]) for name, parameter in queries.items())
+    assert same(load(tmp_path / "checkpoint-3"), model.eval())
 
 
 def test_the_schedule_of_the_trainer_keeps_the_rate_of_the_queries(tmp_path):
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    model = tiny_model("llama")
-    convert(model)
+    model = converted("attnres-block", amount=0.0)
     optimizer = torch.optim.AdamW(headwater.param_groups(model, lr=1e-2, weight_decay=0.1))
     settings = TrainingArguments(
         str(tmp_path), max_steps=2, save_strategy="no", report_to=[], use_cpu=True, warmup_steps=4
     )
     data = [{"input_ids": row, "labels": row} for row in tokens(16)]
     Trainer(model=model, args=settings, train_dataset=data, optimizers=(optimizer, None)).train()
-    assert {group["name"]: group["lr"] for group in optimizer.param_groups} == pytest.approx(
-        {"matrices": 5e-3, "rest": 5e-3, "queries": 5e-4}
-    )
+    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    assert rates == pytest.approx({"matrices": 5e-3, "rest": 5e-3, "queries": 5e-4})
 
 
-def test_the_command_line_converts_and_verifies(tmp_path, capsys):
-    from headwater.cli import main
-
-    plain, out = tmp_path / "plain", tmp_path / "out"
+def test_the_command_line_converts_and_verifies(tmp_path, command):
+    plain, out, different = (tmp_path / name for name in ("plain", "out", "different"))
     tiny_model("llama").save_pretrained(plain)
-    (plain / "tokenizer.json").write_text("{}")
-    assert (
-        main(["convert", str(plain), "--out", str(out), "--residual", "attnres-block:block=2"]) == 0
-    )
-    assert "model.layers.3.mlp: sublayer 7" in capsys.readouterr().out
-    assert (out / "tokenizer.json").is_file()
-    assert main(["verify", str(plain), str(out)]) == 0
-    assert capsys.readouterr().out.startswith("equal: KL")
-    different = tmp_path / "different"
-    assert main(["convert", str(plain), "--out", str(different), "--residual", "ddl"]) == 0
-    assert main(["verify", str(plain), str(different)]) == 1
-    assert "NOT equal" in capsys.readouterr().err
-    assert main(["verify", str(plain), str(out), "--tokens", "0"]) == 1
-    assert "--tokens must be at least 2, got 0" in capsys.readouterr().err
-    assert main(["convert", str(plain), "--out", str(out)]) == 1
-    assert main(["convert", str(tmp_path), "--out", str(tmp_path / "new")]) == 1
-    assert "no checkpoint in" in capsys.readouterr().err
-
-
-def test_the_same_from_the_top_level_names():
-    assert headwater.convert is convert
-    assert headwater.verify is verify
-    assert headwater.revert is revert
-    assert Path(headwater.__file__).parent.name == "headwater"
+    printed = command("convert", plain, "--out", out, "--residual", "attnres-block:block=2")
+    assert "model.layers.3.mlp: sublayer 7" in printed
+    assert command("verify", plain, out).startswith("equal: KL")
+    command("convert", plain, "--out", different, "--residual", "ddl")
+    assert "NOT equal" in command("verify", plain, different, code=1)
+    assert "--tokens must be at least 2" in command("verify", plain, out, "--tokens", 0, code=1)
+    assert "not an empty folder" in command("convert", plain, "--out", out, code=1)
+    assert "no checkpoint in" in command("convert", tmp_path, "--out", tmp_path / "new", code=1)

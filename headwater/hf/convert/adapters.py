@@ -1,6 +1,5 @@
 """Training the added parameters, alone or beside the adapters of PEFT, whose folders then hold them."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -39,44 +38,31 @@ def trainable(model: nn.Module, only: bool = False) -> int:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """PEFT writes of an adapter that is a prompt or a prefix the prompt alone, whatever else was trained."""
-    configs = (getattr(module, "active_peft_config", None) for module in model.modules())
-    if prompt := next(
-        (config for config in configs if config is not None and config.is_prompt_learning), None
-    ):
-        raise UserError(
-            f"the folder of a {type(prompt).__name__} adapter holds its prompt alone, and a residual trained beside it "
-            "would be lost: give model.base_model, and keep the residual by headwater.hf.save_delta(model, FILE)"
-        )
+    """Refuse a prompt or a prefix: PEFT writes the prompt alone, whatever else was trained."""
+    for module in model.modules():
+        config = getattr(module, "active_peft_config", None)
+        if config is not None and config.is_prompt_learning:
+            raise UserError(
+                f"the folder of a {type(config).__name__} adapter holds its prompt alone, and a residual trained "
+                "beside it would be lost: give model.base_model, and keep the residual by "
+                "headwater.hf.save_delta(model, FILE)"
+            )
 
 
 def keep_in_adapters(model: nn.Module) -> None:
-    """The adapters in use, if there are any, train and save the residual."""
-    configs = _peft_configs(model)
-    for name in _active_adapters(model, configs):
-        _save_with(name, configs[name], conversion_of(model)[1])
-
-
-def _peft_configs(model: nn.Module) -> dict[str, Any]:
-    """By adapter; PEFT leaves them on the model inside too."""
-    return next(
-        (
-            module.__dict__["peft_config"]
-            for module in model.modules()
-            if "peft_config" in module.__dict__
-        ),
-        {},
-    )
-
-
-def _active_adapters(model: nn.Module, configs: Mapping[str, Any]) -> list[str]:
-    """As the adapters' own layers have it; a method that has none has one adapter."""
+    """Let the adapters in use, if there are any, train and save the residual."""
+    # PEFT leaves the configs, by adapter, on the model inside too.
+    configs: dict[str, Any] = {}
+    for module in model.modules():
+        configs = configs or module.__dict__.get("peft_config", {})
     if not configs:
-        return []
+        return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-    return next((list(layer.active_adapters) for layer in layers), list(configs))
+    # The adapters' own layers say which are active; a method that has none has one adapter.
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for name in layers[0].active_adapters if layers else [*configs]:
+        _save_with(name, configs[name], conversion_of(model)[1])
 
 
 def _save_with(name: str, config: Any, body: nn.Module) -> None:

@@ -15,42 +15,47 @@ NOTHING = {"residual": 0.0}  # modules that add the stream to their output thems
 class Takes:
     """The arguments of a module besides its input, which comes first."""
 
-    named: tuple[tuple[str, str], ...]  # its own name, and the layer's
+    names: tuple[tuple[str, str], ...]  # the module's name of an argument, and the layer's
     constant: tuple[tuple[str, Any], ...]
     without: frozenset[str] | None  # of all others, those it does not get; None: it gets no others
 
     def given(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """For a call, from those that the layer was called with."""
-        found = {own: kwargs[name] for own, name in self.named if name in kwargs}
-        found.update(self.constant)
+        """Choose for a call of the module from the arguments that the layer was called with."""
+        arguments = {name: kwargs[key] for name, key in self.names if key in kwargs}
+        # What the module would add itself is added by the residual.
+        arguments.update(self.constant)
         if self.without is not None:
-            found |= {name: value for name, value in kwargs.items() if name not in self.without}
-        return found
+            arguments |= {name: kwargs[name] for name in kwargs if name not in self.without}
+        return arguments
 
 
 def takes(module: nn.Module, layer: nn.Module, everything: bool) -> Takes:
-    """`everything`: also what the module does not name, if it takes it, as attention hands such on to its kernel."""
-    names, known = list(_parameters(module))[1:], _parameters(layer)
-    named = tuple((name, _of_layer(name, known)) for name in names if name not in NOTHING)
+    """Match a module's arguments with those of its layer.
+
+    `everything`: pass also what the module does not name, if it has **kwargs, as attention hands them
+    to its kernel.
+    """
+    names, of_layer = _parameters(module)[1:], _parameters(layer)
+    pairs = tuple((name, _in_layer(name, of_layer)) for name in names if name not in NOTHING)
     constant = tuple((name, NOTHING[name]) for name in names if name in NOTHING)
+    # An MLP gets no mask that it does not ask for.
     if not everything or not _takes_any(module):
-        return Takes(named, constant, None)
-    renamed = any(own != theirs for own, theirs in named)
-    # A module with a state of its own is given what it names, and what no layer names.
-    without = {theirs for _, theirs in named} | (set(known) if renamed else set())
-    return Takes(named, constant, frozenset(without))
+        return Takes(pairs, constant, None)
+    without = {key for _, key in pairs}
+    # A module with a state of its own gets the arguments that it names, and those that are not in
+    # the layer's signature.
+    if any(name != key for name, key in pairs):
+        without |= {*of_layer}
+    return Takes(pairs, constant, frozenset(without))
 
 
 def unknown(module: nn.Module, layer: nn.Module) -> list[str]:
     """Arguments of `module` that a layer of this kind cannot give it: it would run without them, or not at all."""
     if _takes_any(layer):
-        return []  # it may come among those
-    known = _parameters(layer)
-    return [
-        n
-        for n in list(_parameters(module))[1:]
-        if n not in NOTHING and _of_layer(n, known) not in known
-    ]
+        return []  # they may come among the others
+    of_layer = _parameters(layer)
+    names = [name for name in _parameters(module)[1:] if name not in NOTHING]
+    return [name for name in names if _in_layer(name, of_layer) not in of_layer]
 
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
@@ -58,26 +63,25 @@ def cache_of(kwargs: Mapping[str, Any]) -> Any:
     return next((kwargs[name] for name in CACHE if kwargs.get(name) is not None), None)
 
 
-def _of_layer(name: str, known: Mapping[str, Any]) -> str:
-    if name in known or name not in CACHE:
+def _in_layer(name: str, of_layer: list[str]) -> str:
+    """The layer's name for an argument: a cache has several."""
+    # Arguments have one name everywhere, but for the cache.
+    if name in of_layer or name not in CACHE:
         return name
-    return next((other for other in CACHE if other in known), name)
+    return next((other for other in CACHE if other in of_layer), name)
 
 
 def positional_names(layer: nn.Module) -> tuple[str, ...]:
     """Names of the layer's positional arguments after the hidden state."""
-    return tuple(_parameters(layer))[1:]
+    return tuple(_parameters(layer)[1:])
 
 
-def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """By name, without `self`, *args and **kwargs. Of a layer that is converted already: as it was."""
-    found = _signature(module).parameters.values()
-    return {p.name: p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+def _parameters(module: nn.Module) -> list[str]:
+    """Names without `self`, *args and **kwargs. Of a layer that is converted already: as it was."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _takes_any(module: nn.Module) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in _signature(module).parameters.values())
-
-
-def _signature(module: nn.Module) -> inspect.Signature:
-    return inspect.signature(module.forward)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -27,10 +27,8 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from headwater.errors import UserError
-
 from .depth import Depth, fill, watch
-from .install import install, revert
+from .install import find_conversion, install, revert
 from .layers import run_loop
 from .layouts import PREFIX
 from .plan import saved_plan
@@ -52,54 +50,56 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     if base in _configs:
         return _configs[base]
     model_type = PREFIX + base.model_type
-    members: dict[str, Any] = {
-        "model_type": model_type,
-        "__module__": __name__,
-        **remakable(config_class, base),
-    }
 
     def get_config_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """A plain folder may be read as this type, as PEFT does when it saves an adapter: without a warning."""
-        found, rest = super(made, cls).get_config_dict(*args, **kwargs)  # type: ignore[arg-type]
-        return (
-            found | {"model_type": model_type}
-            if found.get("model_type") == base.model_type
-            else found
-        ), rest
+        settings, rest = super(converted, cls).get_config_dict(*args, **kwargs)  # type: ignore[arg-type]
+        if settings.get("model_type") == base.model_type:
+            settings = settings | {"model_type": model_type}
+        return settings, rest
 
-    members["get_config_dict"] = classmethod(get_config_dict)
-    if (
-        base.__module__.partition(".")[0] != "transformers"
-    ):  # which gives a class without an __init__ one of fields
+    members: dict[str, Any] = {
+        "model_type": model_type,
+        "__module__": __name__,
+        "get_config_dict": classmethod(get_config_dict),
+        **remakable(config_class, base),
+    }
+    # transformers gives a class without an __init__ one of fields, which others than its own do not bear.
+    if base.__module__.partition(".")[0] != "transformers":
         members["__init__"] = base.__init__
-    made = type(f"Headwater{base.__name__}", (base,), members)
-    _configs[base] = made
-    AutoConfig.register(model_type, made, exist_ok=True)
+    converted = type(f"Headwater{base.__name__}", (base,), members)
+    # Before its models are made, which look their config up.
+    _configs[base] = converted
+    AutoConfig.register(model_type, converted, exist_ok=True)
+    # Each Auto class that knows the plain model learns the converted one.
     for auto in AUTO:
         plain = auto._model_mapping.get(base, None)
         if isinstance(plain, type):
             model = head_class(plain)
-            model.config_class = made
-            auto.register(made, model, exist_ok=True)
+            model.config_class = converted
+            auto.register(converted, model, exist_ok=True)
     _share_mapping(base.model_type, model_type)
-    return made
+    return converted
 
 
 def class_of(config: PreTrainedConfig) -> Any:
     """The class that a config names, or the causal language model of its type."""
     for auto in AUTO:
-        known = auto._model_mapping.get(type(config), None)
-        if isinstance(known, type) and known.__name__ in (config.architectures or ()):
-            return known
+        model_class = auto._model_mapping.get(type(config), None)
+        if isinstance(model_class, type) and model_class.__name__ in (config.architectures or ()):
+            return model_class
     return AutoModelForCausalLM
 
 
-def _share_mapping(plain: str, made: str) -> None:
-    """Let a released checkpoint's tensors become parameters of the converted model as of the plain one, fused experts
-    for example. transformers looks that up by a model's type, or by its class where only that head differs."""
+def _share_mapping(plain: str, converted: str) -> None:
+    """Let a released checkpoint's tensors become parameters of the converted model as of the plain one.
+
+    Experts are fused so, for example. transformers looks that up by a model's type, or by its class
+    where only that head differs.
+    """
     mapping = get_checkpoint_conversion_mapping(plain)
     if mapping is not None:
-        register_checkpoint_conversion_mapping(made, mapping, overwrite=True)
+        register_checkpoint_conversion_mapping(converted, mapping, overwrite=True)
 
 
 _configs: dict[type, type[PreTrainedConfig]] = {}
@@ -116,10 +116,9 @@ class Converted:
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         _undo_inside(self)  # type: ignore[arg-type]
-        plan = saved_plan(self, saved_settings(config))  # type: ignore[arg-type]
-        install(
-            plan, head=type(self), config=type(config), unchecked="it was built from its config"
-        )
+        plan = saved_plan(self, config.headwater)  # type: ignore[arg-type]
+        unchecked = "it was built from its config"
+        install(plan, head=type(self), config=type(config), unchecked=unchecked)
 
     def initialize_weights(self) -> None:
         """Parameters that a checkpoint did not bring get their start values: the added ones from their residual."""
@@ -129,17 +128,17 @@ class Converted:
 
 
 def _undo_inside(model: nn.Module) -> None:
-    """Heads for classification build what is inside them by its config, and so converted already: whole models are
-    converted as a whole."""
-    inside = next((module for module in model.modules() if "_conversion" in module.__dict__), None)
-    if inside is not None:
-        configs = [
-            (module, module.__dict__["config"])
-            for module in inside.modules()
-            if "config" in module.__dict__
-        ]
-        revert(inside)
-        for module, config in configs:
+    """Revert what is converted inside: the outer model is converted once, as a whole.
+
+    A classification head builds its inner model from the config, hence converted already.
+    """
+    conversion = find_conversion(model)
+    if conversion is not None:
+        # Reverting gives the plain configs back, and the head needs the converted ones.
+        modules = [module for module in conversion[1].modules() if "config" in module.__dict__]
+        configs = [module.__dict__["config"] for module in modules]
+        revert(conversion[1])
+        for module, config in zip(modules, configs, strict=True):
             module.__dict__["config"] = config
 
 
@@ -150,17 +149,21 @@ def head_class(base: type[Any]) -> type[PreTrainedModel]:
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, output_depth_weights: bool = False, **kwargs: Any) -> Any:
+        # A bare model owns the loop itself; a head calls one that does.
         run: Callable[[], Any] = partial(base.forward, self, *args, **kwargs)
         if self._depth_loops:
-            run = partial(run_loop, self, partial(base.forward, self), args, kwargs)
+            run = partial(run_loop, self, partial(base.forward, self, *args), kwargs)
+        # Without the flag a head costs nothing.
         if not output_depth_weights:
             return run()
         outputs, record = watch(run)
+        # As transformers does with what is asked for besides: last in a tuple, by name in an output.
         if isinstance(outputs, tuple):
             return (*outputs, record.weights)
         outputs["depth_weights"] = record.weights
         return outputs
 
+    # Trainer and generate read the signature to learn what a model takes.
     forward.__signature__ = _with_flag(inspect.signature(base.forward), "output_depth_weights")  # type: ignore[attr-defined]
     # transformers reads the file of a class's module to learn which kernels of attention and experts it may set.
     members = {
@@ -176,16 +179,9 @@ def head_class(base: type[Any]) -> type[PreTrainedModel]:
 
 def _with_flag(signature: inspect.Signature, name: str) -> inspect.Signature:
     flag = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    # A keyword has to stand before **kwargs.
     *first, last = signature.parameters.values()
-    order = (*first, flag, last) if last.kind is last.VAR_KEYWORD else (*first, last, flag)
+    order = [*first, last, flag]
+    if last.kind is last.VAR_KEYWORD:
+        order = [*first, flag, last]
     return signature.replace(parameters=order)
-
-
-def saved_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    settings = getattr(config, "headwater", None)
-    if not isinstance(settings, dict) or not {"residual", "scales"} <= settings.keys():
-        raise UserError(
-            f"a config of type '{config.model_type}' needs a field 'headwater' with 'residual' and 'scales', "
-            f"got {settings}"
-        )
-    return settings

@@ -50,12 +50,13 @@ def convert(
         model = AutoModelForCausalLM.from_pretrained("path/to/a/llama")
         print(headwater.convert(model, "attnres-block", block=4))
     """
+    # All that can be refused is refused before anything is changed.
     plan = new_plan(model, residual, layout, exact, options)
     check_adapters(model)
     try:
         if not check:
             raise NotTried("it was not asked for")
-        plain = try_plain(plan.found)
+        plain = try_plain(plan.parts)
     except NotTried as reason:
         _install(plan, unchecked=str(reason))
     else:
@@ -65,23 +66,31 @@ def convert(
 
 
 def _install_checked(model: nn.Module, plan: Plan, plain: Trial) -> None:
-    """A residual that starts as something else says nothing of the layout, so the plain one is tried in its place."""
+    """Convert, and compare with what the plain model gave; undo it if that differs.
+
+    A residual that starts as something else says nothing of the layout, so the plain one is tried in
+    its place.
+    """
     same = plan.equal_at_start
     _install(plan if same else plan.with_plain_residual())
+    # From here on the model is another one: whatever fails, it goes back.
     try:
-        measured = difference(plan.found, plain)
+        distance = difference(plan.parts, plain)
         if not same:
             revert(model)
             _install(plan)
         conversion = conversion_of(model)[0]
         if conversion.depth.residual.token_local:
-            check_off_start(plan.found, plain, conversion.depth.residual)
+            check_off_start(plan.parts, plain, conversion.depth.residual)
     except BaseException:  # Ctrl-C too: half of a check is none
         revert(model)
         raise
-    dtype = str(plain.dtype).removeprefix("torch.")
     conversion.report = replace(
-        conversion.report, difference=measured, tokens=plain.tokens, dtype=dtype, unchecked=None
+        conversion.report,
+        difference=distance,
+        tokens=plain.tokens,
+        dtype=str(plain.dtype).removeprefix("torch."),
+        unchecked=None,
     )
 
 
@@ -92,11 +101,11 @@ def convert_with(model: nn.Module, settings: Mapping[str, Any]) -> Report:
 
 def _install(plan: Plan, unchecked: str = "it was not asked for") -> Report:
     """A model that was reverted after it was loaded has a plain config again."""
-    config = type(plan.found.head.config)
+    config = type(plan.parts.head.config)
     assert not config.model_type.startswith(PREFIX)
     return install(
         plan,
-        head=head_class(type(plan.found.head)),
+        head=head_class(type(plan.parts.head)),
         config=config_class(config),
         unchecked=unchecked,
     )
@@ -115,9 +124,7 @@ def load_added(
 
 
 def check_weights(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
-    """Every tensor of `module` is among `weights` in its shape, and nothing else is."""
+    """Check that every tensor of `module` is among `weights` in its shape, and nothing else is."""
+    expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
     with user_values():
-        expected, found = (
-            {name: tuple(t.shape) for name, t in x.items()} for x in (module.state_dict(), weights)
-        )
-        check_fit(expected, found, what)
+        check_fit(expected, {name: tensor.shape for name, tensor in weights.items()}, what)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwater.residuals import Norm, Read, Residual, State
 
-from .devices import bring_back, call_on, hooked
+from .devices import bring_back, call_on, hooked, tensors_of
 from .norms import ScaledNorm
 from .start import new_residual
 
@@ -27,49 +27,43 @@ class Record:
         self.reads: State = ()
 
 
-class _Asked(threading.local):
-    """The record that the next pass of this thread fills. A model's own loop hands nothing of ours to its first layer,
-    so it is left here; that layer takes it away, and from there on it travels in the state."""
+class _Pending(threading.local):
+    """The record that the next pass of this thread fills.
 
-    def __init__(self) -> None:
-        self.record: Record | None = None
+    A model's own loop hands nothing of ours to its first layer, so the record waits here. That layer
+    takes it away, and from there on it travels in the state.
+    """
+
+    record: Record | None = None
 
 
-_asked = _Asked()
+_pending = _Pending()
 
 
 def watch(run: Callable[[], Any]) -> tuple[Any, Record]:
-    """Run a forward pass, and what its layers saw. Of two around one pass, a head's and a body's, both see it."""
-    record = _asked.record or Record()
-    _asked.record = record
+    """Run a forward pass, and record what its layers see.
+
+    Of two calls around one pass, a head's and a body's, both get the same record.
+    """
+    record = _pending.record = _pending.record or Record()
     try:
-        outputs = run()
+        return run(), record
     finally:
-        _asked.record = None
-    return outputs, record
+        _pending.record = None
 
 
+@dataclass(slots=True, eq=False)
 class DepthState:
-    """The value between layers: the residual's state, before read `at`; and, if a record is to be filled, what was
-    seen on the way."""
+    """The value between layers: the residual's state, before read `at`.
 
-    __slots__ = ("at", "reads", "record", "tensors", "weights")
+    If a record is to be filled, also the depth weights and reads that were seen on the way.
+    """
 
-    def __init__(
-        self,
-        tensors: State,
-        at: int,
-        record: Record | None = None,
-        weights: State = (),
-        reads: State = (),
-    ) -> None:
-        self.tensors, self.at, self.record, self.weights, self.reads = (
-            tensors,
-            at,
-            record,
-            weights,
-            reads,
-        )
+    tensors: State
+    at: int
+    record: Record | None = None
+    weights: State = ()
+    reads: State = ()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -87,13 +81,16 @@ class DepthState:
 
     def to(self, *args: Any, **kwargs: Any) -> "DepthState":
         """Device maps move what enters a module."""
-        return self.after(tuple(tensor.to(*args, **kwargs) for tensor in self.tensors), self.at)
+        tensors = [tensor.to(*args, **kwargs) for tensor in self.tensors]
+        return self.after(tuple(tensors), self.at)
 
 
 @dataclass
 class Depth:
-    """Data that the sites of one converted model share. Not a module: the residual's parameters are registered once.
-    Nothing of a forward pass is kept here, so several may run at once.
+    """Data that the sites of one converted model share.
+
+    It is no module: the residual's parameters are registered once. Nothing of a forward pass is kept
+    here, so several may run at once.
 
     `scales[i]` multiplies read i so that, at the start, it is the plain residual's stream (see `start.py`).
     """
@@ -101,46 +98,52 @@ class Depth:
     owner: nn.Module  # the model that owns the loop over layers
     kinds: tuple[str, ...]
     scales: tuple[float, ...]
-    norms: dict[int, ScaledNorm] = field(
-        default_factory=dict
-    )  # of the reads whose norm a kernel can fold in
+    # Of the reads whose norm a kernel can fold in
+    norms: dict[int, ScaledNorm] = field(default_factory=dict)
 
     @property
     def residual(self) -> Residual:
-        """Looked up where it is registered: an adapter may have put its own copy there."""
+        """The residual, where it is registered: an adapter may have put its own copy there."""
         return unwrapped(getattr(self.owner, RESIDUAL))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Depth":
-        """With a copy of the whole model goes a copy of this; a copy of one of its modules stays part of the model."""
+        """Copy this with the whole model; a copy of one of its modules stays part of the model."""
         if id(self.owner) not in memo:
             return self
-        return Depth(memo[id(self.owner)], self.kinds, self.scales, copy.deepcopy(self.norms, memo))
+        norms = copy.deepcopy(self.norms, memo)
+        return Depth(memo[id(self.owner)], self.kinds, self.scales, norms)
 
     def begin(self, x: Tensor, layer: nn.Module) -> DepthState:
+        # An offloaded residual comes back before its first use.
         if not torch.compiler.is_compiling():
             bring_back(self.residual)
-        record, _asked.record = _asked.record, None
-        if hooked(layer):
-            return DepthState(call_on(x.device, self.residual, 0, "begin", x), 0, record)
-        return DepthState(self.residual.begin(x), 0, record)
+        record, _pending.record = _pending.record, None
+        return DepthState(self._run(layer, x.device, 0, "begin", x), 0, record)
 
     def call(
         self, site: nn.Module, verb: str, state: State, i: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """`read`, `write` or `weights` of sublayer i for `site`, the module that asks: hooks may have moved it."""
+        """`read`, `write` or `weights` of sublayer i for `site`, the module that asks."""
+        return self._run(site, state[0].device, i, verb, state, i, *args, **kwargs)
+
+    def _run(
+        self, site: nn.Module, device: torch.device, i: int, verb: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a method of the residual where hooks of `site` may have moved the state to."""
         if hooked(site):
-            return call_on(state[0].device, self.residual, i, verb, state, i, *args, **kwargs)
-        return getattr(self.residual, verb)(state, i, *args, **kwargs)
+            return call_on(device, self.residual, i, verb, *args, **kwargs)
+        return getattr(self.residual, verb)(*args, **kwargs)
 
     def read(self, site: nn.Module, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
-        return self.call(site, "read", state, i, norm=self.scaled(norm, i))
+        return self.call(site, "read", state, i, norm=self._scaled(norm, i))
 
-    def scaled(self, norm: Norm | None, i: int) -> Norm | None:
+    def _scaled(self, norm: Norm | None, i: int) -> Norm | None:
         """The norm of read i behind the read's scale."""
-        prepared = self.norms.get(i)
+        # A kernel multiplies and norms in the same pass as it reads.
+        folded = self.norms.get(i)
         # It is another where an adapter has wrapped it since, and has no weight to fold in while it is offloaded.
-        if prepared is not None and prepared.norm is norm and not prepared.weight.is_meta:
-            return prepared
+        if folded is not None and folded.norm is norm and not folded.weight.is_meta:
+            return folded
         return norm if self.scales[i] == 1.0 else partial(_norm_scaled, norm, self.scales[i])
 
     def end(self, site: nn.Module, state: DepthState, norm: Norm) -> Tensor:
@@ -151,36 +154,32 @@ class Depth:
         """
         last = self.residual.sublayers
         if state.record is not None:
-            state.record.weights = (
-                *state.weights,
-                self.call(site, "weights", state.tensors, state.at),
-            )
+            weights = self.call(site, "weights", state.tensors, state.at)
+            state.record.weights = (*state.weights, weights)
             state.record.reads = state.reads
+        # Drafts leave early: the head reads as the next layer would.
         if state.at < last:
             read, _ = self.read(site, state.tensors, state.at, norm)
             return read[0] if isinstance(read, tuple) else read
-        prepared = self.norms.get(last)
-        if prepared is None or prepared.norm is not site:  # an adapter trains a copy of it
-            scaled: Norm = partial(_norm_scaled, norm, self.scales[last])
-        else:
-            scaled = prepared
-        if hooked(site):
-            return call_on(
-                state.tensors[0].device, self.residual, last, "end", state.tensors, norm=scaled
-            )
-        return self.residual.end(state.tensors, norm=scaled)
+        # The final norm is a module with the model's own forward: it is called as such.
+        scaled: Norm | None = self.norms.get(last)
+        if scaled is None or self.norms[last].norm is not site:  # an adapter trains a copy of it
+            scaled = partial(_norm_scaled, norm, self.scales[last])
+        device = state.tensors[0].device
+        return self._run(site, device, last, "end", state.tensors, norm=scaled)
 
 
 def unwrapped(module: Any) -> Residual:
     """The residual that computes: where PEFT has wrapped it, that of the adapter in use, or the original."""
+    # PEFT's wrapper holds a copy for each adapter.
     if isinstance(module, Residual):
         return module
-    names = (
-        []
-        if module.disable_adapters
-        else [n for n in module.active_adapters if n in module.modules_to_save]
-    )
-    return module.modules_to_save[names[0]] if names else module.original_module
+    if not module.disable_adapters:
+        # Adapters that do not train the residual leave it to the original.
+        for name in module.active_adapters:
+            if name in module.modules_to_save:
+                return module.modules_to_save[name]
+    return module.original_module
 
 
 def _norm_scaled(norm: Norm | None, scale: float, x: Tensor) -> Tensor:
@@ -190,25 +189,24 @@ def _norm_scaled(norm: Norm | None, scale: float, x: Tensor) -> Tensor:
 
 def mark_filled(residual: Residual, filled: bool = True) -> None:
     """transformers' mark on a tensor that has its value, and that its own initialisation leaves alone."""
-    for tensor in (*residual.parameters(), *residual.buffers()):
+    for tensor in tensors_of(residual).values():
         tensor._is_hf_initialized = filled  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def fill(depth: Depth) -> None:
-    """Start values for what no checkpoint brought."""
+    """Give start values to what no checkpoint brought."""
     residual = depth.residual
-    tensors = dict(residual.named_parameters()) | dict(residual.named_buffers())
-    empty = {
-        name: t
-        for name, t in tensors.items()
-        if not getattr(t, "_is_hf_initialized", False) and not t.is_meta
-    }
+    empty: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(residual).items():
+        if not tensor.is_meta and not getattr(tensor, "_is_hf_initialized", False):
+            empty[name] = tensor
     if not empty:
         return
+    # A fresh residual has the values that training would begin with.
     with torch.device("cpu"):
         fresh = new_residual(residual.spec, residual.dim, residual.sublayers, depth.kinds)
-    start = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+    start = tensors_of(fresh)
     for name, tensor in empty.items():
         tensor.copy_(start[name])
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -48,55 +48,54 @@ class Site:
     @property
     def bodies(self) -> tuple[str, ...]:
         """Names of the modules that are called after a norm."""
-        return (
-            tuple(name for part in self.parts for name in (part.body, *part.out, *part.beside))
-            + self.output
-        )
+        names: list[str] = []
+        for part in self.parts:
+            names += [part.body, *part.out, *part.beside]
+        return (*names, *self.output)
 
     @property
     def names(self) -> set[str]:
-        return {*self.bodies, *(part.norm for part in self.parts if part.norm is not None)}
+        norms = {part.norm for part in self.parts if part.norm is not None}
+        return norms | {*self.bodies}
 
 
 def sites_of(layer: nn.Module, layout: Layout, first: int) -> tuple[Site, ...]:
     """The sublayers of a layer; `first` is the index of the first."""
-    parallel = (
-        getattr(layer, layout.parallel) if isinstance(layout.parallel, str) else layout.parallel
-    )
+    # Some residuals treat attention and MLP differently, and cannot take a layer of one sublayer.
     kind = "attention" if layout.mlp else "mixer"
-    attention = Site(
-        first, kind, layout.attention_norm, present(layer, layout.attention), layout.attention_out
-    )
+    body = present(layer, layout.attention)
+    attention = Site(first, kind, layout.attention_norm, body, layout.attention_out)
+    attention = replace(attention, output=layout.output)
+    # A layer of one sublayer, such as Mamba's.
     if not layout.mlp:
-        return (replace(attention, output=layout.output),)
+        return (attention,)
     body = present(layer, layout.mlp)
-    beside = tuple(
-        name
-        for name in layout.mlp_beside
-        if name != body and isinstance(part_of(layer, name), nn.Module)
-    )
-    mlp = Site(first, "mlp", layout.mlp_norm, body, layout.mlp_out, beside)
-    if not parallel:
-        return replace(attention, output=layout.output), replace(
-            mlp, sublayer=first + 1, output=layout.output
-        )
-    second = replace(mlp, norm=layout.parallel_norm)
-    return (replace(attention, kind="parallel", second=second, output=layout.output),)
+    beside = [name for name in layout.mlp_beside if name != body]
+    beside = [name for name in beside if isinstance(part_of(layer, name), nn.Module)]
+    mlp = Site(first, "mlp", layout.mlp_norm, body, layout.mlp_out, tuple(beside))
+    # A model may say by an attribute whether its branches run side by side.
+    parallel = layout.parallel
+    if isinstance(parallel, str):
+        parallel = getattr(layer, parallel)
+    if parallel:
+        mlp = replace(mlp, norm=layout.parallel_norm)
+        return (replace(attention, kind="parallel", second=mlp),)
+    return attention, replace(mlp, sublayer=first + 1, output=layout.output)
 
 
 def present(layer: nn.Module, names: tuple[str, ...]) -> str:
     for name in names:
         if isinstance(part_of(layer, name), nn.Module):
             return name
-    raise LookupError(f"a {type(layer).__name__} has none of the modules {', '.join(names)}")
+    raise LookupError(f"it has none of the modules {', '.join(names)}")
 
 
 def part_of(layer: nn.Module, path: str) -> Any:
-    """By its name, or by names with dots between them; None where there is none."""
-    found: Any = layer
+    """A part by its name, or by names with dots between them; None where there is none."""
+    part: Any = layer
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        part = getattr(part, name, None)
+    return part
 
 
 class ConvertedLayer(nn.Module):
@@ -104,66 +103,64 @@ class ConvertedLayer(nn.Module):
 
     _depth: Depth
     _depth_sites: tuple[Site, ...]
-    _depth_arguments: tuple[
-        str, ...
-    ]  # names of the layer's positional arguments after the hidden state
+    # Names of the layer's positional arguments after the hidden state
+    _depth_arguments: tuple[str, ...]
     _depth_multiplier: str | None
-    _depth_takes: Mapping[
-        str, Takes
-    ]  # by the name of a module, which of the layer's arguments it gets
-    _depth_returns: tuple[
-        int | None, ...
-    ]  # which of attention's results are returned beside the hidden state
+    # By the name of a module, which of the layer's arguments it gets
+    _depth_takes: Mapping[str, Takes]
+    # Which of attention's results are returned beside the hidden state
+    _depth_returns: tuple[int | None, ...]
     _depth_fp32: bool  # whether the stream is kept in fp32, beside modules of half precision
 
     def __call__(self, hidden_states: DepthState | Tensor, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(self._depth_arguments, args, strict=False))
-        state = (
-            hidden_states
-            if isinstance(hidden_states, DepthState)
-            else self._begin(hidden_states, kwargs)
-        )
+        state = hidden_states
+        if not isinstance(state, DepthState):
+            state = self._begin(state, kwargs)
         # The state goes in and out as flat positional tensors: re-entrant checkpointing sees gradients of nothing else.
         # What is wanted goes along: a recomputation in the backward pass must do what the forward pass did.
+        sites = self._depth_sites
+        tensors = before_hop(self, self._depth.residual, state.tensors, sites[0].sublayer)
         watched = state.record is not None
-        tensors = before_hop(
-            self, self._depth.residual, state.tensors, self._depth_sites[0].sublayer
-        )
         flat = super().__call__(*tensors, _depth_watched=watched, **kwargs)
+        # Behind the state come the read and the weights that were watched, then what attention returned.
         flat, returned = _cut(flat, len(self._depth_returns))
-        at = self._depth_sites[-1].sublayer + 1
-        after = self._watched(state, flat, at) if watched else state.after(flat, at)
+        weights: State = ()
+        reads: State = ()
+        if watched:
+            flat, weights = _cut(flat, len(sites))
+            flat, reads = _cut(flat, 1)
+        after = state.after(flat, sites[-1].sublayer + 1, weights, reads)
         return (after, *returned) if returned else after
-
-    def _watched(self, state: DepthState, flat: State, at: int) -> DepthState:
-        *after, read = flat[: -len(self._depth_sites)]
-        return state.after(tuple(after), at, weights=flat[-len(self._depth_sites) :], reads=(read,))
 
     def forward(
         self, *tensors: Tensor, _depth_watched: bool = False, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """The state; what was watched; and what is returned beside the state."""
+        """The state; what was watched: the first read and all weights; and what is returned beside the state."""
         state: State = tensors
         returned: list[Any] = []
+        reads: State = ()
         weights: State = ()
-        first: Tensor | None = None
-        depth = self._depth
         for site in self._depth_sites:
             if _depth_watched:
-                weights = (*weights, depth.call(self, "weights", state, site.sublayer))
-                if first is None:
-                    x, _ = depth.read(self, state, site.sublayer, None)
-                    first = x[0] if isinstance(x, tuple) else x
+                # Weights are asked for before the read, which may change the state.
+                weights = (*weights, self._depth.call(self, "weights", state, site.sublayer))
+                if not reads:
+                    x, _ = self._depth.read(self, state, site.sublayer, None)
+                    reads = (_first(x),)
             state = self._run(site, state, kwargs, returned)
-        return (*state, *returned) if first is None else (*state, first, *weights, *returned)
+        return (*state, *reads, *weights, *returned)
 
     def _begin(self, x: Tensor, kwargs: Mapping[str, Any]) -> DepthState:
-        if self._depth_sites[0].sublayer != 0:
+        first = self._depth_sites[0].sublayer
+        # Only the first layer may be given a tensor.
+        if first != 0:
             raise RuntimeError(
-                f"layer of sublayer {self._depth_sites[0].sublayer} was given a tensor where the state of the layers "
-                "before it was expected: something between the layers replaced it"
+                f"layer of sublayer {first} was given a tensor where the state of the layers before it was expected: "
+                "something between the layers replaced it"
             )
         past = cache_of(kwargs)
+        # Such a residual would read earlier tokens that a cache does not hold.
         residual = self._depth.residual
         if not residual.token_local and past is not None and past.get_seq_length() > 0:
             raise ValueError(
@@ -175,37 +172,48 @@ class ConvertedLayer(nn.Module):
     def _run(
         self, site: Site, state: State, kwargs: Mapping[str, Any], returned: list[Any]
     ) -> State:
-        norm = None if site.norm is None or site.second is not None else part_of(self, site.norm)
-        norm = partial(_in_its_dtype, norm) if self._depth_fp32 and norm is not None else norm
+        """Read, run a sublayer's modules, write."""
+        # The branches of a parallel sublayer have norms of their own, after the read.
+        norm = None
+        if site.norm is not None and site.second is None:
+            norm = part_of(self, site.norm)
+        if norm is not None and self._depth_fp32:
+            norm = partial(_in_its_dtype, norm)
         x, state = self._depth.read(self, state, site.sublayer, norm)
         if site.second is None:
             y = self._body(site, x, kwargs, returned)
         else:
             assert isinstance(x, Tensor)
-            normed = x if site.norm is None else part_of(self, site.norm)(x)
-            second = normed if site.second.norm is None else part_of(self, site.second.norm)(x)
-            y = self._body(site, normed, kwargs, returned) + self._body(
-                site.second, second, kwargs, []
-            )
+            normed = self._normed(site.norm, x, x)
+            second = self._normed(site.second.norm, x, normed)
+            y = self._body(site, normed, kwargs, returned)
+            y = y + self._body(site.second, second, kwargs, [])
         for name in site.output:
             y = self._step(name, y, kwargs)
+        # Granite scales what a sublayer adds.
         if self._depth_multiplier is not None:
             y = y * getattr(self, self._depth_multiplier)
-        return self._depth.call(
-            self, "write", state, site.sublayer, y.float() if self._depth_fp32 else y
-        )
+        y = y.float() if self._depth_fp32 else y
+        return self._depth.call(self, "write", state, site.sublayer, y)
+
+    # A branch without a norm of its own takes what is given `otherwise`.
+    def _normed(self, norm: str | None, x: Tensor, otherwise: Tensor) -> Tensor:
+        return otherwise if norm is None else part_of(self, norm)(x)
 
     def _body(self, site: Site, x: Read, kwargs: Mapping[str, Any], returned: list[Any]) -> Tensor:
         """The sublayer's output; what attention gives besides is added to `returned` where the layer returns it."""
+        # Query, key and value inputs go side by side through the attention's one argument.
         x = torch.cat(x, -1) if isinstance(x, tuple) else x
+        # The body gets the masks, positions and cache that the layer was given.
         out = part_of(self, site.body)(x, **self._depth_takes[site.body].given(kwargs))
+        # Attention may return its weights or a cache, which the layer hands on.
         if site.kind != "mlp":
             several = isinstance(out, tuple)
             returned += [out[i] if several and i is not None else None for i in self._depth_returns]
         y = _first(out)
-        y = (
-            y if y.dim() == x.dim() else y.view(*x.shape[:-1], -1)
-        )  # Llama 4's experts give (B * T, D)
+        # Llama 4's experts give (B * T, D).
+        if y.dim() != x.dim():
+            y = y.view(*x.shape[:-1], -1)
         for name in site.out:
             y = self._step(name, y, kwargs)
         for name in site.beside:
@@ -230,7 +238,7 @@ def _in_its_dtype(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _cut(flat: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Without the last `count`, and those."""
+    """Split off the last `count`."""
     return flat[: len(flat) - count], flat[len(flat) - count :]
 
 
@@ -239,7 +247,7 @@ def _first(out: Any) -> Tensor:
 
 
 def take_input(which: int, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A hook before the query, key or value projection: its own third of the inputs that `_body` laid side by side."""
+    """Give the query, key or value projection its own third of the inputs that `_body` laid side by side."""
     x, *rest = args
     return (x.chunk(3, -1)[which], *rest)
 
@@ -249,12 +257,13 @@ def converted_layer(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def converted_norm(base: type[nn.Module]) -> type[nn.Module]:
+    """The class of final norms of class `base`, which make the final read."""
+
     def call(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
         if isinstance(hidden_states, DepthState):
-            at = hidden_states.at
-            hidden_states = hidden_states.after(
-                before_hop(self, self._depth.residual, hidden_states.tensors, at), at
-            )
+            at, residual = hidden_states.at, self._depth.residual
+            tensors = before_hop(self, residual, hidden_states.tensors, at)
+            hidden_states = hidden_states.after(tensors, at)
         return base.__call__(self, hidden_states)
 
     def forward(self: Any, hidden_states: DepthState | Tensor) -> Tensor:
@@ -270,40 +279,33 @@ def converted_model(base: type[nn.Module]) -> type[nn.Module]:
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_loop(self, partial(base.forward, self), args, kwargs)
+        return run_loop(self, partial(base.forward, self, *args), kwargs)
 
     return _subclass(base, forward=forward, **remakable(converted_model, base))
 
 
-def run_loop(
-    body: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def run_loop(body: Any, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
     """The forward of the model that owns the loop; the last of its hidden states is what the head sees."""
-    asked = kwargs.get("output_hidden_states")
-    asked = body.config.output_hidden_states if asked is None else asked
-    if not asked:
-        return forward(*args, **kwargs)
-    if asked is not True:
-        raise ValueError(
-            f"a converted model returns all hidden states or none: output_hidden_states={asked!r}"
-        )
-    by_name = kwargs.get("return_dict")
-    by_name = body.config.return_dict if by_name is None else by_name
-    outputs, record = watch(
-        partial(forward, *args, **kwargs if by_name else {**kwargs, "return_dict": True})
-    )
+    options: dict[str, Any] = {}
+    for name in ("output_hidden_states", "return_dict"):
+        value = kwargs.get(name)
+        options[name] = getattr(body.config, name) if value is None else value
+    if not options["output_hidden_states"]:
+        return forward(**kwargs)
+    # The loop collects what layers hand on, which here is no tensor: the reads take its place.
+    outputs, record = watch(partial(forward, **{**kwargs, "return_dict": True}))
     outputs["hidden_states"] = (*record.reads, outputs["hidden_states"][-1])
-    return outputs if by_name else outputs.to_tuple()
+    return outputs if options["return_dict"] else outputs.to_tuple()
 
 
 def _subclass(*bases: type, **members: Any) -> type[nn.Module]:
     """A class that prints, and is looked up in transformers' tables, as the one it stands for; made once."""
-    if bases not in _made:
-        names = {
-            name: getattr(bases[-1], name) for name in ("__module__", "__qualname__", "__doc__")
-        }
-        _made[bases] = type(bases[-1].__name__, bases, {**names, **members})
-    return _made[bases]
+    # One class for all instances, so that they compile and pickle once.
+    if bases not in _subclasses:
+        plain = bases[-1]
+        names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _subclasses[bases] = type(plain.__name__, bases, {**names, **members})
+    return _subclasses[bases]
 
 
-_made: dict[tuple[type, ...], type[nn.Module]] = {}
+_subclasses: dict[tuple[type, ...], type[nn.Module]] = {}

@@ -31,9 +31,8 @@ class Layout:
     mlp: tuple[str, ...] = ("mlp",)  # (): a layer is one sublayer
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_out: tuple[str, ...] = ()
-    mlp_beside: tuple[
-        str, ...
-    ] = ()  # those of these that a layer has get what the MLP gets, and are added to it
+    # Those of these that a layer has get what the MLP gets, and are added to it
+    mlp_beside: tuple[str, ...] = ()
     output: tuple[str, ...] = ()  # of every sublayer, after the sum of its bodies
     multiplier: str | None = None  # attribute of the layer: a number on every sublayer's output
     parallel: bool | str = (
@@ -42,63 +41,43 @@ class Layout:
     parallel_norm: str | None = (
         None  # the MLP's norm in a parallel layer; None: the attention's, computed once
     )
-    inputs: tuple[str, str, str] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-    )  # of attention, for residuals that route them apart
+    # Of attention, for residuals that route them apart
+    inputs: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     # Beside the hidden state the layer returns these of attention's results, by their number; None is None.
-    returns: int | tuple[int | None, ...] | None = None
+    returns: tuple[int | None, ...] = ()
     fp32: str | None = None  # attribute of the layer: whether the stream is kept in fp32
     shrinking: bool = False  # the stream is divided by the root of the number of its sources
     otherwise: "Layout | None" = None  # for layers of the same model that this one does not fit
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are not the default, for a config."""
-        found = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if getattr(self, f.name) != f.default
-        }
-        return found if self.otherwise is None else {**found, "otherwise": self.otherwise.to_dict()}
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                values[field.name] = value.to_dict() if isinstance(value, Layout) else value
+        return values
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "Layout":
-        known = [field.name for field in fields(cls)]
-        surplus = sorted(set(saved) - set(known))
-        if surplus:
-            raise UserError(
-                f"a layout has no field {', '.join(surplus)}. It has: {', '.join(known)}"
-            )
-        values: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()
-        }
-        if isinstance(values.get("otherwise"), Mapping):
-            values["otherwise"] = cls.from_dict(values["otherwise"])
+        values: dict[str, Any] = {}
+        for name, value in saved.items():
+            if isinstance(value, Mapping):
+                value = cls.from_dict(value)
+            values[name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
 
     @classmethod
-    def from_text(cls, given: str) -> "Layout":
-        """From JSON, or from a file of it."""
+    def from_text(cls, text: str) -> "Layout":
+        """Read a layout from JSON, or from a file of it."""
         try:
-            text = (
-                given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
-            )
-            saved = json.loads(text)
-        except (OSError, ValueError) as error:
+            if not text.lstrip().startswith("{"):
+                text = Path(text).read_text(encoding="utf-8")
+            return cls.from_dict(json.loads(text))
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"a layout is JSON or a file of it, such as {EXAMPLE}: {error}"
             ) from None
-        if not isinstance(saved, dict):
-            raise UserError(f"a layout is a JSON object, such as {EXAMPLE}, got {given!r}")
-        return cls.from_dict(saved)
-
-    @property
-    def returned(self) -> tuple[int | None, ...]:
-        """`returns`, of which one number stands for a pair."""
-        if self.returns is None:
-            return ()
-        return (self.returns,) if isinstance(self.returns, int) else self.returns
 
     def scale(self, read: int) -> float:
         """The plain model's stream at a read, over the sum of its sources."""
@@ -156,7 +135,7 @@ MAMBA_HYBRID = Layout(
     attention=("self_attn", "mamba"), mlp=("feed_forward",), mlp_norm="pre_ff_layernorm"
 )
 JAMBA = replace(MAMBA_HYBRID, final_norm="final_layernorm")
-BAMBA = replace(JAMBA, returns=1)
+BAMBA = replace(JAMBA, returns=(1,))
 GRANITE_SHARED = replace(GRANITE_MOE, mlp_beside=("shared_mlp",))
 GRANITE_HYBRID = replace(
     GRANITE_SHARED,
@@ -183,11 +162,11 @@ RECURRENT_GEMMA = Layout(
     mlp_norm="channel_pre_norm",
 )
 OLMO_HYBRID = replace(POST_NORM, otherwise=Layout(attention=("linear_attn",)))
-GLM_DSA = Layout(returns=2)
+GLM_DSA = Layout(returns=(2,))
 # From here on layers return their attention weights beside the hidden state.
-GPT_NEO = replace(GPT2, returns=1)
+GPT_NEO = replace(GPT2, returns=(1,))
 GPTJ = replace(GPT_NEO, mlp_norm=None, parallel=True)
-BLOOM = Layout(layers="h", final_norm="ln_f", attention=("self_attention",), returns=1)
+BLOOM = Layout(layers="h", final_norm="ln_f", attention=("self_attention",), returns=(1,))
 FALCON_SEQUENTIAL = replace(
     BLOOM, attention_out=("config.attention_dropout",), mlp_out=("hidden_dropout",)
 )
@@ -211,7 +190,7 @@ MPT = Layout(
     attention_out=("resid_attn_dropout",),
     mlp=("ffn",),
     mlp_norm="norm_2",
-    returns=1,
+    returns=(1,),
 )
 DBRX = Layout(
     layers="blocks",

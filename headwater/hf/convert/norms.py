@@ -60,35 +60,33 @@ def eps_of(norm: Any) -> float:
 
 def _is_kernel(norm: nn.Module) -> bool:
     """fla's RMSNorm runs on no CPU, so it is known by its class."""
-    return type(norm).__name__ == "RMSNorm" and type(norm).__module__.partition(".")[0] == "fla"
+    kind = type(norm)
+    return kind.__name__ == "RMSNorm" and kind.__module__.startswith("fla.")
 
 
 @torch.no_grad()
 def _offset(norm: nn.Module) -> float | None:
     """The number that the norm adds to its weight, 0 or 1 (Gemma); None: it is not an RMSNorm."""
     parameters = dict(norm.named_parameters())
-    if (
-        set(parameters) != {"weight"}
-        or parameters["weight"].dim() != 1
-        or list(norm.buffers())
-        or eps_of(norm) == 0.0
-    ):
+    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1:
         return None
+    if list(norm.buffers()) or eps_of(norm) == 0.0:
+        return None
+    # It cannot be tried here, but is known to be one.
     if _is_kernel(norm):
         return 0.0
     trial = copy.deepcopy(norm).to_empty(device="cpu").float()
-    width = parameters["weight"].shape[0]
     generator = torch.Generator().manual_seed(0)
+    size = (2, len(parameters["weight"]))
     # The dtype is said: while a model is loaded, its own is the default.
-    weight, x = torch.randn(
-        2, width, generator=generator, device="cpu", dtype=torch.float32
-    ).unbind(0)
+    draws = torch.randn(size, generator=generator, device="cpu", dtype=torch.float32)
+    weight, x = draws[0], 1e-3 * draws[1]  # small, so that the eps counts
     cast(Tensor, trial.weight).copy_(weight)
-    x = 1e-3 * x  # small, so that the eps counts
+    # The definition of RMSNorm, by which the class is known.
     normed = x * torch.rsqrt(x.square().mean() + eps_of(norm))
-    result = type(trial).forward(
-        trial, x
-    )  # without the hooks of accelerate, which move it to another device
+    # Without the hooks of accelerate, which move it to another device
+    result = type(trial).forward(trial, x)
+    # Gemma's weight is stored as the distance from one.
     for offset in (0.0, 1.0):
         if torch.allclose(result, normed * (weight + offset), rtol=1e-4, atol=1e-5):
             return offset

@@ -1,6 +1,6 @@
 """The plan of a conversion, worked out and checked before anything is changed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 from headwater.errors import UserError, user_values
 from headwater.residuals import parse
 
-from .find import Found, check_parallel, find, find_sites, split_inputs
+from .find import Parts, check_parallel, find, find_sites, split_inputs
 from .layers import Site
 from .layouts import Layout
 from .start import Start, measure_start
@@ -19,21 +19,23 @@ SETTINGS = ("residual", "scales", "start", "layout")
 
 @dataclass(frozen=True)
 class Plan:
-    """`settings` is what a config keeps of it: the residual; by what each read is multiplied (`scales`); by what it
-    would have to be to begin as the plain residual, where that is another number (`start`); and a layout that is not
-    the table's."""
+    """The changes that a conversion will make.
 
-    found: Found
+    `settings` is what a config keeps of it: the residual; by what each read is multiplied (`scales`);
+    by what it would have to be to begin as the plain residual, where that is another number (`start`);
+    and a layout that is not the table's.
+    """
+
+    parts: Parts
     groups: list[tuple[Site, ...]]  # the sublayers of each layer
     settings: dict[str, Any]
     start: Start
-    split: list[
-        tuple[int, nn.Module]
-    ]  # projections that take the query, key or value input of their own
+    # Projections that take the query, key or value input of their own
+    split: list[tuple[int, nn.Module]]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return tuple(site.kind for group in self.groups for site in group)
+        return kinds_of(self.groups)
 
     @property
     def equal_at_start(self) -> bool:
@@ -41,94 +43,86 @@ class Plan:
         return self.start.plain and tuple(self.settings["scales"]) == self.start.scales
 
     def with_plain_residual(self) -> "Plan":
-        scales = tuple(self.found.layout.scale(read) for read in range(len(self.start.scales)))
-        settings = {**self.settings, "residual": "standard", "scales": list(scales)}
-        return Plan(self.found, self.groups, settings, Start(scales, 0.0, ()), [])
+        reads = range(len(self.start.scales))
+        scales = [self.parts.layout.scale(read) for read in reads]
+        settings = {**self.settings, "residual": "standard", "scales": scales}
+        start = Start(tuple(scales), error=0.0, triples=())
+        return replace(self, settings=settings, start=start, split=[])
+
+
+def kinds_of(groups: Sequence[Sequence[Site]]) -> tuple[str, ...]:
+    return tuple(site.kind for sites in groups for site in sites)
 
 
 def new_plan(
     model: nn.Module, residual: str, layout: Layout | None, exact: bool, options: Mapping[str, Any]
 ) -> Plan:
-    found = find(model, layout)
-    groups = find_sites(found)
+    """Plan a conversion to a residual, with its options; the other arguments are `convert`'s."""
+    parts = find(model, layout)
     with user_values():
         spec = spell(residual, options)
-        check_parallel(spec, found, groups)
-        start = _start(spec, found, groups)
-    settings: dict[str, Any] = {"residual": spec, "scales": list(start.scales)}
+    plan = _plan(parts, {"residual": spec})
+    # The scales are written down, so that a later change of a default changes no saved model.
+    settings, scales = plan.settings, list(plan.start.scales)
+    settings["scales"] = scales
+    # The config keeps what the scales would have been, to know the residual by.
     if not exact:
-        settings |= {"scales": [1.0] * len(start.scales), "start": list(start.scales)}
+        settings |= {"scales": [1.0] * len(scales), "start": scales}
     if layout is not None:
         settings["layout"] = layout.to_dict()
-    return _plan(found, groups, settings, start)
+    return plan
 
 
 def saved_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
-    """As a saved config or delta file says: the same residual at the same scales."""
-    given = settings.get("layout")
-    found = find(model, None if given is None else Layout.from_dict(given))
-    groups = find_sites(found)
-    if settings.get("architecture", found.model_type) != found.model_type:
+    """Plan a conversion as a saved config or delta file says: the same residual at the same scales."""
+    layout, scales = settings.get("layout"), settings["scales"]
+    parts = find(model, None if layout is None else Layout.from_dict(layout))
+    architecture = settings.get("architecture", parts.model_type)
+    if architecture != parts.model_type:
         raise UserError(
-            f"made for the architecture '{settings['architecture']}', and this is '{found.model_type}'"
+            f"made for the architecture '{architecture}', and this is '{parts.model_type}'"
         )
-    count = sum(len(group) for group in groups)
-    if len(settings["scales"]) != count + 1:
+    plan = _plan(parts, {name: settings[name] for name in SETTINGS if name in settings})
+    spec, count = settings["residual"], len(plan.kinds)
+    # Every sublayer has a read, and the head has one.
+    if len(scales) != count + 1:
         raise UserError(
-            f"residual '{settings['residual']}' was made for {len(settings['scales']) - 1} sublayers, and this "
-            f"{type(found.head).__name__} has {count}. To change the number of layers: headwater.revert, then convert"
+            f"residual '{spec}' was made for {len(scales) - 1} sublayers, and this {type(parts.head).__name__} has "
+            f"{count}. To change the number of layers: headwater.revert, then convert"
         )
+    # Parameters of blocks of 2 would load into blocks of 4 without a word, and compute something else.
+    pairs = zip(settings.get("start", scales), plan.start.scales, strict=True)
+    if any(abs(saved - measured) > 1e-6 for saved, measured in pairs):
+        raise UserError(
+            f"the config contradicts itself: its reads were made for other scales than those of the residual '{spec}', "
+            f"{list(plan.start.scales)}. The residual or its options were changed by hand: a model is converted to "
+            "another residual after headwater.revert"
+        )
+    return plan
+
+
+def _plan(parts: Parts, settings: dict[str, Any]) -> Plan:
+    spec, groups = settings["residual"], find_sites(parts)
+    kinds = kinds_of(groups)
     with user_values():
-        start = _start(settings["residual"], found, groups)
-    _check_start(settings, start)
-    return _plan(
-        found, groups, {name: settings[name] for name in SETTINGS if name in settings}, start
-    )
-
-
-def _check_start(settings: Mapping[str, Any], start: Start) -> None:
-    """Parameters of blocks of 2 would load into blocks of 4 without a word, and compute something else."""
-    saved = settings.get("start", settings["scales"])
-    if set(saved) == {1.0} and "start" not in settings:
-        return  # left at the residual's own scale, in a file that does not yet say which that is
-    if any(abs(one - other) > 1e-6 for one, other in zip(saved, start.scales, strict=True)):
-        raise UserError(
-            f"the config contradicts itself: its reads were made for the scales {saved}, and those of the residual "
-            f"'{settings['residual']}' are {list(start.scales)}. The residual or its options were changed by hand: a "
-            "model is converted to another residual after headwater.revert"
-        )
-
-
-def _start(spec: str, found: Found, groups: list[tuple[Site, ...]]) -> Start:
-    kinds = tuple(site.kind for group in groups for site in group)
-    start = measure_start(spec, found.body.config.hidden_size, len(kinds), kinds)
-    return replace(
-        start,
-        scales=tuple(scale * found.layout.scale(read) for read, scale in enumerate(start.scales)),
-    )
-
-
-def _plan(
-    found: Found, groups: list[tuple[Site, ...]], settings: dict[str, Any], start: Start
-) -> Plan:
-    return Plan(
-        found,
-        groups,
-        settings,
-        start,
-        split_inputs(found, groups, start.triples, settings["residual"]),
-    )
+        check_parallel(spec, parts, kinds)
+        start = measure_start(spec, parts.body.config.hidden_size, len(kinds), kinds)
+    # Some models shrink their stream as it grows.
+    scales = [scale * parts.layout.scale(read) for read, scale in enumerate(start.scales)]
+    start = replace(start, scales=tuple(scales))
+    return Plan(parts, groups, settings, start, split_inputs(parts, groups, start.triples, spec))
 
 
 def spell(residual: str, options: Mapping[str, Any]) -> str:
-    """'attnres-block' and block=4 to 'attnres-block:block=4', checked."""
+    """Join 'attnres-block' and block=4 to 'attnres-block:block=4'. Raises ValueError for what is no residual."""
+    # An unknown name is refused before its options are.
     parse(residual)
-    words = [f"{key}={_word(value)}" for key, value in options.items()]
-    name, _, given = residual.partition(":")
-    spec = ":".join(filter(None, (name, ",".join(filter(None, (given, *words))))))
+    name, _, words = residual.partition(":")
+    for key, value in options.items():
+        word = str(value)
+        if value is None or isinstance(value, bool):
+            word = word.lower()
+        words += f",{key}={word}" if words else f"{key}={word}"
+    spec = f"{name}:{words}" if words else name
     parse(spec)
     return spec
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,7 +1,7 @@
 """Reasons why architectures are not in the table, where the reason is known. Data only, no torch."""
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from headwater.errors import UserError
 
@@ -58,11 +58,13 @@ REASONS: tuple[tuple[str, str], ...] = (
         "rwkv xlstm reformer",
     ),
 )
-REFUSED: Mapping[str, str] = {name: reason for reason, names in REASONS for name in names.split()}
+REFUSED: dict[str, str] = {}
+for _reason, _names in REASONS:
+    REFUSED |= dict.fromkeys(_names.split(), _reason)
 
 
 def layout_of(model_type: str, decoders: Collection[str] = ()) -> Layout:
-    """By the table. `decoders` are the types that have a causal language model.
+    """Look an architecture up in the table. `decoders` are the types that have a causal language model.
 
     Raises: UserError with the reason, or with the nearest architecture of the table.
     """
@@ -74,8 +76,8 @@ def layout_of(model_type: str, decoders: Collection[str] = ()) -> Layout:
     if reason is not None:
         raise UserError(f"'{model_type}' cannot be converted: {reason}. See {PAGE}")
     close = difflib.get_close_matches(model_type, LAYOUTS, n=1, cutoff=0.5)
+    nearest = f"; the nearest that is known is '{close[0]}'" if close else ""
     raise UserError(
-        f"no layout is known for the architecture '{model_type}'"
-        + (f"; the nearest that is known is '{close[0]}'" if close else "")
-        + f". If its decoder layers fit, pass layout=headwater.hf.Layout(...) to convert: see {PAGE}"
+        f"no layout is known for the architecture '{model_type}'{nearest}. If its decoder layers fit, pass "
+        f"layout=headwater.hf.Layout(...) to convert: see {PAGE}"
     )

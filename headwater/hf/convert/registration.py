@@ -7,15 +7,15 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from headwater.errors import UserError
-
 from .classes import config_class
 from .layouts import FLA_TYPES, PREFIX
 
 
 def register_types() -> None:
-    """Make the converted type of every architecture known, since a layout may have been given for any of them and
-    travels in the config; a second call changes nothing."""
+    """Make the converted type of every architecture known; a second call changes nothing.
+
+    A layout may have been given for any of them, and travels in the config.
+    """
     for model_type in (*CONFIG_MAPPING_NAMES, *FLA_TYPES):
         if PREFIX + model_type not in CONFIG_MAPPING:
             CONFIG_MAPPING.register(PREFIX + model_type, stub(model_type))
@@ -29,14 +29,8 @@ def own_config(model_type: str) -> type[PreTrainedConfig]:
 
 
 def fla_config(model_type: str) -> type[PreTrainedConfig]:
-    """The class of one of flash-linear-attention's types. Raises UserError where it is not installed."""
-    try:
-        importlib.import_module("fla.models")
-    except ImportError as error:
-        raise UserError(
-            f"a '{model_type}' is a model of flash-linear-attention, which cannot be imported ({error}): "
-            "pip install flash-linear-attention"
-        ) from None
+    """The class of one of flash-linear-attention's types, which that package registers."""
+    importlib.import_module("fla.models")
     return CONFIG_MAPPING[model_type]
 
 

@@ -13,15 +13,15 @@ def remakable(maker: Maker, base: type) -> dict[str, Any]:
 
 def blank(recipe: tuple[Maker, Any]) -> Any:
     """An instance without attributes; pickle and copy then fill it."""
-    made: Any = _make(recipe)
-    return made.__new__(made)
+    cls: Any = _class_of(recipe)
+    return cls.__new__(cls)
 
 
-def _make(recipe: Any) -> type:
+def _class_of(recipe: Any) -> type:
     if isinstance(recipe, type):
         return recipe
     maker, base = recipe
-    return maker(_make(base))
+    return maker(_class_of(base))
 
 
 def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:

@@ -45,6 +45,7 @@ class Report:
                 f"{self.difference:.1e}, relative"
             )
         sure = self.difference is not None
+        # A release was trained with its residual, and has no plain model to equal.
         if self.loaded:
             verb = "computed" if sure else "should compute"
             return (
@@ -53,6 +54,7 @@ class Report:
             )
         if not self.equal_at_start:
             why = f"reads start off the plain residual's stream by {self.start_error:.2g}"
+            # It could be exact, and was asked not to be.
             if self.start_error < 1e-6:
                 why = "reads keep the residual's own scale, not that of the plain residual's stream (exact=False)"
             does = "does" if sure else "should"
@@ -65,20 +67,20 @@ class Report:
 
 
 def describe(plan: Plan, residual: Residual, unchecked: str) -> Report:
-    """`found.prefix` is the path of the model that owns the layers, with a trailing dot where it is not the whole."""
-    found, scales = plan.found, plan.settings["scales"]
-    path = f"{found.prefix}{found.layout.layers}"
+    """`parts.prefix` is the path of the model that owns the layers, with a trailing dot where it is not the whole."""
+    parts, scales = plan.parts, plan.settings["scales"]
+    path = f"{parts.prefix}{parts.layout.layers}"
     sites = [
         _line(f"{path}.{index}", site, scales[site.sublayer])
         for index, group in enumerate(plan.groups)
         for site in group
     ]
-    sites.append(f"{found.prefix}{found.layout.final_norm}: final read{_times(scales[-1])}")
+    sites.append(f"{parts.prefix}{parts.layout.final_norm}: final read{_times(scales[-1])}")
     added = {
-        f"{found.prefix}residual.{name}": tuple(p.shape) for name, p in residual.named_parameters()
+        f"{parts.prefix}residual.{name}": tuple(p.shape) for name, p in residual.named_parameters()
     }
     return Report(
-        architecture=found.model_type,
+        architecture=parts.model_type,
         residual=residual.spec,
         equal_at_start=plan.equal_at_start,
         start_error=plan.start.error,

@@ -1,30 +1,41 @@
 """A small random batch through a model before and after its conversion: a report claims what was measured here.
 
-It is decoded from a cache in part, and every other row is padded. What is compared are the hidden states after the
-final norm, token by token: |converted - plain| / |plain|. Then the added parameters are moved off their start for a
+It is decoded from a cache in part, and every other row is padded. What is compared are the hidden
+states after the final norm, token by token. Then the added parameters are moved off their start for a
 moment: what is decoded from the cache must still be what one pass gives.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from headwater.errors import UserError
-from headwater.evaluation import evaluating
+from headwater.hf.same_function import (
+    CACHED,
+    ONE_PASS,
+    is_half,
+    kinds_of,
+    one_pass,
+    pad_left,
+    relative_distance,
+    results_by_kind,
+)
 from headwater.residuals import Residual
 
-from .check import decoded, pad_left, parts_of, whole
 from .devices import execution_device, hooked
-from .find import Found
+from .find import Parts
 
 ROWS, TOKENS, STEPS = 4, 10, 2
 STIR = 0.1  # standard deviation of what is added to the parameters of the residual
 # How far off hidden states may be: a layout that does not fit gives 0.3 and more. Rounding gives about eps times the
 # root of the number of sublayers (bf16, 8 of them, every architecture of the table: 0.013 at most; fp32: 8e-7).
 LEAST, MOST = 1e-3, 0.25
+ON_META = "it is on the meta device"
 # What a layout that does not fit may raise in the middle of somebody else's code.
 ERRORS = (
     TypeError,
@@ -39,153 +50,159 @@ ERRORS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """Hidden states of the tokens that are not padding, by kind of token, each (tokens, D); and how far those decoded
-    from a cache are from those of one pass, relative, the worst token (the median in half precision)."""
+    """The hidden states of a batch by kind of token, each (tokens, D), without padding.
 
-    parts: dict[str, Tensor]
+    `gap` is how far those decoded from a cache are from those of one pass.
+    """
+
+    states: dict[str, Tensor]
     gap: float
 
     @property
     def tokens(self) -> int:
-        return sum(len(hidden) for hidden in self.parts.values())
+        return sum(len(hidden) for hidden in self.states.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.parts.values())).dtype
+        return next(iter(self.states.values())).dtype
 
 
 class NotTried(Exception):
     """The reason why a model cannot be run here, which is no fault of a conversion."""
 
 
-def try_plain(found: Found) -> Trial:
-    """Before anything is changed. Raises NotTried."""
-    reason = _unrunnable(found)
-    if reason:
-        raise NotTried(reason)
-    try:
-        trial = _run(found, with_gap=True)
-    except ERRORS as error:
-        raise NotTried(
-            f"as it is, it does not run on tokens alone ({type(error).__name__}: {error})"
-        ) from None
-    if any(hidden.is_meta for hidden in trial.parts.values()):
-        raise NotTried("it is on the meta device")
-    return trial
+def try_plain(parts: Parts) -> Trial:
+    """Run the model before anything is changed. Raises NotTried."""
+    reason = _unrunnable(parts.body)
+    if reason is None:
+        try:
+            states = _states(parts.body)
+            if not any(hidden.is_meta for hidden in states.values()):
+                return Trial(states, _gap(parts.body, states))
+            reason = ON_META
+        except ERRORS as error:
+            cause = f"{type(error).__name__}: {error}"
+            reason = f"as it is, it does not run on tokens alone ({cause})"
+    raise NotTried(reason)
 
 
-def difference(found: Found, plain: Trial) -> float:
+def difference(parts: Parts, plain: Trial) -> float:
     """The distance of the converted model from the plain one. Raises UserError if it fails, or is another function."""
-    converted = _run_converted(found, with_gap=False)
-    limit = _limit(found, plain.dtype)
-    worst = 0.0
-    for kind, before in plain.parts.items():
-        after = converted.parts.get(kind)
-        if after is None or after.shape != before.shape:
-            raise UserError(f"{_what(found)}gives nothing to compare for tokens {kind}")
-        off = _distance(after, before)
-        if not off <= limit:  # NaN is refused too
+    with _misfits(parts):
+        converted = _states(parts.body)
+    # Each kind of token has a limit of its own to keep: padding and caches fail alone.
+    distances = [0.0]
+    for kind, before in plain.states.items():
+        distance = _distance(converted.get(kind, torch.empty(0)), before)
+        if not distance <= _limit(parts, plain.dtype):  # NaN is refused too
             raise UserError(
-                f"{_what(found)}computes something else: hidden states of tokens {kind} are off by {off:.2g}, relative"
+                f"{_subject(parts)}computes something else: hidden states of tokens {kind} are off by "
+                f"{distance:.2g}, relative"
             )
-        worst = max(worst, off)
-    return worst
+        distances.append(distance)
+    return max(distances)
 
 
-def check_off_start(found: Found, plain: Trial, residual: Residual) -> None:
-    """With the residual's parameters off their start. Raises UserError if a token from the cache is another."""
-    if plain.gap > 0.1 * _limit(found, plain.dtype):
+def check_off_start(parts: Parts, plain: Trial, residual: Residual) -> None:
+    """Move the residual's parameters off their start. Raises UserError if a token from the cache is another."""
+    if plain.gap > 0.1 * _limit(parts, plain.dtype):
         return  # neither does the plain model give the same in one pass: a sparse indexer, a scan that sees padding
-    with _stirred(residual):
-        gap = _run_converted(found, with_gap=True).gap
-    if not gap <= _limit(found, plain.dtype):
+    with _misfits(parts), _stirred(residual):
+        gap = _gap(parts.body, _states(parts.body))
+    if not gap <= _limit(parts, plain.dtype):
         raise UserError(
-            f"{_what(found)}decodes from a cache what one pass does not give, once the residual '{residual.spec}' is "
-            f"trained: hidden states are off by {gap:.2g}, relative"
+            f"{_subject(parts)}decodes from a cache what one pass does not give, once the residual "
+            f"'{residual.spec}' is trained: hidden states are off by {gap:.2g}, relative"
         )
 
 
-def _what(found: Found) -> str:
-    return f"the layout of '{found.model_type}' does not fit {type(found.layers[0]).__name__}: converted, it "
+@contextmanager
+def _misfits(parts: Parts) -> Iterator[None]:
+    try:
+        yield
+    except ERRORS as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise UserError(f"{_subject(parts)}fails with {cause}") from error
 
 
-def _limit(found: Found, dtype: torch.dtype) -> float:
-    return min(MOST, max(LEAST, 2.5 * torch.finfo(dtype).eps * (2 * len(found.layers) + 1) ** 0.5))
+def _subject(parts: Parts) -> str:
+    layer = type(parts.layers[0]).__name__
+    return f"the layout of '{parts.model_type}' does not fit {layer}: converted, it "
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Relative distance of (tokens, D) from (tokens, D): the worst token, in half precision the median, since there a
-    token may go to another expert."""
-    sizes = (
-        other.double().norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
-    )  # zeros, as padding's, equal zeros
-    distances = (one.double() - other.double()).norm(dim=-1) / sizes
-    return float(
-        distances.median() if other.dtype.itemsize < torch.float32.itemsize else distances.max()
-    )
+def _limit(parts: Parts, dtype: torch.dtype) -> float:
+    sublayers = 2 * len(parts.layers)
+    # Errors of the sublayers add up like a random walk.
+    rounding = 2.5 * torch.finfo(dtype).eps * (sublayers + 1) ** 0.5
+    return min(MOST, max(LEAST, rounding))
+
+
+def _distance(states: Tensor, truth: Tensor) -> float:
+    """The relative distance of the worst token; in half precision of the median one."""
+    distances = relative_distance(states, truth)
+    return float(distances.median() if is_half(truth.dtype) else distances.max())
 
 
 @contextmanager
 def _stirred(residual: Residual) -> Iterator[None]:
+    # The same noise each time, drawn on the CPU.
     generator = torch.Generator().manual_seed(0)
-    before = {name: parameter.detach().clone() for name, parameter in residual.named_parameters()}
+    before = [(parameter, parameter.detach().clone()) for parameter in residual.parameters()]
     with torch.no_grad():
-        for parameter in residual.parameters():
-            parameter.add_(
-                STIR * torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter)
-            )
+        for parameter, _ in before:
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            parameter.add_(STIR * noise.to(parameter))
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, parameter in residual.named_parameters():
-                parameter.copy_(before[name])
+            for parameter, start in before:
+                parameter.copy_(start)
 
 
-def _unrunnable(found: Found) -> str | None:
-    if _divided(found):
+def _unrunnable(body: nn.Module) -> str | None:
+    if _is_divided(body):
         return "its parameters are divided among ranks"
-    for module in found.body.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_meta and not hooked(module):
-                return "it is on the meta device"
+    # Offloaded parameters are on meta too, but their hooks bring them back.
+    for module in body.modules():
+        on_meta = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+        if on_meta and not hooked(module):
+            return ON_META
     return None
 
 
-def _divided(found: Found) -> bool:
+def _is_divided(body: nn.Module) -> bool:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
-    from torch.distributed.tensor import (
-        DTensor,
-    )  # which takes a second to import, and is of no use to one process
+    # It takes a second to import, and is of no use to one process.
+    from torch.distributed.tensor import DTensor
 
-    return any(
-        isinstance(parameter, DTensor) or parameter.numel() == 0
-        for parameter in found.body.parameters()
-    )
+    return any(isinstance(p, DTensor) or p.numel() == 0 for p in body.parameters())
 
 
-def _run_converted(found: Found, with_gap: bool) -> Trial:
-    try:
-        return _run(found, with_gap)
-    except ERRORS as error:
-        raise UserError(f"{_what(found)}fails with {type(error).__name__}: {error}") from error
-
-
-def _run(found: Found, with_gap: bool) -> Trial:
+def _batch(body: PreTrainedModel) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(
-        0, found.body.config.vocab_size, (ROWS, TOKENS), generator=generator, device="cpu"
-    )
-    device = execution_device(found.body.get_input_embeddings(), ids.device)
-    inputs = pad_left({"input_ids": ids.to("cpu" if device.type == "meta" else device)})
-    mask = inputs["attention_mask"]
-    with evaluating(found.body), torch.no_grad():
-        hidden = decoded(found.body, inputs, STEPS)
-        at_once = whole(found.body, inputs) if hidden is None or with_gap else hidden
-    if hidden is None:
-        return Trial({"in one pass": at_once[mask.bool()].cpu()}, 0.0)
-    kinds = parts_of(mask, STEPS)
-    late = kinds["from the cache"] | kinds["from the cache, rows with padding"]
-    parts = {kind: hidden[kept].cpu() for kind, kept in kinds.items()}
-    return Trial(parts, _distance(hidden[late], at_once[late]) if not hidden.is_meta else 0.0)
+    size = (ROWS, TOKENS)
+    ids = torch.randint(0, body.config.vocab_size, size, generator=generator, device="cpu")
+    # A hook moves the ids of an offloaded model.
+    device = execution_device(body.get_input_embeddings(), ids.device)
+    return pad_left({"input_ids": ids if device.type == "meta" else ids.to(device)})
+
+
+def _states(body: PreTrainedModel) -> dict[str, Tensor]:
+    inputs = _batch(body)
+    states = results_by_kind(body, inputs, STEPS)
+    if not states:
+        states = {ONE_PASS: one_pass(body, inputs)[inputs["attention_mask"].bool()]}
+    return {kind: hidden.cpu() for kind, hidden in states.items()}
+
+
+def _gap(body: PreTrainedModel, states: dict[str, Tensor]) -> float:
+    """The distance of what came from the cache to what one pass gives; 0 without a cache."""
+    if len(states) == 1:
+        return 0.0
+    inputs = _batch(body)
+    # The same tokens, without and with a cache.
+    kinds, at_once = kinds_of(inputs["attention_mask"], STEPS), one_pass(body, inputs)
+    decoded = torch.cat([states[kind] for kind in CACHED])
+    return _distance(decoded, torch.cat([at_once[kinds[kind]].cpu() for kind in CACHED]))

@@ -1,45 +1,50 @@
-"""A run of `headwater train` as a transformers model and tokenizer.
-
-The one file of this room that looks at `train`: which files a run consists of, and how those of many ranks become whole
-tensors, is known there alone. From there on only data crosses (see export.py). `train` never looks here.
-"""
+"""A run of `headwater train` as a transformers model and tokenizer."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
 from headwater.folders import at_home
+from headwater.models import Decoder
 
 from .export import export
 from .folder import check_out, fast_tokenizer, write_model
 
 
-def export_run(folder: str | Path, out: str | Path | None = None) -> tuple[PreTrainedModel, Any]:
+class Run(Protocol):
+    """A trained decoder with its tokenizer, as `headwater.train.load_run` returns it."""
+
+    @property
+    def model(self) -> Decoder: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+def export_run(run: Run, out: str | Path | None = None) -> tuple[PreTrainedModel, Any]:
     """The model of a training run, residual included, as a transformers model, and its tokenizer.
 
     Arguments:
-        folder: a run (its newest checkpoint is taken), one of its checkpoints, or what `headwater export` wrote.
+        run: what `headwater.train.load_run` returns.
         out: a folder to write both to, which must be new or empty; None writes nothing.
 
-    Returns: a Llama, or a Qwen3 where heads are normed, or headwater's own decoder where it has parts that transformers
-    has no counterpart for (`shortswa`, `value_residual`), in eval mode on the CPU; and a fast tokenizer.
+    Returns: a Llama, or a Qwen3 where heads are normed, or headwater's own decoder where it has parts
+    that transformers has no counterpart for (`shortswa`, `value_residual`), in eval mode on the CPU;
+    and a fast tokenizer.
 
-    Raises: `headwater.errors.UserError` for a folder that holds no checkpoint, and an `out` that is not empty.
+    Raises: `headwater.errors.UserError` for an `out` that is not empty.
 
-        model, tokenizer = headwater.hf.export_run("runs/train", out="exported")
+        run = headwater.train.load_run("runs/train")
+        model, tokenizer = headwater.hf.export_run(run, out="exported")
         print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"))[0]))
     """
-    from headwater.train.load import (
-        load_run,
-    )  # converting a model of transformers' own needs none of it
-
     out = None if out is None else at_home(out)
     if out is not None:
         check_out(out)
-    run = load_run(folder)
-    model = export(run.model.config.to_dict(), run.model.weights(), run.tokenizer.end_of_text)
-    tokenizer = fast_tokenizer(run.tokenizer.to_json(), run.model.config.context)
+    config = run.model.config
+    model = export(config.to_dict(), run.model.weights(), run.tokenizer.end_of_text)
+    tokenizer = fast_tokenizer(run.tokenizer.to_json(), config.context)
     if out is not None:
         write_model(model, tokenizer, out)
     return model, tokenizer

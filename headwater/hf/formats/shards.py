@@ -1,18 +1,16 @@
-"""Checkpoint folders without loading them: files of weights are linked, what a conversion adds is one small file more.
+"""Checkpoint folders without loading them: files of weights are linked under names of their own.
 
-Links have names of their own (`plain-...`), so that nothing which saves into the folder later names a file that the
-plain folder shares; a test holds that it stays as it was.
+So nothing that saves into the new folder later names a file that the plain folder shares.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.folders import HASHES, read_hashes, write_hashes
@@ -22,12 +20,9 @@ SINGLE = "model.safetensors"
 ADDED = "headwater.safetensors"
 LINKED = "plain-"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", "*.gguf")
-ABOUT = (
-    "report.html",
-    "matrix.html",
-    "eval.json",
-)  # written by headwater about the model beside it, and no other
-NOT_COPIED = (*WEIGHTS, *ABOUT, HASHES, "config.json")
+# Written by headwater about the model beside it, and no other
+ABOUT = ("report.html", "eval.json")
+NOT_COPIED = (*WEIGHTS, *ABOUT, HASHES, "config.json", ".*")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -38,76 +33,63 @@ def weight_map(folder: Path) -> dict[str, str]:
             with safe_open(folder / SINGLE, "pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE)
         if index.is_file():
-            listed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            for name in listed.values():
-                if Path(name).name != name:  # a file elsewhere would be linked, or written over
-                    raise UserError(f"{index} lists {name!r}, which is not a file of this folder")
-            lacking = sorted({name for name in listed.values() if not (folder / name).is_file()})
-            if lacking:
-                raise UserError(f"{index} lists files that are not there: {', '.join(lacking[:3])}")
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            # An index leads to no other folder: files there would be linked, or written over.
+            listed = {name: Path(file).name for name, file in files.items()}
+            size_of(folder, listed.values())  # the system names a file that is missing
             return listed
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: its weights cannot be listed: {error}") from None
     return {}
 
 
-def size_of(folder: Path) -> int:
-    """Bytes of its weights."""
-    return sum((folder / name).stat().st_size for name in set(weight_map(folder).values()))
+def size_of(folder: Path, files: Iterable[str] | None = None) -> int:
+    """Bytes of some files of a folder; by default of those with its weights."""
+    names = weight_map(folder).values() if files is None else files
+    return sum((folder / name).stat().st_size for name in {*names})
 
 
-def link_weights(source: Path, out: Path, added: Mapping[str, Tensor]) -> None:
-    """The weights of `source` and those of a conversion, as a checkpoint in `out`."""
-    listed = weight_map(source)
-    names = {
-        name: name if name.startswith(LINKED) else LINKED + name
-        for name in sorted(set(listed.values()))
-    }
-    link_files(source, out, names)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in added.items()},
-        out / ADDED,
-        metadata={"format": "pt"},
-    )
-    write_index(
-        out, {name: names[file] for name, file in listed.items()} | dict.fromkeys(added, ADDED)
-    )
+def link_weights(source: Path, out: Path, added: Iterable[str] = (), removed: str = "") -> None:
+    """Link the weights of `source` in the folder `out`.
+
+    Arguments:
+        added: names of the tensors in a file ADDED, which is in `out` already.
+        removed: a prefix. Tensors whose names begin with it are left out: files that hold one are
+            written again, one after the other. Empty: none are left out.
+    """
+    files: dict[str, str] = {}
+    rewritten: set[str] = set()
+    for name, file in weight_map(source).items():
+        if removed and name.startswith(removed):
+            rewritten.add(file)
+        else:
+            files[name] = file
+    # Names of their own: what saves into the folder later writes over no linked file.
+    names = {file: LINKED + file.removeprefix(LINKED) for file in {*files.values()} - rewritten}
+    _link_files(source, out, names)
+    # Files with tensors that go are written again without them.
+    for file in sorted(rewritten & {*files.values()}):
+        tensors = load_file(source / file)
+        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(removed)}
+        save_file(rest, out / file, metadata={"format": "pt"})
+    listed = {name: names.get(file, file) for name, file in files.items()}
+    listed |= dict.fromkeys(added, ADDED)
+    if {*listed.values()} != {SINGLE}:
+        _write_index(out, listed)
 
 
-def unlink_weights(source: Path, out: Path, prefix: str | tuple[()]) -> None:
-    """The weights of `source` without tensors whose name begins with `prefix`, or () for all of them. Files that need
-    no change are linked; the others are written again, one after the other."""
-    listed = weight_map(source)
-    mixed = {file for name, file in listed.items() if name.startswith(prefix)}
-    kept = {name: file for name, file in listed.items() if not name.startswith(prefix)}
-    names = {
-        file: file if file in mixed or file.startswith(LINKED) else LINKED + file
-        for file in set(kept.values())
-    }
-    link_files(source, out, {file: name for file, name in names.items() if file not in mixed})
-    for file in sorted(mixed & names.keys()):
-        tensors = {
-            key: value
-            for key, value in load_file(source / file).items()
-            if not key.startswith(prefix)
-        }
-        save_file(tensors, out / names[file], metadata={"format": "pt"})
-    if set(names.values()) != {SINGLE}:
-        write_index(out, {name: names[file] for name, file in kept.items()})
+def _write_index(out: Path, files: Mapping[str, str]) -> None:
+    total = {"total_size": size_of(out, files.values())}
+    index = {"metadata": total, "weight_map": dict(sorted(files.items()))}
+    (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def write_index(out: Path, listed: Mapping[str, str]) -> None:
-    total = sum((out / name).stat().st_size for name in set(listed.values()))
-    text = json.dumps(
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}, indent=1
-    )
-    (out / INDEX).write_text(text + "\n", encoding="utf-8")
-
-
-def link_files(source: Path, out: Path, names: Mapping[str, str]) -> None:
-    """Link files of a folder under other names, or copy them where two file systems share none. Hashes go along."""
+def _link_files(source: Path, out: Path, names: Mapping[str, str]) -> None:
+    """Link files under other names, or copy them where two file systems share none. Hashes go along."""
+    # A linked file keeps the hash that it was written with.
     hashes = read_hashes(source)
     for file, name in sorted(names.items()):
+        # A link costs no space and no time.
         try:
             os.link((source / file).resolve(), out / name)
         except OSError:
@@ -116,11 +98,7 @@ def link_files(source: Path, out: Path, names: Mapping[str, str]) -> None:
 
 
 def copy_companions(source: Path, out: Path) -> None:
-    """All files besides weights, config and what is about that model alone: tokenizer, processor, chat template."""
+    """Copy all besides weights, config and what is about that model alone: tokenizer, chat template."""
     for path in sorted(source.iterdir()):
-        if (
-            path.is_file()
-            and not path.name.startswith(".")
-            and not any(path.match(pattern) for pattern in NOT_COPIED)
-        ):
+        if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED):
             shutil.copy2(path, out / path.name)
